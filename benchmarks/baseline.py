@@ -1,0 +1,385 @@
+"""What our loop adds to a bare PyTorch loop, and what HF Trainer adds: step time, tokens/s, peak memory.
+
+    python benchmarks/baseline.py --presets llama-1m llama-10m --steps 60           # CPU
+    python benchmarks/baseline.py --presets llama-130m --device cuda --compute bf16 --compile --blocks
+
+Three loops train the same model from the same weights on the same batches with the same AdamW, clipping and schedule:
+`bare` (40 lines of PyTorch below, the control), `ours` (recipe, metrics and all), `trainer` (HF Trainer, its saving and
+reporting off). By default they run in one process and take turns step by step: each asks for its next batch when its
+step is over, and that is where the turn goes on. So a disturbance of the machine falls on all three alike. A step's time
+is from receiving the turn to asking for the next batch. `--blocks` runs each loop alone in a process of its own,
+several rounds in rotation, which is right for a GPU and gives the peak memory; on a CPU the memory is measured so too.
+
+The result (median ratio to the control and its 95 % bootstrap interval) is refused when the control's own step time
+varies by more than 15 % (interquartile range over median).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the pools of waiting loops must not spin
+
+import numpy as np
+import torch
+
+from scantling.data.batch import Batch
+from scantling.data.loader import BatchSource
+from scantling.data.sampler import Sampler
+from scantling.recipe import check_recipe
+from scantling.recipe.schema import Recipe
+from scantling.tasks import get_task
+from scantling.training.checkpoint import Checkpointer
+from scantling.training.distributed import Place
+from scantling.training.meters import EnergyMeter, MemoryMeter
+from scantling.training.run import build_loop, build_run_model
+from scantling.training.rundir import environment
+from scantling.training.schedule import lr_factor
+from scantling.training.sinks import JsonlSink
+
+LOOPS = ("bare", "ours", "trainer")
+WARMUP = 5
+
+
+class Turns:
+    """Lets several threads run one at a time, in a fixed order; `next` ends a turn and waits for the next one."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.times: dict[str, list[float]] = {name: [] for name in names}
+        self._order, self._active = list(names), names[0]
+        self._condition = threading.Condition()
+        self._began: dict[str, float] = {}
+
+    def next(self, name: str) -> None:
+        now = time.perf_counter()
+        if name in self._began:
+            self.times[name].append(now - self._began[name])
+            self._pass_on(name)
+        with self._condition:
+            self._condition.wait_for(lambda: self._active == name)
+        self._began[name] = time.perf_counter()
+
+    def leave(self, name: str) -> None:
+        self._pass_on(name)
+        with self._condition:
+            self._order.remove(name)
+
+    def _pass_on(self, name: str) -> None:
+        with self._condition:
+            place = self._order.index(name)
+            self._active = self._order[(place + 1) % len(self._order)]
+            self._condition.notify_all()
+
+
+class Setup:
+    """Recipe, data and device that all loops share."""
+
+    def __init__(self, options: argparse.Namespace, preset: str) -> None:
+        self.steps = options.steps + WARMUP
+        self.compile = options.compile
+        self.recipe: Recipe = check_recipe(
+            {
+                "name": "baseline",
+                "model": {"preset": preset},
+                "data": {"corpus": "python-stdlib", "seq_len": options.seq_len, "max_bytes": 4_000_000, "heldout": 0.0},
+                "optim": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1},
+                "precision": {"compute": options.compute},
+                "train": {
+                    "steps": self.steps,
+                    "batch_size": options.batch_size,
+                    "device": options.device,
+                    "compile": options.compile,
+                },
+            }
+        )
+        self.device = torch.device(options.device)
+        self.place = Place(0, 1, self.device)
+        self.task = get_task("causal-lm")
+        self.data = self.task.prepare(self.recipe.data, seed=0, progress=None)
+
+    def source(self) -> BatchSource:
+        sampler = Sampler(len(self.data.train), batch_size=self.recipe.batch_size, seed=0)
+        return BatchSource(
+            self.data.train,
+            self.data.collate,
+            sampler,
+            micro_batch_size=self.recipe.batch_size,
+            rank=0,
+            world_size=1,
+            workers=0,
+            pin_memory=False,
+        )
+
+    def batches(self, turn: Callable[[], None]) -> Iterator[Batch]:
+        source = self.source()
+        for _ in range(self.steps):
+            turn()
+            yield source.next_step()[0]
+        turn()
+
+    def model(self) -> Any:
+        return build_run_model(self.recipe, self.task, self.data).to(self.device)
+
+    def lr(self, step: int) -> float:
+        return lr_factor(step, steps=self.steps, schedule="cosine", warmup=0.05, min_ratio=0.1)
+
+
+def bare(setup: Setup, turn: Callable[[], None]) -> list[float]:
+    """The control: what one writes by hand, with a loss that is read every step."""
+    model = setup.model()
+    model.train()
+    if setup.compile:
+        model.compile()
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3
+    )
+    amp = torch.autocast(setup.device.type, torch.bfloat16, enabled=setup.recipe.precision.compute == "bf16")
+    losses = []
+    for step, batch in enumerate(setup.batches(turn), start=1):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * setup.lr(step)
+        ids, labels = batch.inputs["input_ids"].to(setup.device), batch.labels.to(setup.device)
+        with amp:
+            logits = model(input_ids=ids).logits
+            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
+
+
+def ours(setup: Setup, turn: Callable[[], None]) -> list[float]:
+    """The library's loop as `scantling train` runs it, metrics file included; one checkpoint after the last turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        memory, energy = MemoryMeter(setup.device), EnergyMeter(setup.device)
+        checkpointer = Checkpointer(Path(folder) / "checkpoints", setup.place)
+        loop = build_loop(setup.recipe, setup.task, setup.data, setup.place, checkpointer, memory=memory, energy=energy)
+        loop.sink = JsonlSink(Path(folder) / "metrics.jsonl")
+        take = loop.batches.next_step
+
+        def next_step() -> list[Batch]:
+            turn()
+            return take()
+
+        loop.batches.next_step = next_step  # type: ignore[method-assign]
+        save = loop.save
+
+        def last_turn_then_save() -> Path:
+            turn()
+            return save()
+
+        loop.save = last_turn_then_save  # type: ignore[method-assign]
+        loop.run()
+        loop.sink.close()
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+
+def trainer(setup: Setup, turn: Callable[[], None]) -> list[float]:
+    """HF Trainer with the same optimizer, schedule and batches; evaluation, saving and reporting are off."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    model = setup.model()
+    losses: list[float] = []
+
+    class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            for batch in setup.batches(turn):
+                yield {"input_ids": batch.inputs["input_ids"], "labels": batch.labels}
+
+    class Losses(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                losses.append(float(logs["loss"]))
+
+    class Shifted(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            logits = model(input_ids=inputs["input_ids"]).logits
+            return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), inputs["labels"].flatten())
+
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Stream(), batch_size=None)
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=setup.steps,
+            per_device_train_batch_size=setup.recipe.batch_size,
+            learning_rate=1e-3,
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.1},
+            warmup_steps=round(0.05 * setup.steps),
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=setup.device.type == "cpu",
+            bf16=setup.recipe.precision.compute == "bf16",
+            torch_compile=setup.compile,
+            optim="adamw_torch",
+            adam_beta2=0.999,
+            logging_nan_inf_filter=False,
+        )
+        Shifted(model=model, args=arguments, train_dataset=Stream(), callbacks=[Losses()]).train()
+    return losses
+
+
+RUNNERS: dict[str, Callable[[Setup, Callable[[], None]], list[float]]] = {
+    "bare": bare,
+    "ours": ours,
+    "trainer": trainer,
+}
+
+
+def run_in_turns(options: argparse.Namespace, preset: str) -> dict[str, Any]:
+    setup = Setup(options, preset)
+    turns = Turns(LOOPS)
+    losses: dict[str, list[float]] = {}
+    failures: list[BaseException] = []
+
+    def body(name: str) -> None:
+        try:
+            losses[name] = RUNNERS[name](setup, lambda: turns.next(name))
+        except BaseException as error:  # a thread that fails must not leave the others waiting
+            failures.append(error)
+        finally:
+            turns.leave(name)
+
+    threads = [threading.Thread(target=body, args=(name,)) for name in LOOPS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    times = {name: turns.times[name][WARMUP : setup.steps] for name in LOOPS}
+    return {"times": times, "losses": losses, "tokens_per_step": setup.recipe.batch_size * setup.recipe.data.seq_len}
+
+
+def run_alone(options: argparse.Namespace, preset: str, name: str) -> dict[str, Any]:
+    """One loop in this process: step times and the peak memory above what there was before the model."""
+    setup = Setup(options, preset)
+    memory = MemoryMeter(setup.device)
+    marks: list[float] = []
+
+    def turn() -> None:
+        if setup.device.type == "cuda":
+            torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+
+    losses = RUNNERS[name](setup, turn)
+    times = np.diff(marks)[WARMUP : setup.steps].tolist()
+    peak = memory.peak_bytes()
+    return {"times": times, "losses": losses, "peak_bytes": peak, "added_bytes": peak - memory.base_bytes}
+
+
+def alone_in_process(arguments: list[str], preset: str, name: str, steps: int | None = None) -> dict[str, Any]:
+    command = [sys.executable, __file__, *arguments, "--only", preset, name]
+    command += [] if steps is None else ["--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name} failed:\n{done.stdout}{done.stderr}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def summarise(times: dict[str, list[float]], tokens: int) -> dict[str, Any]:
+    control = np.array(times["bare"])
+    spread = float(np.subtract(*np.percentile(control, [75, 25])) / np.median(control))
+    generator = np.random.default_rng(0)
+    rows: dict[str, Any] = {}
+    for name, own in times.items():
+        ratios = np.array(own[: len(control)]) / control[: len(own)]
+        draws = np.median(ratios[generator.integers(0, len(ratios), (2000, len(ratios)))], axis=1)
+        low, high = np.percentile(draws, [2.5, 97.5])
+        rows[name] = {
+            "step_s_median": float(np.median(own)),
+            "tokens_per_s_median": tokens / float(np.median(own)),
+            "ratio_to_bare": float(np.median(ratios)),
+            "ratio_95": [float(low), float(high)],
+        }
+    return {"control_spread": spread, "accepted": spread <= 0.15, "loops": rows}
+
+
+def measure(options: argparse.Namespace, arguments: list[str], preset: str) -> dict[str, Any]:
+    tokens = options.batch_size * options.seq_len
+    if options.blocks:
+        rounds = [{n: alone_in_process(arguments, preset, n) for n in LOOPS} for _ in range(options.rounds)]
+        times = {n: [t for r in rounds for t in r[n]["times"]] for n in LOOPS}
+        losses = {n: rounds[0][n]["losses"] for n in LOOPS}
+        memory = {n: {k: rounds[0][n][k] for k in ("peak_bytes", "added_bytes")} for n in LOOPS}
+    else:
+        run = run_in_turns(options, preset)
+        times, losses = run["times"], run["losses"]
+        alone = {n: alone_in_process(arguments, preset, n, steps=6) for n in LOOPS}
+        memory = {n: {k: alone[n][k] for k in ("peak_bytes", "added_bytes")} for n in LOOPS}
+    worst = max(abs(a - b) / b for n in LOOPS for a, b in zip(losses[n], losses["bare"], strict=False))
+    result = summarise(times, tokens)
+    for name in LOOPS:
+        result["loops"][name] |= memory[name]
+    return {"preset": preset, **result, "largest_loss_difference": worst, "raw_step_s": times, "raw_losses": losses}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", default=["llama-1m", "llama-10m"])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compute", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--blocks", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--only", nargs=2, metavar=("PRESET", "LOOP"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.only:
+        print(json.dumps(run_alone(options, *options.only)))
+        return 0
+    arguments = sys.argv[1:]
+    out = (
+        options.out or Path(__file__).parent / "results" / f"baseline-{options.device}-{time.strftime('%Y-%m-%d')}.json"
+    )
+    report = {
+        "command": ["python", "benchmarks/baseline.py", *arguments],
+        "date": time.strftime("%Y-%m-%d"),
+        **environment(),
+    }
+    report["results"] = []
+    for preset in options.presets:
+        result = measure(options, arguments, preset)
+        report["results"].append(result)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n")
+        verdict = "" if result["accepted"] else "  REFUSED: the control varies too much"
+        print(f"{preset}: control spread {result['control_spread']:.1%}{verdict}")
+        for name, row in result["loops"].items():
+            low, high = row["ratio_95"]
+            print(
+                f"  {name:8} {row['ratio_to_bare']:.3f}x bare [{low:.3f}, {high:.3f}]"
+                f"  memory added {row['added_bytes'] / 2**20:.0f} MiB"
+            )
+        print(f"  largest relative loss difference to bare {result['largest_loss_difference']:.1e}")
+    print(out)
+    return 0 if all(result["accepted"] for result in report["results"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

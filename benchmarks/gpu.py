@@ -1,0 +1,103 @@
+"""Everything that needs an NVIDIA GPU, in one command: the GPU tests, then every GPU benchmark, most important first.
+
+    make bench-gpu            (or: PYTHONPATH=src python benchmarks/gpu.py --out benchmarks/results)
+
+Each part has its own time box and process; its result is written as soon as it ends, so that a stop at any moment loses
+one part at most. All parts together stay under nine minutes. Without a GPU it says so and ends with exit
+code 4: not run is not passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NO_GPU = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command with the seconds it may take."""
+
+    name: str
+    seconds: int
+    arguments: tuple[str, ...]
+
+
+def parts(out: Path) -> list[Part]:
+    """What is run, most important first."""
+    shape = ("--presets", "llama-130m", "--batch-size", "16", "--seq-len", "1024", "--rounds", "1")
+    baseline = (str(ROOT / "benchmarks/baseline.py"), "--device", "cuda", "--compute", "bf16", "--blocks", *shape)
+    return [
+        Part("tests", 120, ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests"))),
+        Part(
+            "train-llama-130m-compiled",
+            300,
+            (*baseline, "--compile", "--steps", "60", "--out", str(out / "gpu-baseline-compiled.json")),
+        ),
+        Part(
+            "train-llama-130m-eager",
+            110,
+            (*baseline, "--steps", "40", "--out", str(out / "gpu-baseline-eager.json")),
+        ),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--seconds", type=int, default=530, help="time for everything")
+    options = parser.parse_args()
+
+    import torch
+
+    if not torch.cuda.is_available():
+        print("bench-gpu: no NVIDIA GPU here; nothing was run, and this does not count as passed")
+        return NO_GPU
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + options.seconds
+    summary = {
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "parts": {},
+    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    for part in parts(options.out):
+        box = min(part.seconds, end - time.monotonic())
+        if box < 20:
+            summary["parts"][part.name] = {"status": "not run: no time was left"}
+            continue
+        began = time.monotonic()
+        log = options.out / f"gpu-{part.name}.log"
+        with open(log, "w", encoding="utf-8") as file:
+            try:
+                done = subprocess.run(
+                    [sys.executable, *part.arguments],
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=box,
+                    env=environment,
+                    cwd=ROOT,
+                    check=False,
+                )
+                status = "passed" if done.returncode == 0 else f"failed with exit code {done.returncode}"
+            except subprocess.TimeoutExpired:
+                status = f"stopped after its {box:.0f} s"
+        text = log.read_text(encoding="utf-8")
+        summary["parts"][part.name] = {"status": status, "seconds": round(time.monotonic() - began, 1)}
+        (options.out / "gpu-summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        print(f"== {part.name}: {status}\n{text[-2500:]}", flush=True)
+    return 0 if all(part["status"] == "passed" for part in summary["parts"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Scantling: train large models for less.
+
+Each public name is imported when it is first used, so that `import scantling` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from scantling.groups import param_groups
+    from scantling.optim.came import CAME
+    from scantling.planning.plan import Plan, plan
+    from scantling.training.run import RunResult, train
+
+_HOMES = {
+    "CAME": "scantling.optim.came",
+    "Plan": "scantling.planning.plan",
+    "RunResult": "scantling.training.run",
+    "param_groups": "scantling.groups",
+    "plan": "scantling.planning.plan",
+    "train": "scantling.training.run",
+}
+
+__all__ = ["CAME", "Plan", "RunResult", "param_groups", "plan", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'scantling' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

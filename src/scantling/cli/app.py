@@ -1,0 +1,130 @@
+"""The commands. Each imports what it needs when it runs, so that `scantling --help` does not wait for torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="scantling",
+    help="Train large models for less: fewer parameters, less optimizer memory, fewer bytes sent, fewer bits.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change one key of the recipe, such as train.steps=100. Repeatable."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        from scantling import __version__
+
+        typer.echo(f"scantling {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe, or with --resume the directory of a run.")],
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run goes. Default: runs/NAME.")] = None,
+    settings: Settings = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the recipe, print the plan, load no data.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the run that is in the run directory.")] = False,
+) -> int:
+    """Train a model as a recipe says. Under torchrun: torchrun --nproc-per-node N -m scantling train RECIPE."""
+    from scantling.cli import commands
+
+    return commands.train(recipe, run_dir, settings or [], resume=resume, dry_run=dry_run, force=force)
+
+
+@app.command()
+def compare(
+    recipes: Annotated[list[str], typer.Argument(help="Two or more recipes.")],
+    out: Annotated[Path, typer.Option(help="Where runs, compare.json and report.html go.")] = Path("runs/compare"),
+    settings: Settings = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace runs that are there.")] = False,
+) -> int:
+    """Train several recipes one after the other and print them side by side."""
+    from scantling.cli import commands
+
+    return commands.compare(recipes, out, settings or [], force=force)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe.")],
+    settings: Settings = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    as_json: AsJson = False,
+) -> int:
+    """Say what a run will cost before it starts: parameters, memory, bytes sent, FLOPs."""
+    from scantling.cli import commands
+
+    return commands.plan(recipe, settings or [], world_size=world_size, as_json=as_json)
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    as_json: AsJson = False,
+) -> int:
+    """Evaluate the newest checkpoint of a run on its held-out data."""
+    from scantling.cli import commands
+
+    return commands.evaluate(run, as_json=as_json)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    to: Annotated[
+        tuple[str, Path], typer.Option("--to", metavar="FORMAT DIR", help="Format (hf) and folder to write.")
+    ],
+) -> int:
+    """Write a folder that transformers' from_pretrained loads, and check that it gives the same logits."""
+    from scantling.cli import commands
+
+    return commands.export(run, *to)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file. Default: report.html in the first run.")] = None,
+) -> int:
+    """Write one self-contained HTML report about one run or several."""
+    from scantling.cli import commands
+
+    return commands.report(runs, out)
+
+
+@app.command()
+def schema() -> int:
+    """Print the JSON schema of a recipe, for editors."""
+    import json
+
+    from scantling.recipe import Recipe
+
+    typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
+    return 0

@@ -1,0 +1,146 @@
+"""What each command does, once its arguments are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scantling.cli.console import ConsoleSink, make_console, show_warnings
+from scantling.errors import RunError, UserError
+
+
+def train(
+    recipe: str, run_dir: Path | None, settings: Sequence[str], *, resume: bool, dry_run: bool, force: bool
+) -> int:
+    from scantling.training.run import resolve
+    from scantling.training.run import train as run_training
+
+    console = make_console()
+    show_warnings(make_console(stderr=True))
+    if dry_run:
+        from scantling.planning.plan import plan as make_plan
+
+        checked, _ = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
+        console.print(make_plan(checked, world_size=int(os.environ.get("WORLD_SIZE", "1"))).table())
+        console.print(f"{recipe}: the recipe is valid; nothing was loaded or trained", markup=False)
+        return 0
+    from scantling.data.progress import RichProgress
+
+    result = run_training(
+        recipe,
+        run_dir=run_dir,
+        resume=resume,
+        force=force,
+        settings=settings,
+        sinks=[ConsoleSink(console)],
+        progress=RichProgress(console),
+    )
+    metrics = result.metrics
+    held_out = f", held-out loss {metrics['eval_loss']:.4f}" if "eval_loss" in metrics else ""
+    console.print(f"{result.status} at step {result.step}: loss {metrics['loss']:.4f}{held_out}", markup=False)
+    console.print(f"report      {result.run_dir / 'report.html'}", markup=False)
+    console.print(f"checkpoints {result.run_dir / 'checkpoints'}", markup=False)
+    if result.status == "stopped":
+        console.print(f"go on with: scantling train {result.run_dir} --resume", markup=False)
+        return 3
+    return 0
+
+
+def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force: bool) -> int:
+    """Each recipe runs in a process of its own, so that its peak memory is its own."""
+    from scantling.recipe import load_recipe
+    from scantling.reporting.compare import compare_table, write_compare
+    from scantling.reporting.html import write_report
+    from scantling.reporting.runs import read_run
+
+    if len(recipes) < 2:
+        raise UserError("compare needs two or more recipes")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("compare starts its runs itself; under torchrun, train each recipe and use `scantling report`")
+    names = [load_recipe(recipe, settings).name or Path(recipe).stem for recipe in recipes]
+    if len(set(names)) < len(names):
+        raise UserError(f"the recipes need different names; given {', '.join(names)}")
+    console = make_console()
+    folders = [out / name for name in names]
+    for recipe, folder in zip(recipes, folders, strict=True):
+        command = [sys.executable, "-m", "scantling", "train", recipe, "--run-dir", str(folder)]
+        command += [part for setting in settings for part in ("--set", setting)] + (["--force"] if force else [])
+        code = _wait(command)
+        if code == 3:
+            return code
+        if code:
+            raise (UserError if code == 2 else RunError)(f"{recipe} ended with exit code {code}; see its message above")
+    runs = [read_run(folder) for folder in folders]
+    written = write_compare(runs, out)
+    page = write_report(runs, out / "report.html")
+    console.print(compare_table(runs))
+    console.print(f"table       {written}", markup=False)
+    console.print(f"report      {page}", markup=False)
+    for folder in folders:
+        console.print(f"checkpoints {folder / 'checkpoints'}", markup=False)
+    return 0
+
+
+def _wait(command: Sequence[str]) -> int:
+    """Run a process that shares the terminal; an interrupt goes to both, and its answer counts."""
+    process = subprocess.Popen(command)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def plan(recipe: str, settings: Sequence[str], *, world_size: int, as_json: bool) -> int:
+    from scantling.planning.plan import plan as make_plan
+    from scantling.recipe import load_recipe
+
+    made = make_plan(load_recipe(recipe, settings), world_size=world_size)
+    if as_json:
+        print(json.dumps(made.to_dict(), indent=2))
+    else:
+        make_console().print(made.table())
+    return 0
+
+
+def evaluate(run: Path, *, as_json: bool) -> int:
+    from rich.table import Table
+
+    from scantling.training.evaluate import evaluate_run
+
+    show_warnings(make_console(stderr=True))
+    figures = evaluate_run(run)
+    if as_json:
+        print(json.dumps(figures, indent=2))
+        return 0
+    table = Table(title=f"{run}, held-out data", show_header=False)
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), f"{value:.4f}" if isinstance(value, float) else str(value))
+    make_console().print(table)
+    return 0
+
+
+def export(run: Path, form: str, folder: Path) -> int:
+    from scantling.training.export import export_hf
+
+    if form != "hf":
+        raise UserError(f"--to takes hf and a folder; given '{form}'")
+    show_warnings(make_console(stderr=True))
+    difference = export_hf(run, folder)
+    make_console().print(
+        f"wrote {folder}; reloaded with from_pretrained, largest logit difference {difference:.1e}", markup=False
+    )
+    return 0
+
+
+def report(runs: Sequence[Path], out: Path | None) -> int:
+    from scantling.reporting.html import write_report
+    from scantling.reporting.runs import read_run
+
+    page = write_report([read_run(run) for run in runs], out or runs[0] / "report.html")
+    make_console().print(f"report {page}", markup=False)
+    return 0

@@ -1,0 +1,94 @@
+"""What a run shows while it goes on: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from scantling.reporting.format import format_bytes, format_number
+from scantling.training.sinks import Sink
+
+if TYPE_CHECKING:
+    from scantling.planning.plan import Plan
+
+PLAIN_INTERVAL_S = 10.0
+"""Seconds between plain lines where there is no terminal."""
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console that honours NO_COLOR and whether the stream is a terminal; silent on ranks other than 0."""
+    return Console(stderr=stderr, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=not stderr)
+
+
+def show_warnings(console: Console) -> None:
+    """Send the library's warnings to the terminal, one line each."""
+    handler = RichHandler(console=console, show_time=False, show_path=False, level=logging.WARNING)
+    logger = logging.getLogger("scantling")
+    logger.handlers = [handler]
+    logger.propagate = False
+
+
+class ConsoleSink(Sink):
+    """Shows the plan in short, then the run's progress with the figures that matter."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Progress | None = None
+        self._task: TaskID | None = None
+        self._name, self._steps, self._first = "", 0, 1
+        self._held_out: float | None = None
+        self._began = self._last_line = 0.0
+
+    def start(self, *, name: str, run_dir: Path, plan: Plan, first_step: int, last_step: int) -> None:
+        self._name, self._steps, self._first = name, last_step, first_step
+        self._began = self._last_line = time.monotonic()
+        self._console.print(f"[bold]{name}[/bold] → {run_dir}")
+        self._console.print(plan.short(), markup=False)
+        if self._console.is_terminal:
+            self._live = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=16),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(compact=True),
+                console=self._console,
+            )
+            self._task = self._live.add_task(name, total=last_step, completed=first_step - 1, figures="")
+            self._live.start()
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        self._held_out = record.get("eval_loss", self._held_out)
+        figures = f"loss {record['loss']:.3f}"
+        if self._held_out is not None:
+            figures += f"  held-out {self._held_out:.3f}"
+        figures += f"  lr {record['lr']:.1e}  {format_number(record['tokens_per_s'])} tok/s"
+        figures += f"  peak {format_bytes(record['peak_memory_bytes'])}"
+        if record["wire_bytes"]:
+            figures += f"  sent {format_bytes(record['wire_bytes'])}/step"
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, completed=record["step"], figures=figures)
+            return
+        now, step = time.monotonic(), record["step"]
+        if "eval_loss" in record or step in (self._first, self._steps) or now - self._last_line >= PLAIN_INTERVAL_S:
+            self._last_line = now
+            left = (now - self._began) / (step - self._first + 1) * (self._steps - step)
+            eta = f"  {left:.0f} s left" if step < self._steps else ""
+            self._console.print(f"{self._name}  step {step}/{self._steps}  {figures}{eta}", markup=False)
+
+    def message(self, text: str) -> None:
+        if "checkpoint" in text and self._live is not None and not text.startswith("resumed"):
+            return  # the live line would be pushed down for each of them
+        self._console.print(text, markup=False)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

@@ -1,0 +1,81 @@
+"""Flat files of token ids that were made elsewhere: mapped as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scantling.data.cache import FORMAT, Cache
+from scantling.data.files import expand, file_stamp
+from scantling.data.hashing import fingerprint
+from scantling.data.progress import NoProgress, Progress
+from scantling.data.store import MappedArray
+from scantling.errors import UserError
+from scantling.recipe.schema import DataSection
+
+CHUNK = 1 << 24
+"""Tokens looked at a time."""
+
+
+def open_bins(section: DataSection, *, seq_len: int) -> tuple[list[MappedArray], list[MappedArray], str | None]:
+    """The training and the held-out streams, and how they were separated ("files", "window" or None).
+
+    Where documents begin is not known, so without `validation` files the end of the last file is held out, from the
+    beginning of a window on.
+
+    Raises:
+        UserError: a file is missing, empty or no whole number of ids, or nothing would be left to train on.
+    """
+    if section.bin is None:
+        raise AssertionError("called for bin sources only")
+    train = _map(expand(section.bin, "data.bin"), section.bin_dtype)
+    if section.validation is not None:
+        return train, _map(expand(section.validation, "data.validation"), section.bin_dtype), "files"
+    if section.heldout == 0:
+        return train, [], None
+    windows = sum(len(stream) // seq_len for stream in train)
+    last = train[-1]
+    held = max(1, round(section.heldout * windows)) * seq_len
+    begin = (len(last) - held) // seq_len * seq_len
+    if begin <= 0 and (len(train) == 1 or held > len(last)):
+        raise UserError(
+            f"data.bin: cannot hold {held} tokens out of the last file, which has {len(last)}; name held-out files in "
+            "data.validation, or set data.heldout to 0"
+        )
+    begin = max(0, begin)
+    heldout = MappedArray(last.path, section.bin_dtype, begin)
+    kept = [MappedArray(last.path, section.bin_dtype, 0, begin)] if begin else []
+    return train[:-1] + kept, [heldout], "window"
+
+
+def _map(paths: Sequence[Path], dtype: str) -> list[MappedArray]:
+    width = 2 if dtype == "uint16" else 4
+    for path in paths:
+        size = path.stat().st_size
+        if size == 0 or size % width:
+            problem = "is empty" if size == 0 else f"has {size} bytes, no whole number of {dtype} ids"
+            raise UserError(f"data.bin: {path} {problem}; see data.bin_dtype")
+    return [MappedArray(path, dtype) for path in paths]
+
+
+def largest_id(streams: Sequence[MappedArray], cache: Cache | None = None, progress: Progress | None = None) -> int:
+    """The largest id in the files; remembered until a file changes."""
+    cache, progress = cache or Cache(), progress or NoProgress()
+    largest = 0
+    for path in dict.fromkeys(stream.path for stream in streams):
+        dtype = next(stream.dtype for stream in streams if stream.path == path)
+        key = fingerprint(["bin", FORMAT, file_stamp(path), dtype.name])
+
+        def make(_: Path, path: Path = path, dtype: Any = dtype, progress: Progress = progress) -> dict[str, Any]:
+            whole, found = MappedArray(path, dtype.name), 0
+            progress.start(f"reading {path}", path.stat().st_size)
+            for at in range(0, len(whole), CHUNK):
+                part = whole[at : at + CHUNK]
+                found = max(found, int(part.max()))
+                progress.advance(part.nbytes)
+            progress.finish()
+            return {"largest": found}
+
+        largest = max(largest, cache.get("scans", key, make).meta["largest"])
+    return largest

@@ -1,0 +1,107 @@
+"""Training a byte-level BPE on the training documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scantling.data.cache import FORMAT, Cache
+from scantling.data.documents import Scan, Source
+from scantling.data.hashing import fingerprint, key64, mix64
+from scantling.data.progress import Progress
+from scantling.data.split import TRAIN, Sides
+from scantling.data.tokenizers import SPECIALS, FastTokenizer, finish_backend
+from scantling.errors import UserError
+
+SAMPLE_BYTES = 5_000_000
+"""Text a BPE is trained on: whole training documents in the order of a hash; the one that goes beyond is cut."""
+SMALLEST = 256 + len(SPECIALS)
+"""Ids that there are before the first merge: the bytes and the special tokens."""
+
+
+def trained_bpe(
+    vocab_size: int, source: Source, scan: Scan, sides: Sides, cache: Cache, progress: Progress, *, wrap: bool = False
+) -> FastTokenizer:
+    """A byte-level BPE with exactly `vocab_size` ids, from the cache or trained.
+
+    Args:
+        vocab_size: number of ids, with 256 bytes and the special tokens.
+        source: the documents.
+        scan: what they are.
+        sides: which of them are for training; no others are read.
+        cache: where it is kept.
+        progress: is told of the bytes read.
+        wrap: see `finish_backend`.
+
+    Raises:
+        UserError: the size is too small for the bytes and special tokens, or larger than the documents give.
+    """
+    from tokenizers import Tokenizer as Backend
+
+    if vocab_size < SMALLEST:
+        raise UserError(
+            f"data.tokenizer.bpe: must be at least {SMALLEST} (256 bytes and {len(SPECIALS)} special tokens); "
+            f"given {vocab_size}"
+        )
+    used = np.flatnonzero(sides == TRAIN)
+    used = used[np.argsort(mix64(scan.digests[used], key64("bpe")), kind="stable")]
+    enough = int(np.searchsorted(np.cumsum(scan.sizes[used]), SAMPLE_BYTES)) + 1
+    sample = np.zeros(len(scan), dtype=bool)
+    sample[used[:enough]] = True
+    key = fingerprint(["bpe", FORMAT, SAMPLE_BYTES, vocab_size, wrap, scan.content, np.flatnonzero(sample).tolist()])
+
+    def make(folder: Path) -> dict[str, Any]:
+        total = min(SAMPLE_BYTES, int(scan.sizes[sample].sum()))
+        progress.start(f"training a BPE of {vocab_size} on {source.name}", total)
+        try:
+            backend = _train(vocab_size, _texts(source, sample, progress))
+        finally:
+            progress.finish()
+        found = backend.get_vocab_size()
+        if found < vocab_size:
+            raise UserError(
+                f"data.tokenizer.bpe: the training documents give only {found} tokens, not {vocab_size}; "
+                f"set it to {found} or less, or give more text"
+            )
+        backend = finish_backend(backend, use_regex=True, wrap=wrap)
+        (folder / "tokenizer.json").write_text(backend.to_str(), encoding="utf-8")
+        return {"sample_bytes": total}
+
+    entry = cache.get("tokenizers", key, make)
+    backend = Backend.from_str((entry.path / "tokenizer.json").read_text(encoding="utf-8"))
+    return FastTokenizer(backend, SPECIALS, f"bpe {vocab_size}")
+
+
+def _train(vocab_size: int, texts: Iterator[str]) -> Any:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIALS.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return backend
+
+
+def _texts(source: Source, sample: np.ndarray[Any, np.dtype[np.bool_]], progress: Progress) -> Iterator[str]:
+    """The text of the sampled documents, `SAMPLE_BYTES` in all."""
+    document, left = 0, SAMPLE_BYTES
+    for piece in source.pieces():
+        if sample[document]:
+            for text in (piece.text, piece.pair):
+                if text and left > 0:
+                    yield text[:left]
+                    size = len(text.encode("utf-8"))
+                    left -= size
+                    progress.advance(size)
+        document += piece.last
+        if left <= 0:
+            return

@@ -1,0 +1,131 @@
+"""The cache on disk: entries that are whole or not there, made once however many processes want them.
+
+An entry is a folder. It is written aside, fsynced and renamed, with the sizes of its files in `meta.json`; an entry
+whose files have other sizes is made again. A lock file for each entry (`flock`) lets one process make it while others
+wait. Processes on several machines either share the folder (over a file system with locks) or each have their own.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scantling.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Version of everything in the cache; raise it when what is written changes."""
+
+
+def cache_root() -> Path:
+    """`$SCANTLING_CACHE`, or `~/.cache/scantling`."""
+    return Path(os.environ.get("SCANTLING_CACHE") or "~/.cache/scantling").expanduser()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A whole entry: its folder and what its maker said about it."""
+
+    path: Path
+    meta: dict[str, Any]
+
+
+class Cache:
+    """A folder of entries by kind and key."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = cache_root() if root is None else root
+
+    def get(self, kind: str, key: str, make: Callable[[Path], dict[str, Any]]) -> Entry:
+        """The entry, made if it is not there or not whole.
+
+        Args:
+            kind: folder of the entry, such as "tokens".
+            key: name of the entry; says everything that its content depends on.
+            make: fills an empty folder and returns facts about it as JSON values.
+
+        Raises:
+            UserError: the cache cannot be written, or whatever `make` raises.
+        """
+        path = self.root / kind / key
+        if (entry := _whole(path)) is not None:
+            return entry
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path.parent / f"{key}.lock"):
+                return _whole(path) or _make(path, make)
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: OSError) -> UserError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason = "the disk is full; free some space, or name"
+        else:
+            reason = f"{error.strerror or error}; name"
+        return UserError(f"cannot write the data cache {self.root}: {reason} another folder in SCANTLING_CACHE")
+
+
+def _whole(path: Path) -> Entry | None:
+    """The entry if it is there and each file has the size that was written."""
+    try:
+        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        if all((path / name).stat().st_size == size for name, size in meta["files"].items()):
+            return Entry(path, meta)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    if path.exists():
+        logger.warning("the cache entry %s is not whole and is made again", path)
+    return None
+
+
+def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
+    """Fill, seal and publish the entry; the caller holds its lock, so what lies there now is torn."""
+    aside = path.with_name(f"{path.name}.tmp")
+    for old in (aside, path):
+        if old.exists():
+            shutil.rmtree(old)
+    aside.mkdir()
+    try:
+        meta = make(aside)
+        meta["files"] = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
+        (aside / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        for file in [*aside.iterdir(), aside]:
+            _fsync(file)
+        os.rename(aside, path)
+        _fsync(path.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return Entry(path, meta)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process that prepares %s", path.stem)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

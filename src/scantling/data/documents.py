@@ -1,0 +1,157 @@
+"""Documents, and what is known of each after one reading: digest, size and label."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scantling.data.cache import FORMAT, Cache
+from scantling.data.hashing import fingerprint
+from scantling.data.progress import Progress
+from scantling.data.store import write_array
+from scantling.errors import UserError
+
+MAX_LABELS = 1 << 16
+PIECE = 1 << 20
+"""Characters after which a long document goes on in a further piece, so that none has to fit into memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A document or a part of one; a document ends with the piece that is `last`. Only plain text comes in parts.
+
+    Attributes:
+        text: the text, or the first sentence of a pair.
+        pair: the second sentence.
+        label: the label as it is written in the source.
+        last: whether the document ends here.
+        where: the place in the source, `file:line`, for messages.
+    """
+
+    text: str
+    pair: str | None = None
+    label: str | None = None
+    last: bool = True
+    where: str = ""
+
+
+class Source(ABC):
+    """Documents in a fixed order that can be read again and again."""
+
+    name: str
+    """What it is, for messages."""
+    size: int | None = None
+    """Bytes of text, where that is known before reading."""
+
+    @abstractmethod
+    def stamp(self) -> Any:
+        """A JSON value that changes when the documents may have changed."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """The documents. Raises `UserError` with the place of whatever is wrong."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one reading of a source found, one entry for each document.
+
+    Attributes:
+        digests: 64 bits of a hash of text and pair; equal for equal documents.
+        sizes: bytes of UTF-8 in text and pair; 0 for a blank document, which is never used.
+        labels: index into `label_names`, or -1.
+        label_names: the labels in order of first use.
+        label_places: where each was first used.
+        content: hash of all documents in order.
+    """
+
+    digests: npt.NDArray[np.uint64]
+    sizes: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int32]
+    label_names: list[str]
+    label_places: list[str]
+    content: str
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+def scan(source: Source, cache: Cache, progress: Progress) -> Scan:
+    """Read a source once and note what each document is; remembered until the source's stamp changes.
+
+    Raises:
+        UserError: the source cannot be read, or holds no text.
+    """
+    key = fingerprint(["scan", FORMAT, source.stamp()])
+    entry = cache.get("scans", key, lambda folder: _write_scan(source, folder, progress))
+    names, places = json.loads((entry.path / "labels.json").read_text(encoding="utf-8"))
+    return Scan(
+        np.fromfile(entry.path / "digests", dtype=np.uint64),
+        np.fromfile(entry.path / "sizes", dtype=np.int64),
+        np.fromfile(entry.path / "labels", dtype=np.int32),
+        label_names=names,
+        label_places=places,
+        content=entry.meta["content"],
+    )
+
+
+def _write_scan(source: Source, folder: Path, progress: Progress) -> dict[str, Any]:
+    digests, sizes, labels = array("Q"), array("q"), array("i")
+    label_ids: dict[str, int] = {}
+    places: list[str] = []
+    content = hashlib.sha256()
+    digest = hashlib.blake2b(digest_size=16)
+    size, blank = 0, True
+    progress.start(f"reading {source.name}", source.size)
+    try:
+        for piece in source.pieces():
+            data = _encode(piece.text, piece.where)
+            size += len(data)
+            digest.update(data)
+            blank = blank and not piece.text.strip()
+            if piece.pair is not None:
+                data = _encode(piece.pair, piece.where)
+                size += len(data)
+                digest.update(b"\xff" + data)
+                blank = blank and not piece.pair.strip()
+            if not piece.last:
+                continue
+            if piece.label is not None and piece.label not in label_ids:
+                label_ids[piece.label] = len(label_ids)
+                places.append(piece.where)
+                if len(label_ids) > MAX_LABELS:
+                    raise UserError(f"{piece.where}: more than {MAX_LABELS} labels; is it the label column?")
+            bits = digest.digest()
+            content.update(bits + repr(piece.label).encode(errors="backslashreplace"))
+            digests.append(int.from_bytes(bits[:8], "little"))
+            sizes.append(0 if blank else size)
+            labels.append(-1 if piece.label is None else label_ids[piece.label])
+            progress.advance(size)
+            digest = hashlib.blake2b(digest_size=16)
+            size, blank = 0, True
+    finally:
+        progress.finish()
+    if not any(sizes):
+        raise UserError(f"{source.name}: the corpus is empty: {len(sizes)} documents, none with any text")
+    write_array(folder / "digests", np.array(digests, dtype=np.uint64))
+    write_array(folder / "sizes", np.array(sizes, dtype=np.int64))
+    write_array(folder / "labels", np.array(labels, dtype=np.int32))
+    (folder / "labels.json").write_text(json.dumps([list(label_ids), places]), encoding="utf-8")
+    return {"content": content.hexdigest()}
+
+
+def _encode(text: str, where: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        bad = f"U+{ord(text[error.start]):04X}"
+        raise UserError(f"{where}: the text holds half of a surrogate pair ({bad}), which is no character") from None

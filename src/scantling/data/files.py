@@ -1,0 +1,121 @@
+"""Text from files: paths and globs, streamed decompression, UTF-8. Every fault is one `UserError` with its place."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import glob
+import gzip
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO, Literal, cast
+
+from scantling.errors import UserError, did_you_mean
+
+CHUNK = 1 << 20
+"""Bytes read at a time."""
+MAX_LINE = 1 << 28
+"""Longest line in characters; a longer one means that the file has no lines."""
+PACKED: dict[str, Callable[[Path, Literal["rb"]], object]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+
+
+def expand(paths: str | Sequence[str], key: str) -> list[Path]:
+    """The files that paths and globs name, each glob sorted.
+
+    Args:
+        paths: a path or glob, or several.
+        key: the recipe's key they come from, for messages.
+
+    Raises:
+        UserError: a file is missing, is a folder, or a glob matches nothing.
+    """
+    found: list[Path] = []
+    for given in [paths] if isinstance(paths, str) else paths:
+        path = Path(given).expanduser()
+        if path.is_file():
+            found.append(path)
+        elif path.is_dir():
+            raise UserError(f"{key}: {given} is a folder; give files or a glob, such as {path / '*'}")
+        elif glob.has_magic(given):
+            matches = sorted(glob.glob(str(path), recursive=True))
+            files = [Path(match) for match in matches if Path(match).is_file()]
+            if not files:
+                raise UserError(f"{key}: no file matches {given}")
+            found += files
+        else:
+            siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+            hint = did_you_mean(path.name, siblings)
+            raise UserError(f"{key}: file not found: {given}" + (f" ({hint})" if hint else ""))
+    return found
+
+
+def file_stamp(path: Path) -> list[str | int]:
+    """What changes when a file changes: path, size in bytes, time of last change in nanoseconds."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    return [str(path.absolute()), status.st_size, status.st_mtime_ns]
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, decompressed if its name ends in .gz, .xz or .bz2, about a megabyte at a time."""
+    opener = PACKED.get(path.suffix.lower())
+    try:
+        with cast(BinaryIO, opener(path, "rb") if opener else path.open("rb")) as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+    except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"{path}: corrupt {path.suffix[1:]} file: {error}") from None
+    except OSError as error:
+        packed = opener is not None and error.errno is None
+        what = f"{path}: corrupt {path.suffix[1:]} file: {error}" if packed else f"cannot read {path}: {error.strerror}"
+        raise UserError(what) from None
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """The text of a UTF-8 file in parts of about a megabyte; a byte-order mark is left out.
+
+    Raises:
+        UserError: the file cannot be read or is not UTF-8; names the first bad byte and its offset.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position = 0
+    for chunk in chain(read_chunks(path), [b""]):
+        pending = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            offset = position - pending + error.start
+            of = " of the decompressed text" if path.suffix.lower() in PACKED else ""
+            raise UserError(
+                f"{path}: not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset}{of}; "
+                "convert the file to UTF-8, such as with iconv"
+            ) from None
+        if position == 0:
+            text = text.removeprefix("\ufeff")
+        position += len(chunk)
+        if text:
+            yield text
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file, each with its newline."""
+    parts: list[str] = []
+    for text in read_text(path):
+        head, newline, tail = text.partition("\n")
+        parts.append(head + newline)
+        if sum(map(len, parts)) > MAX_LINE:
+            raise UserError(f"{path}: a line is longer than {MAX_LINE} characters; is this the right kind of file?")
+        if not newline:
+            continue
+        yield "".join(parts)
+        lines = tail.split("\n")
+        parts = [lines.pop()]
+        for line in lines:
+            yield line + "\n"
+    if last := "".join(parts):
+        yield last

@@ -1,0 +1,164 @@
+"""From the order of the samples to this process's micro-batches, made here or by worker processes ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from scantling.data.batch import Batch
+from scantling.data.packing import Dataset
+from scantling.data.sampler import Sampler
+
+Numbered = tuple[int, int, Any]
+"""Epoch, index in the dataset, example."""
+Collate = Callable[[list[Numbered]], Batch]
+"""Makes a batch; deterministic in the epochs and indices."""
+EVALUATION = -1
+"""The epoch of evaluation, so that its random choices are always the same and not those of a training epoch."""
+
+
+@dataclass
+class _Fetch:
+    """A dataset whose keys are (epoch, index)."""
+
+    dataset: Dataset
+
+    def __getitem__(self, key: tuple[int, int]) -> Numbered:
+        epoch, index = key
+        return epoch, index, self.dataset[index]
+
+
+@dataclass
+class _Keys:
+    """The keys of this process's micro-batches, endlessly, from where a sampler is."""
+
+    sampler: Sampler
+    slices: list[slice]
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        sampler = self.sampler.copy()
+        while True:
+            batch = sampler.next_batch()
+            keys = list(zip(batch.epochs.tolist(), batch.indices.tolist(), strict=True))
+            for part in self.slices:
+                yield keys[part]
+
+
+class BatchSource:
+    """This process's share of each global batch, cut into micro-batches.
+
+    Rank r of W takes samples [r*B/W, (r+1)*B/W) of a global batch of B. Workers make batches ahead of time; neither
+    their number nor the number of processes changes which samples a step has.
+
+    Args:
+        dataset: examples by index.
+        collate: makes a batch of `(epoch, index, example)`.
+        sampler: the order; its state is that of the samples given out.
+        micro_batch_size: most samples in a micro-batch.
+        rank: this process.
+        world_size: number of processes, which divides the batch size.
+        workers: processes that make batches; 0 makes them in this one.
+        pin_memory: put batches into page-locked memory.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate: Collate,
+        sampler: Sampler,
+        *,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        if sampler.batch_size % world_size:
+            raise ValueError(f"{world_size} processes cannot share a batch of {sampler.batch_size} evenly")
+        share = sampler.batch_size // world_size
+        cuts = range(rank * share, (rank + 1) * share, micro_batch_size)
+        self._slices = [slice(begin, min(begin + micro_batch_size, (rank + 1) * share)) for begin in cuts]
+        self._dataset, self._collate, self._sampler = dataset, collate, sampler
+        self._workers, self._pin = workers, pin_memory
+        self._batches: Iterator[Batch] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample."""
+        return self._sampler.epoch
+
+    def next_step(self) -> list[Batch]:
+        """This process's micro-batches of the next optimizer step."""
+        if self._batches is None:
+            keys = _Keys(self._sampler, self._slices)
+            self._batches = _load(self._dataset, self._collate, keys, workers=self._workers, pin_memory=self._pin)
+        batches = [next(self._batches) for _ in self._slices]
+        self._sampler.skip(self._sampler.batch_size)
+        return batches
+
+    def state_dict(self) -> dict[str, int]:
+        """The place after the samples that were given out; what workers made ahead does not count."""
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place."""
+        self.close()
+        self._sampler.load_state_dict(state)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._batches = None
+
+
+def _load(dataset: Dataset, collate: Collate, keys: Any, *, workers: int, pin_memory: bool) -> Iterator[Batch]:
+    if workers == 0:
+        return _load_here(dataset, collate, keys, pin_memory=pin_memory)
+    loader: DataLoader[Any] = DataLoader(
+        _Fetch(dataset),  # type: ignore[arg-type]
+        batch_sampler=keys,
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # or it would draw from the global one, and dropout would depend on the workers
+    )
+    return iter(loader)
+
+
+def _load_here(dataset: Dataset, collate: Collate, keys: Any, *, pin_memory: bool) -> Iterator[Batch]:
+    fetch = _Fetch(dataset)
+    for part in keys:
+        batch = collate([fetch[key] for key in part])
+        yield batch.pin_memory() if pin_memory else batch
+
+
+def eval_batches(
+    dataset: Dataset,
+    collate: Collate,
+    batch_size: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    max_samples: int | None = None,
+    workers: int = 0,
+) -> Iterator[Batch]:
+    """The samples of a held-out dataset in order; rank r of W takes every W-th from the r-th on. No collectives.
+
+    Args:
+        dataset: examples by index.
+        collate: makes a batch.
+        batch_size: most samples in a batch.
+        rank: this process.
+        world_size: number of processes.
+        max_samples: use only so many samples, spread evenly over the dataset.
+        workers: processes that make batches.
+    """
+    count = len(dataset) if max_samples is None else min(max_samples, len(dataset))
+    indices = (np.arange(count) * len(dataset) // count)[rank::world_size].tolist()
+    parts = [indices[at : at + batch_size] for at in range(0, len(indices), batch_size)]
+    keys = [[(EVALUATION, index) for index in part] for part in parts]
+    return _load(dataset, collate, keys, workers=workers, pin_memory=False)

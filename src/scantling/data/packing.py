@@ -1,0 +1,87 @@
+"""Language-model windows over streams of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from scantling.data.store import MappedArray
+from scantling.errors import UserError
+
+
+class Dataset(Protocol):
+    """Examples by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class WindowDataset:
+    """Windows of `length` tokens, one every `stride` tokens, over one or more streams; none crosses two streams.
+
+    A stream begins with an end-of-text token and has one after each document. With `length = stride + 1` every token
+    but the first is a target exactly once.
+
+    Args:
+        streams: token ids.
+        length: tokens in a window.
+        stride: distance between the beginnings of two windows.
+        partial: keep the shorter window at the end of each stream, so that no target is lost.
+    """
+
+    def __init__(self, streams: Sequence[MappedArray], *, length: int, stride: int, partial: bool) -> None:
+        self.streams, self.length, self.stride = list(streams), length, stride
+        overlap = length - stride
+        if partial:
+            counts = [max(0, -(-(len(stream) - overlap) // stride)) for stream in self.streams]
+        else:
+            counts = [max(0, (len(stream) - overlap) // stride) for stream in self.streams]
+        self._ends = np.cumsum(counts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        """Tokens of window `index`, of shape (length,), or shorter for a partial window."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        stream = int(np.searchsorted(self._ends, index, side="right"))
+        if stream:
+            index -= int(self._ends[stream - 1])
+        begin = index * self.stride
+        window: npt.NDArray[np.int64] = self.streams[stream][begin : begin + self.length].astype(np.int64)
+        return window
+
+
+def training_windows(streams: Sequence[MappedArray], *, length: int, stride: int, seq_len: int) -> WindowDataset:
+    """The whole windows of the training streams; refuses data shorter than one."""
+    windows = WindowDataset(streams, length=length, stride=stride, partial=False)
+    if len(windows) == 0:
+        tokens = max(len(stream) for stream in streams)
+        raise UserError(
+            f"the training data is shorter than one sequence: {tokens} tokens, and data.seq_len is {seq_len}; "
+            "give more text or a smaller data.seq_len"
+        )
+    return windows
+
+
+def document_positions(windows: npt.NDArray[np.int64], eos_id: int) -> npt.NDArray[np.int64]:
+    """Position of each token in its document, counted from the window's begin or from the end-of-text token before it.
+
+    The end-of-text token between two documents counts to the second: it is the place from which the document's first
+    token is predicted. The first document's last token predicts it without seeing it.
+
+    Args:
+        windows: ids, (batch, seq_len).
+        eos_id: the token between documents.
+
+    Returns:
+        Positions, (batch, seq_len). transformers keeps attention inside each run of consecutive positions.
+    """
+    places = np.broadcast_to(np.arange(windows.shape[1]), windows.shape)
+    begins = np.where(windows == eos_id, places, 0)
+    return places - np.maximum.accumulate(begins, axis=1)

@@ -1,0 +1,235 @@
+"""From the recipe's data section to tokenised documents on disk, split into training and held-out ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scantling.data.bpe import trained_bpe
+from scantling.data.cache import FORMAT, Cache
+from scantling.data.documents import Piece, Scan, Source, scan
+from scantling.data.hashing import fingerprint
+from scantling.data.progress import NoProgress, Progress
+from scantling.data.sources import training_source, validation_source
+from scantling.data.split import HELDOUT, TRAIN, UNUSED, Sides, all_of, split
+from scantling.data.store import StoreWriter, TokenStore, open_store
+from scantling.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from scantling.errors import UserError, did_you_mean
+from scantling.recipe.schema import BpeTokenizer, DataSection
+
+ENCODE_CHARS = 1 << 20
+ENCODE_PIECES = 4096
+"""Most text and most pieces that are tokenised at a time."""
+NAMES = {TRAIN: "train", HELDOUT: "heldout"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tokenised data.
+
+    Attributes:
+        tokenizer: what made the ids.
+        train: the documents to train on.
+        heldout: the documents held out, or None.
+        labels: the label set in the order of the ids, for pairs.
+        info: facts for the run's records.
+    """
+
+    tokenizer: Tokenizer
+    train: TokenStore
+    heldout: TokenStore | None
+    labels: list[str] | None
+    info: dict[str, Any]
+
+
+def prepare(
+    section: DataSection,
+    *,
+    seed: int,
+    pairs: bool = False,
+    needs: tuple[str, tuple[str, ...]] = ("", ()),
+    wrap: bool = False,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Read, split and tokenise; everything but the last part comes from the cache where it was done before.
+
+    Several processes may call this at once: one does the work, the others wait for it.
+
+    Args:
+        section: the recipe's data section.
+        seed: decides which documents are held out.
+        pairs: keep documents apart with their labels; otherwise they form a stream, an end-of-text token around each.
+        needs: a task's name and the special tokens it needs.
+        wrap: see `finish_backend`.
+        cache: where results are kept. Default: the user's cache.
+        progress: is told of long work.
+
+    Raises:
+        UserError: the documents, the tokenizer or the cache cannot be used.
+    """
+    cache, progress = cache or Cache(), progress or NoProgress()
+    source, held_source = training_source(section), validation_source(section)
+    found = scan(source, cache, progress)
+    share = 0.0 if held_source is not None else section.heldout
+    sides = split(found, heldout=share, max_bytes=section.max_bytes, seed=seed, name=source.name)
+    labels = label_set(section, found, sides, source.name) if pairs else None
+    tokenizer = _tokenizer(section, source, found, sides, cache, progress, wrap=wrap)
+    tokenizer.require(needs[0], *needs[1])
+    maker = _Maker(tokenizer, labels, cache, progress)
+    entry, meta = maker.entry(source, found, sides)
+    train = open_store(entry, "train", meta)
+    heldout = open_store(entry, "heldout", meta) if (sides == HELDOUT).any() else None
+    held_by = "document" if heldout is not None else None
+    if held_source is not None:
+        held_found = scan(held_source, cache, progress)
+        check_labels(labels, held_found, held_source.name)
+        held_entry, held_meta = maker.entry(held_source, held_found, all_of(held_found, HELDOUT))
+        heldout, held_by = open_store(held_entry, "heldout", held_meta), "files"
+    info = {
+        "source": source.name,
+        "train": train.facts(),
+        "heldout": None if heldout is None else heldout.facts(),
+        "heldout_by": held_by,
+        "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint},
+        "cache": str(entry),
+        "fingerprint": entry.name,
+    }
+    return Prepared(tokenizer, train, heldout, labels, info)
+
+
+def _tokenizer(
+    section: DataSection,
+    source: Source,
+    found: Scan,
+    sides: Sides,
+    cache: Cache,
+    progress: Progress,
+    *,
+    wrap: bool,
+) -> Tokenizer:
+    if isinstance(section.tokenizer, BpeTokenizer):
+        return trained_bpe(section.tokenizer.bpe, source, found, sides, cache, progress, wrap=wrap)
+    return ByteTokenizer(wrap=wrap) if section.tokenizer == "bytes" else load_tokenizer(section.tokenizer)
+
+
+def label_set(section: DataSection, found: Scan, sides: Sides, name: str) -> list[str]:
+    """The labels in the order of their ids: as given, or those of the training documents, sorted.
+
+    Raises:
+        UserError: a document that is used has a label outside the set, or there are fewer than two labels.
+    """
+    if section.labels is not None:
+        labels = section.labels
+        for number, label in enumerate(labels):
+            if label in labels[:number]:
+                raise UserError(f"data.labels: '{label}' is given twice")
+        check_labels(labels, found, name)
+    else:
+        used = np.unique(found.labels[sides == TRAIN])
+        labels = [found.label_names[index] for index in used if index >= 0]
+        numbers = all(label.removeprefix("-").isascii() and label.removeprefix("-").isdigit() for label in labels)
+        labels.sort(key=int if numbers else None)
+        held = np.unique(found.labels[sides == HELDOUT])
+        check_labels(labels, found, name, held, "occurs only in held-out documents")
+    if len(labels) < 2:
+        raise UserError(f"{name}: classification needs two or more labels; given {', '.join(labels) or 'none'}")
+    return labels
+
+
+def check_labels(
+    labels: list[str] | None, found: Scan, name: str, which: Any = None, problem: str = "is not in the label set"
+) -> None:
+    """Refuse labels outside the set, naming the place of the first."""
+    if labels is None:
+        return
+    for index in range(len(found.label_names)) if which is None else which:
+        label = found.label_names[index]
+        if label not in labels:
+            hint = did_you_mean(label, labels)
+            allowed = ", ".join(labels[:20]) + (", ..." if len(labels) > 20 else "")
+            raise UserError(
+                f"{found.label_places[index] or name}: the label '{label}' {problem}; allowed: {allowed}"
+                + (f" ({hint})" if hint else "; list all labels in data.labels")
+            )
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the entries of tokenised documents."""
+
+    tokenizer: Tokenizer
+    labels: list[str] | None
+    cache: Cache
+    progress: Progress
+
+    def entry(self, source: Source, found: Scan, sides: Sides) -> tuple[Path, dict[str, Any]]:
+        facts = ["tokens", FORMAT, found.content, fingerprint(sides.tolist()), self.tokenizer.fingerprint, self.labels]
+        entry = self.cache.get("tokens", fingerprint(facts), lambda folder: self._write(source, found, sides, folder))
+        return entry.path, entry.meta
+
+    def _write(self, source: Source, found: Scan, sides: Sides, folder: Path) -> dict[str, Any]:
+        dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
+        pairs = self.labels is not None
+        eos = None if pairs else separator_id(self.tokenizer)
+        present = [side for side in (TRAIN, HELDOUT) if (sides == side).any()]
+        self.progress.start(f"tokenising {source.name}", int(found.sizes[sides != UNUSED].sum()))
+        with ExitStack() as stack:
+            writers = {
+                side: stack.enter_context(StoreWriter(folder, NAMES[side], dtype, pairs=pairs, eos_id=eos))
+                for side in present
+            }
+            stack.callback(self.progress.finish)
+            for batch in _batches(source, sides):
+                self._encode(batch, writers, sides)
+                self.progress.advance(sum(len(piece.text) + len(piece.pair or "") for _, piece in batch))
+        sizes = {NAMES[side]: int(found.sizes[sides == side].sum()) for side in (TRAIN, HELDOUT)}
+        return {"dtype": dtype, "pairs": pairs, "bytes": sizes}
+
+    def _encode(self, batch: list[tuple[int, Piece]], writers: dict[int, StoreWriter], sides: Sides) -> None:
+        texts = [piece.text for _, piece in batch]
+        seconds = [piece.pair for _, piece in batch if piece.pair is not None]
+        ids = self.tokenizer.encode_batch([*texts, *seconds])
+        pair_ids = iter(ids[len(texts) :])
+        for (document, piece), text_ids in zip(batch, ids, strict=False):
+            writer = writers[int(sides[document])]
+            if self.labels is None:
+                writer.add_text(text_ids, last=piece.last)
+            else:
+                second = None if piece.pair is None else next(pair_ids)
+                writer.add_pair(text_ids, second, self.labels.index(str(piece.label)))
+
+
+def separator_id(tokenizer: Tokenizer) -> int:
+    """The id between documents of a stream: end-of-text, or the separator of tokenizers without one."""
+    id_ = tokenizer.sep_id if tokenizer.eos_id is None else tokenizer.eos_id
+    if id_ is None:
+        tokenizer.require("packing documents", "eos")
+        raise AssertionError("unreachable: a tokenizer without the token is refused")
+    return id_
+
+
+def _batches(source: Source, sides: Sides) -> Iterator[list[tuple[int, Piece]]]:
+    """The pieces of used documents with their document's number, some at a time."""
+    batch: list[tuple[int, Piece]] = []
+    chars = document = 0
+    for piece in source.pieces():
+        if document == len(sides):
+            document += 1
+            break
+        if sides[document] != UNUSED:
+            batch.append((document, piece))
+            chars += len(piece.text) + len(piece.pair or "")
+        document += piece.last
+        if chars >= ENCODE_CHARS or len(batch) >= ENCODE_PIECES:
+            yield batch
+            batch, chars = [], 0
+    if document != len(sides):
+        raise UserError(f"{source.name} changed while it was read; run again")
+    if batch:
+        yield batch

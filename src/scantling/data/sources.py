@@ -1,0 +1,132 @@
+"""The sources of documents: which one a recipe names, and those that are plain text."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from scantling.data.documents import PIECE, Piece, Source
+from scantling.data.files import PACKED, expand, file_stamp, read_lines, read_text
+from scantling.data.tables import CsvSource, HubSource, JsonlSource, ParquetSource, TableFiles, source_name
+from scantling.errors import UserError
+from scantling.recipe.schema import DataSection
+
+
+def training_source(section: DataSection) -> Source:
+    """The documents that a recipe trains on (and holds some out of, where no `validation` is given)."""
+    if section.hf is not None:
+        return HubSource(section.hf, section.hf_config, section.hf_split, section.fields)
+    if section.corpus is not None:
+        return StandardLibrary()
+    return _from_files(section, validation=False)
+
+
+def validation_source(section: DataSection) -> Source | None:
+    """The held-out documents of `validation`, or None where it is not given."""
+    if section.validation is None:
+        return None
+    if section.hf is not None:
+        if not isinstance(section.validation, str):
+            raise UserError(f"data.validation: name one split of {section.hf}; given {len(section.validation)} names")
+        return HubSource(section.hf, section.hf_config, section.validation, section.fields)
+    if section.corpus is not None:
+        raise UserError("data.validation: a built-in corpus is split by document; use data.heldout")
+    return _from_files(section, validation=True)
+
+
+def _from_files(section: DataSection, *, validation: bool) -> Source:
+    kinds = {"text": section.text, "jsonl": section.jsonl, "csv": section.csv, "parquet": section.parquet}
+    kind, given = next(((kind, paths) for kind, paths in kinds.items() if paths is not None), (None, None))
+    if kind is None or given is None:
+        raise UserError(f"data: give one source of corpus, {', '.join(kinds)}, hf, bin")
+    key = "data.validation" if validation else f"data.{kind}"
+    paths = expand(section.validation if validation and section.validation is not None else given, key)
+    if kind == "text":
+        return TextFiles(paths, section.document_separator)
+    tables: dict[str, type[TableFiles]] = {"jsonl": JsonlSource, "csv": CsvSource, "parquet": ParquetSource}
+    return tables[kind](paths, section.fields)
+
+
+class TextFiles(Source):
+    """Plain text: a file is a document, or a line that begins with `separator` begins one and is left out."""
+
+    def __init__(self, paths: Sequence[Path], separator: str | None = None) -> None:
+        self.paths, self.separator = list(paths), separator
+        self.name = source_name(self.paths)
+        packed = any(path.suffix.lower() in PACKED for path in self.paths)
+        self.size = None if packed else sum(path.stat().st_size for path in self.paths)
+
+    def stamp(self) -> Any:
+        return ["text", self.separator, [file_stamp(path) for path in self.paths]]
+
+    def pieces(self) -> Iterator[Piece]:
+        for path in self.paths:
+            yield from _whole_file(path) if self.separator is None else _separated(path, self.separator)
+
+
+def _whole_file(path: Path) -> Iterator[Piece]:
+    """The file as one document, cut after a newline where it is long."""
+    rest, where = "", str(path)
+    for text in read_text(path):
+        rest += text
+        if len(rest) >= PIECE:
+            cut = rest.rfind("\n") + 1 or len(rest)
+            yield Piece(rest[:cut], last=False, where=where)
+            rest = rest[cut:]
+    yield Piece(rest, where=where)
+
+
+def _separated(path: Path, separator: str) -> Iterator[Piece]:
+    lines: list[str] = []
+    length, begin = 0, 1
+    for number, line in enumerate(read_lines(path), 1):
+        if line.startswith(separator):
+            yield Piece("".join(lines), where=f"{path}:{begin}")
+            lines, length, begin = [], 0, number + 1
+            continue
+        lines.append(line)
+        length += len(line)
+        if length >= PIECE:
+            yield Piece("".join(lines), last=False, where=f"{path}:{begin}")
+            lines, length = [], 0
+    yield Piece("".join(lines), where=f"{path}:{begin}")
+
+
+class StandardLibrary(Source):
+    """The `.py` files of this Python's standard library, in the order of their relative paths.
+
+    Installed packages and the few files that are not UTF-8 (fixtures of its own tests) are left out.
+    """
+
+    name = "python-stdlib"
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = Path(sysconfig.get_path("stdlib")) if root is None else root
+        self.paths = sorted(_python_files(self.root), key=lambda path: path.relative_to(self.root).as_posix())
+        if not self.paths:
+            raise UserError(
+                f"data.corpus: this Python has no standard library sources under {self.root}; "
+                "use another Python, or give files in data.text"
+            )
+        self.size = sum(path.stat().st_size for path in self.paths)
+
+    def stamp(self) -> Any:
+        return ["python-stdlib", [file_stamp(path) for path in self.paths]]
+
+    def pieces(self) -> Iterator[Piece]:
+        for path in self.paths:
+            try:
+                yield Piece(path.read_bytes().decode("utf-8"), where=str(path))
+            except UnicodeDecodeError:
+                continue
+            except OSError as error:
+                raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages", "__pycache__")]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))

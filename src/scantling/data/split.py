@@ -1,0 +1,76 @@
+"""Which documents are used and which are held out: by hash, so that it depends on nothing but their content."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from scantling.data.documents import Scan
+from scantling.data.hashing import key64, mix64
+from scantling.errors import UserError
+
+Sides = npt.NDArray[np.int8]
+"""One number a document: `UNUSED`, `TRAIN` or `HELDOUT`."""
+UNUSED, TRAIN, HELDOUT = -1, 0, 1
+
+
+def all_of(scan: Scan, side: int) -> Sides:
+    """Every document that is not blank on one side."""
+    return np.where(scan.sizes > 0, side, UNUSED).astype(np.int8)
+
+
+def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name: str) -> Sides:
+    """Choose the documents and hold some out.
+
+    Identical documents are on the same side. Where no set of documents reaches the share exactly because many are
+    identical, it is the largest that stays below, but never empty.
+
+    Args:
+        scan: what the documents are.
+        heldout: share of the documents to hold out, rounded up; 0 holds none out.
+        max_bytes: most bytes of text, whole documents in the order of a hash that no seed changes; at least one.
+        seed: decides which documents are held out.
+        name: the source, for messages.
+
+    Raises:
+        UserError: something is to be held out and nothing would be left to train on.
+    """
+    sides = all_of(scan, TRAIN)
+    if max_bytes is not None:
+        used = np.flatnonzero(sides == TRAIN)
+        used = used[np.argsort(mix64(scan.digests[used], key64("max_bytes")), kind="stable")]
+        fits = int(np.searchsorted(np.cumsum(scan.sizes[used]), max_bytes, side="right"))
+        sides[used[max(1, fits) :]] = UNUSED
+    if heldout > 0:
+        used = np.flatnonzero(sides == TRAIN)
+        sides[used[_held_out(scan.digests[used], heldout, seed)]] = HELDOUT
+        if not (sides == HELDOUT).any():
+            number = "one document" if len(used) == 1 else f"{len(used)} documents, all of them equal"
+            budget = "" if max_bytes is None else f" within max_bytes = {max_bytes}"
+            raise UserError(
+                f"{name}: nothing can be held out of {number}{budget}; set data.heldout to 0, name held-out files in "
+                "data.validation, or give more documents (a text file is one document unless document_separator is set)"
+            )
+    return sides
+
+
+def _held_out(digests: npt.NDArray[np.uint64], share: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Groups of identical documents in the order of their hashes, each taken if it still fits."""
+    groups, members, counts = np.unique(digests, return_inverse=True, return_counts=True)
+    target = math.ceil(share * len(digests))
+    order = np.argsort(mix64(groups, key64("heldout", seed)), kind="stable")
+    if len(groups) == 1:
+        return np.zeros(len(digests), dtype=bool)
+    chosen = np.zeros(len(groups), dtype=bool)
+    left = min(target, len(digests) - int(counts.min()))
+    for group in order:
+        if counts[group] <= left:
+            chosen[group] = True
+            left -= int(counts[group])
+            if left == 0:
+                break
+    if not chosen.any():
+        chosen[order[np.argmin(counts[order])]] = True
+    return chosen[members]

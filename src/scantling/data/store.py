@@ -1,0 +1,149 @@
+"""Tokenised documents on disk, as flat arrays that are memory-mapped and never read as a whole.
+
+For each side, `train` and `heldout`, an entry holds `SIDE.tokens` (uint16 or uint32) and `SIDE.ends` (int64, where each
+document ends). Pairs also have `SIDE.middles` (int64, where the second text begins) and `SIDE.labels` (int32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.integer[Any]]
+
+
+class MappedArray:
+    """A flat array in a file, mapped on first use; what travels to another process is only its path.
+
+    Args:
+        path: the file.
+        dtype: number format, such as "uint16".
+        start: first element.
+        count: number of elements; None for all that follow.
+    """
+
+    def __init__(self, path: Path, dtype: str, start: int = 0, count: int | None = None) -> None:
+        self.path, self.dtype, self.start = path, np.dtype(dtype).newbyteorder("<"), start
+        self.count = path.stat().st_size // self.dtype.itemsize - start if count is None else count
+        self._map: npt.NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._map is None:
+            shape = (self.count,)
+            # an empty file cannot be mapped
+            self._map = (
+                np.memmap(self.path, self.dtype, "r", self.start * self.dtype.itemsize, shape).view(np.ndarray)
+                if self.count
+                else np.empty(0, self.dtype)
+            )
+        return self._map[index]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_map": None}
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """One side of an entry.
+
+    Attributes:
+        tokens: the ids of all documents, one after the other.
+        ends: where each document ends in `tokens`.
+        middles: where the second text of each document begins; None for a stream.
+        labels: the label ids; None for a stream.
+        num_bytes: bytes of UTF-8 in the documents.
+    """
+
+    tokens: MappedArray
+    ends: MappedArray
+    middles: MappedArray | None
+    labels: MappedArray | None
+    num_bytes: int
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.ends)
+
+    def facts(self) -> dict[str, int]:
+        """Documents, tokens and bytes."""
+        return {"documents": self.num_documents, "tokens": len(self.tokens), "bytes": self.num_bytes}
+
+
+def open_store(folder: Path, side: str, meta: dict[str, Any]) -> TokenStore:
+    """The arrays of one side of a whole cache entry."""
+    pairs = meta["pairs"]
+    return TokenStore(
+        MappedArray(folder / f"{side}.tokens", meta["dtype"]),
+        MappedArray(folder / f"{side}.ends", "int64"),
+        MappedArray(folder / f"{side}.middles", "int64") if pairs else None,
+        MappedArray(folder / f"{side}.labels", "int32") if pairs else None,
+        meta["bytes"][side],
+    )
+
+
+class StoreWriter:
+    """Appends documents to the arrays of one side.
+
+    Args:
+        folder: where the files go.
+        side: "train" or "heldout".
+        dtype: number format of the tokens.
+        pairs: whether documents have a second text and a label.
+        eos_id: for a stream, the id that begins it and ends each document.
+    """
+
+    def __init__(self, folder: Path, side: str, dtype: str, *, pairs: bool, eos_id: int | None) -> None:
+        names = ("tokens", "ends", "middles", "labels") if pairs else ("tokens", "ends")
+        self._files: dict[str, BinaryIO] = {name: (folder / f"{side}.{name}").open("wb") for name in names}
+        self._dtype, self._position = np.dtype(dtype).newbyteorder("<"), 0
+        self._eos = None if eos_id is None else np.array([eos_id], dtype=self._dtype)
+        self.num_bytes = 0
+        if self._eos is not None:
+            self._append(self._eos)
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add_text(self, ids: Tokens, *, last: bool) -> None:
+        """Append a piece of a document of a stream."""
+        self._append(ids)
+        if last:
+            if self._eos is not None:
+                self._append(self._eos)
+            self._write("ends", [self._position], "<i8")
+
+    def add_pair(self, ids: Tokens, pair_ids: Tokens | None, label: int) -> None:
+        """Append a document with a label; without a second text it begins where the document ends."""
+        self._append(ids)
+        self._write("middles", [self._position], "<i8")
+        if pair_ids is not None:
+            self._append(pair_ids)
+        self._write("ends", [self._position], "<i8")
+        self._write("labels", [label], "<i4")
+
+    def _append(self, ids: Tokens) -> None:
+        self._files["tokens"].write(np.ascontiguousarray(ids, dtype=self._dtype).data)
+        self._position += len(ids)
+
+    def _write(self, name: str, values: Iterable[int], dtype: str) -> None:
+        self._files[name].write(np.array(values, dtype=dtype).data)
+
+
+def write_array(path: Path, values: npt.NDArray[Any]) -> None:
+    """Write a flat array; unlike NumPy's own writers this reports a full disk as such."""
+    with path.open("wb") as file:
+        file.write(np.ascontiguousarray(values).data)

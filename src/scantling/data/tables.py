@@ -1,0 +1,224 @@
+"""Structured sources: JSON Lines, CSV, Parquet and Hugging Face datasets, with named columns.
+
+JSON Lines and CSV are read here line by line, so that a fault is reported with its file and line.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scantling.data.documents import Piece, Source
+from scantling.data.files import PACKED, file_stamp, read_lines
+from scantling.errors import UserError, did_you_mean
+from scantling.recipe.schema import Fields
+
+logger = logging.getLogger(__name__)
+
+ROWS = 1000
+"""Rows of Parquet and Arrow read at a time."""
+
+
+def source_name(paths: Sequence[Path]) -> str:
+    """The path of one file, or the first of several with their number."""
+    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
+
+
+class TableFiles(Source):
+    """Rows of files; a subclass reads one file."""
+
+    kind: str
+
+    def __init__(self, paths: Sequence[Path], fields: Fields) -> None:
+        self.paths, self.fields = list(paths), fields
+        self.name = source_name(paths)
+        packed = self.kind == "parquet" or any(path.suffix.lower() in PACKED for path in paths)
+        self.size = None if packed else sum(path.stat().st_size for path in paths)
+
+    def stamp(self) -> Any:
+        return [self.kind, self.fields.model_dump(), [file_stamp(path) for path in self.paths]]
+
+    def pieces(self) -> Iterator[Piece]:
+        for path in self.paths:
+            for where, row in self.rows(path):
+                yield to_piece(row, self.fields, where)
+
+    @abstractmethod
+    def rows(self, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The rows of one file, each with its place."""
+
+
+class JsonlSource(TableFiles):
+    """JSON Lines: one object a line; empty lines are left out."""
+
+    kind = "jsonl"
+
+    def rows(self, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for number, line in enumerate(read_lines(path), 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+                problem = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+                raise UserError(f"{where}: not valid JSON: {problem}{column}") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{where}: a line must be a JSON object; given {_kind(row)}")
+            yield where, row
+
+
+class CsvSource(TableFiles):
+    """CSV with commas, double quotes and a header line."""
+
+    kind = "csv"
+
+    def rows(self, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        csv.field_size_limit(1 << 28)  # the default of 128 KiB is too small for documents; the module has only this one
+        reader = csv.reader(read_lines(path), strict=True)
+        begin = 1
+        try:
+            header = next(reader, [])
+            if not header:
+                raise UserError(f"{path}: no header line with the names of the columns")
+            begin = reader.line_num + 1
+            for values in reader:
+                where = f"{path}:{begin}"
+                begin = reader.line_num + 1
+                if not values:
+                    continue
+                if len(values) != len(header):
+                    raise UserError(f"{where}: {len(values)} values for {len(header)} columns ({', '.join(header)})")
+                yield where, dict(zip(header, values, strict=True))
+        except csv.Error as error:
+            raise UserError(f"{path}:{begin}: not valid CSV: {error}") from None
+
+
+class ParquetSource(TableFiles):
+    """Parquet files, read a thousand rows at a time."""
+
+    kind = "parquet"
+
+    def rows(self, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        import pyarrow as arrow  # type: ignore[import-untyped]
+        import pyarrow.parquet as parquet  # type: ignore[import-untyped]
+
+        try:
+            with parquet.ParquetFile(path) as file:
+                names = columns(self.fields)
+                check_columns(names, file.schema_arrow.names, str(path))
+                number = 0
+                for batch in file.iter_batches(batch_size=ROWS, columns=names):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f"{path}, row {number}", row
+        except (arrow.ArrowException, OSError) as error:
+            raise UserError(f"{path}: not a readable Parquet file: {error}") from None
+
+
+class HubSource(Source):
+    """A split of a Hugging Face dataset: a name, a folder with data files, or a folder written by `save_to_disk`."""
+
+    def __init__(self, path: str, config: str | None, split: str, fields: Fields) -> None:
+        self.fields = fields
+        self.name = f"{path} [{split}]"
+        self._data = _load(path, config, split)
+        check_columns(columns(fields), self._data.column_names, self.name)
+
+    def stamp(self) -> Any:
+        return ["hf", self._data._fingerprint, self.fields.model_dump()]
+
+    def pieces(self) -> Iterator[Piece]:
+        names = columns(self.fields)
+        label = self.fields.label
+        feature = self._data.features[label] if label else None
+        classes: list[str] | None = getattr(feature, "names", None)
+        number = unlabelled = 0
+        for batch in self._data.select_columns(names).iter(batch_size=ROWS):
+            for values in zip(*(batch[name] for name in names), strict=True):
+                number += 1
+                row = dict(zip(names, values, strict=True))
+                if classes is not None and label is not None and isinstance(row[label], int):
+                    if row[label] == -1:  # the convention of `datasets` for a row without a label
+                        unlabelled += 1
+                        continue
+                    row[label] = classes[row[label]]
+                yield to_piece(row, self.fields, f"{self.name}, row {number}")
+        if unlabelled:
+            logger.warning("%s: left out %d rows without a label", self.name, unlabelled)
+
+
+def _load(path: str, config: str | None, split: str) -> Any:
+    """A map-style dataset; whatever goes wrong is one `UserError`."""
+    import datasets
+
+    folder = Path(path).expanduser()
+    try:
+        if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
+            data = datasets.load_from_disk(str(folder))
+            if isinstance(data, datasets.DatasetDict):
+                if split not in data:
+                    raise UserError(f"{path} has no split '{split}'; it has {', '.join(data)}")
+                data = data[split]
+            return data
+        return datasets.load_dataset(str(folder) if folder.exists() else path, config, split=split)
+    except UserError:
+        raise
+    except Exception as error:  # `datasets` documents no set of errors; offline it raises half a dozen kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        offline = isinstance(error, ConnectionError) or "offline" in str(error).lower() or "hub" in str(error).lower()
+        hint = (
+            "; without a network give a local folder, or fetch it into the Hugging Face cache first" if offline else ""
+        )
+        raise UserError(f"data.hf: cannot load '{path}' (split '{split}'): {reason}{hint}") from None
+
+
+def columns(fields: Fields) -> list[str]:
+    """The columns that are read, without repeats."""
+    return list(dict.fromkeys(name for name in (fields.text, fields.pair, fields.label) if name is not None))
+
+
+def check_columns(names: Iterable[str], there: Sequence[str], where: str) -> None:
+    """Refuse a column that is not there, naming those that are."""
+    for name in names:
+        if name not in there:
+            hint = did_you_mean(name, there)
+            known = ", ".join(there) or "none"
+            raise UserError(f"{where}: no column '{name}'; columns: {known}" + (f" ({hint})" if hint else ""))
+
+
+def to_piece(row: Mapping[str, Any], fields: Fields, where: str) -> Piece:
+    """The document in a row."""
+    check_columns(columns(fields), list(row), where)
+    pair = None if fields.pair is None else _text(row, fields.pair, where)
+    label = None if fields.label is None else _label(row[fields.label], fields.label, where)
+    return Piece(_text(row, fields.text, where), pair, label, where=where)
+
+
+def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row[name]
+    if not isinstance(value, str):
+        raise UserError(f"{where}: column '{name}' must hold text; given {_kind(value)}")
+    return value
+
+
+def _label(value: Any, name: str, where: str) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int) and value != "":
+        return str(value)
+    raise UserError(f"{where}: column '{name}' must hold a label (text or a whole number); given {_kind(value)}")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
+    shown = repr(value)
+    return f"{kinds.get(type(value), type(value).__name__)}, {shown if len(shown) <= 40 else shown[:37] + '...'}"

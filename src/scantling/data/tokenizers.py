@@ -1,0 +1,347 @@
+"""Tokenizers behind one interface: bytes, a byte-level BPE, and whatever Hugging Face has saved."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scantling.data.hashing import fingerprint
+from scantling.errors import UserError, did_you_mean
+
+Ids = npt.NDArray[np.integer[Any]]
+
+SPECIALS = {
+    "eos": "<|endoftext|>",
+    "pad": "<|pad|>",
+    "mask": "<|mask|>",
+    "cls": "<|cls|>",
+    "sep": "<|sep|>",
+}
+"""The special tokens of our own tokenizers, in the order of their ids."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """Where special tokens stand around one text or a pair.
+
+    Attributes:
+        parts: ids before, between and after the texts.
+        types: for each text and each part its token type: before, text, between, pair, after.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    types: tuple[int, ...]
+
+    @property
+    def num_specials(self) -> int:
+        """How many special tokens are added."""
+        return sum(map(len, self.parts))
+
+    def fill(self, *texts: Ids) -> tuple[Ids, Ids]:
+        """Ids and token types with the special tokens in place."""
+        pieces: list[Ids] = []
+        for part, text in zip(self.parts, [*texts, None], strict=True):
+            pieces.append(np.array(part, dtype=np.int64))
+            if text is not None:
+                pieces.append(np.asarray(text, dtype=np.int64))
+        types = np.repeat(np.array(self.types, dtype=np.int64), [len(piece) for piece in pieces])
+        return np.concatenate(pieces), types
+
+
+class Tokenizer(ABC):
+    """Turns text into ids and back.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        eos_id, pad_id, mask_id, cls_id, sep_id: special ids; None for a token that it has not.
+        special_ids: all ids that are no text.
+    """
+
+    name: str
+    vocab_size: int
+    eos_id: int | None
+    pad_id: int | None
+    mask_id: int | None
+    cls_id: int | None
+    sep_id: int | None
+    special_ids: frozenset[int]
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give equal ids."""
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, without special tokens added."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        """The text of ids; special tokens are left out."""
+
+    @abstractmethod
+    def save_pretrained(self, folder: str | Path, *, token_types: bool = False) -> None:
+        """Write a folder that `transformers.AutoTokenizer.from_pretrained` loads, with equal ids.
+
+        Args:
+            folder: where to.
+            token_types: whether it shall return `token_type_ids` when called, for a model with `type_vocab_size` > 1.
+                A tokenizer that came from Hugging Face keeps what it does.
+        """
+
+    def encode_pair(self, text: str, pair: str | None, max_len: int) -> tuple[Ids, Ids]:
+        """Ids and token types of a text or a pair with special tokens, at most `max_len` long."""
+        texts = self.encode_batch([text] if pair is None else [text, pair])
+        return self.join(texts[0], None if pair is None else texts[1], max_len)
+
+    def join(self, ids: Ids, pair_ids: Ids | None, max_len: int) -> tuple[Ids, Ids]:
+        """Put special tokens around ids; the longer text is cut first, as `tokenizers` does it.
+
+        Returns:
+            Ids and token types, each of shape (length,) with length at most `max_len`.
+        """
+        template = self.single if pair_ids is None else self.pair
+        room = max_len - template.num_specials
+        if room < 1:
+            raise UserError(f"data.seq_len = {max_len} leaves no room beside {template.num_specials} special tokens")
+        if pair_ids is None:
+            return template.fill(ids[:room])
+        first, second = truncated_lengths(len(ids), len(pair_ids), room)
+        return template.fill(ids[:first], pair_ids[:second])
+
+    @cached_property
+    def single(self) -> Template:
+        """Special tokens around one text."""
+        if self.cls_id is None or self.sep_id is None:
+            return Template(((), ()), (0, 0, 0))
+        return Template(((self.cls_id,), (self.sep_id,)), (0, 0, 0))
+
+    @cached_property
+    def pair(self) -> Template:
+        """Special tokens around a pair."""
+        if self.cls_id is None or self.sep_id is None:
+            return Template(((), (), ()), (0, 0, 0, 1, 1))
+        return Template(((self.cls_id,), (self.sep_id,), (self.sep_id,)), (0, 0, 0, 1, 1))
+
+    def require(self, task: str, *names: str) -> None:
+        """Refuse a tokenizer that lacks special tokens: "eos", "pad", "mask", "cls" or "sep"."""
+        missing = [name for name in names if getattr(self, f"{name}_id") is None]
+        if missing:
+            raise UserError(
+                f"data.tokenizer: {self.name} has no {' and no '.join(missing)} token, which {task} needs; "
+                "use another tokenizer, or name the token in its tokenizer_config.json"
+            )
+
+
+def truncated_lengths(first: int, second: int, room: int) -> tuple[int, int]:
+    """Lengths that fit into `room` together: the longer text is cut until both are equal, then both are.
+
+    Source: the strategy `longest_first` of the `tokenizers` library, so that ids agree with it.
+    """
+    if first + second <= room:
+        return first, second
+    short = min(first, second)
+    long = max(short, room - short) if short <= room else short
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return (long, short) if first > second else (short, long)
+
+
+class ByteTokenizer(Tokenizer):
+    """Id = byte of UTF-8; special tokens follow. Nothing is trained, nothing in a text is ever a special token.
+
+    Args:
+        wrap: whether the saved tokenizer puts cls and sep around texts, as encoders want it.
+    """
+
+    name = "bytes"
+    vocab_size = 256 + len(SPECIALS)
+    eos_id, pad_id, mask_id, cls_id, sep_id = range(256, vocab_size)
+    special_ids = frozenset(range(256, vocab_size))
+    fingerprint = fingerprint(["bytes", list(SPECIALS)])
+
+    def __init__(self, *, wrap: bool = False) -> None:
+        self._wrap = wrap
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        array = np.asarray(ids)
+        return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def save_pretrained(self, folder: str | Path, *, token_types: bool = False) -> None:
+        """Write it as a byte-level BPE without merges, which gives the same ids."""
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import models
+
+        backend = Backend(models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[]))
+        backend = finish_backend(backend, use_regex=False, wrap=self._wrap)
+        FastTokenizer(backend, SPECIALS, "bytes").save_pretrained(folder, token_types=token_types)
+
+
+class FastTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library.
+
+    Args:
+        backend: a `tokenizers.Tokenizer`.
+        specials: texts of the special tokens by name, "eos" to "sep".
+        name: what it is, for messages.
+        literal: whether the text of a special token in a document is ordinary text, which must not become the token.
+        wrapped: the transformers tokenizer it came from, which then saves itself.
+    """
+
+    def __init__(
+        self, backend: Any, specials: dict[str, str], name: str, *, literal: bool = True, wrapped: Any = None
+    ) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        self._backend = Backend.from_str(backend.to_str())
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = literal
+        self._wrapped, self._specials = wrapped, specials
+        self.name = name
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        for key in SPECIALS:
+            token = specials.get(key)
+            setattr(self, f"{key}_id", None if token is None else self._backend.token_to_id(token))
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        named = (self.eos_id, self.pad_id, self.mask_id, self.cls_id, self.sep_id)
+        self.special_ids |= {id_ for id_ in named if id_ is not None}
+        self._literal = literal
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(["fast", self._backend.to_str(), self._specials, self._literal])
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        return str(self._backend.decode([int(id_) for id_ in ids], skip_special_tokens=True))
+
+    def save_pretrained(self, folder: str | Path, *, token_types: bool = False) -> None:
+        wrapped = self._wrapped
+        if wrapped is None:
+            from transformers import PreTrainedTokenizerFast
+
+            names = {f"{key}_token": token for key, token in self._specials.items()}
+            inputs = ["input_ids", *(["token_type_ids"] if token_types else []), "attention_mask"]
+            wrapped = PreTrainedTokenizerFast(
+                tokenizer_object=self._backend, clean_up_tokenization_spaces=False, model_input_names=inputs, **names
+            )
+        wrapped.save_pretrained(str(folder))
+
+    @cached_property
+    def single(self) -> Template:
+        return self._template(1) or super().single
+
+    @cached_property
+    def pair(self) -> Template:
+        return self._template(2) or super().pair
+
+    def _template(self, texts: int) -> Template | None:
+        """What the tokenizer's own post-processor adds; None where it has none."""
+        encoding = self._backend.encode("a", "a" if texts == 2 else None, add_special_tokens=True)
+        parts: list[list[int]] = [[] for _ in range(texts + 1)]
+        types = [0] * (2 * texts + 1)
+        part, inside = 0, None
+        for id_, type_, sequence in zip(encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True):
+            if sequence is None:
+                parts[part].append(id_)
+                types[2 * part] = type_
+            elif sequence != inside:
+                inside, part = sequence, sequence + 1
+                types[2 * sequence + 1] = type_
+        if not any(parts):
+            return None
+        return Template(tuple(tuple(part) for part in parts), tuple(types))
+
+
+def byte_characters() -> list[str]:
+    """The printable character by which byte-level BPE writes each byte (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def finish_backend(backend: Any, *, use_regex: bool, wrap: bool) -> Any:
+    """Make a BPE model a byte-level tokenizer with our special tokens.
+
+    Args:
+        backend: a `tokenizers.Tokenizer` around a BPE model.
+        use_regex: split words as GPT-2 does, before the BPE.
+        wrap: put cls and sep around texts when it is called in the usual way, as encoders want it.
+    """
+    from tokenizers import AddedToken, decoders, pre_tokenizers, processors
+
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS.values()])
+    if wrap:
+        cls, sep = SPECIALS["cls"], SPECIALS["sep"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{cls} $A {sep}",
+            pair=f"{cls} $A {sep} $B:1 {sep}:1",
+            special_tokens=[(token, backend.token_to_id(token)) for token in (cls, sep)],
+        )
+    return backend
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer in a Hugging Face folder or a `tokenizer.json` file; no code in the folder is ever run.
+
+    Raises:
+        UserError: there is none, or it is not a fast tokenizer.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return _from_file(place)
+    if not place.is_dir():
+        hint = did_you_mean(path, ["bytes"]) or "give bytes, {bpe: SIZE}, or a local folder or tokenizer.json"
+        raise UserError(f"data.tokenizer: no such file or folder: {path} ({hint})")
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers documents no set of errors here
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"data.tokenizer: cannot load a tokenizer from {path}: {lines[0]}") from None
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(f"data.tokenizer: {path} is not a fast tokenizer (it has no tokenizer.json); convert it first")
+    names = {key: getattr(loaded, f"{key}_token", None) for key in SPECIALS}
+    specials = {key: str(token) for key, token in names.items() if token is not None}
+    return FastTokenizer(backend, specials, path, literal=False, wrapped=loaded)
+
+
+USUAL = {
+    "eos": ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"),
+    "pad": ("<|pad|>", "[PAD]", "<pad>"),
+    "mask": ("<|mask|>", "[MASK]", "<mask>"),
+    "cls": ("<|cls|>", "[CLS]", "<cls>"),
+    "sep": ("<|sep|>", "[SEP]", "<sep>"),
+}
+"""Texts by which a lone `tokenizer.json` is searched for special tokens, which it does not name."""
+
+
+def _from_file(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend = Backend.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the Rust library raises bare Exception
+        raise UserError(f"data.tokenizer: {path} is not a tokenizer.json: {error}") from None
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    found = {key: next((text for text in texts if text in added), None) for key, texts in USUAL.items()}
+    return FastTokenizer(backend, {key: text for key, text in found.items() if text}, str(path), literal=False)

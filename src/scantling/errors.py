@@ -1,0 +1,67 @@
+"""Errors that a user can cause, each with a message that says what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class ScantlingError(Exception):
+    """Base of all errors raised on purpose. The command line prints the message without a traceback."""
+
+    exit_code = 1
+
+
+class UserError(ScantlingError):
+    """Input that cannot be used: a file, a value, a combination. Exit code 2."""
+
+    exit_code = 2
+
+
+class RunError(ScantlingError):
+    """A run that started and cannot go on: a full disk, a non-finite loss. Exit code 1."""
+
+
+class NonFiniteError(RunError):
+    """A NaN or an Inf was found before an update; the parameters are those of the step before."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with a recipe.
+
+    Args:
+        path: dotted path of the key, `train.steps`; empty for the recipe as a whole.
+        problem: what is wrong, with what is allowed.
+        given: the offending value as text, or None where there is none to show.
+        hint: what to do, such as "did you mean 'steps'?".
+    """
+
+    path: str
+    problem: str
+    given: str | None = None
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.path or '(recipe)'}: {self.problem}"
+        if self.given is not None:
+            text += f"; given {self.given}"
+        if self.hint:
+            text += f" ({self.hint})"
+        return text
+
+
+class RecipeError(UserError):
+    """Every fault of a recipe, reported at once."""
+
+    def __init__(self, faults: list[Fault], source: str = "recipe") -> None:
+        self.faults = faults
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        super().__init__(f"{source}: {count}\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str | None:
+    """Return "did you mean 'x'?" for the closest allowed name, or None where nothing is close."""
+    close = difflib.get_close_matches(str(name), [str(a) for a in allowed], n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else None

@@ -1,0 +1,180 @@
+"""Parameter groups that say what each parameter is: matrix, embedding or vector.
+
+A method that must know more of a parameter than its shape (which dims form the rows of a factored statistic, what
+weight decay spares, what an optimizer for matrices may touch) reads it from the keys of the parameter's group. Keys of
+a group survive `deepcopy`, `fully_shard` and a state dict; attributes on a parameter do not.
+
+A module whose parameters do not follow the rules of `param_groups` declares them itself, with one method:
+
+    def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
+        return {"cores.0": ("matrix", ((0, 1), (2,))), "scale": ("vector", None)}
+
+The names are those of `self.named_parameters()`; what is not named follows the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from scantling.errors import UserError
+
+Role: TypeAlias = Literal["matrix", "embedding", "vector"]
+MatrixDims: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+_NORMS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,
+)
+# A parameter can be claimed by several modules when it is tied; the highest claim decides.
+_BY_SHAPE, _BY_LAYER, _BY_EMBEDDING, _BY_DECLARATION = range(4)
+
+
+def param_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+    """Sort the trainable parameters of a model into groups for any `torch.optim.Optimizer`.
+
+    The roles, first rule that fits:
+
+    - what a module declares through `parameter_roles()`;
+    - `embedding`: weights of `nn.Embedding` and `nn.EmbeddingBag`, whatever they are tied to, and of the output layer
+      that `get_output_embeddings()` names;
+    - `vector`: everything in a norm, biases (also the stacked ones of expert layers), 0-D and 1-D parameters, and
+      parameters of a module of its own kind with no more than one dim longer than 1, such as a class token;
+    - `matrix`: the rest. A convolution is O x (I * kernel); 3-D and more are stacks of matrices in their last two dims.
+
+    Args:
+        model: any module; parameters with `requires_grad=False` are left out, tied ones appear once.
+        weight_decay: of matrices and embeddings; vectors always get 0.
+
+    Returns:
+        Groups in the order in which their first parameter appears in the model, none of them empty. Each has the keys
+        `params` (list of (fully qualified name, parameter)), `weight_decay`, `role`, and `matrix_dims`: the pair
+        (dims that form the rows, dims that form the columns), None for vectors. Dims in neither are batch dims.
+
+    Raises:
+        UserError: negative weight decay, nothing to train, lazy parameters without a shape, a false declaration.
+
+    Example:
+        >>> optimizer = sc.CAME(sc.param_groups(model, weight_decay=0.1), lr=1e-3)
+    """
+    if not weight_decay >= 0.0:
+        raise UserError(f"weight_decay must be at least 0; given {weight_decay!r}")
+    claims = _claims(model)
+    groups: dict[tuple[Role, MatrixDims | None], dict[str, Any]] = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        role, matrix_dims = claims[id(param)]
+        group = groups.setdefault(
+            (role, matrix_dims),
+            {
+                "params": [],
+                "role": role,
+                "matrix_dims": matrix_dims,
+                "weight_decay": 0.0 if role == "vector" else weight_decay,
+            },
+        )
+        group["params"].append((name, param))
+    if not groups:
+        raise UserError(f"{type(model).__name__} has no trainable parameter; set requires_grad=True on what to train")
+    return list(groups.values())
+
+
+def check_matrix_dims(matrix_dims: Any, ndim: int) -> MatrixDims:
+    """Return the pair (row dims, column dims) as tuples of ints.
+
+    Args:
+        matrix_dims: two sequences of dims; lists are accepted, since that is what JSON makes of tuples.
+        ndim: number of dims of the parameter.
+
+    Raises:
+        UserError: not two sequences, a dim out of range or given twice, no rows or no columns.
+    """
+    pair = isinstance(matrix_dims, Sequence) and len(matrix_dims) == 2
+    if not pair or not all(isinstance(dims, Sequence) and not isinstance(dims, str) for dims in matrix_dims):
+        raise UserError(f"matrix_dims must be (row dims, column dims), such as ((0,), (1,)); given {matrix_dims!r}")
+    rows, cols = (tuple(dims) for dims in matrix_dims)
+    if not all(isinstance(dim, int) and 0 <= dim < ndim for dim in rows + cols):
+        raise UserError(
+            f"matrix_dims must hold dims from 0 to {ndim - 1} of a {ndim}-D parameter; given {matrix_dims!r}"
+        )
+    if not rows or not cols or len(set(rows + cols)) != len(rows + cols):
+        raise UserError(
+            f"matrix_dims needs at least one row and one column dim, none of them twice; given {matrix_dims!r}"
+        )
+    return rows, cols
+
+
+def _claims(model: nn.Module) -> dict[int, tuple[Role, MatrixDims | None]]:
+    """What each parameter is, by its id: the highest claim, among equals the first."""
+    best: dict[int, tuple[int, Role, MatrixDims | None]] = {}
+    heads = {id(weight) for weight in _output_embeddings(model)}
+    for path, module in model.named_modules():
+        found = [*_declared(path, module), *_by_rule(path, module, heads)]
+        for param, rank, role, matrix_dims in found:
+            if id(param) not in best or rank > best[id(param)][0]:
+                best[id(param)] = (rank, role, matrix_dims)
+    return {key: (role, matrix_dims) for key, (_, role, matrix_dims) in best.items()}
+
+
+_Claim: TypeAlias = tuple[nn.Parameter, int, Role, MatrixDims | None]
+
+
+def _declared(path: str, module: nn.Module) -> Iterator[_Claim]:
+    declare = getattr(module, "parameter_roles", None)
+    if not callable(declare):
+        return
+    params = dict(module.named_parameters(remove_duplicate=False))
+    for name, (role, matrix_dims) in declare().items():
+        where = f"parameter_roles() of {type(module).__name__} at '{path}'"
+        if name not in params:
+            raise UserError(f"{where} names '{name}'; its parameters are {', '.join(params) or '(none)'}")
+        if role not in get_args(Role):
+            raise UserError(f"{where}: the role of '{name}' must be one of {', '.join(get_args(Role))}; given {role!r}")
+        if role == "vector":
+            yield params[name], _BY_DECLARATION, role, None
+            continue
+        try:
+            yield params[name], _BY_DECLARATION, role, check_matrix_dims(matrix_dims, params[name].ndim)
+        except UserError as error:
+            raise UserError(f"{where}, '{name}': {error}") from None
+
+
+def _by_rule(path: str, module: nn.Module, heads: set[int]) -> Iterator[_Claim]:
+    for name, param in module.named_parameters(recurse=False):
+        if nn.parameter.is_lazy(param):
+            raise UserError(f"'{path}.{name}' has no shape yet; run one forward pass before grouping the parameters")
+        ndim = param.ndim
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag) or id(param) in heads
+        if is_embedding and ndim == 2:
+            yield param, _BY_EMBEDDING, "embedding", ((0,), (1,))
+        elif isinstance(module, _NORMS) or ndim < 2 or _is_bias(name):
+            yield param, _BY_LAYER, "vector", None
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            yield param, _BY_LAYER, "matrix", ((0,), tuple(range(1, ndim)))
+        elif isinstance(module, nn.Linear):
+            yield param, _BY_LAYER, "matrix", ((0,), (1,))
+        elif sum(size > 1 for size in param.shape) < 2:
+            yield param, _BY_SHAPE, "vector", None
+        else:
+            yield param, _BY_SHAPE, "matrix", ((ndim - 2,), (ndim - 1,))
+
+
+def _is_bias(name: str) -> bool:
+    """Whether a parameter calls itself a bias: `bias`, `bias_k`, `gate_up_proj_bias`."""
+    return "bias" in name.split("_")
+
+
+def _output_embeddings(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Weights of the layers that Hugging Face models name as their output embeddings."""
+    for module in model.modules():
+        getter = getattr(module, "get_output_embeddings", None)
+        head = getter() if callable(getter) else None
+        weight = getattr(head, "weight", None)
+        if isinstance(weight, torch.Tensor):
+            yield weight

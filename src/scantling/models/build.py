@@ -1,0 +1,243 @@
+"""From the model section of a recipe to a transformers model: random weights from a seed, or pretrained ones from a folder.
+
+Only local files are read, weights only from safetensors, and code that lies beside a model is never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scantling.errors import UserError, did_you_mean
+from scantling.models.presets import PRESETS
+from scantling.recipe.schema import ModelSection
+from scantling.tasks.base import Task
+
+logger = logging.getLogger(__name__)
+
+VOCABULARY_MULTIPLE = 64
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def default_task(section: ModelSection) -> str:
+    """The task of a model section that names none: the preset's, or what the configuration's architecture is for.
+
+    Raises:
+        UserError: the configuration does not say; `model.task` has to.
+    """
+    if section.preset is not None:
+        return PRESETS[section.preset].task
+    architectures = _read_config(section).get("architectures") or []
+    for ending, task in (
+        ("ForCausalLM", "causal-lm"),
+        ("LMHeadModel", "causal-lm"),
+        ("ForMaskedLM", "masked-lm"),
+        ("ForSequenceClassification", "classification"),
+    ):
+        if any(str(name).endswith(ending) for name in architectures):
+            return task
+    raise UserError(
+        f"model.task: {section.hf} does not say what it is trained to do (its architectures: {architectures}); "
+        "give causal-lm, masked-lm or classification"
+    )
+
+
+def build_config(
+    section: ModelSection, task: Task, *, vocab_size: int, seq_len: int, config_overrides: dict[str, Any]
+) -> Any:
+    """The transformers configuration of a run.
+
+    Args:
+        section: what the recipe says.
+        task: gives the Auto class.
+        vocab_size: ids of the tokenizer.
+        seq_len: the longest sequence of the run.
+        config_overrides: what the task takes from the data, such as the number of labels.
+
+    Raises:
+        UserError: an unknown key, values that do not fit together, a tokenizer or a sequence that does not fit.
+    """
+    import transformers
+
+    if section.preset is not None:
+        preset = PRESETS[section.preset]
+        given: dict[str, Any] = dict(preset.config)
+        if not preset.fixed_vocab:
+            given["vocab_size"] = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+            given["max_position_embeddings"] = max(seq_len, given["max_position_embeddings"])
+        model_type = preset.model_type
+    else:
+        given = _read_config(section)
+        model_type = given.pop("model_type", None)
+        if model_type is None:
+            raise UserError(f"{section.hf}: its config.json names no model_type")
+    try:
+        config_class = transformers.CONFIG_MAPPING[model_type]
+    except KeyError:
+        known = did_you_mean(str(model_type), transformers.CONFIG_MAPPING.keys())
+        raise UserError(f"transformers {transformers.__version__} knows no model_type '{model_type}'" + _hint(known)) from None
+    plain = config_class()
+    for key in section.overrides:
+        if not hasattr(plain, key):
+            known = did_you_mean(key, plain.to_dict())
+            raise UserError(f"model.overrides.{key}: {config_class.__name__} has no such key" + _hint(known))
+    if "hidden_size" in section.overrides and "head_dim" not in section.overrides:
+        given.pop("head_dim", None)
+    if not hasattr(plain, "use_cache"):
+        given.pop("use_cache", None)
+    try:
+        config = config_class(**{**given, **config_overrides, **section.overrides})
+        config.use_cache = False
+    except Exception as error:  # configuration classes raise errors of many kinds for values that do not fit
+        raise UserError(f"model: {config_class.__name__} refuses these settings: {_first_line(error)}") from None
+    _check_fit(config, vocab_size, seq_len)
+    return config
+
+
+def build_model(
+    section: ModelSection,
+    task: Task,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    config_overrides: dict[str, Any],
+    seed: int,
+    device: str = "cpu",
+) -> Any:
+    """A model in fp32 and in training mode; the same seed gives the same weights whatever ran before.
+
+    Args:
+        section, task, vocab_size, seq_len, config_overrides: as in `build_config`.
+        seed: of the weights that are not read.
+        device: "cpu", or "meta" for a model without memory (nothing is read then).
+
+    Raises:
+        UserError: as `build_config`; weights that are missing, are not safetensors, or do not fit.
+    """
+    import transformers
+
+    config = build_config(section, task, vocab_size=vocab_size, seq_len=seq_len, config_overrides=config_overrides)
+    auto_class = getattr(transformers, task.auto_class)
+    with torch.random.fork_rng([]), quiet(), torch.device(device):
+        torch.manual_seed(seed)
+        try:
+            if device == "cpu" and reads_weights(section):
+                model = _load(auto_class, section, config)
+            else:
+                model = auto_class.from_config(config, attn_implementation=section.attention, dtype=torch.float32)
+        except UserError:
+            raise
+        except (ValueError, TypeError, RuntimeError, OSError, AttributeError, ZeroDivisionError) as error:
+            raise UserError(f"model: transformers cannot build it: {_first_line(error)}") from None
+    return model.train()
+
+
+def reads_weights(section: ModelSection) -> bool:
+    """Whether the run starts from weights in the model folder."""
+    if section.hf is None or section.pretrained is False:
+        return False
+    folder = Path(section.hf)
+    found = folder.is_dir() and any((folder / name).is_file() for name in _WEIGHTS)
+    if section.pretrained and not found:
+        held = " (it holds weights in another format; convert them to safetensors)" if _other_weights(folder) else ""
+        raise UserError(f"model.pretrained: {folder} holds no model.safetensors{held}")
+    return found
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and notices off the terminal; errors pass."""
+    from transformers.utils import logging as hf_logging
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
+    """Weights from the folder; a new head is a warning, anything else that is missing or left over is an error."""
+    model, report = auto_class.from_pretrained(
+        section.hf,
+        config=config,
+        attn_implementation=section.attention,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    prefix = f"{model.base_model_prefix}."
+    mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
+    new = set(report["missing_keys"]) | mismatched
+    backbone = sorted(name for name in new if name.startswith(prefix))
+    if backbone:
+        raise UserError(
+            f"{section.hf} lacks {len(backbone)} weights of the model or has them in another shape, such as {backbone[0]}; "
+            "check model.overrides, or train from random weights with model.pretrained: false"
+        )
+    if new:
+        logger.warning("new weights, not in %s: %s", section.hf, ", ".join(sorted(new)))
+    return model
+
+
+def _read_config(section: ModelSection) -> dict[str, Any]:
+    path = Path(str(section.hf))
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"model.hf: there is no {path}; give a local folder with config.json, or such a file (nothing is downloaded)"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.hf: cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"model.hf: {path} is not a model configuration")
+    if content.get("auto_map"):
+        logger.warning("%s names code of its own (auto_map), which is not run", path)
+        content.pop("auto_map")
+    content.pop("transformers_version", None)
+    return content
+
+
+def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
+    known = getattr(config, "vocab_size", None)
+    if known is not None and vocab_size > known:
+        raise UserError(
+            f"the tokenizer has {vocab_size} ids, the model's vocabulary only {known}; "
+            "set model.overrides.vocab_size or use a smaller tokenizer"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None:
+        if getattr(config, "model_type", "") in ("roberta", "camembert", "xlm-roberta"):
+            positions -= config.pad_token_id + 1  # its positions begin after the padding id
+        if seq_len > positions:
+            raise UserError(
+                f"data.seq_len is {seq_len}, the model has {positions} positions; "
+                "lower it or set model.overrides.max_position_embeddings"
+            )
+
+
+def _other_weights(folder: Path) -> bool:
+    return folder.is_dir() and any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.msgpack"))
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _hint(text: str | None) -> str:
+    return f"; {text}" if text else ""

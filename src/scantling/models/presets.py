@@ -1,0 +1,73 @@
+"""Named architectures, as configurations of transformers. No torch and no transformers is imported here.
+
+The Llama shapes from 60 m on are those of the GaLore comparison (Zhao et al., arXiv 2403.03507, table 10), which most
+work on memory-efficient pre-training reports; `llama-1m` and `llama-10m` have about 1 and 10 million parameters with the
+byte vocabulary. Embeddings and output head are not tied. The vocabulary of a Llama preset is that of the tokenizer,
+rounded up to a multiple of 64; the encoders keep the vocabulary of the model they are named after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Preset:
+    """An architecture with a name.
+
+    Attributes:
+        task: what it is trained to do unless the recipe says otherwise.
+        model_type: transformers' name of the architecture.
+        config: keys of the configuration that differ from transformers' defaults.
+        fixed_vocab: whether the vocabulary is the preset's own rather than the tokenizer's.
+    """
+
+    task: str
+    model_type: str
+    config: dict[str, Any]
+    fixed_vocab: bool = False
+
+
+def _llama(hidden: int, intermediate: int, layers: int, heads: int) -> Preset:
+    config = {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
+    return Preset("causal-lm", "llama", config)
+
+
+_BERT_6_ENCODER = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 512,
+}
+_ROBERTA_CODE = {
+    "vocab_size": 50265,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+}
+
+PRESETS: dict[str, Preset] = {
+    "llama-1m": _llama(128, 352, 5, 4),
+    "llama-10m": _llama(320, 864, 8, 5),
+    "llama-60m": _llama(512, 1376, 8, 8),
+    "llama-130m": _llama(768, 2048, 12, 12),
+    "llama-350m": _llama(1024, 2736, 24, 16),
+    "llama-1b": _llama(2048, 5461, 24, 32),
+    "bert-6-encoder": Preset("masked-lm", "bert", _BERT_6_ENCODER, fixed_vocab=True),
+    "roberta-code": Preset("masked-lm", "roberta", _ROBERTA_CODE, fixed_vocab=True),
+}

@@ -1,0 +1,49 @@
+"""CAME and every optimizer of torch.optim by name; what their state takes. Names are imported on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scantling.optim._factor import came_state_bytes
+    from scantling.optim.came import CAME
+    from scantling.optim.combined import CombinedOptimizer
+    from scantling.optim.memory import ParameterSpec, predicted_state_bytes, state_bytes
+    from scantling.optim.registry import build_optimizer, check_options, optimizer_names, optimizer_options
+
+_MODULES = {
+    "CAME": "came",
+    "CombinedOptimizer": "combined",
+    "ParameterSpec": "memory",
+    "build_optimizer": "registry",
+    "came_state_bytes": "_factor",
+    "check_options": "registry",
+    "optimizer_names": "registry",
+    "optimizer_options": "registry",
+    "predicted_state_bytes": "memory",
+    "state_bytes": "memory",
+}
+
+__all__ = [
+    "CAME",
+    "CombinedOptimizer",
+    "ParameterSpec",
+    "build_optimizer",
+    "came_state_bytes",
+    "check_options",
+    "optimizer_names",
+    "optimizer_options",
+    "predicted_state_bytes",
+    "state_bytes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,73 @@
+"""Loading the state of an optimizer without changing the dtype of any tensor in it.
+
+`torch.optim.Optimizer.load_state_dict` casts every floating-point tensor of a parameter's state to the dtype of the
+parameter (all but `step`), through a static method that it calls by its class name, so that a subclass cannot override
+it; a hook that casts back afterwards finds the bits gone. Here the state is taken out before the cast and put back
+after.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scantling.optim._validation import name_of
+
+StateDict = dict[str, Any]
+
+
+def load_keeping_dtypes(
+    optimizer: torch.optim.Optimizer,
+    load: Callable[[StateDict], None],
+    state_dict: StateDict,
+    check: Callable[[dict[str, Any], Tensor, dict[str, Any], str], None],
+) -> None:
+    """Run `load` on the groups alone, then place the saved tensors on their parameters' devices, bit for bit.
+
+    Args:
+        optimizer: the optimizer to load into; hooks registered on it see the whole state, before and after.
+        load: `super().load_state_dict`.
+        state_dict: as `optimizer.state_dict()` returned it. Tensors are copied: the two never share memory.
+        check: called with (group, parameter, its saved state, its name); raises where they do not fit. The optimizer
+            is then as it was.
+    """
+    before = optimizer.state, optimizer.param_groups
+    saved: StateDict = {}
+
+    def take(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
+        saved.update(given)
+        return {**given, "state": {}}
+
+    def put(_: torch.optim.Optimizer) -> None:
+        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for key, group, index in _placed(saved["param_groups"], optimizer.param_groups):
+            entries = saved["state"].get(key)
+            if entries:
+                param = group["params"][index]
+                check(group, param, entries, name_of(group, index))
+                state[param] = {name: value.to(param.device, copy=True) for name, value in entries.items()}
+        optimizer.state = state
+
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(take),
+        optimizer.register_load_state_dict_post_hook(put, prepend=True),
+    )
+    try:
+        load(state_dict)
+    except Exception:
+        optimizer.state, optimizer.param_groups = before
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _placed(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Iterator[tuple[Any, dict[str, Any], int]]:
+    """(key in the saved state, group, index in the group) of every parameter, matched by order as torch does."""
+    for saved_group, group in zip(saved, groups, strict=True):
+        for index, key in enumerate(saved_group["params"]):
+            yield key, group, index

@@ -1,0 +1,104 @@
+"""Which statistics CAME keeps of a parameter, and how many bytes they take.
+
+A factored second moment of a matrix with R rows and C columns is two vectors, of R and of C numbers. A parameter of
+more dims is read as a stack of matrices: some of its dims form the rows, some the columns, the rest are batch dims with
+statistics of their own. The vectors keep the dims of the parameter, with 1 for what was averaged away, so that they
+broadcast against it without a reshape, and so that cutting or sharding a dim of the parameter cuts or shards the same
+dim of its statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Literal, TypeAlias
+
+import torch
+
+from scantling.groups import MatrixDims, check_matrix_dims
+
+Factor: TypeAlias = Literal["auto", "last2"]
+FACTORS: tuple[Factor, ...] = ("auto", "last2")
+
+MIN_SIDE = 16
+"""Shortest side that `factor="auto"` factors. Below, a full second moment costs little; from there on the four factors
+are at most a quarter of it, so that factoring never costs more than it saves."""
+
+
+@lru_cache(maxsize=4096)
+def matrix_view(
+    shape: tuple[int, ...],
+    factor: Factor = "auto",
+    matrix_dims: MatrixDims | None = None,
+    role: str | None = None,
+) -> MatrixDims | None:
+    """The dims that form rows and columns of a parameter's factored statistics, or None for a full second moment.
+
+    Args:
+        shape: of the parameter.
+        factor: "last2" factors the last two dims of everything with two or more, as the reference does. "auto" takes
+            `matrix_dims`, and without them reads 2-D as rows x columns, 3-D as a stack of matrices and 4-D and 5-D as
+            the weights of a convolution, O x (I * kernel); it leaves a matrix with a side under 16 unfactored.
+        matrix_dims: (row dims, column dims) as `scantling.param_groups` sets them.
+        role: as `scantling.param_groups` sets it; "auto" never factors a "vector".
+
+    Raises:
+        UserError: `matrix_dims` do not fit the shape.
+    """
+    ndim = len(shape)
+    last_two = ((ndim - 2,), (ndim - 1,))
+    if ndim < 2:
+        return None
+    if factor == "last2":
+        return last_two
+    if role == "vector":
+        return None
+    if matrix_dims is not None:
+        rows, cols = check_matrix_dims(matrix_dims, ndim)
+    else:
+        rows, cols = last_two if ndim < 4 else ((0,), tuple(range(1, ndim)))
+    if min(prod(shape[dim] for dim in rows), prod(shape[dim] for dim in cols)) < MIN_SIDE:
+        return None
+    return rows, cols
+
+
+def state_shapes(shape: tuple[int, ...], view: MatrixDims | None) -> dict[str, tuple[int, ...]]:
+    """Shapes of the state tensors of one parameter, by their keys in the state dict."""
+    if view is None:
+        return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+    rows, cols = view
+    row = tuple(1 if dim in cols else size for dim, size in enumerate(shape))
+    col = tuple(1 if dim in rows else size for dim, size in enumerate(shape))
+    return {"step": (), "exp_avg": shape, "row": row, "col": col, "res_row": row, "res_col": col}
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64 parameters, fp32 for all others: EMAs with beta = 0.9999 stand still in bf16."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def came_state_bytes(
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    factor: Factor = "auto",
+    matrix_dims: MatrixDims | None = None,
+    role: str | None = None,
+) -> int:
+    """Bytes of the state that `CAME` keeps of one parameter, the step counter included.
+
+    Args:
+        shape: of the parameter.
+        dtype: of the parameter.
+        factor, matrix_dims, role: as in the parameter's group.
+
+    Returns:
+        Exactly what the storages hold after the first step; 0 for an empty parameter.
+    """
+    sizes = tuple(shape)
+    if not prod(sizes):
+        return 0
+    shapes = state_shapes(sizes, matrix_view(sizes, factor, matrix_dims, role))
+    step = shapes.pop("step")
+    return torch.float32.itemsize * prod(step) + statistics_dtype(dtype).itemsize * sum(map(prod, shapes.values()))

@@ -1,0 +1,89 @@
+"""What CAME accepts: hyper-parameters, parameters and gradients, each refused with its value and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scantling.errors import UserError
+from scantling.optim._factor import FACTORS
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_hyper(group: dict[str, Any]) -> None:
+    """Raise a UserError for the first hyper-parameter of a group that is out of range."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.ndim != 0 or not lr.is_floating_point():
+            raise UserError(f"lr as a tensor must be 0-D and float; given {lr.dtype} of shape {tuple(lr.shape)}")
+    else:
+        _check_number("lr", lr, at_least=0.0)
+    _check_numbers("betas", group["betas"], 3, at_least=0.0, below=1.0)
+    _check_numbers("eps", group["eps"], 2, at_least=0.0)
+    _check_number("clip_threshold", group["clip_threshold"], above=0.0)
+    _check_number("weight_decay", group["weight_decay"], at_least=0.0)
+    for key in ("debias", "maximize"):
+        if not isinstance(group[key], bool):
+            raise UserError(f"{key} must be True or False; given {group[key]!r}")
+    if group["factor"] not in FACTORS:
+        raise UserError(f"factor must be one of {', '.join(FACTORS)}; given {group['factor']!r}")
+
+
+def check_param(name: str, param: Tensor) -> None:
+    """Raise a UserError for a parameter that CAME cannot train."""
+    if param.dtype not in _DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise UserError(f"CAME trains {allowed} parameters; {name} is {str(param.dtype).removeprefix('torch.')}")
+    if param.layout != torch.strided:
+        raise UserError(f"CAME trains dense parameters; {name} is {param.layout}")
+    if hasattr(param, "device_mesh"):
+        raise UserError(
+            f"CAME does not train sharded parameters (DTensor) such as {name}; use data parallelism, or AdamW"
+        )
+
+
+def check_grads(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise a UserError for the first gradient that CAME cannot use."""
+    for group in groups:
+        for index, param in enumerate(group["params"]):
+            grad = param.grad
+            if grad is None or (grad.layout == torch.strided and not grad.is_complex()):
+                continue
+            kind = "complex" if grad.is_complex() else f"sparse ({grad.layout})"
+            raise UserError(
+                f"CAME needs dense real gradients; that of {name_of(group, index)} is {kind}. "
+                "Build the embedding with sparse=False, or give this parameter to another optimizer"
+            )
+
+
+def name_of(group: dict[str, Any], index: int) -> str:
+    """A parameter's name, or its place and shape where the group has no names."""
+    names = group.get("param_names")
+    return str(names[index]) if names else f"parameter {index} of shape {tuple(group['params'][index].shape)}"
+
+
+def _check_numbers(name: str, values: Any, count: int, **limits: float) -> None:
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
+        raise UserError(f"{name} must be {count} numbers; given {values!r}")
+    for index, value in enumerate(values):
+        _check_number(f"{name}[{index}]", value, **limits)
+
+
+def _check_number(
+    name: str, value: Any, *, at_least: float | None = None, above: float | None = None, below: float | None = None
+) -> None:
+    limits = {"at least": at_least, "above": above, "below": below}
+    allowed = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if (
+        not number
+        or (at_least is not None and value < at_least)
+        or (above is not None and value <= above)
+        or (below is not None and value >= below)
+    ):
+        raise UserError(f"{name} must be a number {allowed}; given {value!r}")

@@ -1,0 +1,223 @@
+"""CAME: confidence-guided, memory-efficient optimizer: momentum, factored second moment, confidence.
+
+Paper: Luo et al., CAME: Confidence-guided Adaptive Memory Efficient Optimization, ACL 2023, arXiv 2307.02047.
+Reference code: came-pytorch 0.1.3. Stages in `_update.py`, their order in `_eager.py`, factoring in `_factor.py`.
+
+For a matrix with gradient g (R x C), learning rate lr, betas (b1, b2, b3), eps (e1, e2), clip threshold d, decay w:
+
+    (1)  r <- b2 r + (1 - b2) mean over columns of (g^2 + e1)            (R)
+    (2)  c <- b2 c + (1 - b2) mean over rows    of (g^2 + e1)            (C)
+    (3)  u  = g / sqrt(r c / mean(r))                                    (R x C), outer product of r and c
+    (4)  u  = u / max(1, RMS(u) / d)                                     RMS over the whole tensor, batch dims included
+    (5)  m <- b1 m + (1 - b1) u
+    (6)  U  = (u - m)^2 + e2                                             instability, with the new m
+    (7)  s <- b3 s + (1 - b3) mean over columns of U                     (R)
+    (8)  k <- b3 k + (1 - b3) mean over rows    of U                     (C)
+    (9)  D  = m / sqrt(s k / mean(s))
+    (10) p <- p (1 - lr w) - lr D
+
+A vector, a scalar and, with `factor="auto"`, a thin matrix keep a full second moment v <- b2 v + (1 - b2)(g^2 + e1),
+u = g / sqrt(v), (4), (5), and D = m: no confidence.
+
+With `debias=True` every average is divided by 1 - b^t where it is used: r and c by 1 - b2^t in (3), s and k by 1 - b3^t
+and m by 1 - b1^t in (9). The residual (6) keeps the uncorrected m: with the corrected one u - m is 0 at t = 1, U falls
+to its floor e2 and (9) explodes.
+
+What differs from the paper and the reference code:
+
+| where | paper or reference | here | why |
+|---|---|---|---|
+| factors | paper: row and column sums; reference: means | means | equal but for the place of e1 |
+| bias correction | none, which makes the first step 11 lr | `debias` | AdamW's lr carries over |
+| convolutions | reference: factors the kernel window, more state than Adam's | O x (I kernel) | `factor="auto"` |
+| thin matrices | reference: factored | side under 16: full second moment | `factor="auto"` |
+| state dtype | reference: lost on load, PyTorch casts it to the parameter's | kept | b3 = 0.9999 stands still in bf16 |
+| low-precision weights | reference: decay and update rounded in turn | rounded once | small decay is not lost |
+| (3), (9) | rsqrt(r / mean(r)) | sqrt(mean(r)) rsqrt(r) | the quotient underflows for untouched rows |
+
+With `factor="last2"` and no other option the trajectory is the reference's. Its step size holds a hidden schedule: s
+and k start at 0 and are never corrected, so that (9) is too large by 1 / sqrt(1 - b3^t). Where all gradients have one
+magnitude the first step is lr (1 - b1) / (b1 sqrt(1 - b3)): 11.1 lr with the default betas, against 0.1 lr of a vector.
+
+Cost: state 4 bytes a parameter (momentum in fp32, or 8 in fp64) plus four vectors a matrix, see `came_state_bytes`;
+three reads of the gradient, two reads and a write of the momentum, one of the parameter; scratch of two tiles, see
+`_eager.py`. Limits: the update (9) is not bounded; e1 = 0 divides by 0 where a row or column never had a gradient;
+DTensor parameters, sparse and complex gradients are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scantling.errors import UserError
+from scantling.groups import MatrixDims, check_matrix_dims
+from scantling.optim._checkpoint import load_keeping_dtypes
+from scantling.optim._eager import Hyper, update_factored, update_full
+from scantling.optim._factor import Factor, matrix_view, state_shapes, statistics_dtype
+from scantling.optim._validation import check_grads, check_hyper, check_param, name_of
+
+
+class CAME(torch.optim.Optimizer):
+    """CAME (Luo et al., arXiv 2307.02047) as a plain `torch.optim.Optimizer`; the equations are at the top of its file.
+
+    Recommended: `debias=True` with betas (0.9, 0.95, 0.995), at the learning rate of AdamW. The defaults are the
+    paper's; without bias correction their first steps are up to 11 times `lr`, so divide AdamW's by 3 to 10.
+
+    Args:
+        params: parameters, named parameters or groups; from `scantling.param_groups(model)` also which dims are rows.
+        lr: learning rate, a float or a 0-D tensor.
+        betas: of the momentum, the factored second moment and the factored instability, each in [0, 1).
+        eps: added to the squared gradient and to the instability.
+        clip_threshold: largest RMS of the update before the momentum.
+        weight_decay: decoupled, scaled by the current lr.
+        debias: correct all averages for their start at zero.
+        factor: "auto" (group key `matrix_dims`, convolutions as O x (I * kernel), sides under 16 unfactored) or "last2"
+            (the last two dims of everything, as the reference).
+        maximize: ascend.
+
+    Every argument is a group key and can be set per group.
+
+    Raises:
+        UserError: a value out of range, and parameters or gradients that are sparse, complex, sharded or not float.
+
+    Example:
+        >>> optimizer = sc.CAME(sc.param_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95, 0.995),
+        debias=True)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        lr: float | Tensor = 2e-4,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        eps: tuple[float, float] = (1e-30, 1e-16),
+        clip_threshold: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        debias: bool = False,
+        factor: Factor = "auto",
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "weight_decay": weight_decay,
+            "debias": debias,
+            "factor": factor,
+            "maximize": maximize,
+            "matrix_dims": None,
+            "role": None,
+        }
+        check_hyper(defaults)
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, default in self.defaults.items():
+                group.setdefault(key, default)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its keys override the defaults. A parameter given twice is stepped once.
+
+        Raises:
+            UserError: a value out of range, or a parameter CAME cannot train; the group is not added.
+        """
+        group = {**self.defaults, **param_group}
+        check_hyper(group)
+        if not isinstance(group["params"], Tensor | set):
+            group["params"] = _unique(group["params"])
+        super().add_param_group(group)
+        try:
+            for index, param in enumerate(group["params"]):
+                check_param(name_of(group, index), param)
+                if group["matrix_dims"] is not None:
+                    group["matrix_dims"] = check_matrix_dims(group["matrix_dims"], param.ndim)
+        except UserError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step with the gradients that are there; a parameter without one keeps its state.
+
+        Args:
+            closure: computes the loss again; called with gradients enabled.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            UserError: a sparse or complex gradient, before any parameter has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        check_grads(self.param_groups)
+        for group in self.param_groups:
+            hyper = Hyper.of(group)
+            for param in group["params"]:
+                if param.grad is None or not param.numel():
+                    continue
+                view = _view(group, param)
+                state = self.state[param]
+                if not state:
+                    state.update(_new_state(param, view))
+                state["step"].add_(1.0)
+                if view is None:
+                    update_full(param, param.grad, state, hyper)
+                else:
+                    update_factored(param, param.grad, state, hyper, view)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned: every tensor keeps the dtype it was saved with, and is copied.
+
+        Raises:
+            UserError: a state tensor is missing, unknown or of another shape than this parameter's.
+        """
+        load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state)
+
+
+def _view(group: dict[str, Any], param: Tensor) -> MatrixDims | None:
+    dims = group["matrix_dims"]
+    pair = None if dims is None else (tuple(dims[0]), tuple(dims[1]))  # a group read from JSON holds lists
+    return matrix_view(tuple(param.shape), group["factor"], pair, group["role"])
+
+
+def _new_state(param: Tensor, view: MatrixDims | None) -> dict[str, Tensor]:
+    shape, dtype = tuple(param.shape), statistics_dtype(param.dtype)
+    state: dict[str, Tensor] = {}
+    for key, size in state_shapes(shape, view).items():
+        if key == "step":
+            state[key] = torch.zeros(size, dtype=torch.float32, device=param.device)
+        elif size == shape:
+            state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        else:
+            state[key] = torch.zeros(size, dtype=dtype, device=param.device)
+    return state
+
+
+def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], name: str) -> None:
+    needed = state_shapes(tuple(param.shape), _view(group, param))
+    given = {key: tuple(value.shape) if isinstance(value, Tensor) else value for key, value in state.items()}
+    if given != needed:
+        raise UserError(
+            f"the loaded state of {name} {tuple(param.shape)} does not fit: given {given}, needed {needed}. "
+            "Load it into an optimizer with the same parameters, factor and matrix_dims"
+        )
+
+
+def _unique(params: Iterable[Any]) -> list[Any]:
+    """Parameters, or (name, parameter) pairs, each parameter once."""
+    unique: dict[int, Any] = {}
+    for item in params:
+        unique.setdefault(id(item[1] if isinstance(item, tuple) else item), item)
+    return list(unique.values())

@@ -1,0 +1,112 @@
+"""Several optimizers as one: each steps its own groups, everybody else sees one list of groups and one state.
+
+Needed where one algorithm cannot train every parameter, such as Muon, which takes matrices only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scantling.errors import UserError
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Optimizers over different parameters behind the interface of one.
+
+    `param_groups` holds the very dicts of the members, so that a learning-rate schedule, a `GradScaler` or anything
+    else that writes into them reaches the members; `state` is one mapping that all members use.
+
+    Args:
+        members: optimizers that share no parameter. Their own `param_groups` and `state` stay theirs to use.
+        order: for each group of the combined list, the index of the member whose next group it is; by default all
+            groups of the first member, then of the second, and so on.
+
+    Raises:
+        UserError: no member, a parameter that two members hold, an order that does not name each group once.
+    """
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer], *, order: Sequence[int] | None = None) -> None:
+        if not members:
+            raise UserError("CombinedOptimizer needs at least one optimizer; given none")
+        self.members = list(members)
+        by_member = [index for index, member in enumerate(self.members) for _ in member.param_groups]
+        self._order = by_member if order is None else list(order)
+        if sorted(self._order) != by_member:
+            raise UserError(
+                f"order must name each member once per group, {by_member} in any order; given {self._order}"
+            )
+        self._built = False
+        try:
+            super().__init__(self._groups(), {})
+        except ValueError as error:
+            raise UserError(f"the optimizers cannot be combined: {error}") from error
+        self._share()
+        self._built = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "members": self.members, "_order": self._order, "_built": True}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once built: which member should step the group is not known here.
+
+        Raises:
+            UserError: always, after construction.
+        """
+        if self._built:
+            raise UserError("a CombinedOptimizer takes no further groups; build it again with all parameters")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every member. The closure, if any, is called once, before the first.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in self.members:
+            member.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned: each member loads its groups by its own rules.
+
+        Raises:
+            UserError: another number of groups, or of parameters in a group, than this optimizer has.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        groups = state_dict["param_groups"]
+        given, here = ([len(group["params"]) for group in side] for side in (groups, self.param_groups))
+        if given != here:
+            raise UserError(f"the loaded groups hold {given} parameters, those of this optimizer {here}")
+        for index, member in enumerate(self.members):
+            own = [group for group, owner in zip(groups, self._order, strict=True) if owner == index]
+            keys = {key for group in own for key in group["params"]}
+            state = {key: value for key, value in state_dict["state"].items() if key in keys}
+            member.load_state_dict({"state": state, "param_groups": own})
+        self._share()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        remaining = [iter(member.param_groups) for member in self.members]
+        return [next(remaining[index]) for index in self._order]
+
+    def _share(self) -> None:
+        """Make the members' groups and states the ones that everybody sees."""
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for member in self.members:
+            state.update(member.state)
+        for member in self.members:
+            member.state = state
+        self.state = state
+        self.param_groups = self._groups()

@@ -1,0 +1,212 @@
+"""Optimizers by name: `came`, `muon` and every class of torch.optim that steps on gradients alone.
+
+Options are checked before anything is built: `check_options` is what a recipe is validated with. torch is imported by
+the functions, not with the module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from scantling.errors import UserError, did_you_mean
+from scantling.optim._options import convert, signature_options
+
+if TYPE_CHECKING:
+    import torch
+
+    OptimizerClass = Callable[..., torch.optim.Optimizer]
+
+logger = logging.getLogger(__name__)
+
+REFUSED = {
+    "lbfgs": "it evaluates the loss several times a step, and needs a closure",
+    "sparseadam": "it takes sparse gradients only; adam and adamw take dense ones",
+}
+"""Classes of torch.optim that cannot be used by name, with the reason."""
+
+MUON_DEFAULTS = {"adjust_lr_fn": "match_rms_adamw"}
+ADAMW_DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8}
+"""The options of `muon` that differ from torch.optim.Muon's, and those of the AdamW beside it."""
+
+
+def optimizer_names() -> list[str]:
+    """All names that `build_optimizer` takes, sorted."""
+    return sorted({"came", *_torch_classes()} - REFUSED.keys())
+
+
+def optimizer_options(name: str) -> dict[str, Any]:
+    """The options of an optimizer and their defaults, without `lr` and `weight_decay`, which are given apart.
+
+    Options of `muon`: `momentum`, `nesterov`, `ns_coefficients`, `ns_steps` and `adjust_lr_fn` are those of
+    `torch.optim.Muon`, which steps the 2-D matrices; `betas` and `eps` are those of `torch.optim.AdamW`, which steps
+    the rest. The learning rate is shared: `adjust_lr_fn` is by default "match_rms_adamw", so that one tuned for AdamW
+    fits.
+
+    Raises:
+        UserError: no such optimizer.
+    """
+    return {option: default for option, (default, _) in _specification(name).items()}
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Everything wrong with an optimizer's name and options.
+
+    Args:
+        name: of the optimizer, in any case.
+        options: as read from a recipe: lists for tuples and numbers as text are understood.
+
+    Returns:
+        (key, problem) pairs; the key is "name" or that of an option. Empty where nothing is wrong.
+    """
+    try:
+        specification = _specification(name)
+    except UserError as error:
+        return [("name", str(error))]
+    problems = []
+    converted = {}
+    for key, value in options.items():
+        if key not in specification:
+            hint = did_you_mean(key, specification)
+            allowed = f"not an option of {name.lower()}; allowed: {', '.join(specification)}"
+            problems.append((key, allowed + (f" ({hint})" if hint else "")))
+            continue
+        try:
+            converted[key] = convert(value, specification[key][1])
+        except ValueError as error:
+            problems.append((key, f"{error}; given {value!r}"))
+    return problems or _check_values(name, converted)
+
+
+def build_optimizer(
+    name: str,
+    groups: Iterable[Any],
+    *,
+    lr: float | torch.Tensor,
+    weight_decay: float = 0.0,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """Build an optimizer by its name.
+
+    Args:
+        name: `came`, `muon` (Muon for 2-D matrices, AdamW for the rest, as one optimizer) or a class of torch.optim, in
+            any case.
+        groups: from `scantling.param_groups`, or anything that torch.optim takes; `muon` needs the former. The dicts
+            are copied. All their keys, `role` and `matrix_dims` too, are in the `param_groups` of the result.
+        lr: learning rate of all groups that have none of their own.
+        weight_decay: of all groups that have none of their own. Decoupled or not as in the optimizer of that name.
+        options: the optimizer's own arguments, see `optimizer_options`.
+
+    Raises:
+        UserError: no such optimizer or option, or a value that the optimizer does not take.
+    """
+    problems = check_options(name, options)
+    if problems:
+        raise UserError(f"optimizer '{name}': " + "; ".join(f"{key}: {problem}" for key, problem in problems))
+    specification = _specification(name)
+    converted = {key: convert(value, specification[key][1]) for key, value in options.items()}
+    copied = [dict(group) if isinstance(group, dict) else group for group in groups]
+    try:
+        return _construct(name, copied, lr, weight_decay, converted)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"optimizer '{name}': {error}") from error
+
+
+def _construct(
+    name: str, groups: list[Any], lr: float | torch.Tensor, weight_decay: float, options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    name = name.lower()
+    if name == "muon":
+        return _build_muon(groups, lr, weight_decay, options)
+    cls = _torch_classes().get(name) or _came()
+    if "weight_decay" in inspect.signature(cls).parameters:
+        options = {**options, "weight_decay": weight_decay}
+    elif weight_decay or any(isinstance(group, dict) and group.get("weight_decay") for group in groups):
+        logger.warning("%s has no weight decay: weight_decay has no effect", cls.__name__)
+    return cls(groups, lr=lr, **options)
+
+
+def _build_muon(
+    groups: list[Any], lr: float | torch.Tensor, weight_decay: float, options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    from scantling.optim.combined import CombinedOptimizer
+
+    if not groups or not all(isinstance(group, dict) and group.get("role") for group in groups):
+        raise UserError("muon needs groups that say which parameters are matrices: scantling.param_groups(model)")
+    muon, adamw = (_torch_classes()[name] for name in ("muon", "adamw"))
+    options = {**MUON_DEFAULTS, **ADAMW_DEFAULTS, **options}
+    adamw_options = {key: options.pop(key) for key in ADAMW_DEFAULTS}
+    order = [0 if _is_for_muon(group) else 1 for group in groups]
+    matrices, rest = ([group for group, index in zip(groups, order, strict=True) if index == side] for side in (0, 1))
+    if not matrices:
+        raise UserError("muon: there is no trainable 2-D matrix among the parameters; use adamw")
+    members = [muon(matrices, lr=lr, weight_decay=weight_decay, **options)]
+    if rest:
+        members.append(adamw(rest, lr=lr, weight_decay=weight_decay, **adamw_options))
+    return CombinedOptimizer(members, order=order)
+
+
+def _is_for_muon(group: dict[str, Any]) -> bool:
+    params = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
+    return group["role"] == "matrix" and all(param.ndim == 2 for param in params)
+
+
+def _specification(name: str) -> dict[str, tuple[Any, Any]]:
+    """(default, type) of each option of the optimizer of this name."""
+    key = name.lower()
+    if key in REFUSED:
+        raise UserError(f"the optimizer '{name}' cannot be used here: {REFUSED[key]}")
+    if key == "muon":
+        muon, adamw = (signature_options(_torch_classes()[each]) for each in ("muon", "adamw"))
+        muon |= {option: (default, muon[option][1]) for option, default in MUON_DEFAULTS.items()}
+        return muon | {option: (default, adamw[option][1]) for option, default in ADAMW_DEFAULTS.items()}
+    if key == "came":
+        return signature_options(_came())
+    if key in _torch_classes():
+        return signature_options(_torch_classes()[key])
+    names = optimizer_names()
+    hint = did_you_mean(key, names)
+    raise UserError(f"no optimizer '{name}'; there are {', '.join(names)}" + (f" ({hint})" if hint else ""))
+
+
+def _check_values(name: str, options: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the optimizer itself says to these values."""
+    problems = []
+    remaining = dict(options)
+    while (problem := _refusal(name, remaining)) is not None:
+        culprit = next((key for key, value in remaining.items() if _refusal(name, {key: value}) == problem), None)
+        problems.append((culprit or "name", problem))
+        if culprit is None:
+            break
+        del remaining[culprit]
+    return problems
+
+
+def _refusal(name: str, options: dict[str, Any]) -> str | None:
+    """Why the optimizer cannot be built with these options, tried on two small parameters; None if it can."""
+    import torch
+
+    matrix = {"params": [torch.nn.Parameter(torch.zeros(2, 2))], "role": "matrix", "matrix_dims": ((0,), (1,))}
+    vector = {"params": [torch.nn.Parameter(torch.zeros(2))], "role": "vector", "matrix_dims": None}
+    try:
+        _construct(name, [matrix, vector], 1e-3, 0.0, options)
+    except (UserError, ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def _came() -> OptimizerClass:
+    from scantling.optim.came import CAME
+
+    return CAME
+
+
+def _torch_classes() -> dict[str, OptimizerClass]:
+    """The optimizer classes of torch.optim by lower-case name."""
+    import torch
+
+    found = {name.lower(): getattr(torch.optim, name) for name in torch.optim.__all__}
+    base = torch.optim.Optimizer
+    return {key: cls for key, cls in found.items() if isinstance(cls, type) and issubclass(cls, base) and cls != base}

@@ -1,0 +1,6 @@
+"""The recipe of a run: its schema, how it is read, and what is wrong with it."""
+
+from scantling.recipe.loading import apply_override, check_recipe, differences, dump_recipe, load_recipe, read_yaml
+from scantling.recipe.schema import Recipe
+
+__all__ = ["Recipe", "apply_override", "check_recipe", "differences", "dump_recipe", "load_recipe", "read_yaml"]

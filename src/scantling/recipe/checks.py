@@ -1,0 +1,176 @@
+"""What a recipe must satisfy beyond types: exactly one source, known names, settings that mean something together.
+
+Works on the raw mapping, so that these faults are reported together with those of structure. A check looks only at keys
+whose type is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from scantling.errors import Fault, did_you_mean
+from scantling.recipe.schema import SOURCES, DataSection, Fields, OptimSection, TrainSection
+
+Content = Mapping[str, Any]
+
+
+def semantic_faults(content: Content, known: set[str]) -> list[Fault]:
+    """All faults of meaning, without those at a path in `known` (reported already) or below or above it."""
+    faults: list[Fault] = []
+    for check in CHECKS:
+        for fault in check(content):
+            related = any(_covers(path, fault.path) or _covers(fault.path, path) for path in known)
+            if not related or fault.path.count(".") == 0:
+                faults.append(fault)
+    return faults
+
+
+def _covers(path: str, other: str) -> bool:
+    return path == other or other.startswith(path + ".")
+
+
+def _section(content: Content, name: str) -> Mapping[str, Any]:
+    section = content.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _given(section: Content, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if section.get(name) is not None]
+
+
+def _changed(section: Content, model: type[BaseModel], key: str) -> bool:
+    """Whether a key is given and is not what it would be anyway (a resolved recipe spells out every default)."""
+    return key in section and section[key] != model.model_fields[key].get_default(call_default_factory=True)
+
+
+def _check_model(content: Content) -> Iterator[Fault]:
+    from scantling.models.presets import PRESETS
+
+    model = _section(content, "model")
+    if not model:
+        return
+    preset = model.get("preset")
+    given = _given(model, ("preset", "hf"))
+    if len(given) != 1:
+        problem = "give exactly one of preset and hf"
+        yield Fault("model", problem, " and ".join(given) if given else "neither")
+    if isinstance(preset, str) and preset not in PRESETS:
+        allowed = ", ".join(PRESETS)
+        yield Fault("model.preset", f"must be one of {allowed}", repr(preset), did_you_mean(preset, PRESETS))
+    if model.get("pretrained") and "hf" not in given:
+        yield Fault("model.pretrained", "a preset has no pretrained weights; give a model folder in model.hf", "true")
+
+
+def _changed_fields(data: Content) -> bool:
+    fields = data.get("fields")
+    return isinstance(fields, Mapping) and any(
+        _changed(fields, Fields, key) for key in fields if key in Fields.model_fields
+    )
+
+
+def _check_data(content: Content) -> Iterator[Fault]:
+    data = _section(content, "data")
+    if not data:
+        return
+    given = _given(data, SOURCES)
+    if len(given) != 1:
+        yield Fault("data", f"give exactly one source of {', '.join(SOURCES)}", ", ".join(given) if given else "none")
+        return
+    source = given[0]
+    if source in ("text", "corpus", "bin") and _changed_fields(data):
+        yield Fault("data.fields", f"has no meaning for the source '{source}', which has no columns")
+    if source != "text" and data.get("document_separator"):
+        yield Fault("data.document_separator", f"has no meaning for the source '{source}'; it splits text files")
+    if source != "hf":
+        for key in ("hf_config", "hf_split"):
+            if _changed(data, DataSection, key):
+                yield Fault(f"data.{key}", f"has no meaning for the source '{source}'")
+    if source != "bin" and _changed(data, DataSection, "bin_dtype"):
+        yield Fault("data.bin_dtype", f"has no meaning for the source '{source}'")
+    if source == "corpus" and data.get("validation"):
+        yield Fault("data.validation", "a built-in corpus is split by document; use data.heldout")
+    if source == "bin" and data.get("max_bytes"):
+        yield Fault("data.max_bytes", "has no meaning for the source 'bin', which holds tokens")
+    if data.get("validation") and _changed(data, DataSection, "heldout") and data["heldout"] != 0:
+        yield Fault("data.heldout", "has no effect when data.validation names held-out data; give one of them")
+
+
+def _check_task(content: Content) -> Iterator[Fault]:
+    from scantling.models.presets import PRESETS
+
+    model, data = _section(content, "model"), _section(content, "data")
+    preset = PRESETS.get(str(model.get("preset")))
+    task = model.get("task") or (preset.task if preset else None)
+    fields = data.get("fields")
+    label = fields.get("label") if isinstance(fields, Mapping) else None
+    if task == "classification":
+        if _given(data, ("corpus", "text", "bin")):
+            source = _given(data, ("corpus", "text", "bin"))[0]
+            yield Fault("data", f"classification needs labels, which '{source}' has not; use jsonl, csv, parquet or hf")
+        elif data and not label:
+            yield Fault("data.fields.label", "missing; classification needs the name of the label column")
+    elif task in ("causal-lm", "masked-lm"):
+        if label:
+            yield Fault("data.fields.label", f"has no meaning for the task '{task}'", repr(label))
+        if data.get("labels"):
+            yield Fault("data.labels", f"has no meaning for the task '{task}'")
+    if task in ("causal-lm", "classification") and _changed(data, DataSection, "mask_probability"):
+        yield Fault("data.mask_probability", f"has no meaning for the task '{task}'; it belongs to masked-lm")
+    if task in ("masked-lm", "causal-lm") and _changed(data, DataSection, "bucket"):
+        yield Fault("data.bucket", f"has no meaning for the task '{task}'; it belongs to classification")
+    if task in ("masked-lm", "classification") and data.get("document_mask"):
+        yield Fault("data.document_mask", f"has no meaning for the task '{task}'; it belongs to causal-lm")
+
+
+def _check_batch(content: Content) -> Iterator[Fault]:
+    train, data = _section(content, "train"), _section(content, "data")
+    if not train:
+        return
+    given = _given(train, ("batch_tokens", "batch_size"))
+    if len(given) != 1:
+        yield Fault(
+            "train", "give exactly one of batch_tokens and batch_size", " and ".join(given) if given else "neither"
+        )
+        return
+    tokens, seq_len = train.get("batch_tokens"), data.get("seq_len", DataSection.model_fields["seq_len"].default)
+    if isinstance(tokens, int) and isinstance(seq_len, int) and seq_len > 0 and tokens % seq_len:
+        allowed = f"must be a multiple of data.seq_len = {seq_len}"
+        yield Fault("train.batch_tokens", allowed, str(tokens), f"such as {max(1, round(tokens / seq_len)) * seq_len}")
+
+
+def _check_schedule(content: Content) -> Iterator[Fault]:
+    train = _section(content, "train")
+    steps = train.get("steps")
+    schedule = train.get("schedule", TrainSection.model_fields["schedule"].default)
+    warmup = train.get("warmup")
+    if isinstance(steps, int) and isinstance(warmup, int | float) and warmup >= 1 and warmup > steps:
+        yield Fault("train.warmup", f"is longer than the run of {steps} steps", str(warmup))
+    if _changed(train, TrainSection, "decay") and schedule in ("cosine", "linear", "constant"):
+        yield Fault("train.decay", f"has no meaning for the schedule '{schedule}'; it belongs to wsd")
+    if _changed(train, TrainSection, "min_lr_ratio") and schedule == "constant":
+        yield Fault("train.min_lr_ratio", "has no meaning for the schedule 'constant'")
+
+
+def _check_optim(content: Content) -> Iterator[Fault]:
+    from scantling.optim.registry import check_options
+
+    optim = _section(content, "optim")
+    name = optim.get("name", OptimSection.model_fields["name"].default)
+    if not isinstance(name, str):
+        return
+    options = {key: value for key, value in optim.items() if key not in OptimSection.model_fields}
+    for path, problem in check_options(name, options):
+        yield Fault(f"optim.{path}", problem)
+
+
+CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
+    _check_model,
+    _check_data,
+    _check_task,
+    _check_batch,
+    _check_schedule,
+    _check_optim,
+)

@@ -1,0 +1,240 @@
+"""From a YAML file (or a mapping) and `--set` overrides to a checked `Recipe`, or to a list of all that is wrong.
+
+`scantling.recipe` imports no torch. What only a method can check (an optimizer's arguments, a preset's name) is checked
+by the functions in `scantling.recipe.checks`, which import the method's own list of names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from scantling.errors import Fault, RecipeError, UserError, did_you_mean
+from scantling.recipe.checks import semantic_faults
+from scantling.recipe.schema import Recipe
+
+RecipeLike = Recipe | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def load_recipe(source: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and check a recipe.
+
+    Args:
+        source: a `Recipe`, a mapping, or the path of a YAML file.
+        overrides: texts `a.b=c`; the value is read as YAML.
+
+    Returns:
+        The recipe with every path in it made absolute.
+
+    Raises:
+        RecipeError: anything is wrong with it; all faults are listed.
+        UserError: the file cannot be read.
+    """
+    name = "recipe"
+    if isinstance(source, Recipe):
+        content: dict[str, Any] = source.model_dump(exclude_unset=True)
+    elif isinstance(source, Mapping):
+        content = _plain(source)
+    else:
+        path = Path(source)
+        name = str(path)
+        content = read_yaml(path)
+        content.setdefault("name", path.stem)
+    for override in overrides:
+        apply_override(content, override)
+    return check_recipe(content, name)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read one YAML mapping with the safe loader; a missing or broken file is a `UserError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        close = did_you_mean(path.name, (p.name for p in path.parent.glob("*.y*ml"))) if path.parent.is_dir() else None
+        raise UserError(f"recipe not found: {path}" + (f" ({close})" if close else "")) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read recipe {path}: {error}") from None
+    try:
+        content = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: a recipe is a mapping with the keys model, data and train; given {_show(content)}")
+    return content
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML that reads `1e-3` as a number (YAML 1.1 does not) and refuses a key given twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key '{key}' is given twice, line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep=deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    __import__("re").compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def apply_override(content: dict[str, Any], override: str) -> None:
+    """Set one dotted key of `content` in place from the text `a.b=value`; the value is YAML, `null` included."""
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise UserError(f"--set takes key=value, such as train.steps=100; given '{override}'")
+    try:
+        value = yaml.load(text, Loader=_StrictLoader) if text.strip() else None  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override}: the value is not valid YAML: {error}") from None
+    target = content
+    for part in parts[:-1]:
+        inner = target.get(part)
+        if not isinstance(inner, dict):
+            inner = target[part] = {}
+        target = inner
+    target[parts[-1]] = value
+
+
+def check_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe:
+    """Validate a plain mapping; raise one `RecipeError` with the faults of structure and of meaning together."""
+    faults: list[Fault] = []
+    recipe: Recipe | None = None
+    try:
+        recipe = Recipe.model_validate(content)
+    except ValidationError as error:
+        faults = list(_schema_faults(error, content))
+    faults += semantic_faults(content, {fault.path for fault in faults})
+    if faults:
+        raise RecipeError(faults, source)
+    if recipe is None:
+        raise AssertionError("validation failed without a fault")
+    return Recipe.model_validate(_absolute_paths(recipe.model_dump(exclude_unset=True)))
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe with every default written out, as YAML that `load_recipe` reads back to an equal recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def differences(old: Recipe, new: Recipe) -> list[str]:
+    """The dotted keys in which two recipes differ, as lines `key: old -> new`."""
+    before, after = dict(_flatten(old.model_dump())), dict(_flatten(new.model_dump()))
+    return [
+        f"{key}: {_show(before.get(key))} -> {_show(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_unset=True)
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _schema_faults(error: ValidationError, content: Mapping[str, Any]) -> Iterator[Fault]:
+    """Turn pydantic's errors into ours: dotted path, what is allowed, what was given, the closest allowed name."""
+    seen: set[str] = set()
+    for item in error.errors(include_url=False):
+        location = [part for part in item["loc"] if not (isinstance(part, str) and _is_union_tag(part, item["loc"]))]
+        path = ".".join(str(part) for part in location)
+        if path in seen:
+            continue
+        seen.add(path)
+        kind = item["type"]
+        if kind == "extra_forbidden":
+            fields = _fields_at(location[:-1])
+            allowed = f"unknown key; allowed here: {', '.join(fields)}" if fields else "unknown key"
+            yield Fault(path, allowed, None, did_you_mean(str(location[-1]), fields))
+        elif kind == "missing":
+            yield Fault(path, "missing; this key is required")
+        elif kind == "literal_error":
+            choices = [c.strip().strip("'") for c in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
+            hint = did_you_mean(str(item["input"]), choices)
+            yield Fault(path, f"must be {_one_of(choices)}", _show(item["input"]), hint)
+        else:
+            message = item["msg"]
+            yield Fault(path, message[0].lower() + message[1:], _show(item["input"]))
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    return f"'{choices[0]}'" if len(choices) == 1 else "one of " + ", ".join(f"'{c}'" for c in choices)
+
+
+def _is_union_tag(part: str, location: tuple[int | str, ...]) -> bool:
+    """Pydantic adds the name of the tried union member to the location; such a name is no key of the recipe."""
+    return "[" in part or (part in {"str", "constrained-str", "BpeTokenizer"} and location.index(part) > 0)
+
+
+def _fields_at(location: Sequence[int | str]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    for part in location:
+        field = model.model_fields.get(str(part))
+        inner = _model_of(field.annotation) if field else None
+        if inner is None:
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        return next((model for arg in get_args(annotation) if (model := _model_of(arg))), None)
+    return None
+
+
+def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
+    """Expand `~` and `$VAR` and make local paths absolute, so that a run can be resumed from anywhere."""
+
+    def expand(value: Any, *, must_exist: bool = False) -> Any:
+        if isinstance(value, list):
+            return [expand(inner, must_exist=must_exist) for inner in value]
+        if not isinstance(value, str):
+            return value
+        path = Path(os.path.expandvars(os.path.expanduser(value)))
+        if must_exist and not path.exists():
+            return value
+        return os.path.abspath(path)
+
+    data, model = content["data"], content["model"]
+    kind_is_hf = data.get("hf") is not None
+    for key in ("text", "jsonl", "csv", "parquet", "bin"):
+        if key in data:
+            data[key] = expand(data[key])
+    if "validation" in data and not kind_is_hf:
+        data["validation"] = expand(data["validation"])
+    if isinstance(data.get("tokenizer"), str) and data["tokenizer"] != "bytes":
+        data["tokenizer"] = expand(data["tokenizer"])
+    if kind_is_hf:
+        data["hf"] = expand(data["hf"], must_exist=True)
+    if model.get("hf") is not None:
+        model["hf"] = expand(model["hf"])
+    return content

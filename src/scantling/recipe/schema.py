@@ -1,0 +1,210 @@
+"""The recipe: one YAML file that describes a run. This module is its schema and nothing else.
+
+Every section but `model`, `data` and `train` may be absent, and absent means what everybody does today: dense weights,
+AdamW, gradient all-reduce, fp32. `scantling schema` prints the JSON schema made from these classes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+Paths = Text | Annotated[list[Text], Field(min_length=1)]
+
+TASKS = ("causal-lm", "masked-lm", "classification")
+SOURCES = ("corpus", "text", "jsonl", "csv", "parquet", "hf", "bin")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelSection(Section):
+    """Which model is trained: a preset, or a configuration or model folder in Hugging Face's format."""
+
+    preset: Text | None = None
+    """Name of a built-in architecture, such as `llama-10m`; exactly one of `preset` and `hf` is given."""
+    hf: Text | None = None
+    """A local folder with `config.json` (and weights, for fine-tuning), or a `config.json` file."""
+    pretrained: bool | None = None
+    """Load the weights found in the `hf` folder. Default: yes when the folder holds weights."""
+    task: Literal["causal-lm", "masked-lm", "classification"] | None = None
+    """What the model is trained to do. Default: the preset's task, or what the configuration's architecture is for."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the transformers configuration to change, such as `{hidden_size: 128, num_hidden_layers: 2}`."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of transformers."""
+
+
+class Fields(Section):
+    """Which columns of a structured source hold what."""
+
+    text: Text = "text"
+    """Column with the text (the first sentence of a pair)."""
+    pair: Text | None = None
+    """Column with the second sentence of a pair."""
+    label: Text | None = None
+    """Column with the label, for classification."""
+
+
+class BpeTokenizer(Section):
+    """A byte-level BPE trained on the training documents and cached."""
+
+    bpe: int = Field(ge=257, le=1_000_000)
+    """Vocabulary size, with 256 bytes and the end-of-text token included."""
+
+
+class DataSection(Section):
+    """What the model is trained on. Exactly one source is given."""
+
+    corpus: Literal["python-stdlib"] | None = None
+    """A built-in corpus: `python-stdlib` is the source of the Python standard library on this machine."""
+    text: Paths | None = None
+    """Text files or globs, also `.gz` and `.xz`, UTF-8; one document a file, or see `document_separator`."""
+    jsonl: Paths | None = None
+    """JSON Lines files or globs, also compressed; columns are named in `fields`."""
+    csv: Paths | None = None
+    """CSV files or globs with a header line, also compressed; columns are named in `fields`."""
+    parquet: Paths | None = None
+    """Parquet files or globs; columns are named in `fields`."""
+    hf: Text | None = None
+    """A Hugging Face dataset name or folder, read through `datasets`."""
+    hf_config: Text | None = None
+    """Configuration name of the `hf` dataset."""
+    hf_split: Text = "train"
+    """Split of the `hf` dataset to train on."""
+    bin: Paths | None = None
+    """Flat files of token ids (uint16 or uint32, little endian) that were tokenised elsewhere."""
+    bin_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Number format of the `bin` files."""
+    fields: Fields = Field(default_factory=Fields)
+    """Column names of structured sources."""
+    labels: list[Text] | None = None
+    """The label set in the order of the ids. Default: the sorted labels of the training documents."""
+    document_separator: Text | None = None
+    """In text files, a line that starts with this begins a new document (the line itself is left out)."""
+    tokenizer: Text | BpeTokenizer = "bytes"
+    """`bytes`, `{bpe: VOCABULARY_SIZE}`, or a folder or `tokenizer.json` file in Hugging Face's format."""
+    seq_len: int = Field(default=256, ge=2, le=1_048_576)
+    """Tokens per training sequence (the most, for classification)."""
+    document_mask: bool = False
+    """Keep attention inside a document when several are packed into one sequence (slower)."""
+    heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
+    """Share of the documents held out for evaluation, chosen by document, never by window."""
+    validation: Paths | None = None
+    """Held-out files of the same kind as the source (for `hf`: the name of a split), instead of `heldout`."""
+    max_bytes: int | None = Field(default=None, ge=1)
+    """Use only about this many bytes of text, whole documents, chosen by hash."""
+    mask_probability: float = Field(default=0.15, gt=0.0, lt=1.0)
+    """Masked LM: share of the tokens that are predicted."""
+    bucket: bool = True
+    """Classification: batch examples of similar length to save padding."""
+    workers: int = Field(default=0, ge=0, le=64)
+    """Processes that prepare batches; the order of the data does not depend on it."""
+
+
+class OptimSection(Section):
+    """The optimizer, by name; any further key is an argument of that optimizer, such as `betas: [0.9, 0.95]`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Text = "adamw"
+    """`adamw`, `came`, `adafactor`, `sgd`, `muon` or any class of torch.optim."""
+    lr: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
+    """Decoupled decay of matrices and embeddings; norms, biases and other vectors are never decayed."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The optimizer's own arguments, as given."""
+        return dict(self.model_extra or {})
+
+
+class CommSection(Section):
+    """What the processes of one run exchange."""
+
+    name: Literal["allreduce"] = "allreduce"
+    """`allreduce`: gradients are averaged in buckets while the backward pass runs (DDP)."""
+    bucket_mb: float = Field(default=25.0, gt=0.0, le=1024.0)
+    """Size of one bucket in MiB."""
+
+
+class PrecisionSection(Section):
+    """The number formats of the run."""
+
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Format of matrix products: fp32, or autocast to bf16, or to fp16 with loss scaling. Weights stay fp32."""
+
+
+class TrainSection(Section):
+    """How long and how the model is trained."""
+
+    steps: int = Field(ge=1)
+    """Optimizer steps."""
+    batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens per optimizer step over all processes, a multiple of `seq_len`; or give `batch_size`."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Sequences per optimizer step over all processes."""
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Sequences one process takes through the model at a time. Default: its whole share, no accumulation."""
+    clip: float | None = Field(default=1.0, gt=0.0)
+    """Largest global gradient norm; null for no clipping."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Learning rate after warm-up: cosine or linear decay, or stable and then linear decay (wsd), or constant."""
+    warmup: float = Field(default=0.05, ge=0.0)
+    """Warm-up: a number of steps, or a share of all steps when below 1."""
+    decay: float = Field(default=0.2, gt=0.0, le=1.0)
+    """Share of all steps in which `wsd` decays."""
+    min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Learning rate at the end, as a share of the peak."""
+    eval_every: int | None = Field(default=None, ge=1)
+    """Steps between evaluations; one always follows the last step."""
+    eval_samples: int | None = Field(default=None, ge=1)
+    """Most held-out sequences used per evaluation. Default: all."""
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints; one always follows the last step."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """How many of the newest checkpoints are kept."""
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Seed of the weights, the order of the data, the split and the dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the GPU where there is one."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of storing them."""
+    deterministic: bool = False
+    """Force deterministic kernels on a GPU (always so on a CPU)."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run directory (needs the `tb` extra)."""
+
+
+class Recipe(Section):
+    """One training run."""
+
+    name: Text | None = None
+    """Name of the run. Default: the recipe file's name."""
+    model: ModelSection
+    """Which model is trained."""
+    data: DataSection
+    """What it is trained on."""
+    optim: OptimSection = Field(default_factory=OptimSection)
+    """The optimizer."""
+    comm: CommSection = Field(default_factory=CommSection)
+    """What the processes exchange."""
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    """Number formats."""
+    train: TrainSection
+    """How long and how it is trained."""
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences per optimizer step over all processes."""
+        if self.train.batch_size is not None:
+            return self.train.batch_size
+        if self.train.batch_tokens is None:
+            raise AssertionError("a loaded recipe has a batch size")
+        return self.train.batch_tokens // self.data.seq_len

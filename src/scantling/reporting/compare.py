@@ -1,0 +1,198 @@
+"""Runs side by side: as a table for the terminal, as rows for the report, as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scantling.errors import RunError
+from scantling.reporting.format import (
+    MISSING,
+    format_bytes,
+    format_decimal,
+    format_difference,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
+from scantling.reporting.runs import Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the comparison.
+
+    Attributes:
+        label: what it says at the left.
+        key: key of the run's result; `added_memory_bytes` is worked out.
+        show: turns a value into text.
+        change: turns a value and that of the first run into text.
+        lower_is_better: None where neither is.
+    """
+
+    label: str
+    key: str
+    show: Callable[[float | None], str]
+    change: Callable[[float | None, float | None], str] = format_ratio
+    lower_is_better: bool | None = True
+
+
+def _percent(value: float | None) -> str:
+    return format_percent(value, 2)
+
+
+def _percentage_points(value: float | None, reference: float | None) -> str:
+    if value is None or reference is None or value == reference:
+        return format_difference(value, reference)
+    return f"{100 * (value - reference):+.2f} points"
+
+
+FIGURES = (
+    Figure("parameters", "num_parameters", format_number),
+    Figure("weights", "weight_bytes", format_bytes),
+    Figure("gradients", "gradient_bytes", format_bytes),
+    Figure("optimizer state", "optimizer_state_bytes", format_bytes),
+    Figure("sent per step and rank", "wire_bytes", format_bytes),
+    Figure("tokens per second", "tokens_per_s", format_number, lower_is_better=False),
+    Figure("step time (median)", "step_s", format_seconds),
+    Figure("peak memory", "peak_memory_bytes", format_bytes),
+    Figure("peak memory above base", "added_memory_bytes", format_bytes),
+    Figure("tokens trained on", "tokens", format_number, lower_is_better=None),
+    Figure("train loss (last 10 steps)", "loss", format_decimal, format_difference),
+    Figure("held-out loss (nats)", "eval_loss", format_decimal, format_difference),
+    Figure("bits per byte", "bits_per_byte", format_decimal, format_difference),
+    Figure("accuracy", "accuracy", _percent, _percentage_points, lower_is_better=False),
+    Figure("energy (J)", "energy_j", format_number),
+)
+"""What is compared, in this order; a line that no run has a value for is left out."""
+
+
+@dataclass(frozen=True)
+class CompareRow:
+    """One line as text: a value for each run, and for each run after the first how it compares with the first.
+
+    `better` holds True where the change is for the better, False for the worse, None where it is neither.
+    """
+
+    label: str
+    values: tuple[str, ...]
+    changes: tuple[str, ...]
+    better: tuple[bool | None, ...]
+
+
+def figure(run: Run, key: str) -> float | None:
+    """A number of the run's result, or what follows from it."""
+    if key == "added_memory_bytes":
+        peak, base = run.figure("peak_memory_bytes"), run.figure("base_memory_bytes")
+        return None if peak is None or base is None else peak - base
+    return run.figure(key)
+
+
+def compare_rows(runs: Sequence[Run]) -> list[CompareRow]:
+    """The comparison line by line; the first run is the reference."""
+    rows = []
+    for line in FIGURES:
+        values = [figure(run, line.key) for run in runs]
+        if all(value is None for value in values):
+            continue
+        others = values[1:]
+        rows.append(
+            CompareRow(
+                label=line.label,
+                values=tuple(line.show(value) for value in values),
+                changes=tuple(line.change(value, values[0]) for value in others),
+                better=tuple(_is_better(value, values[0], line.lower_is_better) for value in others),
+            )
+        )
+    return rows
+
+
+def compare_table(runs: Sequence[Run]) -> Table:
+    """The comparison as a table for the terminal: a column a run, and how each compares with the first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("")
+    in_last_column = len(runs) == 2
+    for run in runs:
+        table.add_column(Text(run.name), justify="right")
+    if in_last_column:
+        table.add_column("change", justify="right")
+    for row in compare_rows(runs):
+        cells = [Text(value) for value in row.values]
+        for place, (change, better) in enumerate(zip(row.changes, row.better, strict=True), start=1):
+            style = {True: "green", False: "yellow", None: "dim"}[better]
+            if in_last_column:
+                cells.append(Text(change, style))
+            elif change != MISSING:
+                cells[place].append(f" ({change})", style)
+        table.add_row(row.label, *cells)
+    return table
+
+
+def write_compare(runs: Sequence[Run], out_dir: str | Path) -> Path:
+    """Write `compare.json` into a folder: `{"runs": [{"name": ..., "num_parameters": ..., ...}]}`, null where not known.
+
+    Raises:
+        RunError: the file cannot be written; an earlier one is left as it was.
+    """
+    path = Path(out_dir) / "compare.json"
+    content = {"runs": [_entry(run) for run in runs]}
+    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        RunError: it cannot be written; what was there before is left.
+    """
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise RunError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _entry(run: Run) -> dict[str, Any]:
+    figures = {line.key: figure(run, line.key) for line in FIGURES}
+    whole = {key: int(value) for key, value in figures.items() if value is not None and value.is_integer()}
+    return {
+        "name": run.name,
+        "run_dir": str(run.path),
+        **{key: _strict(value) for key, value in run.result.items() if key != "name"},
+        **figures,
+        **{key: value for key, value in whole.items() if key.endswith("_bytes") or key in ("num_parameters", "tokens")},
+    }
+
+
+def _strict(value: Any) -> Any:
+    """The value with null in place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _strict(inner) for key, inner in value.items()}
+    return [_strict(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _is_better(value: float | None, reference: float | None, lower: bool | None) -> bool | None:
+    if value is None or reference is None or value == reference or lower is None:
+        return None
+    return (value < reference) == lower

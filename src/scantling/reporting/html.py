@@ -1,0 +1,231 @@
+"""The report: one HTML file about one run or several, with no script in it and nothing to load from anywhere."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import yaml
+from markupsafe import Markup
+
+import scantling
+from scantling.errors import UserError
+from scantling.reporting import charts
+from scantling.reporting.compare import compare_rows, write_whole
+from scantling.reporting.format import (
+    MISSING,
+    format_bytes,
+    format_number,
+    format_percent,
+    format_seconds,
+)
+from scantling.reporting.runs import Run, number
+
+_PLANNED = (
+    ("parameters", "num_parameters", format_number),
+    ("weights", "weight_bytes", format_bytes),
+    ("gradients", "gradient_bytes", format_bytes),
+    ("optimizer state", "optimizer_state_bytes", format_bytes),
+    ("sent per step and rank", "wire_bytes", format_bytes),
+    ("tokens per step", "tokens_per_step", format_number),
+    ("peak memory", "peak_memory_bytes", format_bytes),
+)
+"""What a plan foretells and a run measures."""
+
+_MEMORY_SOURCES = {"rss": "resident set of the process", "cuda": "memory allocated on the GPU"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One figure of the page."""
+
+    title: str
+    caption: str
+    svg: Markup
+
+
+@dataclass(frozen=True)
+class PlanLine:
+    """What was foretold and what was measured, as text."""
+
+    label: str
+    planned: str
+    measured: str
+    difference: str
+
+
+def write_report(runs: Sequence[Run], path: str | Path) -> Path:
+    """Write the report.
+
+    Args:
+        runs: one run or several; the first is the one that others are compared with.
+        path: the HTML file; written whole or not at all.
+
+    Raises:
+        UserError: no run is given.
+        RunError: the file cannot be written.
+    """
+    if not runs:
+        raise UserError("a report needs at least one run")
+    target = Path(path)
+    write_whole(target, render(runs))
+    return target
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page as text. Everything that comes from a run is escaped; only our own charts are inserted as they are."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("scantling.reporting"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        title=_title(runs),
+        runs=runs,
+        states=[_state(run) for run in runs],
+        styles=[charts.line_style(place) for place in range(len(runs))],
+        facts=_facts(runs[0]) if len(runs) == 1 else [],
+        rows=compare_rows(runs),
+        charts=_charts(runs),
+        plans=[(run.name, lines) for run in runs if (lines := _plan_lines(run))],
+        differences=_differing([dict(_flatten(run.recipe)) for run in runs], leave_out={"name"}),
+        recipes=[(run.name, yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True)) for run in runs],
+        surroundings=_side_by_side([dict(_flatten(run.environment)) for run in runs]),
+        missing=MISSING,
+        version=scantling.__version__,
+    )
+
+
+def _title(runs: Sequence[Run]) -> str:
+    names = [run.name for run in runs]
+    return " vs ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} more runs"
+
+
+def _state(run: Run) -> tuple[str, str]:
+    """The run's status, and how far it came and when, as text."""
+    last, planned = int(run.steps[-1]), run.planned_steps
+    steps = f"{last:,} of {planned:,} steps" if planned else f"{last:,} steps"
+    parts = [steps]
+    seconds = run.column("step_s")
+    if np.isfinite(seconds).any():
+        parts.append(f"{format_seconds(float(np.nansum(seconds)))} in steps")
+    ended = run.column("time")[-1]
+    if np.isfinite(ended):
+        parts.append(datetime.datetime.fromtimestamp(float(ended), datetime.UTC).strftime("%d %b %Y, %H:%M UTC"))
+    return run.status, " · ".join(parts)
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """What ran, in a few words, from the recipe and the environment."""
+    recipe: Mapping[str, Any] = run.recipe
+    model, data, optim, train = (_section(recipe, name) for name in ("model", "data", "optim", "train"))
+    source = next((f"{key}: {_text(data[key])}" for key in _sources() if data.get(key)), MISSING)
+    batch = f"{train['batch_tokens']:,} tokens" if isinstance(train.get("batch_tokens"), int) else None
+    batch = batch or (f"{train['batch_size']:,} sequences" if isinstance(train.get("batch_size"), int) else MISSING)
+    hardware, versions = _section(run.environment, "hardware"), _section(run.environment, "versions")
+    facts = [
+        ("model", _text(model.get("preset") or model.get("hf"))),
+        ("task", _text(model.get("task"))),
+        ("data", source),
+        ("tokenizer", _text(data.get("tokenizer"))),
+        ("sequence length", _text(data.get("seq_len"))),
+        ("optimizer", f"{_text(optim.get('name'))}, lr {_text(optim.get('lr'))}"),
+        ("batch per step", batch),
+        ("number format", _text(_section(recipe, "precision").get("compute"))),
+        ("processes", _text(run.environment.get("world_size"))),
+        ("device", _text(", ".join(map(str, hardware.get("gpus") or [])) or hardware.get("cpu"))),
+        ("torch", _text(versions.get("torch"))),
+    ]
+    return [(label, value) for label, value in facts if value != MISSING]
+
+
+def _sources() -> tuple[str, ...]:
+    from scantling.recipe.schema import SOURCES
+
+    return SOURCES
+
+
+def _charts(runs: Sequence[Run]) -> list[Chart]:
+    smoothed = "Faint: every step. Line: smoothed."
+    dots = " Dots: held-out loss." if any(np.isfinite(run.column("eval_loss")).any() for run in runs) else ""
+    sources = {str(run.result.get("memory_source")) for run in runs}
+    measured = ", ".join(text for key, text in _MEMORY_SOURCES.items() if key in sources)
+    made = [
+        ("Loss over steps", smoothed + dots, charts.loss_chart(runs)),
+        ("Loss over tokens", smoothed + dots, charts.loss_chart(runs, over="tokens")),
+        ("Where a step's time goes", "Median per phase after the first tenth of the steps.", charts.phase_chart(runs)),
+        ("Tokens per second", smoothed, charts.curve_chart(runs, "tokens_per_s", "tokens per second")),
+        ("Peak memory", f"Planned and measured ({measured})." if measured else "Planned and measured.", charts.memory_chart(runs)),
+        ("Gradient norm", f"{smoothed} Before clipping.", charts.curve_chart(runs, "grad_norm", "gradient norm")),
+    ]
+    return [Chart(title, caption, Markup(svg)) for title, caption, svg in made if svg is not None]  # noqa: S704 (ours)
+
+
+def _plan_lines(run: Run) -> list[PlanLine]:
+    if not run.plan:
+        return []
+    lines = []
+    for label, key, show in _PLANNED:
+        planned = number(run.plan.get(key))
+        measured = _tokens_per_step(run) if key == "tokens_per_step" else run.figure(key)
+        if planned is None and measured is None:
+            continue
+        difference = MISSING
+        if planned is not None and measured is not None:
+            if planned == measured:
+                difference = "exact"
+            elif planned:
+                difference = format_percent(measured / planned - 1, sign=True)
+        lines.append(PlanLine(label, show(planned), show(measured), difference))
+    return lines
+
+
+def _tokens_per_step(run: Run) -> float | None:
+    tokens = run.column("tokens")
+    steps = np.diff(tokens, prepend=0.0) if run.steps[0] == 1 else np.diff(tokens)
+    return number(float(np.median(steps))) if len(steps) else None
+
+
+def _differing(flat: Sequence[Mapping[str, Any]], leave_out: set[str]) -> list[tuple[str, list[str]]]:
+    """The keys in which the mappings differ, each with its value in every one."""
+    keys = dict.fromkeys(key for one in flat for key in one)
+    found = [(key, [_text(one.get(key)) for one in flat]) for key in keys if key not in leave_out]
+    return [(key, values) for key, values in found if len(set(values)) > 1]
+
+
+def _side_by_side(flat: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Every key with its values, or with one value where all are the same."""
+    keys = dict.fromkeys(key for one in flat for key in one)
+    rows = [(key, [_text(one.get(key)) for one in flat]) for key in keys]
+    return [(key, values[:1] if len(set(values)) == 1 else values) for key, values in rows]
+
+
+def _flatten(value: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield prefix, value
+
+
+def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = content.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _text(value: object) -> str:
+    if value is None or value == []:
+        return MISSING
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return " ".join(value)
+    return f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else json.dumps(value, default=str)

@@ -1,0 +1,27 @@
+"""What models are trained to do. A task is one file with one class, and one line here."""
+
+from __future__ import annotations
+
+from scantling.errors import UserError, did_you_mean
+from scantling.tasks.base import LossSums, Task, TaskData
+from scantling.tasks.causal_lm import CausalLM
+from scantling.tasks.classification import Classification
+from scantling.tasks.masked_lm import MaskedLM
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (CausalLM, MaskedLM, Classification)}
+
+
+def get_task(name: str) -> Task:
+    """The task of a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in TASKS:
+        hint = did_you_mean(name, TASKS)
+        allowed = ", ".join(TASKS)
+        raise UserError(f"model.task: must be one of {allowed}; given '{name}'" + (f" ({hint})" if hint else ""))
+    return TASKS[name]()
+
+
+__all__ = ["TASKS", "LossSums", "Task", "TaskData", "get_task"]

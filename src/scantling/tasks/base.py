@@ -1,0 +1,149 @@
+"""What a task is: how its data is prepared, its loss, and its metrics."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from scantling.data.batch import IGNORED, Batch
+from scantling.data.loader import Collate
+from scantling.data.packing import Dataset
+from scantling.data.progress import Progress
+from scantling.data.tokenizers import Ids, Tokenizer
+from scantling.errors import UserError
+from scantling.recipe.schema import DataSection
+
+
+@dataclass
+class TaskData:
+    """Data that is ready for a loop.
+
+    Attributes:
+        train: the training examples.
+        heldout: the held-out examples, or None.
+        collate: makes batches of examples of both.
+        tokenizer: what made the ids, or None where that is not known.
+        vocab_size: ids that the model must know.
+        lengths: tokens of each training example, for bucketing, or None.
+        heldout_bytes_per_token: bytes of held-out text for each target, where targets cover the text; else None.
+        labels: the label set in the order of the ids, or None.
+        info: facts for the run's records.
+    """
+
+    train: Dataset
+    heldout: Dataset | None
+    collate: Collate
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    lengths: npt.NDArray[np.int64] | None = None
+    heldout_bytes_per_token: float | None = None
+    labels: list[str] | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class LossSums:
+    """What one forward pass gives.
+
+    Attributes:
+        loss: sum of the loss over the batch's targets in nats, a scalar in fp32 with its gradient.
+        counts: further sums by name, such as `correct`, detached.
+    """
+
+    loss: torch.Tensor
+    counts: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """One kind of training.
+
+    Attributes:
+        name: its name in a recipe.
+        auto_class: the class of transformers that builds and loads its models.
+    """
+
+    name: ClassVar[str]
+    auto_class: ClassVar[str]
+
+    @abstractmethod
+    def prepare(self, data: DataSection, *, seed: int, progress: Progress | None = None) -> TaskData:
+        """Read, tokenise and split the data; what was done before comes from the cache.
+
+        Raises:
+            UserError: the data cannot be used for this task.
+        """
+
+    def config_overrides(self, data: TaskData) -> dict[str, Any]:
+        """What the model's configuration takes from the data."""
+        tokenizer = data.tokenizer
+        if tokenizer is None:
+            return {}
+        ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.eos_id}
+        return {name: id_ for name, id_ in ids.items() if id_ is not None}
+
+    @abstractmethod
+    def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
+        """Put a batch through the model."""
+
+    def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
+        """Figures from sums over a dataset.
+
+        Args:
+            sums: "loss" and "targets", and the task's own counts.
+            data: what was evaluated.
+
+        Returns:
+            `eval_loss` in nats a target, and what else has a meaning for the task.
+        """
+        return {"eval_loss": mean_loss(sums)}
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        """What trivial answers reach on the held-out data; empty where none is known."""
+        return {}
+
+
+def mean_loss(sums: dict[str, float]) -> float:
+    """Nats a target."""
+    if not sums.get("targets"):
+        raise UserError("the held-out data has no targets to evaluate")
+    return sums["loss"] / sums["targets"]
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), or infinity where that is too large for a number."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross entropy over the targets, in fp32.
+
+    Args:
+        logits: (..., num_classes).
+        labels: (...), -100 for no target.
+    """
+    return F.cross_entropy(
+        logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def model_config(model: torch.nn.Module) -> Any:
+    """The transformers configuration of a model, also inside a wrapper such as DDP."""
+    while not hasattr(model, "config") and hasattr(model, "module"):
+        model = model.module  # type: ignore[assignment]
+    return getattr(model, "config", None)
+
+
+def pad_rows(rows: Sequence[Ids], value: int) -> torch.Tensor:
+    """Rows of different lengths as one tensor, (batch, longest)."""
+    result = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
+    for number, row in enumerate(rows):
+        result[number, : len(row)] = row
+    return torch.from_numpy(result)

@@ -1,0 +1,145 @@
+"""Classification of a text or of a pair of texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from scantling.data.batch import Batch
+from scantling.data.loader import Numbered
+from scantling.data.prepare import prepare
+from scantling.data.progress import Progress
+from scantling.data.store import MappedArray, TokenStore
+from scantling.data.tokenizers import Ids, Tokenizer
+from scantling.errors import UserError
+from scantling.recipe.schema import DataSection
+from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, mean_loss, model_config, pad_rows
+from scantling.tasks.masked_lm import required
+
+
+class Labelled(NamedTuple):
+    """One example: ids of the text, ids of the second text or None, and the label's id."""
+
+    ids: Ids
+    pair_ids: Ids | None
+    label: int
+
+
+class LabelledDataset:
+    """Documents with labels by index.
+
+    Args:
+        store: the tokenised documents.
+        has_pairs: whether they have a second text.
+    """
+
+    def __init__(self, store: TokenStore, *, has_pairs: bool) -> None:
+        if store.middles is None or store.labels is None:
+            raise ValueError("the store holds a stream, not documents with labels")
+        self._tokens, self._ends = store.tokens, store.ends
+        self._middles: MappedArray = store.middles
+        self._labels: MappedArray = store.labels
+        self.has_pairs = has_pairs
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> Labelled:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        begin = int(self._ends[index - 1]) if index else 0
+        middle, end = int(self._middles[index]), int(self._ends[index])
+        pair = self._tokens[middle:end] if self.has_pairs else None
+        return Labelled(self._tokens[begin:middle], pair, int(self._labels[index]))
+
+    def labels(self) -> npt.NDArray[np.int64]:
+        """The label ids of all documents, (documents,)."""
+        return np.asarray(self._labels[:], dtype=np.int64)
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each document without special ones, (documents,)."""
+        ends = np.asarray(self._ends[:], dtype=np.int64)
+        return ends - np.concatenate([[0], ends[:-1]])
+
+
+@dataclass(frozen=True)
+class PaddedTexts:
+    """Collates examples: special tokens around each, cut to `seq_len`, padded to the longest of the batch."""
+
+    tokenizer: Tokenizer
+    seq_len: int
+
+    def __call__(self, examples: list[Numbered]) -> Batch:
+        joined = [self.tokenizer.join(item.ids, item.pair_ids, self.seq_len) for _, _, item in examples]
+        lengths = [len(ids) for ids, _ in joined]
+        inputs = {
+            "input_ids": pad_rows([ids for ids, _ in joined], required(self.tokenizer.pad_id)),
+            "attention_mask": pad_rows([np.ones(length, dtype=np.int64) for length in lengths], 0),
+            "token_type_ids": pad_rows([types for _, types in joined], 0),
+        }
+        labels = torch.tensor([item.label for _, _, item in examples], dtype=torch.long)
+        return Batch(inputs, labels, num_targets=len(examples), num_tokens=sum(lengths))
+
+
+class Classification(Task):
+    """One label for a text or a pair; `token_type_ids` go to models with more than one type."""
+
+    name: ClassVar[str] = "classification"
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+
+    def prepare(self, data: DataSection, *, seed: int, progress: Progress | None = None) -> TaskData:
+        if data.fields.label is None:
+            raise UserError("data.fields.label: missing; classification needs the name of the label column")
+        needs = (self.name, ("pad", "cls", "sep"))
+        prepared = prepare(data, seed=seed, pairs=True, needs=needs, wrap=True, progress=progress)
+        has_pairs = data.fields.pair is not None
+        train = LabelledDataset(prepared.train, has_pairs=has_pairs)
+        heldout = None if prepared.heldout is None else LabelledDataset(prepared.heldout, has_pairs=has_pairs)
+        return TaskData(
+            train,
+            heldout,
+            PaddedTexts(prepared.tokenizer, data.seq_len),
+            prepared.tokenizer,
+            prepared.tokenizer.vocab_size,
+            lengths=np.minimum(train.lengths(), data.seq_len) if data.bucket else None,
+            labels=prepared.labels,
+            info=prepared.info,
+        )
+
+    def config_overrides(self, data: TaskData) -> dict[str, Any]:
+        labels = data.labels or []
+        names = {
+            "num_labels": len(labels),
+            "id2label": dict(enumerate(labels)),
+            "label2id": {label: number for number, label in enumerate(labels)},
+            "problem_type": "single_label_classification",
+        }
+        return names if data.tokenizer is None else names | {"pad_token_id": data.tokenizer.pad_id}
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
+        inputs = batch.inputs
+        if (getattr(model_config(model), "type_vocab_size", None) or 0) < 2:
+            inputs = {name: value for name, value in inputs.items() if name != "token_type_ids"}
+        logits = model(**inputs).logits
+        correct = (logits.detach().argmax(-1) == batch.labels).sum()
+        return LossSums(cross_entropy_sum(logits, batch.labels), {"correct": correct})
+
+    def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
+        return {"eval_loss": mean_loss(sums), "accuracy": sums["correct"] / sums["targets"]}
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        """`majority_accuracy`, and `hypothesis_only_accuracy` for pairs or `bag_of_words_accuracy` for single texts."""
+        from scantling.tasks.baselines import bag_accuracy, majority_accuracy
+
+        train, heldout = data.train, data.heldout
+        if not isinstance(train, LabelledDataset) or not isinstance(heldout, LabelledDataset) or data.tokenizer is None:
+            return {}
+        name = "hypothesis_only_accuracy" if train.has_pairs else "bag_of_words_accuracy"
+        return {
+            "majority_accuracy": majority_accuracy(train.labels(), heldout.labels()),
+            name: bag_accuracy(train, heldout, data.tokenizer, num_labels=len(data.labels or [])),
+        }

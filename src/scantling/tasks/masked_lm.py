@@ -1,0 +1,137 @@
+"""Masked language modelling: some tokens from all others."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from scantling.data.batch import IGNORED, Batch
+from scantling.data.hashing import key64, mix64, uniform
+from scantling.data.loader import Numbered
+from scantling.data.packing import WindowDataset, training_windows
+from scantling.data.prepare import prepare
+from scantling.data.progress import Progress
+from scantling.data.tokenizers import Tokenizer
+from scantling.errors import UserError
+from scantling.recipe.schema import DataSection
+from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, mean_loss, pad_rows
+from scantling.tasks.streams import bin_data, bin_tokenizer, refuse_pairs
+
+
+class MaskedWindows:
+    """Collates windows: puts special tokens around each, chooses targets and hides them.
+
+    A target becomes the mask token in 80 % of the cases, a random token in 10 %, and stays in 10 % (BERT, arXiv
+    1810.04805, section 3.1). Special tokens are never targets, and each window has a target. The choice depends on
+    (seed, epoch, index) alone.
+
+    Args:
+        tokenizer: its special tokens are used.
+        seq_len: tokens in a sequence, special ones included.
+        probability: share of the tokens that are targets.
+        seed: decides the choices.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, seq_len: int, probability: float, seed: int) -> None:
+        self.seq_len, self.probability, self.seed = seq_len, probability, seed
+        self.template = tokenizer.single
+        self.mask_id, self.pad_id = required(tokenizer.mask_id), required(tokenizer.pad_id)
+        self.is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
+        self.is_special[sorted(tokenizer.special_ids)] = True
+        self.words = np.flatnonzero(~self.is_special)
+
+    def __call__(self, examples: list[Numbered]) -> Batch:
+        rows, labels = zip(*(self.hide(*example) for example in examples), strict=True)
+        lengths = [len(row) for row in rows]
+        inputs = {"input_ids": pad_rows(list(rows), self.pad_id)}
+        if min(lengths) < max(lengths):
+            mask = [np.ones(length, dtype=np.int64) for length in lengths]
+            inputs["attention_mask"] = pad_rows(mask, 0)
+        targets = pad_rows(list(labels), IGNORED)
+        return Batch(inputs, targets, num_targets=int((targets != IGNORED).sum()), num_tokens=sum(lengths))
+
+    def hide(
+        self, epoch: int, index: int, window: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The input ids and the labels of one window, both of shape (length,)."""
+        ids = np.asarray(self.template.fill(window)[0], dtype=np.int64)
+        key = key64("mask", self.seed, epoch, index)
+        place = np.arange(len(ids), dtype=np.uint64) * np.uint64(4)
+        draw = np.where(self.is_special[ids], 1.0, uniform(place, key))
+        chosen = draw < self.probability
+        if not chosen.any() and (draw < 1.0).any():
+            chosen[draw.argmin()] = True
+        labels = np.where(chosen, ids, IGNORED)
+        kind = uniform(place + np.uint64(1), key)
+        other = self.words[(mix64(place + np.uint64(2), key) % np.uint64(len(self.words))).astype(np.int64)]
+        hidden = np.where(kind < 0.8, self.mask_id, np.where(kind < 0.9, other, ids))
+        return np.where(chosen, hidden, ids), labels
+
+
+def required(id_: int | None) -> int:
+    """An id that was checked to be there."""
+    if id_ is None:
+        raise AssertionError("the tokenizer was checked for its special tokens")
+    return id_
+
+
+class MaskedLM(Task):
+    """Windows of packed documents, special tokens around each where the tokenizer has them."""
+
+    name: ClassVar[str] = "masked-lm"
+    auto_class: ClassVar[str] = "AutoModelForMaskedLM"
+
+    def prepare(self, data: DataSection, *, seed: int, progress: Progress | None = None) -> TaskData:
+        refuse_pairs(data, self.name)
+        if data.bin is not None:
+            tokenizer = bin_tokenizer(data)
+            if tokenizer is None:
+                raise UserError("data.tokenizer: masked-lm needs the tokenizer of the bin files, for its mask token")
+            tokenizer.require(self.name, "mask", "pad")
+            length = self._window(tokenizer, data.seq_len)
+            collate = self._collate(tokenizer, data, seed)
+            return bin_data(
+                data, length=length, stride=length, collate=lambda _: collate, tokenizer=tokenizer, progress=progress
+            )
+        prepared = prepare(data, seed=seed, needs=(self.name, ("mask", "pad")), wrap=True, progress=progress)
+        tokenizer = prepared.tokenizer
+        length = self._window(tokenizer, data.seq_len)
+        heldout = None
+        if prepared.heldout is not None:
+            heldout = WindowDataset([prepared.heldout.tokens], length=length, stride=length, partial=True)
+        return TaskData(
+            training_windows([prepared.train.tokens], length=length, stride=length, seq_len=data.seq_len),
+            heldout,
+            self._collate(tokenizer, data, seed),
+            tokenizer,
+            tokenizer.vocab_size,
+            info=prepared.info,
+        )
+
+    def _collate(self, tokenizer: Tokenizer, data: DataSection, seed: int) -> MaskedWindows:
+        return MaskedWindows(tokenizer, seq_len=data.seq_len, probability=data.mask_probability, seed=seed)
+
+    def _window(self, tokenizer: Tokenizer, seq_len: int) -> int:
+        """Tokens of the stream in a sequence."""
+        room = seq_len - tokenizer.single.num_specials
+        if room < 1:
+            raise UserError(f"data.seq_len = {seq_len} leaves no room beside {seq_len - room} special tokens")
+        return room
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
+        logits = model(**batch.inputs).logits
+        with torch.no_grad():
+            correct = (logits.argmax(-1) == batch.labels).sum()
+        return LossSums(cross_entropy_sum(logits, batch.labels), {"correct": correct})
+
+    def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
+        return {"eval_loss": mean_loss(sums), "accuracy": sums["correct"] / sums["targets"]}
+
+    def config_overrides(self, data: TaskData) -> dict[str, Any]:
+        tokenizer = data.tokenizer
+        if tokenizer is None:
+            return {}
+        return {} if tokenizer.pad_id is None else {"pad_token_id": tokenizer.pad_id}

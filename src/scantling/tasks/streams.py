@@ -1,0 +1,79 @@
+"""What the language-model tasks share: streams that were tokenised elsewhere, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scantling.data.bins import largest_id, open_bins
+from scantling.data.loader import Collate
+from scantling.data.packing import WindowDataset, training_windows
+from scantling.data.progress import Progress
+from scantling.data.tokenizers import Tokenizer, load_tokenizer
+from scantling.errors import UserError
+from scantling.recipe.schema import BpeTokenizer, DataSection
+from scantling.tasks.base import TaskData
+
+
+def refuse_pairs(data: DataSection, task: str) -> None:
+    """Refuse a second text, which a stream has no place for."""
+    if data.fields.pair is not None:
+        raise UserError(f"data.fields.pair: has no meaning for the task '{task}'; given '{data.fields.pair}'")
+
+
+def bin_tokenizer(data: DataSection) -> Tokenizer | None:
+    """The tokenizer of `bin` files, if it is given: they hold ids already, so `bytes`, the default, stands for none."""
+    if isinstance(data.tokenizer, BpeTokenizer):
+        raise UserError("data.tokenizer: bin files hold ids already; name the tokenizer that made them")
+    return None if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)
+
+
+def bin_data(
+    data: DataSection,
+    *,
+    length: int,
+    stride: int,
+    collate: Callable[[int | None], Collate],
+    tokenizer: Tokenizer | None = None,
+    progress: Progress | None = None,
+) -> TaskData:
+    """Windows over `bin` files.
+
+    Args:
+        data: the recipe's section.
+        length: tokens in a window.
+        stride: distance between windows.
+        collate: gives the collate function for the id of the end-of-text token.
+        tokenizer: what made the ids, if it was loaded before.
+        progress: is told of long work.
+
+    Raises:
+        UserError: the files cannot be used, or hold ids that their tokenizer has not.
+    """
+    tokenizer = tokenizer or bin_tokenizer(data)
+    eos_id = None if tokenizer is None else tokenizer.eos_id
+    if data.document_mask and eos_id is None:
+        raise UserError(
+            "data.document_mask: where documents end in bin files is known only by their end-of-text token; "
+            "name the tokenizer that made them in data.tokenizer"
+        )
+    streams, held_streams, held_by = open_bins(data, seq_len=data.seq_len)
+    largest = largest_id([*streams, *held_streams], progress=progress)
+    if tokenizer is not None and largest >= tokenizer.vocab_size:
+        raise UserError(
+            f"data.bin: the files hold the id {largest}; {tokenizer.name} has {tokenizer.vocab_size} ids. "
+            "Is data.bin_dtype right, and the tokenizer the one that made them?"
+        )
+    info = {
+        "source": "bin",
+        "train": {"tokens": sum(map(len, streams))},
+        "heldout": {"tokens": sum(map(len, held_streams))} if held_streams else None,
+        "heldout_by": held_by,
+    }
+    return TaskData(
+        training_windows(streams, length=length, stride=stride, seq_len=data.seq_len),
+        WindowDataset(held_streams, length=length, stride=stride, partial=True) if held_streams else None,
+        collate(eos_id),
+        tokenizer,
+        tokenizer.vocab_size if tokenizer else largest + 1,
+        info=info,
+    )

@@ -1,0 +1,1 @@
+"""From a recipe to a trained model: the step, the loop, checkpoints, and the run that joins them."""

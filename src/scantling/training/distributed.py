@@ -1,0 +1,89 @@
+"""The process's place in the run: rank, world size and device.
+
+One process needs no process group. Several are started by torchrun, which sets RANK, WORLD_SIZE and LOCAL_RANK.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scantling.errors import UserError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands: its rank, how many there are, and its device."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a small tensor over all processes, in place. Collective: one all-reduce when there are several."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def share(self, value: Any) -> Any:
+        """Give rank 0's object to all. Collective: one broadcast when there are several."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's object, on every rank. Collective: one all-gather when there are several."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def joined(device: str = "auto") -> Iterator[Place]:
+    """Join the process group of torchrun, or stand alone, and leave it at the end.
+
+    Args:
+        device: "auto" (the GPU where there is one), "cpu" or "cuda".
+
+    Raises:
+        UserError: CUDA was asked for and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("train.device is 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    place = Place(
+        rank,
+        world_size,
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu"),
+    )
+    if use_cuda:
+        torch.cuda.set_device(place.device)
+    ours = world_size > 1 and not dist.is_initialized()
+    if ours:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timedelta(minutes=30))
+    try:
+        yield place
+    finally:
+        if ours and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,69 @@
+"""Evaluation on the held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from scantling.data.batch import Batch
+from scantling.tasks.base import Task, TaskData
+from scantling.training.checkpoint import read_manifest
+from scantling.training.distributed import Place
+from scantling.training.precision import autocast
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, task: Task, data: TaskData, batches: Iterable[Batch], place: Place, *, compute: str = "fp32"
+) -> dict[str, float]:
+    """The task's metrics over `batches`, summed over all processes; the model's mode is put back.
+
+    Collectives: one all-reduce of the names' sums at the end. The forward passes have none, so ranks may hold different
+    numbers of batches.
+    """
+    was_training = model.training
+    model.eval()
+    sums: dict[str, torch.Tensor] = {}
+
+    def add(name: str, value: torch.Tensor) -> None:
+        value = value.detach().to(place.device, torch.float64)
+        sums[name] = sums[name] + value if name in sums else value
+
+    for batch in batches:
+        batch = batch.to(place.device, non_blocking=True)
+        with autocast(compute, place.device):
+            result = task.loss(model, batch)
+        add("loss", result.loss)
+        add("targets", torch.tensor(batch.num_targets))
+        for name, value in result.counts.items():
+            add(name, value)
+    model.train(was_training)
+    names = sorted(set().union(*place.gather(set(sums))))
+    values = torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64, device=place.device)) for name in names])
+    totals = dict(zip(names, place.sum(values).tolist(), strict=True))
+    return task.metrics(totals, data)
+
+
+def evaluate_run(run_dir: str | Path) -> dict[str, float | int | str]:
+    """Evaluate the newest whole checkpoint of a run on its held-out data.
+
+    Args:
+        run_dir: the directory of a run.
+
+    Returns:
+        `step`, the task's metrics (`eval_loss` in nats, `perplexity`, `bits_per_byte`, `accuracy`), and for
+        classification what trivial answers reach: `majority_accuracy` and that of a linear model on one sentence.
+
+    Raises:
+        UserError: there is no such run, or it holds nothing out.
+    """
+    from scantling.training.run import load_trained, run_evaluation
+
+    recipe, task, data, model, checkpoint = load_trained(run_dir)
+    place = Place(0, 1, torch.device("cpu"))
+    figures: dict[str, float | int | str] = {"step": read_manifest(checkpoint)["step"]}
+    figures |= run_evaluation(recipe, model, task, data, place)
+    return figures | task.baselines(data)

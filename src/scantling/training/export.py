@@ -1,0 +1,70 @@
+"""Export: a folder that transformers' `from_pretrained` loads, checked by loading it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scantling.errors import RunError, UserError
+
+
+def export_hf(run_dir: str | Path, folder: str | Path) -> float:
+    """Write the newest whole checkpoint of a run as a Hugging Face model folder with its tokenizer.
+
+    The folder is written aside, loaded again with the task's Auto class, compared on random token ids, and only then
+    given its name.
+
+    Args:
+        run_dir: the directory of a run.
+        folder: the folder to write; it must not exist or be empty.
+
+    Returns:
+        The largest absolute difference between the logits of the model and of the reloaded one.
+
+    Raises:
+        UserError: there is no such run, or `folder` holds something.
+        RunError: the reloaded model differs, or the folder could not be written.
+    """
+    from scantling.training.run import load_trained
+
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there and not empty; give a folder that does not exist")
+    _, task, data, model, _ = load_trained(run_dir)
+    aside = folder.with_name(folder.name + ".tmp")
+    try:
+        if aside.exists():
+            shutil.rmtree(aside)
+        aside.mkdir(parents=True)
+        model.config.use_cache = True
+        model.save_pretrained(aside)
+        if data.tokenizer is not None:
+            data.tokenizer.save_pretrained(aside)
+        difference = _reload_difference(task.auto_class, model, aside)
+        os.replace(aside, folder)
+    except OSError as error:
+        raise RunError(f"cannot write {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return difference
+
+
+@torch.no_grad()
+def _reload_difference(auto_class: str, model: Any, folder: Path) -> float:
+    import transformers
+
+    reloaded = getattr(transformers, auto_class).from_pretrained(folder, local_files_only=True)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (2, 16), generator=generator)
+    before = model.eval()(input_ids=ids).logits
+    after = reloaded.eval()(input_ids=ids).logits
+    difference = float((before - after).abs().max())
+    if not difference <= 1e-4 * max(1.0, float(before.abs().max())):
+        raise RunError(
+            f"the exported folder gives other logits than the run (difference {difference:.1e}); nothing was written"
+        )
+    return difference

@@ -1,0 +1,254 @@
+"""The loop: steps, evaluation, checkpoints, records. It knows no method and no recipe.
+
+The order in one step: learning rate → batches → `Stepper.step` → evaluation when due → record → checkpoint when due.
+The record comes before the checkpoint, so that no step before a checkpoint can lack its line; after a crash between the
+two, the step is taken and recorded once more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from scantling.data.loader import BatchSource
+from scantling.errors import RunError
+from scantling.training.checkpoint import (
+    Checkpointer,
+    State,
+    load_model,
+    load_optimizer,
+    load_rng,
+    load_tensors,
+    merge,
+    model_state,
+    optimizer_state,
+    read_manifest,
+    rng_state,
+)
+from scantling.training.distributed import Place
+from scantling.training.meters import EnergyMeter, MemoryMeter
+from scantling.training.methods import Method
+from scantling.training.signals import StopSignal
+from scantling.training.sinks import Sink
+from scantling.training.step import Stepper
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When what happens.
+
+    Args:
+        steps: length of the run.
+        lr_factor: the learning rate of a step (from 1) as a share of each group's peak.
+        eval_every: steps between evaluations, or None for only after the last.
+        checkpoint_every: steps between checkpoints, or None for only after the last.
+    """
+
+    steps: int
+    lr_factor: Callable[[int], float]
+    eval_every: int | None = None
+    checkpoint_every: int | None = None
+
+
+@dataclass
+class Outcome:
+    """How the loop ended."""
+
+    step: int
+    tokens: int
+    stopped: bool
+    """A signal ended it, after saving."""
+    last_record: dict[str, Any]
+
+
+class Loop:
+    """Runs a model through its steps.
+
+    Args:
+        stepper: takes the steps; holds model, optimizer, exchange and methods.
+        batches: the source of this rank's micro-batches.
+        evaluate: returns the held-out metrics of the model as it is, or None where nothing is held out.
+        checkpointer: where checkpoints go.
+        sink: receives the records, on rank 0.
+        memory, energy: meters made before the model was built.
+        facts: figures that do not change, added to each record (`num_parameters`, `weight_bytes`, ...).
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        batches: BatchSource,
+        schedule: Schedule,
+        *,
+        evaluate: Callable[[], dict[str, float]] | None,
+        checkpointer: Checkpointer,
+        sink: Sink,
+        memory: MemoryMeter,
+        energy: EnergyMeter,
+        facts: dict[str, Any],
+    ) -> None:
+        self.stepper, self.batches, self.schedule = stepper, batches, schedule
+        self.evaluate, self.checkpointer, self.sink = evaluate, checkpointer, sink
+        self.memory, self.energy, self.facts = memory, energy, facts
+        self.step = 0
+        self.tokens = 0
+        self._earlier_joules = 0.0
+
+    @property
+    def place(self) -> Place:
+        return self.stepper.place
+
+    @property
+    def model(self) -> nn.Module:
+        return self.stepper.model
+
+    @property
+    def methods(self) -> Sequence[Method]:
+        return self.stepper.methods
+
+    def run(self) -> Outcome:
+        """Go on to the last step, or to the step in which a signal comes.
+
+        Collectives: those of the stepper, of the evaluation and of the checkpoints, on every rank in the same order.
+        """
+        record: dict[str, Any] = {}
+        self.model.train()
+        with StopSignal() as stop:
+            while self.step < self.schedule.steps:
+                record, stopping = self._one_step(stop)
+                if stopping:
+                    return Outcome(self.step, self.tokens, True, record)
+        return Outcome(self.step, self.tokens, False, record)
+
+    def _one_step(self, stop: StopSignal) -> tuple[dict[str, Any], bool]:
+        began = time.perf_counter()
+        step, optimizer = self.step + 1, self.stepper.optimizer
+        for group in optimizer.param_groups:
+            peak = group.setdefault("initial_lr", group["lr"])
+            _set_lr(group, peak * self.schedule.lr_factor(step))
+        self.stepper.watch.start()
+        batches = self.batches.next_step()
+        result = self.stepper.step(step, batches, stop=lambda: stop.received is not None)
+        phases = self.stepper.watch.read()
+        step_s = time.perf_counter() - began
+        exposed = self.stepper.exchange.exposed_s
+        self.step, self.tokens = step, self.tokens + result.num_tokens
+        record = {
+            "step": step,
+            "epoch": self.batches.epoch,
+            "tokens": self.tokens,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm if not result.skipped else None,
+            "lr": float(optimizer.param_groups[0]["lr"]),
+            "tokens_per_s": result.num_tokens / step_s,
+            "step_s": step_s,
+            "data_s": phases.get("data", 0.0),
+            "forward_s": phases.get("forward", 0.0),
+            "backward_s": max(0.0, phases.get("backward", 0.0) - exposed),
+            "exchange_s": phases.get("exchange", 0.0) + exposed,
+            "optimizer_s": phases.get("optimizer", 0.0),
+            "peak_memory_bytes": self.memory.peak_bytes(),
+            "memory_source": self.memory.source,
+            "base_memory_bytes": self.memory.base_bytes,
+            "optimizer_state_bytes": state_bytes(optimizer),
+            "wire_bytes": self.stepper.exchange.wire_bytes,
+            **self.facts,
+        }
+        if result.skipped:
+            record["skipped"] = True
+        for method in self.methods:
+            record |= method.metrics()
+        last = step == self.schedule.steps
+        if self.evaluate is not None and (last or _due(step, self.schedule.eval_every)):
+            record |= self.evaluate()
+        joules = self.energy.joules()
+        record["energy_j"] = None if joules is None else joules + self._earlier_joules
+        record["energy_source"] = self.energy.source
+        record["time"] = time.time()
+        self.sink.record(record)
+        if last or result.stop or _due(step, self.schedule.checkpoint_every):
+            path = self.save()
+            self.sink.message(f"step {step}: checkpoint {path}")
+        return record, result.stop and not last
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment. Collectives: those of `Checkpointer.save`."""
+        methods = State()
+        for method in self.methods:
+            for key, value in method.state_dict().items():
+                if isinstance(value, torch.Tensor):
+                    methods.tensors[f"method/{method.name}/{key}"] = value
+                else:
+                    methods.values.setdefault("methods", {}).setdefault(method.name, {})[key] = value
+        joules = self.energy.joules()
+        own = State(
+            values={
+                "step": self.step,
+                "tokens": self.tokens,
+                "data": self.batches.state_dict(),
+                "scaler": self.stepper.scaler.state_dict(),
+                "joules": None if joules is None else joules + self._earlier_joules,
+            }
+        )
+        parts = (model_state(self.model), optimizer_state(self.stepper.optimizer, self.model), rng_state(self.place))
+        return self.checkpointer.save(self.step, merge(*parts, methods, own))
+
+    def resume(self, path: Path) -> None:
+        """Take everything back from a checkpoint, so that the next step is the one that would have come.
+
+        Raises:
+            UserError: the checkpoint does not fit this run.
+        """
+        values = read_manifest(path)["values"]
+        load_model(self.model, path, self.place)
+        load_optimizer(self.stepper.optimizer, self.model, path, self.place)
+        for method in self.methods:
+            prefix = f"method/{method.name}/"
+            tensors = load_tensors(path, self.place, prefix)
+            stored = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+            method.load_state_dict(stored | values.get("methods", {}).get(method.name, {}))
+        self.batches.load_state_dict(values["data"])
+        if values["scaler"]:
+            self.stepper.scaler.load_state_dict(values["scaler"])
+        self.step, self.tokens = values["step"], values["tokens"]
+        self._earlier_joules = values["joules"] or 0.0
+        if not load_rng(path, self.place):
+            self.sink.message(f"{path} was saved by another number of processes; the random generators start anew")
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors in the optimizer's state."""
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _set_lr(group: dict[str, Any], lr: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def out_of_memory(error: BaseException) -> RunError | None:
+    """A clear error for a failed allocation, or None for any other error."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+        return RunError(
+            f"out of memory: {str(error).splitlines()[0]}. "
+            "Set train.micro_batch_size lower, train.activation_checkpointing: true, or a smaller model; "
+            "`scantling plan` shows what each part needs"
+        )
+    return None

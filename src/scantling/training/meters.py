@@ -1,0 +1,140 @@
+"""What a run uses, as the machine itself counts it: memory, energy, time per phase.
+
+A missing meter gives None, never a guess.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+class MemoryMeter:
+    """Peak memory of this process: allocated device memory on a GPU, the resident set on a CPU.
+
+    `base_bytes` is what the process held before the model was built (the interpreter and the libraries).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.source = "cuda" if device.type == "cuda" else "rss"
+        if self.source == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.base_bytes = torch.cuda.memory_allocated(device)
+        else:
+            self._reset_high_water_mark()
+            self.base_bytes = _status_bytes("VmRSS")
+
+    def peak_bytes(self) -> int:
+        """Highest use since this meter was made, in bytes."""
+        if self.source == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return _status_bytes("VmHWM")
+
+    @staticmethod
+    def _reset_high_water_mark() -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return
+
+
+def _status_bytes(field: str) -> int:
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+class EnergyMeter:
+    """Energy since the meter was made, from NVML (GPU) or RAPL (CPU package), or None where neither can be read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.source: str | None = None
+        self._read: Callable[[], float] | None = None
+        self._start = 0.0
+        reader = _nvml_reader(device) if device.type == "cuda" else _rapl_reader()
+        if reader is not None:
+            self.source = "nvml" if device.type == "cuda" else "rapl"
+            self._read = reader
+            self._start = reader()
+
+    def joules(self) -> float | None:
+        """Joules used since the start by the device (all its processes), or None without a meter."""
+        return None if self._read is None else self._read() - self._start
+
+
+def _nvml_reader(device: torch.device) -> Callable[[], float] | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except Exception:  # any failure of the driver or the package means: no meter
+        return None
+    return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
+
+
+def _rapl_reader() -> Callable[[], float] | None:
+    packages = sorted(Path("/sys/class/powercap").glob("intel-rapl:[0-9]"))
+    try:
+        limits = [int((package / "max_energy_range_uj").read_text()) for package in packages]
+        last = [int((package / "energy_uj").read_text()) for package in packages]
+    except (OSError, ValueError):
+        return None
+    if not packages:
+        return None
+    total = 0
+
+    def read() -> float:
+        nonlocal total
+        for i, package in enumerate(packages):
+            now = int((package / "energy_uj").read_text())
+            total += (now - last[i]) % limits[i]  # the counter wraps
+            last[i] = now
+        return total / 1e6
+
+    return read
+
+
+class Stopwatch:
+    """Seconds per phase of one step. On a GPU it records events, and `read` waits for the last of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        self._marks = [("", self._now())]
+
+    def lap(self, phase: str) -> None:
+        """The time since the last mark belongs to `phase`."""
+        self._marks.append((phase, self._now()))
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase; laps with the same name are added."""
+        seconds: dict[str, float] = {}
+        if self._cuda:
+            torch.cuda.synchronize()
+        for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(before, float) and isinstance(after, float):
+                elapsed = after - before
+            elif isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
+                elapsed = before.elapsed_time(after) / 1000
+            else:
+                raise AssertionError("marks of two kinds")
+            seconds[phase] = seconds.get(phase, 0.0) + elapsed
+        return seconds

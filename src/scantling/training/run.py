@@ -1,0 +1,410 @@
+"""A whole run, from the recipe to the report: every stage is built by one function from its section, in one order.
+
+recipe → validate → data → plan → model → optimizer and exchange → loop → checkpoints → evaluation → report
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from scantling.comm import AllReduce, GradientExchange, NoExchange
+from scantling.data.loader import BatchSource, eval_batches
+from scantling.data.progress import Progress
+from scantling.data.sampler import Sampler
+from scantling.errors import UserError
+from scantling.groups import param_groups
+from scantling.models.build import build_model
+from scantling.optim.registry import build_optimizer
+from scantling.planning.plan import Plan, plan
+from scantling.recipe import Recipe, load_recipe
+from scantling.recipe.loading import RecipeLike
+from scantling.recipe.schema import CommSection
+from scantling.tasks import get_task
+from scantling.tasks.base import Task, TaskData
+from scantling.training.checkpoint import Checkpointer, load_model
+from scantling.training.distributed import Place, joined
+from scantling.training.evaluate import evaluate
+from scantling.training.loop import Loop, Outcome, Schedule, out_of_memory
+from scantling.training.meters import EnergyMeter, MemoryMeter
+from scantling.training.rundir import RunDir, write_json
+from scantling.training.schedule import lr_factor
+from scantling.training.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
+from scantling.training.step import Stepper
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left.
+
+    Attributes:
+        run_dir: the folder with everything.
+        status: "done", or "stopped" when a signal ended it after saving.
+        step: the last step taken.
+        metrics: the figures of `result.json`.
+    """
+
+    run_dir: Path
+    status: str
+    step: int
+    metrics: Mapping[str, Any]
+
+
+def train(
+    recipe: RecipeLike,
+    *,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    settings: Sequence[str] = (),
+    sinks: Sequence[Sink] = (),
+    progress: Progress | None = None,
+    **overrides: Mapping[str, Any],
+) -> RunResult:
+    """Train a model as a recipe says.
+
+    Args:
+        recipe: path of a YAML file, a mapping, or a `Recipe`; with `resume` also a run directory.
+        run_dir: where the run goes. Default: `runs/<name>`, with a number where that is taken.
+        resume: go on from the newest whole checkpoint in the run directory.
+        force: replace a run that is in `run_dir`.
+        settings: overrides as text, `train.steps=100`.
+        sinks: further receivers of the records.
+        progress: shows long preparation of data.
+        **overrides: sections with keys to change, such as `train={"steps": 100}`.
+
+    Returns:
+        The result; everything else is in its `run_dir`.
+
+    Raises:
+        RecipeError: the recipe is wrong; all faults are listed.
+        UserError: data, model folder or run directory cannot be used.
+        RunError: the run could not go on, such as on a full disk or a NaN; what was saved is intact.
+
+    Example:
+        >>> import scantling as sc
+        >>> result = sc.train("recipes/demo-lean.yaml", train={"steps": 20})  # doctest: +SKIP
+        >>> result.metrics["eval_loss"]  # doctest: +SKIP
+    """
+    recipe, run_dir = resolve(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
+    with joined(recipe.train.device) as place:
+        folder = RunDir(Path(place.share(str(run_dir or _free_run_dir(recipe)) if place.is_main else None)))
+        problem = _claim(folder, recipe, resume=resume, force=force) if place.is_main else None
+        problem = place.share(problem)
+        if problem is not None:
+            raise UserError(problem)
+        try:
+            return _train(recipe, folder, place, resume=resume, sinks=sinks, progress=progress)
+        except (RuntimeError, MemoryError) as error:
+            raise out_of_memory(error) or error from error
+        finally:
+            folder.unlock()
+
+
+def resolve(
+    recipe: RecipeLike,
+    run_dir: str | Path | None,
+    *,
+    resume: bool,
+    settings: Sequence[str],
+    overrides: Mapping[str, Mapping[str, Any]],
+) -> tuple[Recipe, Path | None]:
+    """The checked recipe with its overrides, and the run directory where known; `recipe` may be a run directory."""
+    run_dir = None if run_dir is None else Path(run_dir)
+    if isinstance(recipe, str | Path) and Path(recipe).is_dir():
+        folder = Path(recipe)
+        if not resume:
+            raise UserError(f"{folder} is a folder, not a recipe; to go on with the run in it, add --resume")
+        if run_dir is not None and run_dir.resolve() != folder.resolve():
+            raise UserError(f"give the run directory once: {folder} and --run-dir {run_dir} differ")
+        run_dir, recipe = folder, RunDir(folder).stored_recipe()
+    elif resume and run_dir is None:
+        raise UserError("to resume, give the run directory: scantling train RUN_DIR --resume")
+    texts = [*settings, *(f"{s}.{k}={json.dumps(v)}" for s, keys in overrides.items() for k, v in keys.items())]
+    return load_recipe(recipe, texts), run_dir
+
+
+def _free_run_dir(recipe: Recipe) -> Path:
+    base = Path("runs") / (recipe.name or "run")
+    number, path = 1, base
+    while RunDir(path).holds_run():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def _claim(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -> str | None:
+    """Lock the folder on rank 0 and see that it fits; the reason why not, for all ranks to raise."""
+    try:
+        if resume and not folder.holds_run():
+            return f"{folder.path} holds no run to resume"
+        folder.lock()
+        if resume:
+            folder.check_same(recipe)
+        elif folder.holds_run():
+            if not force:
+                return (
+                    f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
+                    "or give another --run-dir"
+                )
+            folder.clear()
+    except UserError as error:
+        folder.unlock()
+        return str(error)
+    return None
+
+
+def _train(
+    recipe: Recipe, folder: RunDir, place: Place, *, resume: bool, sinks: Sequence[Sink], progress: Progress | None
+) -> RunResult:
+    if recipe.batch_size % place.world_size:
+        raise UserError(
+            f"the batch of {recipe.batch_size} sequences cannot be shared evenly by {place.world_size} processes; "
+            "change train.batch_size, train.batch_tokens or the number of processes"
+        )
+    checkpointer = Checkpointer(folder.checkpoints, place, keep=recipe.train.keep_checkpoints)
+    checkpoint = checkpointer.newest() if resume else None
+    if resume and checkpoint is None:
+        raise UserError(f"{folder.path} has no whole checkpoint to resume from; start again with --force")
+    task = get_task(recipe_task(recipe))
+    data = task.prepare(recipe.data, seed=recipe.train.seed, progress=progress if place.is_main else None)
+    planned = plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
+    _set_determinism(recipe, place)
+    memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
+    loop = build_loop(recipe, task, data, place, checkpointer, memory=memory, energy=energy)
+    if checkpoint is not None:
+        loop.resume(checkpoint)
+    if place.is_main:
+        if not resume:
+            folder.write_recipe(recipe)
+        folder.write_environment(world_size=place.world_size, device=str(place.device), data=data.info)
+        write_json(folder.plan, planned.to_dict())
+        receivers: list[Sink] = [JsonlSink(folder.metrics), *sinks]
+        if recipe.train.tensorboard:
+            receivers.append(TensorBoardSink(folder.path / "tensorboard"))
+        loop.sink = Sinks(receivers)
+    name = recipe.name or folder.path.name
+    loop.sink.start(
+        name=name, run_dir=folder.path, plan=planned, first_step=loop.step + 1, last_step=loop.schedule.steps
+    )
+    if checkpoint is not None:
+        loop.sink.message(f"resumed from {checkpoint}")
+    try:
+        outcome = loop.run()
+    finally:
+        loop.batches.close()
+        loop.sink.close()
+    return _finish(folder, name, outcome, planned, place)
+
+
+def recipe_task(recipe: Recipe) -> str:
+    """The name of the task: as given, or the preset's, or what the model folder's configuration says."""
+    from scantling.models.build import default_task
+
+    return recipe.model.task or default_task(recipe.model)
+
+
+def build_loop(
+    recipe: Recipe,
+    task: Task,
+    data: TaskData,
+    place: Place,
+    checkpointer: Checkpointer,
+    *,
+    memory: MemoryMeter,
+    energy: EnergyMeter,
+) -> Loop:
+    """Model, optimizer, exchange, batches and schedule from their sections, as one loop at step 0."""
+    settings = recipe.train
+    model = build_run_model(recipe, task, data).to(place.device)
+    if settings.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if settings.compile:
+        model.compile()
+    groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
+    optimizer = build_optimizer(
+        recipe.optim.name, groups, lr=recipe.optim.lr, weight_decay=recipe.optim.weight_decay, **recipe.optim.options
+    )
+    _seed_generators(settings.seed + 1 + place.rank)  # dropout differs between ranks, weights do not
+    stepper = Stepper(
+        model,
+        task,
+        optimizer,
+        build_exchange(recipe.comm, place),
+        place,
+        clip=settings.clip,
+        compute=recipe.precision.compute,
+    )
+    batch_size = recipe.batch_size
+    micro = settings.micro_batch_size or batch_size // place.world_size
+    sampler = Sampler(len(data.train), batch_size=batch_size, seed=settings.seed, lengths=data.lengths)
+    batches = BatchSource(
+        data.train,
+        data.collate,
+        sampler,
+        micro_batch_size=micro,
+        rank=place.rank,
+        world_size=place.world_size,
+        workers=recipe.data.workers,
+        pin_memory=place.device.type == "cuda",
+    )
+    schedule = Schedule(
+        steps=settings.steps,
+        lr_factor=partial(
+            lr_factor,
+            steps=settings.steps,
+            schedule=settings.schedule,
+            warmup=settings.warmup,
+            decay=settings.decay,
+            min_ratio=settings.min_lr_ratio,
+        ),
+        eval_every=settings.eval_every,
+        checkpoint_every=settings.checkpoint_every,
+    )
+    weights = list(model.parameters())
+    facts = {
+        "num_parameters": sum(p.numel() for p in weights),
+        "weight_bytes": sum(p.nbytes for p in weights),
+        "gradient_bytes": sum(p.nbytes for p in weights if p.requires_grad),
+    }
+    held_out = None if data.heldout is None else partial(run_evaluation, recipe, model, task, data, place)
+    return Loop(
+        stepper,
+        batches,
+        schedule,
+        evaluate=held_out,
+        checkpointer=checkpointer,
+        sink=Sink(),
+        memory=memory,
+        energy=energy,
+        facts=facts,
+    )
+
+
+def build_run_model(recipe: Recipe, task: Task, data: TaskData) -> Any:
+    """The model of a run on the CPU, with the weights it starts from."""
+    return build_model(
+        recipe.model,
+        task,
+        vocab_size=data.vocab_size,
+        seq_len=recipe.data.seq_len,
+        config_overrides=task.config_overrides(data),
+        seed=recipe.train.seed,
+    )
+
+
+def run_evaluation(
+    recipe: Recipe, model: torch.nn.Module, task: Task, data: TaskData, place: Place
+) -> dict[str, float]:
+    """The held-out metrics of a model. Collectives: those of `evaluate`."""
+    if data.heldout is None:
+        raise UserError("nothing is held out: data.heldout is 0 and data.validation is not given")
+    share = recipe.batch_size // place.world_size
+    batches = eval_batches(
+        data.heldout,
+        data.collate,
+        min(recipe.train.micro_batch_size or share, share),
+        rank=place.rank,
+        world_size=place.world_size,
+        max_samples=recipe.train.eval_samples,
+        workers=0,
+    )
+    return evaluate(model, task, data, batches, place, compute=recipe.precision.compute)
+
+
+def build_exchange(section: CommSection, place: Place) -> GradientExchange:
+    """What the processes exchange; nothing where there is only one."""
+    return AllReduce(bucket_mb=section.bucket_mb) if place.world_size > 1 else NoExchange()
+
+
+def load_trained(run_dir: str | Path, *, device: str = "cpu") -> tuple[Recipe, Task, TaskData, Any, Path]:
+    """A run's recipe, task, data and model as of its newest whole checkpoint, which comes last.
+
+    Raises:
+        UserError: there is no such run or no whole checkpoint.
+    """
+    folder = RunDir(Path(run_dir))
+    recipe = folder.stored_recipe()
+    place = Place(0, 1, torch.device(device))
+    checkpoint = Checkpointer(folder.checkpoints, place).newest()
+    if checkpoint is None:
+        raise UserError(f"{folder.path} has no whole checkpoint; train it first")
+    task = get_task(recipe_task(recipe))
+    data = task.prepare(recipe.data, seed=recipe.train.seed, progress=None)
+    model = build_run_model(recipe, task, data)
+    load_model(model, checkpoint, place)
+    return recipe, task, data, model.to(place.device), checkpoint
+
+
+def _seed_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _set_determinism(recipe: Recipe, place: Place) -> None:
+    if recipe.train.deterministic and place.device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=False)
+
+
+def _finish(folder: RunDir, name: str, outcome: Outcome, planned: Plan, place: Place) -> RunResult:
+    """Write `result.json` and the report on rank 0; every rank returns the same result."""
+    metrics: dict[str, Any] = {}
+    if place.is_main:
+        metrics = summarise(folder, name, outcome)
+        write_json(folder.result, metrics)
+        from scantling.reporting.html import write_report
+        from scantling.reporting.runs import read_run
+
+        write_report([read_run(folder.path)], folder.report)
+    metrics = place.share(metrics)
+    return RunResult(folder.path, str(metrics["status"]), outcome.step, metrics)
+
+
+def summarise(folder: RunDir, name: str, outcome: Outcome) -> dict[str, Any]:
+    """The figures of a run: medians over the steps after the first tenth, the mean loss of the last ten."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in folder.metrics.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["step"] <= outcome.step:
+            by_step[record["step"]] = record
+    records = [by_step[step] for step in sorted(by_step)]
+    last = records[-1]
+    settled = records[len(records) // 10 :]
+    evaluated: dict[str, Any] = next((r for r in reversed(records) if "eval_loss" in r), {})
+    held_out = {k: evaluated[k] for k in ("eval_loss", "perplexity", "bits_per_byte", "accuracy") if k in evaluated}
+    same = (
+        "tokens",
+        "num_parameters",
+        "weight_bytes",
+        "gradient_bytes",
+        "optimizer_state_bytes",
+        "wire_bytes",
+        "base_memory_bytes",
+        "memory_source",
+        "energy_j",
+        "energy_source",
+    )
+    return {
+        "name": name,
+        "status": "stopped" if outcome.stopped else "done",
+        "step": outcome.step,
+        **{key: last[key] for key in same},
+        "step_s": statistics.median(r["step_s"] for r in settled),
+        "tokens_per_s": statistics.median(r["tokens_per_s"] for r in settled),
+        "peak_memory_bytes": max(r["peak_memory_bytes"] for r in records),
+        "loss": statistics.fmean(r["loss"] for r in records[-10:]),
+        **held_out,
+    }

@@ -1,0 +1,178 @@
+"""The folder of one run: who may write into it, and the files that say what ran and where."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from scantling.errors import RunError, UserError
+from scantling.recipe import Recipe, check_recipe, differences, dump_recipe, read_yaml
+
+_MAY_DIFFER = {
+    "name",
+    "data.workers",
+    "train.checkpoint_every",
+    "train.eval_every",
+    "train.eval_samples",
+    "train.keep_checkpoints",
+    "train.tensorboard",
+}
+"""Keys that a resumed run may change, because they do not change what is computed."""
+
+
+class RunDir:
+    """The paths of one run, and its lock.
+
+    The lock is the operating system's (flock), so that it ends with the process, however that ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.environment = path / "environment.json"
+        self.plan = path / "plan.json"
+        self.metrics = path / "metrics.jsonl"
+        self.result = path / "result.json"
+        self.report = path / "report.html"
+        self.checkpoints = path / "checkpoints"
+        self._lock: IO[str] | None = None
+
+    def holds_run(self) -> bool:
+        """Whether a run has been started here."""
+        return self.recipe.exists() or self.metrics.exists() or self.checkpoints.exists()
+
+    def lock(self) -> None:
+        """Take the folder for this process until `unlock` or its end.
+
+        Raises:
+            UserError: another process has it, or it cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until unlock)
+        except OSError as error:
+            raise UserError(f"cannot write into the run directory {self.path}: {error.strerror or error}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise UserError(
+                f"the run directory {self.path} is in use by process {holder}; wait for it or give another --run-dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+
+    def unlock(self) -> None:
+        """Give the folder back."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def clear(self) -> None:
+        """Remove a run's files, and nothing else that lies in the folder."""
+        for path in (self.recipe, self.environment, self.plan, self.metrics, self.result, self.report):
+            path.unlink(missing_ok=True)
+        for folder in (self.checkpoints, self.path / "tensorboard"):
+            if folder.exists():
+                shutil.rmtree(folder)
+
+    def stored_recipe(self) -> Recipe:
+        """The recipe this run was started with."""
+        if not self.recipe.is_file():
+            raise UserError(f"{self.path} holds no run: there is no {self.recipe.name} in it")
+        return check_recipe(read_yaml(self.recipe), str(self.recipe))
+
+    def check_same(self, recipe: Recipe) -> None:
+        """Refuse to go on with a recipe that would compute something else, naming the keys."""
+        lines = [line for line in differences(self.stored_recipe(), recipe) if line.split(":")[0] not in _MAY_DIFFER]
+        if lines:
+            listed = "\n".join(f"  - {line}" for line in lines)
+            raise UserError(
+                f"cannot resume {self.path} with another recipe; these keys differ (stored -> given):\n{listed}\n"
+                "start a new run in another --run-dir, or give the same recipe"
+            )
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        write_text(self.recipe, dump_recipe(recipe))
+
+    def write_environment(self, command: list[str] | None = None, **extra: Any) -> None:
+        write_json(self.environment, {**environment(), "command": command or sys.argv, **extra})
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware and the git commit of the working folder, as far as they can be read."""
+    import numpy
+    import torch
+    import transformers
+
+    import scantling
+
+    cuda = torch.cuda.is_available()
+    return {
+        "versions": {
+            "scantling": scantling.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": numpy.__version__,
+            "cuda": torch.version.cuda if cuda else None,
+        },
+        "hardware": {
+            "platform": platform.platform(),
+            "cpu": _cpu_name(),
+            "cpu_count": len(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        },
+        "git_commit": _git_commit(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown")
+    except OSError:
+        return platform.processor() or "unknown"
+
+
+def _git_commit() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; a full disk is a `RunError` and leaves the old file."""
+    aside = path.with_name(path.name + ".tmp")
+    try:
+        with open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise RunError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write strict JSON (no NaN) whole or not at all."""
+    write_text(path, json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")

@@ -1,0 +1,153 @@
+"""One optimizer step: batches in, an update and its figures out.
+
+The loss of a step is the sum over all targets of all micro-batches of all processes, divided by their number. So the
+update does not depend on how the batch was cut into micro-batches and processes, nor on how unevenly targets fell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from scantling.comm import GradientExchange
+from scantling.data.batch import Batch
+from scantling.errors import NonFiniteError
+from scantling.tasks.base import Task
+from scantling.training.distributed import Place
+from scantling.training.meters import Stopwatch
+from scantling.training.methods import Method
+from scantling.training.precision import SharedGradScaler, autocast
+
+
+@dataclass
+class StepResult:
+    """What one step did."""
+
+    loss: float
+    """Mean loss per target over all processes, in nats, before the update."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    num_tokens: int
+    """Tokens put through the model by all processes, padding left out."""
+    skipped: bool
+    """Whether fp16 gradients overflowed, so that the update was left out and the loss scale lowered."""
+    stop: bool
+    """Whether any process was told to stop."""
+
+
+class Stepper:
+    """Takes optimizer steps.
+
+    Collectives of one step with several processes: one all-reduce of the number of targets, those of the exchange, the
+    scaler's, and one all-reduce of four numbers before the update; after a failure one gather of the reasons.
+
+    Args:
+        model: the bare model; the exchange wraps it.
+        clip: largest global gradient norm, or None.
+        compute: "fp32", "bf16" or "fp16".
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        optimizer: torch.optim.Optimizer,
+        exchange: GradientExchange,
+        place: Place,
+        *,
+        methods: Sequence[Method] = (),
+        clip: float | None = 1.0,
+        compute: str = "fp32",
+    ) -> None:
+        self.model, self.task, self.optimizer, self.exchange, self.place = model, task, optimizer, exchange, place
+        self.methods = list(methods)
+        self.clip, self.compute = clip, compute
+        self.scaler = SharedGradScaler(place.device.type, enabled=compute == "fp16")
+        self.forward_model = exchange.prepare(model)
+        self.watch = Stopwatch(place.device)
+
+    def step(self, step: int, batches: Sequence[Batch], *, stop: Callable[[], bool] = lambda: False) -> StepResult:
+        """Take step `step` (counted from 1).
+
+        Raises:
+            NonFiniteError: the loss or a gradient is NaN or Inf; nothing was updated.
+        """
+        device = self.place.device
+        for method in self.methods:
+            method.before_step(step)
+        counts = torch.tensor(
+            [sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches)], dtype=torch.float64
+        )
+        counts = self.place.sum(counts.to(device, torch.float32 if device.type == "mps" else torch.float64))
+        share = self.place.world_size / counts[0].float()  # the exchange takes the mean over processes
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        for index, batch in enumerate(batches):
+            batch = batch.to(device, non_blocking=True)
+            self.watch.lap("data")
+            with self.exchange.accumulate(last=index == len(batches) - 1):
+                with autocast(self.compute, device):
+                    loss = self.task.loss(self.forward_model, batch).loss
+                loss_sum += loss.detach()
+                scaled = loss * share
+                for method in self.methods:
+                    scaled = method.extra_loss(scaled)
+                self.watch.lap("forward")
+                self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
+                self.watch.lap("backward")
+        self.exchange.exchange()
+        self.scaler.unscale_(self.optimizer)
+        norm = self._clip()
+        figures = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
+        own_loss = loss_sum.clone()
+        stopping = torch.tensor([float(stop())], dtype=torch.float64, device=device)
+        figures = self.place.sum(torch.cat([figures, stopping]))
+        self.watch.lap("exchange")
+        total, bad_losses, bad_norms, stops = figures.tolist()
+        overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
+        if bad_losses or (bad_norms and not overflow):
+            self._refuse(step, own_loss)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if overflow and self.scaler.get_scale() < 2.0**-16:
+            raise NonFiniteError(f"step {step}: fp16 gradients overflow at any loss scale; use bf16 or a lower lr")
+        for method in self.methods:
+            method.after_step(step, self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.watch.lap("optimizer")
+        targets, tokens = counts.tolist()
+        return StepResult(total / targets, float(norm), int(tokens), overflow, stops > 0)
+
+    def _clip(self) -> torch.Tensor:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        return torch.nn.utils.clip_grad_norm_(parameters, math.inf if self.clip is None else self.clip).double()
+
+    def _refuse(self, step: int, own_loss: torch.Tensor) -> None:
+        """Say where the first NaN or Inf is, on which rank, and stop; the parameters are untouched."""
+        found: str | None = None
+        if not torch.isfinite(own_loss):
+            found = f"the loss is {float(own_loss)}"
+        elif bad := self.exchange.bad_parameters():
+            found = self._first_bad(bad) or f"the gradient of one of {', '.join(bad[:3])} is not finite"
+        everywhere = self.place.gather((found, self._first_bad(None)))
+        ranks = [(rank, own) for rank, (own, _) in enumerate(everywhere) if own]
+        rank, reason = ranks[0] if ranks else (self.place.rank, everywhere[self.place.rank][1])
+        names = everywhere[rank][1]
+        detail = f"; first bad tensor: {names}" if names and reason != names else ""
+        raise NonFiniteError(
+            f"step {step}, rank {rank}: {reason or 'the gradient norm is not finite'}{detail}; "
+            "stopped before the update. Lower optim.lr, lengthen train.warmup, set train.clip, or compute in fp32"
+        )
+
+    def _first_bad(self, among: list[str] | None) -> str | None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None or (among is not None and name not in among):
+                continue
+            finite = torch.isfinite(parameter.grad)
+            if not finite.all():
+                count = parameter.numel() - int(finite.sum())
+                return f"the gradient of {name} ({count} of {parameter.numel()} values are NaN or Inf)"
+        return None

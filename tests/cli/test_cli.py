@@ -1,0 +1,211 @@
+"""The commands, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from scantling.cli import run
+from tests.runs import TINY, records, scantling, tiny_recipe, write_recipe
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished tiny run."""
+    folder = tmp_path_factory.mktemp("trained")
+    path = write_recipe(
+        folder / "recipe.yaml", tiny_recipe(folder, optim={"name": "came", "lr": 0.003}, train={"eval_every": 4})
+    )
+    assert run(["train", str(path), "--run-dir", str(folder / "run"), "--set", "train.steps=9"]) == 0
+    return folder / "run"
+
+
+def test_help_is_quick() -> None:
+    """Under 0.5 s on a quiet machine; the best of five, because the machine may be busy."""
+    best = 10.0
+    for _ in range(5):
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "scantling", "--help"], capture_output=True, text=True, check=True)
+        best = min(best, time.perf_counter() - began)
+    assert "compare" in done.stdout
+    assert best < 0.5
+
+
+def test_run_directory_holds_what_the_design_says(trained: Path) -> None:
+    names = {path.name for path in trained.iterdir()}
+    assert {
+        "recipe.yaml",
+        "environment.json",
+        "plan.json",
+        "metrics.jsonl",
+        "result.json",
+        "report.html",
+        "checkpoints",
+    } <= names
+    environment = json.loads((trained / "environment.json").read_text())
+    assert environment["versions"]["torch"] == torch.__version__
+
+
+def test_metrics_have_the_fixed_names_on_every_step(trained: Path) -> None:
+    lines = records(trained)
+    assert [line["step"] for line in lines] == list(range(1, 10))
+    fixed = [
+        "step",
+        "tokens",
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_s",
+        "tokens_per_s",
+        "peak_memory_bytes",
+        "num_parameters",
+        "optimizer_state_bytes",
+        "wire_bytes",
+        "energy_j",
+        "energy_source",
+    ]
+    for line in lines:
+        assert not [name for name in fixed if name not in line]
+        phases = sum(line[f"{phase}_s"] for phase in ("data", "forward", "backward", "exchange", "optimizer"))
+        assert phases == pytest.approx(line["step_s"], rel=0.1, abs=0.002)
+        assert (line["energy_j"] is None) == (line["energy_source"] is None)
+    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 8, 9]
+    assert lines[-1]["tokens"] == 9 * 4 * 32
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_eval_gives_what_the_run_recorded(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["eval", str(trained), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    last = records(trained)[-1]
+    assert figures["step"] == 9
+    assert figures["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert figures["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
+    assert figures["perplexity"] == pytest.approx(2.718281828459045 ** figures["eval_loss"], rel=1e-6)
+    assert run(["eval", str(trained)]) == 0
+    assert "perplexity" in capsys.readouterr().out
+
+
+def test_export_loads_with_transformers_alone(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    assert run(["export", str(trained), "--to", "hf", str(folder)]) == 0
+    assert "largest logit difference" in capsys.readouterr().out
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        f"m = M.from_pretrained({str(folder)!r}); t = T.from_pretrained({str(folder)!r}); "
+        "assert 'scantling' not in sys.modules; "
+        "print(m.num_parameters(), m(**t('the fox', return_tensors='pt')).logits.shape[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(records(trained)[-1]["num_parameters"]), "7"]
+    assert run(["export", str(trained), "--to", "hf", str(folder)]) == 2
+    assert run(["export", str(trained), "--to", "gguf", str(tmp_path / "x")]) == 2
+
+
+def test_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert run(["report", str(trained), "--out", str(page)]) == 0
+    assert "<svg" in page.read_text()
+    assert run(["report", str(tmp_path)]) == 2
+
+
+def test_schema_describes_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert set(schema["properties"]) >= {"model", "data", "train", "optim"}
+    assert schema["additionalProperties"] is False
+
+
+def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path))
+    assert run(["plan", str(path), "--json", "--world-size", "2"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["wire_bytes"] == made["gradient_bytes"] == made["num_trainable"] * 4
+    assert run(["plan", str(path)]) == 0
+    assert "parameters" in capsys.readouterr().out.lower()
+
+
+def test_dry_run_loads_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny_recipe(tmp_path, data={"text": str(tmp_path / "no-such-file.txt")})
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    assert run(["train", str(path), "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
+    assert "valid" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_faults_of_a_recipe_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny_recipe(tmp_path, train={"stepz": 3, "schedule": "cosinus"})
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    assert run(["train", str(path), "--dry-run"]) == 2
+    message = capsys.readouterr().err
+    assert "2 faults" in message
+    assert "train.stepz" in message
+    assert "train.schedule" in message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["trian"],
+        ["train"],
+        ["train", "missing.yaml"],
+        ["train", "a", "--set"],
+        ["plan", "x.yaml"],
+        ["eval", "nowhere"],
+        ["report", "nowhere"],
+    ],
+)
+def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.dist
+def test_compare_prints_and_writes_the_table(tmp_path: Path) -> None:
+    for name, optim in (("dense", "adamw"), ("lean", "came")):
+        recipe = tiny_recipe(tmp_path, optim={"name": optim}) | {"name": name}
+        write_recipe(tmp_path / f"{name}.yaml", recipe)
+    arguments = [
+        "compare",
+        tmp_path / "dense.yaml",
+        tmp_path / "lean.yaml",
+        "--out",
+        tmp_path / "out",
+        "--set",
+        "train.steps=12",
+    ]
+    done = scantling(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    compared = json.loads((tmp_path / "out" / "compare.json").read_text())
+    dense, lean = compared["runs"]
+    assert (dense["name"], lean["name"]) == ("dense", "lean")
+    keys = (
+        "num_parameters weight_bytes optimizer_state_bytes wire_bytes tokens_per_s step_s peak_memory_bytes loss "
+        "eval_loss bits_per_byte"
+    )
+    for own in (dense, lean):
+        assert all(isinstance(own[key], int | float) for key in keys.split())
+    assert lean["optimizer_state_bytes"] < 0.65 * dense["optimizer_state_bytes"]
+    assert (tmp_path / "out" / "report.html").exists()
+    assert "checkpoints" in done.stdout
+    assert not re.search(r"\x1b\[", done.stdout), "colours where there is no terminal"
+    again = scantling(*arguments)
+    assert again.returncode == 2
+    assert "already holds a run" in again.stderr
+
+
+def test_overrides_reach_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path))
+    assert run(["plan", str(path), "--json"]) == 0
+    small = json.loads(capsys.readouterr().out)["num_parameters"]
+    assert run(["plan", str(path), "--json", "--set", f"model.overrides.hidden_size={2 * TINY['hidden_size']}"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_parameters"] > 2 * small

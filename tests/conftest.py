@@ -1,0 +1,34 @@
+"""Shared by all tests: no network, one thread, a cache of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    before = os.environ.get("SCANTLING_CACHE")
+    os.environ["SCANTLING_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["SCANTLING_CACHE"]
+    else:
+        os.environ["SCANTLING_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real data, or a skip that says what is missing."""
+    folder = Path(os.environ.get("SCANTLING_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"real data is not here: {folder} (set SCANTLING_DATA)")
+    return folder

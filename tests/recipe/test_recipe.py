@@ -1,0 +1,155 @@
+"""The recipe: reading, overriding, and saying all that is wrong at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scantling.errors import RecipeError, UserError
+from scantling.recipe import Recipe, differences, dump_recipe, load_recipe
+
+MINIMAL: dict[str, Any] = {
+    "model": {"preset": "llama-1m"},
+    "data": {"corpus": "python-stdlib", "seq_len": 64},
+    "train": {"steps": 10, "batch_size": 4},
+}
+
+
+def changed(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {name: {**MINIMAL.get(name, {}), **sections.get(name, {})} for name in {**MINIMAL, **sections}}
+
+
+def faults(content: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(content)
+    return {fault.path: str(fault) for fault in caught.value.faults}
+
+
+def test_defaults_mean_what_everybody_does() -> None:
+    recipe = load_recipe(MINIMAL)
+    assert recipe.optim.name == "adamw"
+    assert recipe.comm.name == "allreduce"
+    assert recipe.precision.compute == "fp32"
+    assert recipe.batch_size == 4
+
+
+def test_batch_tokens_become_sequences() -> None:
+    content = changed(train={"batch_size": None, "batch_tokens": 640})
+    assert load_recipe(content).batch_size == 10
+
+
+def test_all_faults_are_reported_at_once_with_path_and_suggestion() -> None:
+    found = faults(
+        {
+            "model": {"preset": "llama-1n"},
+            "data": {"corpus": "python-stdlib", "seqlen": 64},
+            "optim": {"name": "adamv", "lr": -1},
+            "train": {"steps": "many", "batch_size": 4, "schedule": "cosin"},
+            "trian": {},
+        }
+    )
+    assert "did you mean 'llama-1m'?" in found["model.preset"]
+    assert "did you mean 'seq_len'?" in found["data.seqlen"]
+    assert "did you mean 'adamw'?" in found["optim.name"]
+    assert "given -1" in found["optim.lr"]
+    assert "given 'many'" in found["train.steps"]
+    assert "did you mean 'cosine'?" in found["train.schedule"]
+    assert "did you mean 'train'?" in found["trian"]
+
+
+def test_unknown_key_lists_the_allowed_ones() -> None:
+    message = faults(changed(train={"step": 3}))["train.step"]
+    assert "allowed here: steps, batch_tokens" in message
+    assert "did you mean 'steps'?" in message
+
+
+@pytest.mark.parametrize(
+    ("sections", "path", "text"),
+    [
+        ({"model": {"hf": "somewhere"}}, "model", "exactly one of preset and hf"),
+        ({"data": {"text": "a.txt"}}, "data", "exactly one source"),
+        ({"data": {"corpus": None}}, "data", "exactly one source"),
+        ({"train": {"batch_tokens": 128}}, "train", "exactly one of batch_tokens and batch_size"),
+        ({"train": {"batch_size": None, "batch_tokens": 100}}, "train.batch_tokens", "multiple of data.seq_len = 64"),
+        ({"train": {"warmup": 11}}, "train.warmup", "longer than the run of 10 steps"),
+        ({"train": {"decay": 0.5}}, "train.decay", "belongs to wsd"),
+        ({"optim": {"name": "adamw", "momentum": 0.9}}, "optim.momentum", ""),
+        ({"optim": {"name": "lbfgs"}}, "optim.name", "closure"),
+        ({"data": {"bin_dtype": "uint32"}}, "data.bin_dtype", "no meaning"),
+        ({"data": {"tokenizer": {"bpe": 12}}}, "data.tokenizer.bpe", "greater than or equal to 257"),
+        ({"data": {"tokenizer": {"bpee": 300}}}, "data.tokenizer.bpee", "did you mean 'bpe'?"),
+        ({"model": {"task": "classification"}}, "data", "classification needs labels"),
+        ({"data": {"mask_probability": 0.2}}, "data.mask_probability", "belongs to masked-lm"),
+        ({"comm": {"name": "demo"}}, "comm.name", "'allreduce'"),
+    ],
+)
+def test_impossible_combinations(sections: dict[str, Any], path: str, text: str) -> None:
+    found = faults(changed(**sections))
+    assert path in found, found
+    assert text in found[path]
+
+
+def test_missing_sections_are_named() -> None:
+    found = faults({"model": {"preset": "llama-1m"}})
+    assert {"data", "train"} <= set(found)
+
+
+def test_overrides_are_yaml_values_and_create_sections() -> None:
+    recipe = load_recipe(
+        MINIMAL, ["optim.name=came", "optim.lr=1e-4", "train.clip=null", "optim.betas=[0.9, 0.95, 0.99]"]
+    )
+    assert recipe.optim.name == "came"
+    assert recipe.optim.lr == 1e-4
+    assert recipe.train.clip is None
+    assert recipe.optim.options["betas"] == [0.9, 0.95, 0.99]
+
+
+@pytest.mark.parametrize("text", ["train.steps", "=3", "train..steps=3", "a.b={"])
+def test_broken_override(text: str) -> None:
+    with pytest.raises(UserError, match="--set"):
+        load_recipe(MINIMAL, [text])
+
+
+def test_file_errors(tmp_path: Path) -> None:
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(MINIMAL))
+    assert load_recipe(tmp_path / "good.yaml").name == "good"
+    with pytest.raises(UserError, match=r"not found.*did you mean 'good.yaml'"):
+        load_recipe(tmp_path / "god.yaml")
+    for text, message in [("a: [", "not valid YAML"), ("- 1", "mapping"), ("train: {steps: 1, steps: 2}", "twice")]:
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(UserError, match=message):
+            load_recipe(tmp_path / "bad.yaml")
+    (tmp_path / "bad.yaml").write_text("!!python/object/apply:os.system ['true']")
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_recipe(tmp_path / "bad.yaml")
+
+
+def test_dump_reads_back_to_an_equal_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe(changed(optim={"name": "came", "betas": [0.9, 0.95, 0.995]}, data={"max_bytes": 1000}))
+    (tmp_path / "resolved.yaml").write_text(dump_recipe(recipe))
+    again = load_recipe(tmp_path / "resolved.yaml")
+    assert [line for line in differences(recipe, again) if not line.startswith("name")] == []
+
+
+def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CORPUS", "books")
+    recipe = load_recipe({**MINIMAL, "data": {"text": ["$CORPUS/*.txt", "b.txt"]}})
+    assert recipe.data.text == [str(tmp_path / "books/*.txt"), str(tmp_path / "b.txt")]
+
+
+def test_differences_name_the_keys() -> None:
+    lines = differences(load_recipe(MINIMAL), load_recipe(MINIMAL, ["train.steps=11", "optim.betas=[0.9,0.95]"]))
+    assert lines == ["optim.betas: None -> [0.9, 0.95]", "train.steps: 10 -> 11"]
+
+
+def test_every_field_has_a_description() -> None:
+    schema = Recipe.model_json_schema()
+    for name, definition in {"Recipe": schema, **schema["$defs"]}.items():
+        for key, field in definition["properties"].items():
+            assert field.get("description"), f"{name}.{key}"
+    json.dumps(schema)

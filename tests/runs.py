@@ -1,0 +1,147 @@
+"""Tiny runs for tests: a recipe that trains in seconds, and the command line in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TINY: dict[str, int] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def write_corpus(path: Path, *, documents: int = 40, seed: int = 0) -> Path:
+    """A file of documents with a pattern to learn, each after a line that begins with `<doc>`."""
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "while",
+        "seven",
+        "bold",
+        "vikings",
+        "wait",
+    ]
+    source = random.Random(seed)
+    lines = []
+    for number in range(documents):
+        lines += [f"<doc> {number}", " ".join(source.choice(words) for _ in range(120))]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def tiny_recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A recipe as a mapping: a 2-layer Llama on `write_corpus`, 8 steps; `sections` are merged in."""
+    corpus = folder / "corpus.txt"
+    if not corpus.exists():
+        write_corpus(corpus)
+    recipe: dict[str, Any] = {
+        "name": "tiny",
+        "model": {"preset": "llama-1m", "overrides": dict(TINY)},
+        "data": {"text": str(corpus), "document_separator": "<doc>", "seq_len": 32, "heldout": 0.1},
+        "train": {"steps": 8, "batch_size": 4, "eval_samples": 8, "device": "cpu", "warmup": 0.2},
+    }
+    for name, keys in sections.items():
+        recipe[name] = {**recipe.get(name, {}), **keys}
+    return recipe
+
+
+def write_recipe(path: Path, recipe: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def command(arguments: Sequence[str | Path], *, processes: int = 1) -> list[str]:
+    start = [sys.executable]
+    if processes > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*start, "-m", "scantling", *(str(a) for a in arguments)]
+
+
+def scantling(
+    *arguments: str | Path,
+    processes: int = 1,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    timeout: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a new process (or several under torchrun) and return what it printed."""
+    return subprocess.run(
+        command(arguments, processes=processes),
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        timeout=timeout,
+        check=False,
+    )
+
+
+def start_scantling(*arguments: str | Path, processes: int = 1) -> subprocess.Popen[str]:
+    """Start the command line in a process group of its own, to be signalled."""
+    return subprocess.Popen(
+        command(arguments, processes=processes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[str], *, timeout: float = 180) -> None:
+    """Return once the run has recorded `step`; fail when the process ends first."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if metrics.exists() and metrics.read_text().count("\n") >= step:
+            return
+        if process.poll() is not None:
+            output = process.stdout.read() if process.stdout else ""
+            raise AssertionError(f"the run ended with {process.returncode} before step {step}:\n{output}")
+        time.sleep(0.005)
+    raise AssertionError(f"step {step} did not come in {timeout} s")
+
+
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to the process and to all it started (torchrun gives its workers sessions of their own)."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    doomed = [process.pid]
+    for pid in doomed:
+        doomed += [child for child, parent in parents.items() if parent == pid]
+    for pid in doomed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run, the last line of each step."""
+    by_step = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        by_step[record["step"]] = record
+    return [by_step[step] for step in sorted(by_step)]

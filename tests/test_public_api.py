@@ -1,0 +1,33 @@
+"""The public names are a contract, and importing the package costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import scantling as sc
+
+PUBLIC = ["CAME", "Plan", "RunResult", "param_groups", "plan", "train"]
+
+
+def test_public_names_are_pinned() -> None:
+    assert sorted(sc.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(sc, name).__name__ == name
+        assert name in dir(sc)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = sc.nothing
+
+
+def test_import_is_lazy() -> None:
+    code = (
+        "import sys, scantling, scantling.cli, scantling.recipe.schema; "
+        "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

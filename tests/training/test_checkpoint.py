@@ -1,0 +1,124 @@
+"""Checkpoints: what goes in comes out with its bits and its dtype, and nothing in them can run code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from scantling.errors import UserError
+from scantling.training.checkpoint import (
+    Checkpointer,
+    State,
+    damage,
+    load_model,
+    load_optimizer,
+    load_rng,
+    load_tensors,
+    merge,
+    model_state,
+    optimizer_state,
+    rng_state,
+)
+from scantling.training.distributed import Place
+
+ALONE = Place(0, 1, torch.device("cpu"))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(ids)))
+
+
+def stepped(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tied, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Tied().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.randint(0, 7, (5,))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip_keeps_bits_and_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, optimizer = stepped(0, dtype)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].float() + 1e-7  # fp32 state of a low-precision parameter
+    other, other_optimizer = stepped(1, dtype)
+    saver = Checkpointer(tmp_path, ALONE)
+    path = saver.save(3, merge(model_state(model), optimizer_state(optimizer, model), rng_state(ALONE)))
+    want_random = torch.rand(3)
+    load_model(other, path, ALONE)
+    load_optimizer(other_optimizer, other, path, ALONE)
+    assert load_rng(path, ALONE)
+    assert torch.equal(torch.rand(3), want_random)
+    assert other.head.weight is other.embed.weight
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        for key, value in optimizer.state[a].items():
+            assert value.dtype == other_optimizer.state[b][key].dtype
+            assert torch.equal(value, other_optimizer.state[b][key])
+
+
+def test_keeps_the_newest_k(tmp_path: Path) -> None:
+    saver = Checkpointer(tmp_path, ALONE, keep=2)
+    for step in (5, 10, 15):
+        saver.save(step, State({"x": torch.arange(step)}))
+    assert saver.steps() == [15, 10]
+    assert saver.newest() == tmp_path / "step-15"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("harm", ["remove", "truncate", "flip"])
+def test_any_damage_is_found(tmp_path: Path, name: str, harm: str) -> None:
+    saver = Checkpointer(tmp_path, ALONE)
+    path = saver.save(1, State({"x": torch.randn(100)}))
+    assert damage(path) is None
+    file = path / name
+    content = bytearray(file.read_bytes())
+    if harm == "remove":
+        file.unlink()
+    elif harm == "truncate":
+        file.write_bytes(content[:-3])
+    else:
+        content[len(content) // 2] ^= 255
+        file.write_bytes(content)
+    assert damage(path) is not None
+    assert saver.newest() is None
+
+
+def test_an_index_that_names_other_classes_is_refused(tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {tmp_path / 'harmed'}",)
+
+    path = Checkpointer(tmp_path / "c", ALONE).save(1, State({"x": torch.zeros(2)}))
+    (path / ".metadata").write_bytes(pickle.dumps(Harm()))
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tensors(path, ALONE)
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    model, _ = stepped(0)
+    path = Checkpointer(tmp_path, ALONE).save(1, model_state(model))
+    with pytest.raises(UserError, match="does not fit the model"):
+        load_model(nn.Linear(4, 7), path, ALONE)
+    other = Tied()
+    other.norm = nn.BatchNorm1d(5)
+    with pytest.raises(UserError, match="shape"):
+        load_model(other, path, ALONE)

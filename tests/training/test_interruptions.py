@@ -1,0 +1,170 @@
+"""What a run survives: signals, full disks, damaged checkpoints, a second process, another recipe, a NaN."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import scantling as sc
+from scantling.errors import NonFiniteError, RunError, UserError
+from scantling.training.checkpoint import Checkpointer, damage
+from scantling.training.distributed import Place
+from scantling.training.rundir import RunDir
+from tests.runs import records, scantling, start_scantling, tiny_recipe, wait_for_step, write_recipe
+
+ALONE = Place(0, 1, torch.device("cpu"))
+
+
+def newest_step(run_dir: Path) -> int:
+    return Checkpointer(run_dir / "checkpoints", ALONE).steps()[0]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_after_the_step_and_exits_with_3(tmp_path: Path, number: signal.Signals) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 100_000}))
+    run = tmp_path / "run"
+    process = start_scantling("train", path, "--run-dir", run)
+    wait_for_step(run / "metrics.jsonl", 3, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+    assert "--resume" in output
+    assert "Traceback" not in output
+    assert newest_step(run) == records(run)[-1]["step"]
+    assert damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
+    assert json.loads((run / "result.json").read_text())["status"] == "stopped"
+
+
+def test_damaged_newest_checkpoint_falls_back_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = tiny_recipe(tmp_path, train={"checkpoint_every": 2, "keep_checkpoints": 3})
+    sc.train(recipe, run_dir=tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(os.listdir(checkpoints)) == ["step-4", "step-6", "step-8"]
+    wanted = records(tmp_path / "run")
+
+    data = next((checkpoints / "step-8").glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    (checkpoints / "step-6" / "manifest.json").write_text("{")
+    result = sc.train(tmp_path / "run", resume=True)
+    assert result.step == 8
+    assert "step-8 is damaged" in caplog.text
+    assert "checksum" in caplog.text
+    assert "step-6 is damaged" in caplog.text
+    assert [r["loss"] for r in records(tmp_path / "run")] == [r["loss"] for r in wanted]
+
+    for folder in checkpoints.iterdir():
+        (folder / ".metadata").unlink()
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        sc.train(tmp_path / "run", resume=True)
+
+
+def test_resume_with_another_recipe_lists_the_keys(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    sc.train(recipe, run_dir=tmp_path / "run", train={"steps": 2})
+    with pytest.raises(UserError, match=r"optim\.lr: 0\.001 -> 0\.01") as caught:
+        sc.train(recipe, run_dir=tmp_path / "run", resume=True, optim={"lr": 0.01}, train={"steps": 3})
+    assert "train.steps: 2 -> 3" in str(caught.value)
+    assert "train.seed" not in str(caught.value)
+
+
+def test_a_run_directory_is_never_overwritten_unasked(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, train={"steps": 1})
+    sc.train(recipe, run_dir=tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="already holds a run"):
+        sc.train(recipe, run_dir=tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    sc.train(recipe, run_dir=tmp_path / "run", force=True)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    with pytest.raises(UserError, match="holds no run to resume"):
+        sc.train(recipe, run_dir=tmp_path / "other", resume=True)
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
+    holder = RunDir(tmp_path / "run")
+    holder.lock()
+    with pytest.raises(UserError, match=rf"in use by process {os.getpid()}"):
+        sc.train(tiny_recipe(tmp_path), run_dir=tmp_path / "run")
+    holder.unlock()
+    assert sc.train(tiny_recipe(tmp_path, train={"steps": 1}), run_dir=tmp_path / "run").status == "done"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 5 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = shutil.which("mount") and os.geteuid() == 0
+    if (
+        not mounted
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", folder], check=False).returncode
+    ):
+        pytest.skip("needs the right to mount a small tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.dist
+def test_full_disk_keeps_the_checkpoint_before(tmp_path: Path, small_disk: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 12, "checkpoint_every": 4}))
+    run = small_disk / "run"
+    filler = small_disk / "filler"
+    process = start_scantling(
+        "train", path, "--run-dir", run, "--set", "train.steps=100000", "--set", "train.checkpoint_every=50"
+    )
+    wait_for_step(run / "metrics.jsonl", 60, process)
+    free = shutil.disk_usage(small_disk).free
+    filler.write_bytes(b"x" * max(0, free - 200_000))
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert "Traceback" not in output
+    assert "disk is full" in output or "No space left" in output
+    steps = Checkpointer(run / "checkpoints", ALONE).steps()
+    assert steps
+    assert damage(run / "checkpoints" / f"step-{steps[0]}") is None
+    assert not list((run / "checkpoints").glob("*.tmp")), "the half-written checkpoint was not removed"
+    filler.unlink()
+    again = start_scantling("train", run, "--resume")
+    wait_for_step(run / "metrics.jsonl", 150, again)
+    again.send_signal(signal.SIGTERM)
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 3, output
+
+
+def test_unwritable_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write into the run directory"):
+        sc.train(tiny_recipe(tmp_path), run_dir=tmp_path / "file" / "run")
+
+
+def test_nan_stops_before_the_update_and_names_step_and_tensor(tmp_path: Path) -> None:
+    """A learning rate of 1e30 makes the second step's loss infinite or NaN; the first step's weights are whole."""
+    recipe = tiny_recipe(
+        tmp_path, optim={"name": "sgd", "lr": 1e30, "weight_decay": 0.0}, train={"warmup": 0, "clip": None}
+    )
+    with pytest.raises(NonFiniteError, match=r"step \d+, rank 0: .*(loss|gradient)"):
+        sc.train(recipe, run_dir=tmp_path / "run")
+    for record in records(tmp_path / "run"):
+        assert record["loss"] == record["loss"]
+    assert issubclass(NonFiniteError, RunError)
+
+
+@pytest.mark.dist
+def test_bad_input_gets_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, data={"text": str(tmp_path / "missing.txt")})
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    done = scantling("train", path, "--run-dir", tmp_path / "run")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "missing.txt" in done.stderr
+    assert "Traceback" not in done.stderr

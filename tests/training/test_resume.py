@@ -1,0 +1,96 @@
+"""Resume is bitwise: N steps straight, and k steps + SIGKILL + resume in new processes, give the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from scantling.training.checkpoint import Checkpointer, load_tensors, read_manifest
+from scantling.training.distributed import Place
+from tests.runs import kill_tree, records, scantling, start_scantling, tiny_recipe, wait_for_step, write_recipe
+
+ALONE = Place(0, 1, torch.device("cpu"))
+
+
+def gpt2_with_dropout(folder: Path) -> Path:
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+        "vocab_size": 320,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("processes", "optim", "compute", "steps"),
+    [(1, "came", "bf16", 40), (1, "adamw", "fp16", 20), (2, "came", "fp32", 40)],
+)
+def test_kill_and_resume_is_bitwise(tmp_path: Path, processes: int, optim: str, compute: str, steps: int) -> None:
+    """Dropout is on, batches are accumulated, an epoch ends in between: all generators and counters matter."""
+    recipe = tiny_recipe(
+        tmp_path,
+        model={"preset": None, "overrides": {}, "hf": str(gpt2_with_dropout(tmp_path / "model"))},
+        optim={"name": optim, "lr": 0.003},
+        precision={"compute": compute},
+        train={"steps": steps, "batch_size": 64, "micro_batch_size": 16, "checkpoint_every": 3, "eval_every": 6},
+    )
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+
+    done = scantling("train", path, "--run-dir", straight, processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    process = start_scantling("train", path, "--run-dir", broken, processes=processes)
+    wait_for_step(broken / "metrics.jsonl", 8, process)
+    kill_tree(process)
+    before = (broken / "metrics.jsonl").read_bytes()
+    assert max(Checkpointer(broken / "checkpoints", ALONE).steps()) < steps, "the run was over before it was killed"
+    resumed = scantling("train", broken, "--resume", processes=processes)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resumed from" in resumed.stdout
+
+    after = (broken / "metrics.jsonl").read_bytes()
+    assert after.startswith(before[: before.rfind(b"\n") + 1]), "lines that were there have changed"
+    for want, got in zip(records(straight), records(broken), strict=True):
+        for key in ("step", "epoch", "tokens", "loss", "grad_norm", "lr", "eval_loss"):
+            assert want.get(key) == got.get(key), (want["step"], key)
+    checkpoint = f"checkpoints/step-{steps}"
+    want_tensors, got_tensors = (load_tensors(run / checkpoint, ALONE) for run in (straight, broken))
+    assert want_tensors.keys() == got_tensors.keys()
+    assert any(key.startswith("optimizer/") for key in want_tensors)
+    for key, tensor in want_tensors.items():
+        assert tensor.dtype == got_tensors[key].dtype
+        assert torch.equal(tensor, got_tensors[key]), key
+    assert (
+        read_manifest(straight / checkpoint)["values"]["data"] == read_manifest(broken / checkpoint)["values"]["data"]
+    )
+
+
+@pytest.mark.dist
+def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+    """At the same global batch the losses agree to 1e-5 relative: only the order of the sums differs, in fp32."""
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"batch_size": 8, "micro_batch_size": 2}))
+    for processes in (1, 2):
+        done = scantling("train", path, "--run-dir", tmp_path / str(processes), processes=processes)
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, two = records(tmp_path / "1"), records(tmp_path / "2")
+    for a, b in zip(one, two, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert (a["tokens"], a["epoch"]) == (b["tokens"], b["epoch"])
+    assert two[-1]["eval_loss"] == pytest.approx(one[-1]["eval_loss"], rel=1e-5)
+    assert one[-1]["wire_bytes"] == 0
+    assert two[-1]["wire_bytes"] == two[-1]["gradient_bytes"], "2 (N - 1) / N of the gradients, with N = 2"
+    assert json.loads((tmp_path / "2" / "plan.json").read_text())["wire_bytes"] == two[-1]["wire_bytes"]
