@@ -47,7 +47,7 @@ def test_all_faults_are_reported_at_once_with_path_and_suggestion() -> None:
         {
             "model": {"preset": "llama-1n"},
             "data": {"corpus": "python-stdlib", "seqlen": 64},
-            "optim": {"name": "adamv", "lr": -1},
+            "optim": {"name": "adamww", "lr": -1},
             "train": {"steps": "many", "batch_size": 4, "schedule": "cosin"},
             "trian": {},
         }
@@ -80,7 +80,7 @@ def test_unknown_key_lists_the_allowed_ones() -> None:
         ({"optim": {"name": "adamw", "momentum": 0.9}}, "optim.momentum", ""),
         ({"optim": {"name": "lbfgs"}}, "optim.name", "closure"),
         ({"data": {"bin_dtype": "uint32"}}, "data.bin_dtype", "no meaning"),
-        ({"data": {"tokenizer": {"bpe": 12}}}, "data.tokenizer.bpe", "greater than or equal to 257"),
+        ({"data": {"tokenizer": {"bpe": 12}}}, "data.tokenizer.bpe", "greater than or equal to 261"),
         ({"data": {"tokenizer": {"bpee": 300}}}, "data.tokenizer.bpee", "did you mean 'bpe'?"),
         ({"model": {"task": "classification"}}, "data", "classification needs labels"),
         ({"data": {"mask_probability": 0.2}}, "data.mask_probability", "belongs to masked-lm"),

@@ -12,12 +12,26 @@ import yaml
 PARAMETERS = 1_181_696
 TOKENS_PER_STEP = 4096
 SECTIONS = {
-    "model": {"preset": "llama-1m", "hf": None, "pretrained": None, "task": "causal-lm", "overrides": {}, "attention": "sdpa"},
+    "model": {
+        "preset": "llama-1m",
+        "hf": None,
+        "pretrained": None,
+        "task": "causal-lm",
+        "overrides": {},
+        "attention": "sdpa",
+    },
     "data": {"corpus": "python-stdlib", "text": None, "tokenizer": {"bpe": 2048}, "seq_len": 256, "heldout": 0.05},
     "optim": {"name": "adamw", "lr": 0.003, "weight_decay": 0.1, "betas": [0.9, 0.95]},
     "comm": {"name": "allreduce", "bucket_mb": 25.0},
     "precision": {"compute": "fp32"},
-    "train": {"steps": 200, "batch_tokens": TOKENS_PER_STEP, "clip": 1.0, "schedule": "cosine", "warmup": 20.0, "seed": 0},
+    "train": {
+        "steps": 200,
+        "batch_tokens": TOKENS_PER_STEP,
+        "clip": 1.0,
+        "schedule": "cosine",
+        "warmup": 20.0,
+        "seed": 0,
+    },
 }
 
 
@@ -49,19 +63,21 @@ def make_run(
     if with_plan:
         (folder / "plan.json").write_text(json.dumps(plan | {"name": name}, indent=2))
     records = [
-        _record(step, planned_steps, noise, state=state, speed=speed, floor=floor, evaluated=evaluated, last=step == steps)
+        _record(
+            step, planned_steps, noise, state=state, speed=speed, floor=floor, evaluated=evaluated, last=step == steps
+        )
         for step in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if status is not None:
         last = records[-1]
         held_out = next((r for r in reversed(records) if "eval_loss" in r), {})
-        same = "tokens num_parameters weight_bytes gradient_bytes optimizer_state_bytes wire_bytes base_memory_bytes memory_source"
+        same = "tokens num_parameters weight_bytes gradient_bytes optimizer_state_bytes wire_bytes base_memory_bytes"
         result = {
             "name": name,
             "status": status,
             "step": steps,
-            **{key: last[key] for key in same.split()},
+            **{key: last[key] for key in [*same.split(), "memory_source"]},
             "energy_j": None,
             "energy_source": None,
             "step_s": float(np.median([r["step_s"] for r in records])),
@@ -105,7 +121,11 @@ def _record(
     }
     if evaluated and (step % 50 == 0 or last):
         held_out = loss + 0.08
-        record |= {"eval_loss": held_out, "perplexity": float(np.exp(held_out)), "bits_per_byte": held_out / np.log(2) / 3.1}
+        record |= {
+            "eval_loss": held_out,
+            "perplexity": float(np.exp(held_out)),
+            "bits_per_byte": held_out / np.log(2) / 3.1,
+        }
     return record
 
 
@@ -121,17 +141,30 @@ def _plan(state: int) -> dict[str, Any]:
         "activation_bytes": activations,
         "temporary_bytes": 9_000_000,
         "base_bytes": base,
-        "peak_memory_bytes": 8 * PARAMETERS + state + activations + 9_000_000 + base,
+        "peak_memory_bytes": 4 * PARAMETERS + state + activations + 9_000_000 + base,
         "wire_bytes": 0,
         "flops_per_step": 31_000_000_000,
         "tokens_per_step": TOKENS_PER_STEP,
+        "notes": [],
     }
 
 
 def _environment() -> dict[str, Any]:
     return {
-        "versions": {"scantling": "0.1.0", "python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0", "cuda": None},
-        "hardware": {"platform": "Linux-6.1", "cpu": "Example CPU @ 2.60GHz", "cpu_count": 2, "memory_bytes": 25_000_000_000, "gpus": []},
+        "versions": {
+            "scantling": "0.1.0",
+            "python": "3.11.7",
+            "torch": "2.13.0+cpu",
+            "transformers": "5.23.0",
+            "cuda": None,
+        },
+        "hardware": {
+            "platform": "Linux-6.1",
+            "cpu": "Example CPU @ 2.60GHz",
+            "cpu_count": 2,
+            "memory_bytes": 25_000_000_000,
+            "gpus": [],
+        },
         "git_commit": "0123456789abcdef0123456789abcdef01234567",
         "command": ["scantling", "train", "recipes/demo-dense.yaml"],
         "world_size": 1,

@@ -10,7 +10,7 @@ import numpy as np
 
 from scantling.data.cache import FORMAT, Cache
 from scantling.data.documents import Scan, Source
-from scantling.data.hashing import fingerprint, key64, mix64
+from scantling.data.hashing import fingerprint, fingerprint_array, key64, mix64
 from scantling.data.progress import Progress
 from scantling.data.split import TRAIN, Sides
 from scantling.data.tokenizers import SPECIALS, FastTokenizer, finish_backend
@@ -51,7 +51,7 @@ def trained_bpe(
     enough = int(np.searchsorted(np.cumsum(scan.sizes[used]), SAMPLE_BYTES)) + 1
     sample = np.zeros(len(scan), dtype=bool)
     sample[used[:enough]] = True
-    key = fingerprint(["bpe", FORMAT, SAMPLE_BYTES, vocab_size, wrap, scan.content, np.flatnonzero(sample).tolist()])
+    key = fingerprint(["bpe", FORMAT, SAMPLE_BYTES, vocab_size, wrap, scan.content, fingerprint_array(sample)])
 
     def make(folder: Path) -> dict[str, Any]:
         total = min(SAMPLE_BYTES, int(scan.sizes[sample].sum()))

@@ -24,6 +24,11 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
+def fingerprint_array(values: npt.NDArray[Any]) -> str:
+    """A hex digest of an array's content."""
+    return hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()[:40]
+
+
 def key64(*parts: int | str) -> int:
     """A 64-bit key made from numbers and names, such as `key64("epoch", seed, epoch)`."""
     text = "\x1f".join(str(part) for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 from scantling.data.bpe import trained_bpe
 from scantling.data.cache import FORMAT, Cache
 from scantling.data.documents import Piece, Scan, Source, scan
-from scantling.data.hashing import fingerprint
+from scantling.data.hashing import fingerprint, fingerprint_array
 from scantling.data.progress import NoProgress, Progress
 from scantling.data.sources import training_source, validation_source
 from scantling.data.split import HELDOUT, TRAIN, UNUSED, Sides, all_of, split
@@ -21,6 +22,8 @@ from scantling.data.store import StoreWriter, TokenStore, open_store
 from scantling.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from scantling.errors import UserError, did_you_mean
 from scantling.recipe.schema import BpeTokenizer, DataSection
+
+logger = logging.getLogger(__name__)
 
 ENCODE_CHARS = 1 << 20
 ENCODE_PIECES = 4096
@@ -86,16 +89,23 @@ def prepare(
     train = open_store(entry, "train", meta)
     heldout = open_store(entry, "heldout", meta) if (sides == HELDOUT).any() else None
     held_by = "document" if heldout is not None else None
+    seen = 0
     if held_source is not None:
         held_found = scan(held_source, cache, progress)
         check_labels(labels, held_found, held_source.name)
         held_entry, held_meta = maker.entry(held_source, held_found, all_of(held_found, HELDOUT))
         heldout, held_by = open_store(held_entry, "heldout", held_meta), "files"
+        seen = int(np.isin(held_found.digests[held_found.sizes > 0], found.digests[sides == TRAIN]).sum())
+        if seen:
+            logger.warning(
+                "%d of %d held-out documents are also among the training documents", seen, heldout.num_documents
+            )
     info = {
         "source": source.name,
         "train": train.facts(),
         "heldout": None if heldout is None else heldout.facts(),
         "heldout_by": held_by,
+        "heldout_seen": seen,
         "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint},
         "cache": str(entry),
         "fingerprint": entry.name,
@@ -169,7 +179,7 @@ class _Maker:
     progress: Progress
 
     def entry(self, source: Source, found: Scan, sides: Sides) -> tuple[Path, dict[str, Any]]:
-        facts = ["tokens", FORMAT, found.content, fingerprint(sides.tolist()), self.tokenizer.fingerprint, self.labels]
+        facts = ["tokens", FORMAT, found.content, fingerprint_array(sides), self.tokenizer.fingerprint, self.labels]
         entry = self.cache.get("tokens", fingerprint(facts), lambda folder: self._write(source, found, sides, folder))
         return entry.path, entry.meta
 
@@ -177,6 +187,7 @@ class _Maker:
         dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
         pairs = self.labels is not None
         eos = None if pairs else separator_id(self.tokenizer)
+        label_ids = {label: number for number, label in enumerate(self.labels or [])}
         present = [side for side in (TRAIN, HELDOUT) if (sides == side).any()]
         self.progress.start(f"tokenising {source.name}", int(found.sizes[sides != UNUSED].sum()))
         with ExitStack() as stack:
@@ -186,12 +197,18 @@ class _Maker:
             }
             stack.callback(self.progress.finish)
             for batch in _batches(source, sides):
-                self._encode(batch, writers, sides)
-                self.progress.advance(sum(len(piece.text) + len(piece.pair or "") for _, piece in batch))
+                self._encode(batch, writers, sides, label_ids)
+                self.progress.advance(sum(len((piece.text + (piece.pair or "")).encode()) for _, piece in batch))
         sizes = {NAMES[side]: int(found.sizes[sides == side].sum()) for side in (TRAIN, HELDOUT)}
         return {"dtype": dtype, "pairs": pairs, "bytes": sizes}
 
-    def _encode(self, batch: list[tuple[int, Piece]], writers: dict[int, StoreWriter], sides: Sides) -> None:
+    def _encode(
+        self,
+        batch: list[tuple[int, Piece]],
+        writers: dict[int, StoreWriter],
+        sides: Sides,
+        label_ids: dict[str, int],
+    ) -> None:
         texts = [piece.text for _, piece in batch]
         seconds = [piece.pair for _, piece in batch if piece.pair is not None]
         ids = self.tokenizer.encode_batch([*texts, *seconds])
@@ -202,7 +219,7 @@ class _Maker:
                 writer.add_text(text_ids, last=piece.last)
             else:
                 second = None if piece.pair is None else next(pair_ids)
-                writer.add_pair(text_ids, second, self.labels.index(str(piece.label)))
+                writer.add_pair(text_ids, second, label_ids[str(piece.label)])
 
 
 def separator_id(tokenizer: Tokenizer) -> int:

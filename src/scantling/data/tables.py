@@ -106,8 +106,8 @@ class ParquetSource(TableFiles):
     kind = "parquet"
 
     def rows(self, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        import pyarrow as arrow  # type: ignore[import-untyped]
-        import pyarrow.parquet as parquet  # type: ignore[import-untyped]
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
 
         try:
             with parquet.ParquetFile(path) as file:
@@ -171,7 +171,8 @@ def _load(path: str, config: str | None, split: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # `datasets` documents no set of errors; offline it raises half a dozen kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        cause = error.__cause__ or error
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         offline = isinstance(error, ConnectionError) or "offline" in str(error).lower() or "hub" in str(error).lower()
         hint = (
             "; without a network give a local folder, or fetch it into the Hugging Face cache first" if offline else ""

@@ -219,6 +219,10 @@ class FastTokenizer(Tokenizer):
         self.special_ids |= {id_ for id_ in named if id_ is not None}
         self._literal = literal
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._backend.encode_special_tokens = self._literal  # its own pickle leaves this out
+
     @cached_property
     def fingerprint(self) -> str:
         return fingerprint(["fast", self._backend.to_str(), self._specials, self._literal])

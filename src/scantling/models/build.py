@@ -1,4 +1,4 @@
-"""From the model section of a recipe to a transformers model: random weights from a seed, or pretrained ones from a folder.
+"""From the model section of a recipe to a transformers model: random weights from a seed, or those of a folder.
 
 Only local files are read, weights only from safetensors, and code that lies beside a model is never run.
 """
@@ -81,7 +81,9 @@ def build_config(
         config_class = transformers.CONFIG_MAPPING[model_type]
     except KeyError:
         known = did_you_mean(str(model_type), transformers.CONFIG_MAPPING.keys())
-        raise UserError(f"transformers {transformers.__version__} knows no model_type '{model_type}'" + _hint(known)) from None
+        raise UserError(
+            f"transformers {transformers.__version__} knows no model_type '{model_type}'" + _hint(known)
+        ) from None
     plain = config_class()
     for key in section.overrides:
         if not hasattr(plain, key):
@@ -133,7 +135,7 @@ def build_model(
                 model = auto_class.from_config(config, attn_implementation=section.attention, dtype=torch.float32)
         except UserError:
             raise
-        except (ValueError, TypeError, RuntimeError, OSError, AttributeError, ZeroDivisionError) as error:
+        except (ValueError, TypeError, RuntimeError, OSError, LookupError, AttributeError, ArithmeticError) as error:
             raise UserError(f"model: transformers cannot build it: {_first_line(error)}") from None
     return model.train()
 
@@ -185,8 +187,8 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     backbone = sorted(name for name in new if name.startswith(prefix))
     if backbone:
         raise UserError(
-            f"{section.hf} lacks {len(backbone)} weights of the model or has them in another shape, such as {backbone[0]}; "
-            "check model.overrides, or train from random weights with model.pretrained: false"
+            f"{section.hf} lacks {len(backbone)} weights of the model or has them in another shape, such as "
+            f"{backbone[0]}; check model.overrides, or train from random weights with model.pretrained: false"
         )
     if new:
         logger.warning("new weights, not in %s: %s", section.hf, ", ".join(sorted(new)))
@@ -200,7 +202,7 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"model.hf: there is no {path}; give a local folder with config.json, or such a file (nothing is downloaded)"
+            f"model.hf: there is no {path}; give a local folder with config.json or such a file (nothing is downloaded)"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"model.hf: cannot read {path}: {error}") from None

@@ -1,8 +1,8 @@
 """Named architectures, as configurations of transformers. No torch and no transformers is imported here.
 
-The Llama shapes from 60 m on are those of the GaLore comparison (Zhao et al., arXiv 2403.03507, table 10), which most
-work on memory-efficient pre-training reports; `llama-1m` and `llama-10m` have about 1 and 10 million parameters with the
-byte vocabulary. Embeddings and output head are not tied. The vocabulary of a Llama preset is that of the tokenizer,
+The Llama shapes from 60 m on are those of the GaLore comparison (Zhao et al., arXiv 2403.03507), which most work on
+memory-efficient pre-training reports; `llama-1m` and `llama-10m` have about 1 and 10 million parameters with the byte
+vocabulary. Embeddings and output head are not tied. The vocabulary of a Llama preset is that of the tokenizer,
 rounded up to a multiple of 64; the encoders keep the vocabulary of the model they are named after.
 """
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from scantling.optim._factor import came_state_bytes
     from scantling.optim.came import CAME
     from scantling.optim.combined import CombinedOptimizer
-    from scantling.optim.memory import ParameterSpec, predicted_state_bytes, state_bytes
+    from scantling.optim.memory import ParameterSpec, predicted_state_bytes, predicted_temporary_bytes, state_bytes
     from scantling.optim.registry import build_optimizer, check_options, optimizer_names, optimizer_options
 
 _MODULES = {
@@ -22,6 +22,7 @@ _MODULES = {
     "optimizer_names": "registry",
     "optimizer_options": "registry",
     "predicted_state_bytes": "memory",
+    "predicted_temporary_bytes": "memory",
     "state_bytes": "memory",
 }
 
@@ -35,6 +36,7 @@ __all__ = [
     "optimizer_names",
     "optimizer_options",
     "predicted_state_bytes",
+    "predicted_temporary_bytes",
     "state_bytes",
 ]
 

@@ -1,4 +1,8 @@
-"""One step of CAME for one parameter, stage by stage over row tiles, so that scratch memory does not grow with it."""
+"""One step of CAME for one parameter, stage by stage over tiles, so that scratch memory does not grow with it.
+
+No stage leaves its scratch in a variable: it would live on through the next, and one tile of scratch would be two. In
+bf16 and fp16 there are two anyway, for the gradient or the parameter in the dtype of the statistics.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ from scantling.optim._update import (
 )
 
 CPU_TILE = 1 << 18
-"""Elements of a tile on a CPU: two tiles of fp32 scratch (2 MiB) stay in the caches between the stages."""
+"""Elements of a tile on a CPU: its parts of gradient, momentum, parameter and scratch stay in the caches."""
 DEVICE_TILE = 1 << 23
-"""Elements of a tile on an accelerator, where launches count: two tiles of fp32 scratch are 64 MiB."""
+"""Elements of a tile on an accelerator, where launches count: two of fp32 are 64 MiB."""
 
 Tile = tuple[slice, ...]
 
@@ -87,15 +91,14 @@ def update_factored(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper
         begin_mean(statistic, hyper.beta2, hyper.eps1)
     weights = ((1.0 - hyper.beta2) / num_cols, (1.0 - hyper.beta2) / num_rows)
     for tile in tiles:
-        g = cut(grad, tile).to(dtype)
-        add_means(g * g, cut(row, tile), cut(col, tile), view, weights)
+        add_means(cut(grad, tile).to(dtype).square(), cut(row, tile), cut(col, tile), view, weights)
 
     a, b = inverse_root(row, col, rows)
     if hyper.debias:
         b.mul_(bias_correction(state["step"], hyper.beta2, dtype).sqrt_())
     total = momentum.new_zeros(())
     for tile in tiles:
-        total.add_(square_sum(whiten(cut(grad, tile).to(dtype), cut(a, tile), cut(b, tile))))
+        total.add_(square_sum(whiten(cut(grad, tile), cut(a, tile), cut(b, tile))))
     a.mul_(clip_factor(total, param.numel(), hyper.clip_threshold))
     if hyper.maximize:
         a.neg_()
@@ -105,9 +108,13 @@ def update_factored(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper
     lacking = hyper.beta1**2 * (1.0 - hyper.beta3)
     weights = (lacking / num_cols, lacking / num_rows)
     for tile in tiles:
-        clipped = whiten(cut(grad, tile).to(dtype), cut(a, tile), cut(b, tile))
-        squares = update_momentum(cut(momentum, tile), clipped, hyper.beta1)
-        add_means(squares, cut(res_row, tile), cut(res_col, tile), view, weights)
+        add_means(
+            update_momentum(cut(momentum, tile), whiten(cut(grad, tile), cut(a, tile), cut(b, tile)), hyper.beta1),
+            cut(res_row, tile),
+            cut(res_col, tile),
+            view,
+            weights,
+        )
 
     a, b = inverse_root(res_row, res_col, rows)
     scale = momentum.new_full((), -1.0).mul_(hyper.lr)
@@ -136,9 +143,9 @@ def update_full(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: Hy
     begin_mean(moment, hyper.beta2, hyper.eps1)
     total = momentum.new_zeros(())
     for tile in tiles:
-        g, v = cut(grad, tile).to(dtype), cut(moment, tile)
-        v.addcmul_(g, g, value=1.0 - hyper.beta2)
-        total.add_(square_sum(v.rsqrt().mul_(g)))
+        v = cut(moment, tile)
+        v.add_(cut(grad, tile).to(dtype).square(), alpha=1.0 - hyper.beta2)
+        total.add_(square_sum(v.rsqrt().mul_(cut(grad, tile))))
     correction = bias_correction(state["step"], hyper.beta2, dtype) if hyper.debias else None
     if correction is not None:
         total.mul_(correction)
@@ -153,9 +160,8 @@ def update_full(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: Hy
         scale.div_(bias_correction(state["step"], hyper.beta1, dtype))
     decay = hyper.decay(momentum)
     for tile in tiles:
-        clipped = cut(moment, tile).rsqrt().mul_(cut(grad, tile).to(dtype)).mul_(factor)
         m = cut(momentum, tile)
-        update_momentum(m, clipped, hyper.beta1)
+        update_momentum(m, cut(moment, tile).rsqrt().mul_(cut(grad, tile)).mul_(factor), hyper.beta1)
         apply_update(cut(param, tile), m, scale, decay)
 
 

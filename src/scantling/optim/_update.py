@@ -52,7 +52,7 @@ def inverse_root(row: Tensor, col: Tensor, rows: tuple[int, ...]) -> tuple[Tenso
 
 
 def whiten(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """u = g * a * b: (R, C)."""
+    """u = g * a * b: (R, C), in the dtype of a and b, which may be wider than that of g."""
     return (grad * a).mul_(b)
 
 

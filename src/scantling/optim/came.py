@@ -40,7 +40,7 @@ and k start at 0 and are never corrected, so that (9) is too large by 1 / sqrt(1
 magnitude the first step is lr (1 - b1) / (b1 sqrt(1 - b3)): 11.1 lr with the default betas, against 0.1 lr of a vector.
 
 Cost: state 4 bytes a parameter (momentum in fp32, or 8 in fp64) plus four vectors a matrix, see `came_state_bytes`;
-three reads of the gradient, two reads and a write of the momentum, one of the parameter; scratch of two tiles, see
+three reads of the gradient, two reads and a write of the momentum, one of the parameter; scratch of a tile or two, see
 `_eager.py`. Limits: the update (9) is not bounded; e1 = 0 divides by 0 where a row or column never had a gradient;
 DTensor parameters, sparse and complex gradients are refused.
 """

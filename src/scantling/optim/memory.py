@@ -1,16 +1,24 @@
-"""Bytes of optimizer state: what an optimizer holds now, and what it will hold, without building it."""
+"""Bytes of an optimizer: the state it holds now, and the state and scratch a step will take, without taking it.
+
+Predictions run the optimizer's own step on meta tensors, which have shapes and no data, so that they cannot drift from
+what it does; only what cannot run there is counted by formula.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scantling.groups import MatrixDims
-from scantling.optim._factor import came_state_bytes
-from scantling.optim.registry import build_optimizer, optimizer_options
+from scantling.optim._eager import CPU_TILE, DEVICE_TILE
+from scantling.optim._factor import Factor, came_state_bytes, matrix_view, state_shapes, statistics_dtype
+from scantling.optim.registry import build_unwarned, optimizer_options
 
 
 class ParameterSpec(NamedTuple):
@@ -42,8 +50,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def predicted_state_bytes(name: str, layout: Layout, **options: Any) -> int | None:
     """Bytes that `state_bytes` will report once every parameter has been stepped.
 
-    CAME and Adafactor are counted by formula; any other optimizer takes a step on meta tensors, which hold no data.
-
     Args:
         name: of the optimizer, as for `build_optimizer`.
         layout: groups from `scantling.param_groups` (on any device, the meta device too) or `ParameterSpec`s.
@@ -55,9 +61,7 @@ def predicted_state_bytes(name: str, layout: Layout, **options: Any) -> int | No
     Raises:
         UserError: no such optimizer or option.
     """
-    specs, groups = _read(layout)
-    kept = {key: value for key, value in options.items() if key not in _EXECUTION or key not in optimizer_options(name)}
-    optimizer = build_optimizer(name, groups, lr=1e-3, **kept)
+    specs, optimizer = _on_meta(name, layout, options)
     if name.lower() == "came":
         factor = options.get("factor", "auto")
         return sum(
@@ -66,9 +70,6 @@ def predicted_state_bytes(name: str, layout: Layout, **options: Any) -> int | No
         )
     if name.lower() == "adafactor":
         return sum(_adafactor_state_bytes(spec) for spec in specs)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = torch.empty_like(param)
     try:
         optimizer.step()
     except (RuntimeError, NotImplementedError):
@@ -76,26 +77,130 @@ def predicted_state_bytes(name: str, layout: Layout, **options: Any) -> int | No
     return state_bytes(optimizer)
 
 
+def predicted_temporary_bytes(name: str, layout: Layout, *, foreach: bool = False, **options: Any) -> int:
+    """Most bytes that one step will have allocated beside parameters, gradients and state, all freed again after it.
+
+    Args:
+        name, layout, options: as for `predicted_state_bytes`.
+        foreach: whether torch will step all parameters at once, as it does by itself on a GPU. CAME, Adafactor and the
+            matrices of Muon go one by one anyway; CAME takes larger tiles on a GPU.
+
+    Returns:
+        The bytes. Where the step cannot run on meta tensors, an estimate: twice the largest parameter, with `foreach`
+        twice all of them.
+
+    Raises:
+        UserError: no such optimizer or option.
+    """
+    specs, optimizer = _on_meta(name, layout, options)
+    if name.lower() == "came":
+        tile = DEVICE_TILE if foreach else CPU_TILE
+        return max(_came_scratch_bytes(spec, options.get("factor", "auto"), tile) for spec in specs)
+    if name.lower() == "adafactor":
+        return max(_adafactor_scratch_bytes(spec) for spec in specs)
+    for group in optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = foreach and not options.get("fused")
+    try:
+        optimizer.step()
+        with ScratchMeter(optimizer) as meter:
+            optimizer.step()
+    except (RuntimeError, NotImplementedError):
+        each = [2 * prod(spec.shape) * spec.dtype.itemsize for spec in specs]
+        return sum(each) if foreach else max(each)
+    return int(meter.peak)
+
+
+class ScratchMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes that operations allocate and still hold; `peak` is the most there were at once.
+
+    Args:
+        optimizer: its parameters, gradients and state are not counted.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        state = [value for entries in optimizer.state.values() for value in entries.values()]
+        self._known = {t.untyped_storage()._cdata for t in (*params, *grads, *state) if isinstance(t, Tensor)}
+        self._live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(value, Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known and key not in self._live:
+            self._live[key] = storage.nbytes()
+            weakref.finalize(storage, self._live.pop, key, None)
+            self.peak = max(self.peak, sum(self._live.values()))
+
+
+def _came_scratch_bytes(spec: ParameterSpec, factor: Factor, tile: int) -> int:
+    """A tile, a row and a column to scale it, and with it the larger of its sums and its copy in another dtype."""
+    dtype = statistics_dtype(spec.dtype)
+    shapes = state_shapes(spec.shape, matrix_view(spec.shape, factor, spec.matrix_dims, spec.role))
+    vectors = [prod(shapes[key]) for key in ("row", "col") if key in shapes]
+    tile = min(prod(spec.shape), tile)
+    copied = 0 if dtype == spec.dtype else tile
+    return dtype.itemsize * (tile + sum(vectors) + max(copied, *vectors, 0))
+
+
 def _adafactor_state_bytes(spec: ParameterSpec) -> int:
     """torch.optim.Adafactor: row and column variances of the last two dims, or a full one, and a step counter."""
-    *batch, rows, cols = (1, 1, *spec.shape)
-    numel = torch.Size(batch).numel() * (rows + cols) if len(spec.shape) > 1 else torch.Size(spec.shape).numel()
+    numel = prod(spec.shape)
+    if len(spec.shape) > 1:
+        *batch, rows, cols = spec.shape
+        numel = prod(batch) * (rows + cols)
     return torch.float32.itemsize + spec.dtype.itemsize * numel
 
 
+def _adafactor_scratch_bytes(spec: ParameterSpec) -> int:
+    """torch.optim.Adafactor: the update and the means of rows, columns and all; for a vector, g^2 and the update."""
+    numel = 2 * prod(spec.shape)
+    if len(spec.shape) > 1:
+        *batch, rows, cols = spec.shape
+        numel = prod(batch) * (rows * cols + rows + cols + 1)
+    return spec.dtype.itemsize * numel
+
+
+def _on_meta(name: str, layout: Layout, options: dict[str, Any]) -> tuple[list[ParameterSpec], torch.optim.Optimizer]:
+    """The parameters of a layout, and the optimizer over meta tensors like them, gradients in place."""
+    specs, groups = _read(layout)
+    kept = {key: value for key, value in options.items() if key not in _EXECUTION or key not in optimizer_options(name)}
+    optimizer = build_unwarned(name, groups, lr=1e-3, **kept)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.empty_like(param)
+    return specs, optimizer
+
+
 def _read(layout: Layout) -> tuple[list[ParameterSpec], list[dict[str, Any]]]:
-    """The parameters of a layout, and groups of meta tensors like them."""
+    """The parameters of a layout, and groups of meta tensors like them: its own groups, or one for each kind."""
     specs: list[ParameterSpec] = []
-    for item in layout:
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for index, item in enumerate(layout):
         if isinstance(item, dict):
             params = [entry[1] if isinstance(entry, tuple) else entry for entry in item["params"]]
             role, dims = item.get("role"), item.get("matrix_dims")
-            specs.extend(ParameterSpec(tuple(param.shape), param.dtype, role, dims) for param in params)
+            found = [ParameterSpec(tuple(param.shape), param.dtype, role, dims) for param in params]
+            key: tuple[Any, ...] = (index,)
+            decay = item.get("weight_decay", 0.0)
         else:
-            specs.append(ParameterSpec(*item))
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for spec in specs:
-        key = (spec.role, spec.matrix_dims, len(spec.shape))
-        group = groups.setdefault(key, {"params": [], "role": spec.role, "matrix_dims": spec.matrix_dims})
-        group["params"].append(torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta")))
+            spec = ParameterSpec(*item)
+            found = [spec]
+            key = (spec.role, spec.matrix_dims, len(spec.shape))
+            decay = 0.0 if spec.role == "vector" else 0.1  # some value: decay as torch's SGD does it takes scratch
+        specs += found
+        group = groups.setdefault(key, {"params": [], "role": found[0].role, "matrix_dims": found[0].matrix_dims})
+        group["weight_decay"] = decay
+        group["params"] += [
+            torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in found
+        ]
     return specs, list(groups.values())

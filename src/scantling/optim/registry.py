@@ -102,6 +102,18 @@ def build_optimizer(
     Raises:
         UserError: no such optimizer or option, or a value that the optimizer does not take.
     """
+    groups = list(groups)
+    optimizer = build_unwarned(name, groups, lr=lr, weight_decay=weight_decay, **options)
+    decayed = weight_decay or any(isinstance(group, dict) and group.get("weight_decay") for group in groups)
+    if decayed and "weight_decay" not in optimizer.defaults and name.lower() != "muon":
+        logger.warning("%s has no weight decay: weight_decay has no effect", type(optimizer).__name__)
+    return optimizer
+
+
+def build_unwarned(
+    name: str, groups: Iterable[Any], *, lr: float | torch.Tensor, weight_decay: float = 0.0, **options: Any
+) -> torch.optim.Optimizer:
+    """`build_optimizer` without its warnings, for an optimizer that is only looked at."""
     problems = check_options(name, options)
     if problems:
         raise UserError(f"optimizer '{name}': " + "; ".join(f"{key}: {problem}" for key, problem in problems))
@@ -123,8 +135,6 @@ def _construct(
     cls = _torch_classes().get(name) or _came()
     if "weight_decay" in inspect.signature(cls).parameters:
         options = {**options, "weight_decay": weight_decay}
-    elif weight_decay or any(isinstance(group, dict) and group.get("weight_decay") for group in groups):
-        logger.warning("%s has no weight decay: weight_decay has no effect", cls.__name__)
     return cls(groups, lr=lr, **options)
 
 

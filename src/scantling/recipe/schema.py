@@ -52,8 +52,8 @@ class Fields(Section):
 class BpeTokenizer(Section):
     """A byte-level BPE trained on the training documents and cached."""
 
-    bpe: int = Field(ge=257, le=1_000_000)
-    """Vocabulary size, with 256 bytes and the end-of-text token included."""
+    bpe: int = Field(ge=261, le=1_000_000)
+    """Vocabulary size, with 256 bytes and 5 special tokens included."""
 
 
 class DataSection(Section):
@@ -115,7 +115,7 @@ class OptimSection(Section):
     lr: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
-    """Decoupled decay of matrices and embeddings; norms, biases and other vectors are never decayed."""
+    """Decay of matrices and embeddings, decoupled where the optimizer has it so; vectors are never decayed."""
 
     @property
     def options(self) -> dict[str, Any]:

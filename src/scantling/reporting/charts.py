@@ -1,6 +1,6 @@
-"""The report's charts: each is a pure function from runs to one SVG, with text as text and no reference to anything outside.
+"""The report's charts: each is a pure function from runs to one SVG that refers to nothing outside itself.
 
-Made with matplotlib's object interface (no pyplot, no global state). The same runs give the same bytes.
+Text stays text. Made with matplotlib's object interface: no pyplot, no global state. The same runs give the same bytes.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from scantling.reporting.format import format_bytes, format_number, format_seconds
+from scantling.reporting.format import format_bytes, format_number, format_percent, format_seconds
 from scantling.reporting.runs import Column, Run, number
 
 COLORS = ("#2563eb", "#d9480f", "#0f8a6a", "#a21caf", "#b7791f", "#0e7490", "#be123c", "#4b5563")
@@ -34,27 +36,30 @@ PHASES = (
 )
 """The parts of a step and their colours; "other" is what the parts leave of the step's time."""
 
-PLAN_PARTS = (
-    ("weights", "weight_bytes", "#2f5fd0"),
-    ("gradients", "gradient_bytes", "#7dabf8"),
-    ("optimizer state", "optimizer_state_bytes", "#0f8a6a"),
-    ("activations", "activation_bytes", "#d9480f"),
-    ("temporary", "temporary_bytes", "#b7791f"),
-    ("base", "base_bytes", "#d6dbe3"),
-)
-"""What a plan's peak memory is made of."""
+BASE, PLANNED, MEASURED = "#c9d0da", "#8a94a3", "#3b4554"
 
-MEASURED_PARTS = (("measured above base", "#4b5563"), ("base", "#d6dbe3"))
+PARTS = {
+    "base": ("base_bytes", BASE),
+    "weights": ("weight_bytes", "#2f5fd0"),
+    "optimizer state": ("optimizer_state_bytes", "#0f8a6a"),
+    "gradients": ("gradient_bytes", "#7dabf8"),
+    "activations": ("activation_bytes", "#d9480f"),
+    "temporary": ("temporary_bytes", "#b7791f"),
+}
+"""What a plan's peak memory is made of, from the bottom up: label, key of the plan, colour."""
 
 _INK, _FAINT, _GRID = "#1c2430", "#5b6675", "#e4e8ee"
 _WIDTH, _HEIGHT = 5.0, 3.0
 _MOST_POINTS = 1000
 
-_STYLE = {
+Parts = list[tuple[float, str, str]]
+"""The parts of a bar: value, label, colour."""
+
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9.5,
+    "font.size": 10,
     "axes.edgecolor": "#b8c0cc",
     "axes.labelcolor": _FAINT,
     "axes.linewidth": 0.8,
@@ -67,94 +72,127 @@ _STYLE = {
     "ytick.major.size": 0,
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
-    "legend.fontsize": 9,
+    "legend.fontsize": 9.5,
     "text.color": _INK,
 }
 
 
-def loss_chart(runs: Sequence[Run], *, over: str = "step") -> str | None:
-    """Training loss, every step faint and smoothed, with the held-out loss as dots, over `step` or `tokens`."""
+def loss_chart(runs: Sequence[Run]) -> str | None:
+    """Training loss over steps, every step faint and smoothed, with the held-out loss as dots.
+
+    The first twentieth of the steps may lie above the picture, so that the rest can be told apart.
+    """
 
     def draw(axes: Axes) -> None:
-        for place, run in enumerate(runs):
-            color, dashes = line_style(place)
-            x, loss, held_out = run.column(over), run.column("loss"), run.column("eval_loss")
-            axes.plot(*_thin(x, loss), color=color, alpha=0.22, linewidth=0.9)
-            axes.plot(*_thin(x, smooth(loss)), color=color, linestyle=dashes, linewidth=1.8)
-            seen = np.isfinite(held_out)
-            axes.plot(
-                x[seen], held_out[seen], "o", color="white", markeredgecolor=color, markeredgewidth=1.6, markersize=5.5, zorder=5
-            )
-        _curve_axes(axes, "tokens" if over == "tokens" else "step", "loss (nats)")
+        _loss_curves(axes, runs, "step")
+        _curve_axes(axes, "step", "loss (nats)")
+        later = [np.r_[smooth(run.column("loss"))[start:], run.column("eval_loss")[start:]] for run, start in starts]
+        shown = np.concatenate(later)
+        shown = shown[np.isfinite(shown)]
+        low, high = float(shown.min()), float(shown.max())
+        if high > low:
+            axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
     if not _any_finite(runs, "loss"):
         return None
-    return _svg(f"loss-{over}", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
+    starts = [(run, len(run.steps) // 20) for run in runs]
+    return _svg("loss", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
 
 
-def curve_chart(runs: Sequence[Run], key: str, label: str, *, show: Callable[[float], str] = format_number) -> str | None:
-    """One column of the records over the steps, every step faint and smoothed."""
+def loss_by_tokens_chart(runs: Sequence[Run]) -> str | None:
+    """Training and held-out loss over the tokens trained on, on a logarithmic scale, from the first step."""
+
+    def draw(axes: Axes) -> None:
+        _loss_curves(axes, runs, "tokens")
+        axes.set_xscale("log")
+        _curve_axes(axes, "tokens (log scale)", "loss (nats)")
+
+    if not _any_finite(runs, "loss") or not _any_finite(runs, "tokens"):
+        return None
+    return _svg("loss-by-tokens", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
+
+
+def curve_chart(runs: Sequence[Run], key: str, label: str) -> str | None:
+    """One column of the records over the steps, every step faint and smoothed, from zero up to most of its values."""
 
     def draw(axes: Axes) -> None:
         highest = 0.0
         for place, run in enumerate(runs):
-            color, dashes = line_style(place)
-            values, smoothed = run.column(key), smooth(run.column(key))
-            axes.plot(*_thin(run.steps, values), color=color, alpha=0.22, linewidth=0.9)
-            axes.plot(*_thin(run.steps, smoothed), color=color, linestyle=dashes, linewidth=1.8)
+            values = run.column(key)
+            _curve(axes, place, run.steps, values)
             finite = values[np.isfinite(values)]
             if len(finite):
-                highest = max(highest, 1.25 * float(np.percentile(finite, 98)), float(np.nanmax(smoothed)))
+                highest = max(highest, 1.25 * float(np.percentile(finite, 98)), float(np.nanmax(smooth(values))))
         _curve_axes(axes, "step", label)
         if highest > 0:
             axes.set_ylim(0, highest)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
 
-    return _svg(key, _describe(label.capitalize(), runs, key, show), draw) if _any_finite(runs, key) else None
+    if not _any_finite(runs, key):
+        return None
+    return _svg(key, _describe(label.capitalize(), runs, key, format_number), draw)
 
 
 def phase_chart(runs: Sequence[Run]) -> str | None:
-    """Where the time of a step goes: one stacked bar a run, of the median seconds of each phase."""
-    rows = [(run.name, phase_seconds(run)) for run in runs]
-    if not any(seconds for _, seconds in rows):
+    """Where the time of a step goes: the median seconds of each phase, one stacked bar a run when there are several."""
+    timed = [(run.name, phase_seconds(run)) for run in runs]
+    timed = [(name, seconds) for name, seconds in timed if seconds]
+    if not timed:
         return None
-    used = [(phase, color) for phase, color in PHASES if any(seconds.get(phase, 0.0) > 0 for _, seconds in rows)]
-
-    def draw(axes: Axes) -> None:
-        bars = [(name, [(seconds.get(phase, 0.0), phase, color) for phase, color in used]) for name, seconds in rows]
-        _stacked_bars(axes, bars, format_seconds)
-
+    bars = [(name, [(seconds.get(phase, 0.0), phase, color) for phase, color in PHASES]) for name, seconds in timed]
     listed = "; ".join(
         f"{name}: " + ", ".join(f"{phase} {format_seconds(value)}" for phase, value in seconds.items())
-        for name, seconds in rows
+        for name, seconds in timed
     )
-    return _svg("phases", f"Median time of one step by phase. {listed}", draw, height=_bar_height(len(rows)))
+    description = f"Median time of one step by phase. {listed}"
+    if len(runs) > 1:
+        return _svg(
+            "phases", description, lambda axes: _stacked_bars(axes, bars, format_seconds), height=_bar_height(len(bars))
+        )
+    parts = bars[0][1]
+    total = sum(value for value, _, _ in parts)
+    rows = [
+        (label, start, value, color, f"{format_seconds(value)}, {format_percent(value / total, 0)}")
+        for label, start, value, color in _running(parts)
+    ]
+    return _svg("phases", description, lambda axes: _waterfall(axes, rows))
 
 
 def memory_chart(runs: Sequence[Run]) -> str | None:
-    """Peak memory: for each run the plan by its parts, and below it what was measured."""
-    bars: list[tuple[str, list[tuple[float, str, str]]]] = []
-    listed = []
-    for run in runs:
-        parts = [(number(run.plan.get(key)) or 0.0, label, color) for label, key, color in PLAN_PARTS]
-        if any(value for value, _, _ in parts):
-            bars.append((f"{_short(run.name)}, planned", parts))
-        peak, base = run.figure("peak_memory_bytes"), run.figure("base_memory_bytes") or 0.0
-        if peak is not None:
-            (above, above_color), (below, below_color) = MEASURED_PARTS
-            bars.append((f"{_short(run.name)}, measured", [(peak - base, above, above_color), (base, below, below_color)]))
-            listed.append(f"{run.name}: planned {format_bytes(number(run.plan.get('peak_memory_bytes')))}, measured {format_bytes(peak)}")
-    if not bars:
-        return None
-
-    def draw(axes: Axes) -> None:
-        _stacked_bars(axes, bars, format_bytes)
-
-    return _svg("memory", f"Peak memory, planned and measured. {'; '.join(listed)}", draw, height=_bar_height(len(bars)))
+    """Peak memory, the plan by its parts and what was measured, as stacked bars when there are several runs."""
+    planned = [_planned_parts(run) for run in runs]
+    measured = [_measured_parts(run) for run in runs]
+    listed = "; ".join(
+        f"{run.name}: planned {format_bytes(number(run.plan.get('peak_memory_bytes')))},"
+        f" measured {format_bytes(run.figure('peak_memory_bytes'))}"
+        for run in runs
+    )
+    description = f"Peak memory, planned and measured. {listed}"
+    if len(runs) > 1:
+        bars = []
+        for run, plan, found in zip(runs, planned, measured, strict=True):
+            bars += [
+                (f"{_short(run.name, 16)}, {kind}", parts) for kind, parts in (("planned", plan), ("measured", found))
+            ]
+        bars = [(name, parts) for name, parts in bars if any(value for value, _, _ in parts)]
+        if not bars:
+            return None
+        return _svg(
+            "memory", description, lambda axes: _stacked_bars(axes, bars, format_bytes), height=_bar_height(len(bars))
+        )
+    rows = [(label, start, value, color, format_bytes(value)) for label, start, value, color in _running(planned[0])]
+    for label, parts in (("planned peak", planned[0]), ("measured peak", measured[0])):
+        total = sum(value for value, _, _ in parts)
+        if total:
+            rows.append((label, 0.0, total, MEASURED if "measured" in label else PLANNED, format_bytes(total)))
+    return (
+        _svg("memory", description, lambda axes: _waterfall(axes, rows), height=_bar_height(len(rows)))
+        if rows
+        else None
+    )
 
 
 def phase_seconds(run: Run) -> dict[str, float]:
-    """Median seconds of each phase of a step after the first tenth of the steps; phases that take no time are left out."""
+    """Median seconds of each phase after the first tenth of the steps, without the phases that take no time."""
     settled = slice(len(run.steps) // 10, None)
     step = run.column("step_s")[settled]
     if not np.isfinite(step).any():
@@ -166,8 +204,8 @@ def phase_seconds(run: Run) -> dict[str, float]:
 
 
 def smooth(values: Column) -> Column:
-    """A centred moving mean over about a fortieth of the steps; NaN counts as absent, the ends use what there is."""
-    width = 2 * (len(values) // 80) + 1
+    """A centred moving mean over a twenty-fifth of the steps; NaN counts as absent, the ends use what there is."""
+    width = 2 * (len(values) // 50) + 1
     finite = np.isfinite(values)
     window = np.ones(width)
     total = np.convolve(np.where(finite, values, 0.0), window, mode="full")
@@ -183,43 +221,117 @@ def line_style(place: int) -> tuple[str, str]:
     return COLORS[place % len(COLORS)], ("-", "--", ":", "-.")[place // len(COLORS) % 4]
 
 
+def _loss_curves(axes: Axes, runs: Sequence[Run], over: str) -> None:
+    for place, run in enumerate(runs):
+        x, held_out = run.column(over), run.column("eval_loss")
+        _curve(axes, place, x, run.column("loss"))
+        seen = np.isfinite(held_out)
+        axes.plot(
+            x[seen],
+            held_out[seen],
+            "o",
+            color="white",
+            markeredgecolor=line_style(place)[0],
+            markeredgewidth=1.6,
+            markersize=5.5,
+            zorder=5,
+        )
+
+
+def _curve(axes: Axes, place: int, x: Column, y: Column) -> None:
+    """One run's values, faint and smoothed; a single value as a small square, because a line needs two."""
+    color, dashes = line_style(place)
+    axes.plot(*_thin(x, y), color=color, alpha=0.22, linewidth=0.9)
+    axes.plot(
+        *_thin(x, smooth(y)),
+        color=color,
+        linestyle=dashes,
+        linewidth=1.8,
+        marker="s" if len(x) == 1 else "",
+        markersize=4,
+    )
+
+
 def _curve_axes(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(axis="y")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_number(value)))
+    if axes.get_xscale() == "log":
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=8))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        low, high = axes.get_xlim()
+        if high - low < 1:  # one step
+            axes.set_xlim(low - 1, high + 1)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
 
 
-def _stacked_bars(
-    axes: Axes, bars: Sequence[tuple[str, Sequence[tuple[float, str, str]]]], show: Callable[[float], str]
-) -> None:
+def _waterfall(axes: Axes, rows: Sequence[tuple[str, float, float, str, str]]) -> None:
+    """Horizontal bars, first on top, each (label, start, length, colour, text at its end)."""
+    longest = max(start + value for _, start, value, _, _ in rows)
+    for row, (_, start, value, color, text) in enumerate(rows):
+        axes.barh(row, value, left=start, height=0.66, color=color)
+        axes.text(start + value + 0.015 * longest, row, text, va="center", fontsize=9.5)
+    _bar_axes(axes, [label for label, *_ in rows], longest)
+
+
+def _stacked_bars(axes: Axes, bars: Sequence[tuple[str, Parts]], show: Callable[[float], str]) -> None:
     """Horizontal bars, first on top, each of parts (value, label, colour), with its total at its end and one legend."""
     longest = max(sum(value for value, _, _ in parts) for _, parts in bars)
     labels: dict[str, str] = {}
     for row, (_, parts) in enumerate(bars):
-        left = 0.0
-        for value, label, color in parts:
-            if value > 0:
-                axes.barh(row, value, left=left, height=0.62, color=color, edgecolor="white", linewidth=0.6)
+        total = sum(value for value, _, _ in parts)
+        for label, start, value, color in _running(parts):
+            axes.barh(row, value, left=start, height=0.62, color=color, edgecolor="white", linewidth=0.6)
+            if value > 0.002 * longest:  # what cannot be seen needs no legend
                 labels.setdefault(label, color)
-                left += value
-        axes.text(left + 0.015 * longest, row, show(left), va="center", fontsize=9)
-    axes.set_yticks(range(len(bars)), [_short(name) for name, _ in bars], color=_INK, parse_math=False)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.22 * longest)
-    axes.xaxis.set_visible(False)
-    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
-    handles = [mpl.patches.Patch(color=color, label=label) for label, color in labels.items()]
-    axes.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=3, borderpad=0, handlelength=0.9, columnspacing=1.2
+        axes.text(total + 0.015 * longest, row, show(total), va="center", fontsize=9.5)
+    _bar_axes(axes, [name for name, _ in bars], longest)
+    columns = 4 if sum(map(len, labels)) > 40 else 6
+    handles = [Patch(color=color, label=label) for label, color in labels.items()]
+    axes.figure.legend(
+        handles=handles, loc="outside upper left", ncols=columns, borderpad=0, handlelength=0.9, columnspacing=1.1
     )
 
 
+def _bar_axes(axes: Axes, labels: Sequence[str], longest: float) -> None:
+    axes.set_yticks(range(len(labels)), [_short(label) for label in labels], color=_INK, parse_math=False)
+    axes.set_ylim(max(len(labels), 3) - 0.4, -0.6)
+    axes.set_xlim(0, 1.28 * longest)
+    axes.xaxis.set_visible(False)
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+
+
+def _running(parts: Parts) -> list[tuple[str, float, float, str]]:
+    """Parts that are not empty as (label, start, length, colour), each where the one before ends."""
+    rows, start = [], 0.0
+    for value, label, color in parts:
+        if value > 0:
+            rows.append((label, start, value, color))
+            start += value
+    return rows
+
+
+def _planned_parts(run: Run) -> Parts:
+    """The parts of the planned peak. Activations go while gradients come, so only the larger of the two is in it."""
+    parts = {label: (number(run.plan.get(key)) or 0.0, label, color) for label, (key, color) in PARTS.items()}
+    del parts[min("gradients", "activations", key=lambda label: parts[label][0])]
+    return list(parts.values())
+
+
+def _measured_parts(run: Run) -> Parts:
+    peak, base = run.figure("peak_memory_bytes"), run.figure("base_memory_bytes") or 0.0
+    if peak is None:
+        return []
+    return [(base, "base", BASE), (peak - base, "measured", MEASURED)]
+
+
 def _bar_height(bars: int) -> float:
-    return max(_HEIGHT, 0.9 + 0.34 * bars)
+    return max(_HEIGHT, 0.9 + 0.3 * bars)
 
 
 def _svg(name: str, description: str, draw: Callable[[Axes], None], *, height: float = _HEIGHT) -> str:
@@ -230,7 +342,9 @@ def _svg(name: str, description: str, draw: Callable[[Axes], None], *, height: f
         FigureCanvasSVG(figure)
         draw(figure.add_subplot())
         file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(
+            file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
     return _inline(file.getvalue(), name, description)
 
 
@@ -272,6 +386,11 @@ def _describe(title: str, runs: Sequence[Run], key: str, show: Callable[[float],
         if len(finite):
             parts.append(f"{run.name}: from {show(float(finite[0]))} to {show(float(finite[-1]))}")
     return f"{title} over {len(max(runs, key=lambda run: len(run.steps)).steps)} steps. " + "; ".join(parts)
+
+
+def _tick(value: float) -> str:
+    """A tick label: `8.00k` reads as `8k`."""
+    return re.sub(r"\.?0+(?=[a-zA-Z]|$)", "", text) if "." in (text := format_number(value)) else text
 
 
 def _short(name: str, most: int = 26) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from scantling.errors import RunError
 from scantling.reporting.format import (
     MISSING,
+    SAME,
     format_bytes,
     format_decimal,
     format_difference,
@@ -110,7 +111,7 @@ def compare_rows(runs: Sequence[Run]) -> list[CompareRow]:
                 label=line.label,
                 values=tuple(line.show(value) for value in values),
                 changes=tuple(line.change(value, values[0]) for value in others),
-                better=tuple(_is_better(value, values[0], line.lower_is_better) for value in others),
+                better=tuple(_is_better(value, values[0], line) for value in others),
             )
         )
     return rows
@@ -134,14 +135,14 @@ def compare_table(runs: Sequence[Run]) -> Table:
             style = {True: "green", False: "yellow", None: "dim"}[better]
             if in_last_column:
                 cells.append(Text(change, style))
-            elif change != MISSING:
+            elif change not in (MISSING, SAME):
                 cells[place].append(f" ({change})", style)
         table.add_row(row.label, *cells)
     return table
 
 
 def write_compare(runs: Sequence[Run], out_dir: str | Path) -> Path:
-    """Write `compare.json` into a folder: `{"runs": [{"name": ..., "num_parameters": ..., ...}]}`, null where not known.
+    """Write `compare.json` into a folder: `{"runs": [{"name": ..., ...}]}`, null where a figure is not known.
 
     Raises:
         RunError: the file cannot be written; an earlier one is left as it was.
@@ -192,7 +193,10 @@ def _strict(value: Any) -> Any:
     return [_strict(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _is_better(value: float | None, reference: float | None, lower: bool | None) -> bool | None:
-    if value is None or reference is None or value == reference or lower is None:
+def _is_better(value: float | None, reference: float | None, line: Figure) -> bool | None:
+    """Whether a change is for the better; None where it has no direction, and for ratios within half a percent of 1."""
+    if value is None or reference is None or line.lower_is_better is None or value == reference:
         return None
-    return (value < reference) == lower
+    if line.change is format_ratio and abs(value - reference) <= 0.005 * abs(reference):
+        return None
+    return (value < reference) == line.lower_is_better

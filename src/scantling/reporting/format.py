@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 MISSING = "–"
+SAME = "same"
 
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _SI = ("k", "M", "G", "T", "P", "E")
@@ -21,11 +22,13 @@ def format_bytes(value: float | None) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """`1234567` → `1.23M`: three significant digits with SI prefixes; whole numbers below 1000 as they are."""
+    """`4096` → `4,096`, `1234567` → `1.23M`: whole below ten thousand, then three digits and an SI prefix."""
     if value is None or not math.isfinite(value):
         return MISSING
-    if abs(value) < 1000:
-        return f"{value:.0f}" if float(value).is_integer() else _three_digits(value)
+    if abs(value) < 1000 and not float(value).is_integer():
+        return _three_digits(value)
+    if abs(value) < 10_000:
+        return f"{value:,.0f}"
     scaled, unit = _scale(value, 1000.0, _SI)
     return f"{scaled}{unit}"
 
@@ -62,7 +65,7 @@ def format_ratio(value: float | None, reference: float | None) -> str:
     if value is None or reference is None or not (math.isfinite(value) and math.isfinite(reference)):
         return MISSING
     if value == reference:
-        return "same"
+        return SAME
     if reference == 0:
         return MISSING
     ratio = value / reference
@@ -73,19 +76,20 @@ def format_difference(value: float | None, reference: float | None, digits: int 
     """A value less the reference with its sign, `-0.0210`; `same` where they are equal."""
     if value is None or reference is None or not (math.isfinite(value) and math.isfinite(reference)):
         return MISSING
-    return "same" if value == reference else f"{value - reference:+.{digits}f}"
+    return SAME if value == reference else f"{value - reference:+.{digits}f}"
 
 
 def _three_digits(value: float) -> str:
-    """Three significant digits, no exponent down to 0.001: `0.512`, `1.23`, `12.3`, `123`."""
+    """Three significant digits: `0.00512`, `0.512`, `1.23`, `12.3`, `123`; with an exponent only below 0.001."""
     size = abs(value)
-    if size >= 99.95:
-        return f"{value:.0f}"
-    if size >= 9.995:
-        return f"{value:.1f}"
-    if size >= 0.9995:
-        return f"{value:.2f}"
-    return f"{value:.3f}" if size >= 0.001 or size == 0 else f"{value:.2e}"
+    if size == 0:
+        return "0"
+    if size < 0.000_999_5:
+        return f"{value:.2e}"
+    for digits, limit in ((0, 99.95), (1, 9.995), (2, 0.9995), (3, 0.099_95), (4, 0.009_995)):
+        if size >= limit:
+            return f"{value:.{digits}f}"
+    return f"{value:.5f}"
 
 
 def _scale(value: float, base: float, units: tuple[str, ...]) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from scantling.reporting import charts
 from scantling.reporting.compare import compare_rows, write_whole
 from scantling.reporting.format import (
     MISSING,
+    SAME,
     format_bytes,
     format_number,
     format_percent,
@@ -38,6 +39,8 @@ _PLANNED = (
 )
 """What a plan foretells and a run measures."""
 
+EXACT = "exact"
+
 _MEMORY_SOURCES = {"rss": "resident set of the process", "cuda": "memory allocated on the GPU"}
 
 
@@ -51,10 +54,9 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class PlanLine:
+class PlanCell:
     """What was foretold and what was measured, as text."""
 
-    label: str
     planned: str
     measured: str
     difference: str
@@ -91,15 +93,18 @@ def render(runs: Sequence[Run]) -> str:
         title=_title(runs),
         runs=runs,
         states=[_state(run) for run in runs],
-        styles=[charts.line_style(place) for place in range(len(runs))],
+        styles=[_css_line(place) for place in range(len(runs))],
         facts=_facts(runs[0]) if len(runs) == 1 else [],
         rows=compare_rows(runs),
         charts=_charts(runs),
-        plans=[(run.name, lines) for run in runs if (lines := _plan_lines(run))],
+        plans=_plan_lines(runs),
+        notes=list(dict.fromkeys(str(note) for run in runs for note in run.plan.get("notes") or ())),
         differences=_differing([dict(_flatten(run.recipe)) for run in runs], leave_out={"name"}),
         recipes=[(run.name, yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True)) for run in runs],
         surroundings=_side_by_side([dict(_flatten(run.environment)) for run in runs]),
         missing=MISSING,
+        quiet=(MISSING, SAME),
+        exact=EXACT,
         version=scantling.__version__,
     )
 
@@ -121,6 +126,11 @@ def _state(run: Run) -> tuple[str, str]:
     if np.isfinite(ended):
         parts.append(datetime.datetime.fromtimestamp(float(ended), datetime.UTC).strftime("%d %b %Y, %H:%M UTC"))
     return run.status, " · ".join(parts)
+
+
+def _css_line(place: int) -> tuple[str, str]:
+    color, dashes = charts.line_style(place)
+    return color, {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}[dashes]
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -159,33 +169,38 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
     sources = {str(run.result.get("memory_source")) for run in runs}
     measured = ", ".join(text for key, text in _MEMORY_SOURCES.items() if key in sources)
     made = [
-        ("Loss over steps", smoothed + dots, charts.loss_chart(runs)),
-        ("Loss over tokens", smoothed + dots, charts.loss_chart(runs, over="tokens")),
+        ("Loss over steps", smoothed + dots + " The first steps may lie above.", charts.loss_chart(runs)),
+        ("Loss over tokens", smoothed + dots, charts.loss_by_tokens_chart(runs)),
         ("Where a step's time goes", "Median per phase after the first tenth of the steps.", charts.phase_chart(runs)),
         ("Tokens per second", smoothed, charts.curve_chart(runs, "tokens_per_s", "tokens per second")),
-        ("Peak memory", f"Planned and measured ({measured})." if measured else "Planned and measured.", charts.memory_chart(runs)),
+        (
+            "Peak memory",
+            f"Planned and measured ({measured})." if measured else "Planned and measured.",
+            charts.memory_chart(runs),
+        ),
         ("Gradient norm", f"{smoothed} Before clipping.", charts.curve_chart(runs, "grad_norm", "gradient norm")),
     ]
-    return [Chart(title, caption, Markup(svg)) for title, caption, svg in made if svg is not None]  # noqa: S704 (ours)
+    return [Chart(title, caption, Markup(svg)) for title, caption, svg in made if svg is not None]
 
 
-def _plan_lines(run: Run) -> list[PlanLine]:
-    if not run.plan:
+def _plan_lines(runs: Sequence[Run]) -> list[tuple[str, list[PlanCell]]]:
+    """Each figure that a plan foretells, with a cell a run."""
+    if not any(run.plan for run in runs):
         return []
-    lines = []
-    for label, key, show in _PLANNED:
-        planned = number(run.plan.get(key))
-        measured = _tokens_per_step(run) if key == "tokens_per_step" else run.figure(key)
-        if planned is None and measured is None:
-            continue
-        difference = MISSING
-        if planned is not None and measured is not None:
-            if planned == measured:
-                difference = "exact"
-            elif planned:
-                difference = format_percent(measured / planned - 1, sign=True)
-        lines.append(PlanLine(label, show(planned), show(measured), difference))
-    return lines
+    lines = [(label, [_plan_cell(run, key, show) for run in runs]) for label, key, show in _PLANNED]
+    return [(label, cells) for label, cells in lines if any(cell.planned != MISSING for cell in cells)]
+
+
+def _plan_cell(run: Run, key: str, show: Callable[[float | None], str]) -> PlanCell:
+    planned = number(run.plan.get(key))
+    measured = _tokens_per_step(run) if key == "tokens_per_step" else run.figure(key)
+    difference = MISSING
+    if planned is not None and measured is not None:
+        if planned == measured:
+            difference = EXACT
+        elif planned:
+            difference = format_percent(measured / planned - 1, sign=True)
+    return PlanCell(show(planned), show(measured), difference)
 
 
 def _tokens_per_step(run: Run) -> float | None:

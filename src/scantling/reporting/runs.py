@@ -64,7 +64,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """"done", "stopped" (by a signal, after saving) or "unfinished" (still going on, or crashed)."""
+        """ "done", "stopped" (by a signal, after saving) or "unfinished" (still going on, or crashed)."""
         return str(self.result["status"])
 
     @property
@@ -96,8 +96,8 @@ def number(value: object) -> float | None:
 def read_run(run_dir: str | Path) -> Run:
     """Read a run directory, of a finished run or of one that is still going on.
 
-    A last line torn by a crash is left out. A resumed run starts again at a step it has been at before: what was recorded
-    of that step and of later ones belongs to a past that was given up, so the later lines count.
+    A last line torn by a crash is left out. A resumed run goes back to a step it has been at before: what was recorded
+    of that step and of later ones until then was given up, so the later lines count.
 
     Raises:
         UserError: the folder holds no run, or a file in it cannot be read; the message names the file.
@@ -110,7 +110,9 @@ def read_run(run_dir: str | Path) -> Run:
         raise UserError(f"{path} holds no run: there is no {' and no '.join(missing)} in it; give the folder of a run")
     records = _read_records(path / "metrics.jsonl")
     if not records:
-        raise UserError(f"{path} has no step yet: metrics.jsonl has no whole line; try again once the run has taken a step")
+        raise UserError(
+            f"{path} has no step yet: metrics.jsonl has no whole line; try again once the run has taken a step"
+        )
     recipe = _read_recipe(path / "recipe.yaml")
     result = _read_object(path / "result.json")
     if result.get("step") != records[-1]["step"]:  # not written yet, or from before the run was resumed
@@ -137,7 +139,7 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
         The keys of `result.json` without `name` and `status`; None where no record has a value.
     """
     last, settled = records[-1], records[len(records) // 10 :]
-    evaluated = next((r for r in reversed(records) if "eval_loss" in r), {})
+    evaluated: dict[str, Any] = next((r for r in reversed(records) if "eval_loss" in r), {})
     return {
         "step": last["step"],
         **{key: last.get(key) for key in _CONSTANT},
@@ -179,7 +181,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 record = None
             step = record.get("step") if isinstance(record, dict) else None
             if isinstance(step, bool) or not isinstance(step, int):
-                raise UserError(f"{path}, line {count}: not a record of a step (a JSON object with a whole number `step`)")
+                raise UserError(
+                    f"{path}, line {count}: not a record of a step (a JSON object with a whole number `step`)"
+                )
             yield record
 
 

@@ -93,6 +93,11 @@ class Task(ABC):
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
         """Put a batch through the model."""
 
+    def sample_batch(self, batch_size: int, seq_len: int) -> Batch:
+        """A batch of the largest shape a run can meet, with ids of 0, for tracing what a model costs."""
+        ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
+        return Batch({"input_ids": ids}, ids.clone(), num_targets=ids.numel(), num_tokens=ids.numel())
+
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
         """Figures from sums over a dataset.
 
@@ -139,6 +144,13 @@ def model_config(model: torch.nn.Module) -> Any:
     while not hasattr(model, "config") and hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]
     return getattr(model, "config", None)
+
+
+def required(id_: int | None) -> int:
+    """A special token's id after `Tokenizer.require` has seen that it is there."""
+    if id_ is None:
+        raise AssertionError("the tokenizer was not checked for its special tokens")
+    return id_
 
 
 def pad_rows(rows: Sequence[Ids], value: int) -> torch.Tensor:

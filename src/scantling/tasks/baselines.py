@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.nn.functional as F
+from scipy.special import softmax
 
 from scantling.data.hashing import key64, permutation
 from scantling.data.tokenizers import Tokenizer
@@ -22,11 +21,15 @@ if TYPE_CHECKING:
     from scantling.tasks.classification import LabelledDataset
 
 FEATURES = 1 << 17
-"""Buckets that words and pairs of words are hashed into."""
+"""Most buckets that words and pairs of words are hashed into."""
+WEIGHTS = 1 << 24
+"""Most weights, buckets times labels, unless there are very many labels."""
 TRAIN_DOCUMENTS = 50_000
 """Most training documents used, chosen by hash."""
 EPOCHS = 3
 BATCH = 256
+LR = 0.1
+Floats = npt.NDArray[np.float64]
 WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -38,7 +41,7 @@ def majority_accuracy(train: npt.NDArray[np.int64], heldout: npt.NDArray[np.int6
 def bag_accuracy(
     train: LabelledDataset, heldout: LabelledDataset, tokenizer: Tokenizer, *, num_labels: int, seed: int = 0
 ) -> float:
-    """Accuracy of logistic regression on hashed words and bigrams of the last text: the second one of pairs.
+    """Accuracy of logistic regression on the hashed words and bigrams of one text, of pairs the second; by Adagrad.
 
     Args:
         train: documents to learn from.
@@ -47,43 +50,59 @@ def bag_accuracy(
         num_labels: size of the label set.
         seed: decides the order of learning.
     """
+    size = min(FEATURES, max(1 << 10, WEIGHTS // num_labels))
     order = permutation(len(train), key64("bag", seed))[:TRAIN_DOCUMENTS]
-    bags = [_features(train, int(index), tokenizer) for index in order]
-    labels = torch.from_numpy(train.labels()[order])
-    weights = torch.zeros(FEATURES, num_labels, requires_grad=True)
-    bias = torch.zeros(num_labels, requires_grad=True)
-    optimizer = torch.optim.Adagrad([weights, bias], lr=0.1)
+    bags = [_features(train, int(index), tokenizer, size) for index in order]
+    targets = train.labels()[order]
+    weights, bias = np.zeros((size, num_labels)), np.zeros(num_labels)
+    squares, bias_squares = np.full_like(weights, 1e-10), np.full_like(bias, 1e-10)
     for epoch in range(EPOCHS):
         shuffled = permutation(len(bags), key64("bag", seed, epoch))
         for at in range(0, len(bags), BATCH):
             part = shuffled[at : at + BATCH]
-            optimizer.zero_grad()
-            loss = F.cross_entropy(_scores(weights, bias, [bags[index] for index in part]), labels[part])
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-    correct = 0
-    with torch.no_grad():
-        targets = torch.from_numpy(heldout.labels())
-        for at in range(0, len(heldout), BATCH):
-            numbers = range(at, min(at + BATCH, len(heldout)))
-            scores = _scores(weights, bias, [_features(heldout, number, tokenizer) for number in numbers])
-            correct += int((scores.argmax(-1) == targets[at : at + BATCH]).sum())
+            batch = _Bags([bags[index] for index in part])
+            error = softmax(batch.scores(weights, bias), axis=1)
+            error[np.arange(len(part)), targets[part]] -= 1
+            error /= len(part)
+            rows, gradient = batch.gradient(error)  # Adagrad changes only the rows that have a gradient
+            squares[rows] += gradient**2
+            weights[rows] -= LR * gradient / np.sqrt(squares[rows])
+            bias_squares += error.sum(0) ** 2
+            bias -= LR * error.sum(0) / np.sqrt(bias_squares)
+    correct, labels = 0, heldout.labels()
+    for at in range(0, len(heldout), BATCH):
+        numbers = range(at, min(at + BATCH, len(heldout)))
+        batch = _Bags([_features(heldout, number, tokenizer, size) for number in numbers])
+        correct += int((batch.scores(weights, bias).argmax(1) == labels[at : at + BATCH]).sum())
     return correct / len(heldout)
 
 
-def _features(dataset: LabelledDataset, index: int, tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """The distinct features of a document."""
+def _features(dataset: LabelledDataset, index: int, tokenizer: Tokenizer, size: int) -> npt.NDArray[np.int64]:
+    """The distinct features of a document, numbers below `size`; there is at least one."""
     example = dataset[index]
     ids = example.ids if example.pair_ids is None else example.pair_ids
     words = WORD.findall(tokenizer.decode(ids).lower())
     bigrams = (f"{first} {second}" for first, second in zip(["", *words], [*words, ""], strict=True))
-    hashes = {zlib.crc32(feature.encode()) % FEATURES for feature in (*words, *bigrams)}
+    hashes = {zlib.crc32(feature.encode()) % size for feature in (*words, *bigrams)}
     return np.array(sorted(hashes), dtype=np.int64)
 
 
-def _scores(weights: torch.Tensor, bias: torch.Tensor, bags: list[npt.NDArray[np.int64]]) -> torch.Tensor:
-    """Logits, (documents, labels)."""
-    ends = np.cumsum([len(bag) for bag in bags])
-    offsets = torch.from_numpy(np.concatenate([[0], ends[:-1]]))
-    indices = torch.from_numpy(np.concatenate(bags))
-    return F.embedding_bag(indices, weights, offsets, mode="sum") + bias
+class _Bags:
+    """Sets of features, none empty. Each counts as a vector of length 1, or long ones would be learned by heart."""
+
+    def __init__(self, bags: list[npt.NDArray[np.int64]]) -> None:
+        counts = np.array([len(bag) for bag in bags])
+        self._features, self._begins = np.concatenate(bags), np.cumsum(counts) - counts
+        self._documents, self._scale = np.repeat(np.arange(len(bags)), counts), counts[:, None] ** -0.5
+
+    def scores(self, weights: Floats, bias: Floats) -> Floats:
+        """Logits, (documents, labels)."""
+        sums: Floats = np.add.reduceat(weights[self._features], self._begins, axis=0)
+        return sums * self._scale + bias
+
+    def gradient(self, error: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+        """The features that occur, (rows,), and the gradient of their weights, (rows, labels)."""
+        rows, places = np.unique(self._features, return_inverse=True)
+        gradient = np.zeros((len(rows), error.shape[1]))
+        np.add.at(gradient, places, (error * self._scale)[self._documents])
+        return rows, gradient

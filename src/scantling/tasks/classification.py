@@ -17,8 +17,16 @@ from scantling.data.store import MappedArray, TokenStore
 from scantling.data.tokenizers import Ids, Tokenizer
 from scantling.errors import UserError
 from scantling.recipe.schema import DataSection
-from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, mean_loss, model_config, pad_rows
-from scantling.tasks.masked_lm import required
+from scantling.tasks.base import (
+    LossSums,
+    Task,
+    TaskData,
+    cross_entropy_sum,
+    mean_loss,
+    model_config,
+    pad_rows,
+    required,
+)
 
 
 class Labelled(NamedTuple):
@@ -62,8 +70,9 @@ class LabelledDataset:
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document without special ones, (documents,)."""
-        ends = np.asarray(self._ends[:], dtype=np.int64)
-        return ends - np.concatenate([[0], ends[:-1]])
+        ends: npt.NDArray[np.int64] = self._ends[:]
+        lengths: npt.NDArray[np.int64] = np.diff(ends, prepend=0)
+        return lengths
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,11 @@ class Classification(Task):
         logits = model(**inputs).logits
         correct = (logits.detach().argmax(-1) == batch.labels).sum()
         return LossSums(cross_entropy_sum(logits, batch.labels), {"correct": correct})
+
+    def sample_batch(self, batch_size: int, seq_len: int) -> Batch:
+        batch = super().sample_batch(batch_size, seq_len)
+        inputs = batch.inputs | {"attention_mask": torch.ones_like(batch.labels)}
+        return Batch(inputs, batch.labels[:, 0].clone(), num_targets=batch_size, num_tokens=batch.num_tokens)
 
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
         return {"eval_loss": mean_loss(sums), "accuracy": sums["correct"] / sums["targets"]}

@@ -17,7 +17,7 @@ from scantling.data.progress import Progress
 from scantling.data.tokenizers import Tokenizer
 from scantling.errors import UserError
 from scantling.recipe.schema import DataSection
-from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, mean_loss, pad_rows
+from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, mean_loss, pad_rows, required
 from scantling.tasks.streams import bin_data, bin_tokenizer, refuse_pairs
 
 
@@ -69,13 +69,6 @@ class MaskedWindows:
         other = self.words[(mix64(place + np.uint64(2), key) % np.uint64(len(self.words))).astype(np.int64)]
         hidden = np.where(kind < 0.8, self.mask_id, np.where(kind < 0.9, other, ids))
         return np.where(chosen, hidden, ids), labels
-
-
-def required(id_: int | None) -> int:
-    """An id that was checked to be there."""
-    if id_ is None:
-        raise AssertionError("the tokenizer was checked for its special tokens")
-    return id_
 
 
 class MaskedLM(Task):

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-N` with the tensor files of torch.distributed.checkpoint and `manifest.json`: step, world
 size, versions, everything that is no tensor, and the size and SHA-256 of each file. It is written to `step-N.tmp` and
-renamed when all of it is on disk, so a folder `step-N` is complete unless the disk damaged it, and the sums show damage.
+renamed when all of it is on disk, so a folder `step-N` is complete unless the disk damaged it, which the sums show.
 
 Tensors are stored flat under plain keys, with the dtype they have: `model/<name>`, `optimizer/<parameter>/<key>`,
 `rng/rank<r>/<device>`, `method/<name>/<key>`. Nothing read from a checkpoint can run code: there are no pickled objects
@@ -320,7 +320,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Pat
         optimizer.state[by_name[name]] = entries
     for group, stored in zip(optimizer.param_groups, values["groups"], strict=True):
         for key, value in stored["hyper"].items():
-            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            if not _is_json(group.get(key)) or json.dumps(group.get(key)) != json.dumps(value):
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
 def rng_state(place: Place) -> State:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from scantling.data.batch import Batch
+from scantling.numerics.compute import autocast
 from scantling.tasks.base import Task, TaskData
 from scantling.training.checkpoint import read_manifest
 from scantling.training.distributed import Place
-from scantling.training.precision import autocast
 
 
 @torch.no_grad()

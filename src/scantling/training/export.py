@@ -43,7 +43,8 @@ def export_hf(run_dir: str | Path, folder: str | Path) -> float:
         model.config.use_cache = True
         model.save_pretrained(aside)
         if data.tokenizer is not None:
-            data.tokenizer.save_pretrained(aside)
+            token_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
+            data.tokenizer.save_pretrained(aside, token_types=token_types)
         difference = _reload_difference(task.auto_class, model, aside)
         os.replace(aside, folder)
     except OSError as error:

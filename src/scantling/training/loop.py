@@ -18,6 +18,7 @@ from torch import nn
 
 from scantling.data.loader import BatchSource
 from scantling.errors import RunError
+from scantling.optim.memory import state_bytes
 from scantling.training.checkpoint import (
     Checkpointer,
     State,
@@ -220,16 +221,6 @@ class Loop:
         self._earlier_joules = values["joules"] or 0.0
         if not load_rng(path, self.place):
             self.sink.message(f"{path} was saved by another number of processes; the random generators start anew")
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors in the optimizer's state."""
-    return sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -384,7 +384,9 @@ def summarise(folder: RunDir, name: str, outcome: Outcome) -> dict[str, Any]:
     last = records[-1]
     settled = records[len(records) // 10 :]
     evaluated: dict[str, Any] = next((r for r in reversed(records) if "eval_loss" in r), {})
-    held_out = {k: evaluated[k] for k in ("eval_loss", "perplexity", "bits_per_byte", "accuracy") if k in evaluated}
+    held_out: dict[str, Any] = {
+        k: evaluated[k] for k in ("eval_loss", "perplexity", "bits_per_byte", "accuracy") if k in evaluated
+    }
     same = (
         "tokens",
         "num_parameters",

@@ -16,11 +16,12 @@ from torch import nn
 from scantling.comm import GradientExchange
 from scantling.data.batch import Batch
 from scantling.errors import NonFiniteError
+from scantling.numerics.compute import autocast
 from scantling.tasks.base import Task
 from scantling.training.distributed import Place
 from scantling.training.meters import Stopwatch
 from scantling.training.methods import Method
-from scantling.training.precision import SharedGradScaler, autocast
+from scantling.training.scaler import SharedGradScaler
 
 
 @dataclass

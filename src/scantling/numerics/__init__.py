@@ -1,0 +1,1 @@
+"""Number formats, used by everything above."""

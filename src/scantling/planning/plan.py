@@ -1,0 +1,268 @@
+"""The plan of a run: parameters, memory, bytes sent and FLOPs, added up from the cost functions beside each part.
+
+A figure that cannot be known is None, with a note that says why; nothing is guessed. All bytes are per rank.
+
+    peak = base + weights + optimizer state + max(activations + loss temporaries, gradients + optimizer temporaries)
+
+because the activations are freed while the gradients come. Loss temporaries are the gradients of the
+log-probabilities and of the logits, both as large as the logits in fp32. `base` is what a process with the libraries
+loaded holds on a CPU, measured in this one; on a GPU, where only allocated memory counts, it is 0.
+
+On a CPU this is what tensors hold. The resident set is up to a third larger above the base, because glibc keeps freed
+blocks in its heap; with MALLOC_MMAP_THRESHOLD_=65536 in the environment it gives them back, and the two agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from scantling.errors import UserError
+from scantling.recipe import Recipe, load_recipe
+from scantling.recipe.loading import RecipeLike
+from scantling.reporting.format import format_bytes, format_number
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from scantling.tasks.base import TaskData
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will cost, for each rank.
+
+    Attributes:
+        num_parameters: all of the model; `num_trainable` those that get a gradient.
+        parameters_by_role: trainable parameters that are matrices, embeddings and vectors.
+        weight_bytes, gradient_bytes, optimizer_state_bytes: held through a step.
+        activation_bytes: kept for the backward pass of one micro-batch.
+        temporary_bytes: the more of the loss and of the optimizer, on top of that.
+        base_bytes: what the process holds before there is a model.
+        peak_memory_bytes: the most at any time.
+        wire_bytes: bytes that one rank sends for one step.
+        flops_per_step: forward and backward over all ranks; `flops_per_token` the same for one token.
+        tokens_per_step: over all ranks; `total_tokens` over the run.
+        notes: what could not be known, and why.
+    """
+
+    name: str
+    world_size: int
+    num_parameters: int
+    num_trainable: int
+    parameters_by_role: Mapping[str, int]
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_state_bytes: int | None
+    activation_bytes: int
+    temporary_bytes: int
+    base_bytes: int
+    peak_memory_bytes: int | None
+    wire_bytes: int
+    flops_per_step: int
+    flops_per_token: float
+    tokens_per_step: int
+    total_tokens: int
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {**dataclasses.asdict(self), "notes": list(self.notes)}
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(group, what, value) for people."""
+        roles = ", ".join(f"{format_number(n)} {role}" for role, n in self.parameters_by_role.items())
+        return [
+            ("parameters", "all", format_number(self.num_parameters)),
+            ("", "trainable", f"{format_number(self.num_trainable)} ({roles})"),
+            ("memory per rank", "weights", format_bytes(self.weight_bytes)),
+            ("", "gradients", format_bytes(self.gradient_bytes)),
+            ("", "optimizer state", format_bytes(self.optimizer_state_bytes)),
+            ("", "activations", format_bytes(self.activation_bytes)),
+            ("", "temporary", format_bytes(self.temporary_bytes)),
+            ("", "process before the model", format_bytes(self.base_bytes)),
+            ("", "peak", format_bytes(self.peak_memory_bytes)),
+            ("network", "sent per step and rank", format_bytes(self.wire_bytes)),
+            ("compute", "FLOPs per step", format_number(self.flops_per_step)),
+            ("", "FLOPs per token", format_number(self.flops_per_token)),
+            ("", "tokens per step", format_number(self.tokens_per_step)),
+            ("", "tokens in the run", format_number(self.total_tokens)),
+        ]
+
+    def table(self) -> Table:
+        """The plan as a table for a terminal."""
+        from rich.table import Table
+
+        ranks = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        table = Table(
+            title=f"plan of {self.name}, {ranks}", caption="\n".join(self.notes) or None, title_justify="left"
+        )
+        for header in ("", "what", "planned"):
+            table.add_column(header, justify="right" if header == "planned" else "left")
+        for index, (group, what, value) in enumerate(self.rows()):
+            if group and index:
+                table.add_section()
+            table.add_row(group, what, value)
+        return table
+
+    def short(self) -> str:
+        """One line, printed before each run."""
+        sent = f", sends {format_bytes(self.wire_bytes)}/step" if self.wire_bytes else ""
+        return (
+            f"plan: {format_number(self.num_parameters)} parameters, peak {format_bytes(self.peak_memory_bytes)} "
+            f"(weights {format_bytes(self.weight_bytes)}, gradients {format_bytes(self.gradient_bytes)}, "
+            f"optimizer {format_bytes(self.optimizer_state_bytes)}, activations {format_bytes(self.activation_bytes)})"
+            f"{sent}, {format_number(self.flops_per_step)}FLOP/step, {format_number(self.total_tokens)} tokens"
+        )
+
+    def __str__(self) -> str:
+        lines = [f"plan of {self.name}, world size {self.world_size}"]
+        lines += [f"{group:16} {what:26} {value}" for group, what, value in self.rows()]
+        return "\n".join([*lines, *self.notes])
+
+
+def plan(
+    recipe: RecipeLike,
+    *,
+    world_size: int = 1,
+    device: str = "auto",
+    settings: Sequence[str] = (),
+    task_data: TaskData | None = None,
+) -> Plan:
+    """Say what a run will cost.
+
+    Args:
+        recipe: path of a YAML file, a mapping, or a `Recipe`.
+        world_size: number of processes.
+        device: "cpu", "cuda", or "auto" for the recipe's own choice on this machine.
+        settings: overrides as text, `train.steps=100`.
+        task_data: the run's prepared data, where it is there; without it the vocabulary is taken from the tokenizer
+            setting, and no data is read.
+
+    Raises:
+        RecipeError: the recipe is wrong.
+        UserError: the model cannot be built, or the batch cannot be shared by the processes.
+    """
+    import torch
+
+    from scantling.comm import allreduce_wire_bytes
+    from scantling.groups import param_groups
+    from scantling.models.build import build_model, default_task, quiet
+    from scantling.models.costs import BACKWARD, forward_flops, trace_forward
+    from scantling.numerics.compute import autocast
+    from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
+    from scantling.tasks import get_task
+
+    recipe = load_recipe(recipe, settings)
+    if recipe.batch_size % world_size:
+        raise UserError(f"the batch of {recipe.batch_size} sequences cannot be shared evenly by {world_size} processes")
+    task = get_task(recipe.model.task or default_task(recipe.model))
+    notes: list[str] = []
+    if task_data is not None:
+        vocab_size, overrides = task_data.vocab_size, task.config_overrides(task_data)
+    else:
+        vocab_size, overrides = _vocabulary(recipe), _labels(recipe, task.name, notes)
+
+    def make(where: str) -> Any:
+        model = build_model(
+            recipe.model,
+            task,
+            vocab_size=vocab_size,
+            seq_len=recipe.data.seq_len,
+            config_overrides=overrides,
+            seed=0,
+            device=where,
+        )
+        if recipe.train.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    seq_len = recipe.data.seq_len
+    share = recipe.batch_size // world_size
+    micro = min(recipe.train.micro_batch_size or share, share)
+    on_gpu = device == "cuda" or (device == "auto" and recipe.train.device != "cpu" and torch.cuda.is_available())
+    model = make("meta")
+    base = 0 if on_gpu else _resident_bytes()
+    parameters = list(model.parameters())
+    trainable = [p for p in parameters if p.requires_grad]
+    weight_bytes = sum(p.nbytes for p in parameters)
+    gradient_bytes = sum(p.nbytes for p in trainable)
+    groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
+    roles: dict[str, int] = {}
+    for group in groups:
+        roles[group["role"]] = roles.get(group["role"], 0) + sum(p.numel() for _, p in group["params"])
+    state = predicted_state_bytes(recipe.optim.name, groups, **recipe.optim.options)
+    if state is None:
+        notes.append(f"the state of {recipe.optim.name} is not known before it has taken a step")
+
+    def loss(traced: torch.nn.Module) -> torch.Tensor:
+        with autocast(recipe.precision.compute, torch.device("cpu")):
+            return task.loss(traced, task.sample_batch(micro, seq_len)).loss
+
+    with quiet():
+        trace = trace_forward(lambda: make("cpu"), loss)
+    activations = trace.saved_bytes
+    if recipe.train.activation_checkpointing:
+        activations += _checkpointed_bytes(model.config, micro, seq_len)
+        notes.append("activations with checkpointing: the inputs of the layers and one layer's own, recomputed")
+    of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **recipe.optim.options})
+    of_loss = 2 * trace.output_bytes
+    held = weight_bytes + (state or 0)
+    working = max(activations + of_loss, gradient_bytes + of_optimizer)
+    if recipe.train.compile:
+        notes.append("compiled kernels keep less for the backward pass than is planned here")
+    tokens = recipe.batch_size * seq_len
+    flops = (1 + BACKWARD) * forward_flops(model, sequences=recipe.batch_size, seq_len=seq_len)
+    return Plan(
+        name=recipe.name or "recipe",
+        world_size=world_size,
+        num_parameters=sum(p.numel() for p in parameters),
+        num_trainable=sum(p.numel() for p in trainable),
+        parameters_by_role=roles,
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_state_bytes=state,
+        activation_bytes=activations,
+        temporary_bytes=working - max(activations, gradient_bytes) if working else 0,
+        base_bytes=base,
+        peak_memory_bytes=None if state is None else base + held + working,
+        wire_bytes=allreduce_wire_bytes(gradient_bytes, world_size),
+        flops_per_step=flops,
+        flops_per_token=flops / tokens,
+        tokens_per_step=tokens,
+        total_tokens=tokens * recipe.train.steps,
+        notes=tuple(notes),
+    )
+
+
+def _vocabulary(recipe: Recipe) -> int:
+    """Ids of the recipe's tokenizer; only a tokenizer in a folder is read."""
+    from scantling.data.tokenizers import ByteTokenizer, load_tokenizer
+    from scantling.recipe.schema import BpeTokenizer
+
+    setting = recipe.data.tokenizer
+    if isinstance(setting, BpeTokenizer):
+        return setting.bpe
+    return ByteTokenizer.vocab_size if setting == "bytes" else load_tokenizer(setting).vocab_size
+
+
+def _labels(recipe: Recipe, task: str, notes: list[str]) -> dict[str, Any]:
+    if task != "classification":
+        return {}
+    if recipe.data.labels is None:
+        notes.append("the number of labels is not known before the data is read; 2 are assumed")
+        return {"num_labels": 2}
+    return {"num_labels": len(recipe.data.labels)}
+
+
+def _checkpointed_bytes(config: Any, micro: int, seq_len: int) -> int:
+    """Inputs of all layers, which checkpointing keeps beside what autograd saves."""
+    return int(config.num_hidden_layers * micro * seq_len * config.hidden_size * 4)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

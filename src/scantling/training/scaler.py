@@ -1,0 +1,19 @@
+"""The loss scale of fp16 runs, which all ranks share."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class SharedGradScaler(torch.amp.GradScaler):
+    """A GradScaler whose verdict is the same on all ranks: an overflow on one skips the update on all.
+
+    Collective: one all-reduce of one number in `unscale_` when there are several processes and scaling is on.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        if self.is_enabled() and dist.is_available() and dist.is_initialized():
+            for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)

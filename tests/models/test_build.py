@@ -1,0 +1,167 @@
+"""Models from presets, configurations and folders, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from scantling.errors import UserError
+from scantling.models.build import build_model, default_task
+from scantling.models.presets import PRESETS
+from scantling.recipe.schema import ModelSection
+from scantling.tasks import get_task
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY_LLAMA = {**TINY, "num_key_value_heads": 2}
+
+
+def make(section: dict[str, Any], task: str = "causal-lm", *, vocab: int = 261, seq: int = 64, **keys: Any) -> Any:
+    own = {"config_overrides": {}, "seed": 0, **keys}
+    return build_model(ModelSection(**section), get_task(task), vocab_size=vocab, seq_len=seq, **own)
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions", "tolerance"),
+    [
+        ("llama-1m", 1.0, 0.15),
+        ("llama-10m", 10.0, 0.05),
+        ("llama-60m", 58.1, 0.01),
+        ("llama-130m", 134.1, 0.01),
+        ("llama-350m", 368.2, 0.01),
+        ("llama-1b", 1339.1, 0.01),
+    ],
+)
+def test_llama_presets_have_their_size(preset: str, millions: float, tolerance: float) -> None:
+    """From 60 m on with the 32,000 ids of the GaLore comparison, which reports 58, 134, 368 and 1339 million."""
+    vocab = 261 if millions < 20 else 32000
+    model = make({"preset": preset}, vocab=vocab, device="meta")
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=tolerance)
+
+
+def test_encoder_presets_have_their_shape() -> None:
+    bert = make({"preset": "bert-6-encoder"}, "masked-lm", device="meta").config
+    assert (bert.num_hidden_layers, bert.hidden_size, bert.num_attention_heads, bert.vocab_size) == (6, 768, 12, 30522)
+    roberta = make({"preset": "roberta-code"}, "masked-lm", device="meta").config
+    assert (roberta.num_hidden_layers, roberta.hidden_size, roberta.vocab_size) == (12, 768, 50265)
+    labels = {"num_labels": 5}
+    classifier = make({"preset": "bert-6-encoder"}, "classification", device="meta", config_overrides=labels)
+    assert classifier.classifier.out_features == 5
+
+
+def test_every_preset_names_a_task() -> None:
+    for name, preset in PRESETS.items():
+        assert default_task(ModelSection(preset=name)) == preset.task
+
+
+def test_same_seed_same_weights_whatever_ran_before() -> None:
+    first = make({"preset": "llama-1m", "overrides": TINY_LLAMA})
+    torch.rand(5)
+    before = torch.get_rng_state()
+    second = make({"preset": "llama-1m", "overrides": TINY_LLAMA})
+    assert torch.equal(torch.get_rng_state(), before), "building a model draws from the global generator"
+    other = make({"preset": "llama-1m", "overrides": TINY_LLAMA}, seed=1)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name])
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert first.training
+    assert first.config._attn_implementation == "sdpa"
+
+
+def test_vocabulary_follows_the_tokenizer_or_is_refused() -> None:
+    assert make({"preset": "llama-1m"}, vocab=261, device="meta").config.vocab_size == 320
+    assert make({"preset": "llama-1m"}, vocab=320, device="meta").config.vocab_size == 320
+    with pytest.raises(UserError, match="50000 ids, the model's vocabulary only 30522"):
+        make({"preset": "bert-6-encoder"}, "masked-lm", vocab=50000, device="meta")
+    with pytest.raises(UserError, match="261 ids, the model's vocabulary only 100"):
+        make({"preset": "llama-1m", "overrides": {"vocab_size": 100}}, device="meta")
+
+
+def test_length_is_checked_against_the_positions() -> None:
+    assert make({"preset": "llama-1m"}, seq=4096, device="meta").config.max_position_embeddings == 4096
+    make({"preset": "bert-6-encoder"}, "masked-lm", seq=512, device="meta")
+    with pytest.raises(UserError, match="seq_len is 513, the model has 512"):
+        make({"preset": "bert-6-encoder"}, "masked-lm", seq=513, device="meta")
+    make({"preset": "roberta-code"}, "masked-lm", seq=512, device="meta")
+    with pytest.raises(UserError, match="the model has 512"):
+        make({"preset": "roberta-code"}, "masked-lm", seq=513, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hiden_size": 64}, "did you mean 'hidden_size'"),
+        ({"hidden_size": 33}, "model: "),
+        ({"hidden_act": "no-such"}, "model: "),
+        ({"num_hidden_layers": "two"}, "model: "),
+    ],
+)
+def test_bad_overrides(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make({"preset": "llama-1m", "overrides": overrides}, device="meta")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved tiny GPT-2."""
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=300, n_positions=64)
+    torch.manual_seed(3)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def test_pretrained_weights_are_read_and_can_be_left(folder: Path) -> None:
+    want = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    read = make({"hf": str(folder)})
+    assert torch.equal(read.transformer.wte.weight, want.transformer.wte.weight)
+    assert read.training
+    assert default_task(ModelSection(hf=str(folder))) == "causal-lm"
+    fresh = make({"hf": str(folder), "pretrained": False})
+    assert not torch.equal(fresh.transformer.wte.weight, want.transformer.wte.weight)
+    from_file = make({"hf": str(folder / "config.json")})
+    assert torch.equal(from_file.transformer.wte.weight, fresh.transformer.wte.weight)
+
+
+def test_a_new_head_is_a_warning_and_a_lost_backbone_an_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        make({"hf": str(folder)}, "classification", config_overrides={"num_labels": 3, "pad_token_id": 0})
+    assert "new weights" in caplog.text
+    assert "score" in caplog.text
+    with pytest.raises(UserError, match=r"lacks .* weights"):
+        make({"hf": str(folder), "overrides": {"n_layer": 3}})
+    with pytest.raises(UserError, match=r"lacks .* weights"):
+        make({"hf": str(folder), "overrides": {"n_embd": 64}})
+
+
+def test_what_a_folder_can_lack(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no .*config.json"):
+        make({"hf": str(tmp_path / "nothing")})
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot read"):
+        make({"hf": str(tmp_path)})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "lama"}))
+    with pytest.raises(UserError, match="did you mean 'llama'"):
+        make({"hf": str(tmp_path)})
+    (folder / "model.safetensors").rename(folder / "weights.bin")
+    with pytest.raises(UserError, match="convert them to safetensors"):
+        make({"hf": str(folder), "pretrained": True})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2Model"]}))
+    with pytest.raises(UserError, match=r"model\.task"):
+        default_task(ModelSection(hf=str(folder)))
+
+
+def test_code_beside_a_model_is_never_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "evil.py").write_text(f"open({str(folder / 'harmed')!r}, 'w')\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING):
+        make({"hf": str(folder)})
+    assert "not run" in caplog.text
+    assert not (folder / "harmed").exists()

@@ -1,0 +1,401 @@
+"""CAME as a torch.optim.Optimizer: groups, closures, schedules, refusals, and a state that survives saving."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from scantling.errors import UserError
+from scantling.groups import param_groups
+from scantling.optim import CAME
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Embedding(40, 24), nn.Linear(24, 32), nn.LayerNorm(32), nn.Linear(32, 40))
+    return layers.to(dtype)
+
+
+def set_gradients(net: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in net.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        set_gradients(net, step)
+        optimizer.step()
+
+
+def equal_states(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
+    pairs = zip(*([p for group in o.param_groups for p in group["params"]] for o in (a, b)), strict=True)
+    return all(
+        torch.equal(p, q)
+        and a.state[p].keys() == b.state[q].keys()
+        and all(v.dtype == b.state[q][k].dtype and torch.equal(v, b.state[q][k]) for k, v in a.state[p].items())
+        for p, q in pairs
+    )
+
+
+def test_every_hyperparameter_is_honoured_per_group() -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"lr": 1e-2},
+        {"betas": (0.5, 0.8, 0.9)},
+        {"eps": (1e-3, 1e-2)},
+        {"clip_threshold": 0.1},
+        {"weight_decay": 0.5},
+        {"debias": True},
+        {"maximize": True},
+        {"factor": "last2"},
+        {"matrix_dims": ((0, 1), (2,))},
+        {"role": "vector"},
+    ]
+    start = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    together = [nn.Parameter(start.clone()) for _ in settings]
+    apart = [nn.Parameter(start.clone()) for _ in settings]
+    optimizer = CAME([{"params": [p], **own} for p, own in zip(together, settings, strict=True)], lr=1e-3)
+    singles = [CAME([{"params": [p], **own}], lr=1e-3) for p, own in zip(apart, settings, strict=True)]
+    for step in range(5):
+        for p, q in zip(together, apart, strict=True):
+            p.grad = q.grad = torch.randn(start.shape, generator=torch.Generator().manual_seed(step)).double() * 1e-3
+        for one in (optimizer, *singles):
+            one.step()
+    assert all(torch.equal(p, q) for p, q in zip(together, apart, strict=True))
+    for i, p in enumerate(together):
+        others = [q for j, q in enumerate(together) if j != i and {i, j} != {0, 10}]
+        assert all(not torch.equal(p, q) for q in others)
+
+
+def test_lr_as_a_tensor_and_schedules_that_write_to_groups() -> None:
+    a, b = model(), model()
+    floats = CAME(a.parameters(), lr=1e-2, weight_decay=0.1, debias=True)
+    tensors = CAME(b.parameters(), lr=torch.tensor(1e-2), weight_decay=0.1, debias=True)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (floats, tensors)]
+    for step in range(5):
+        train(a, floats, range(step, step + 1))
+        train(b, tensors, range(step, step + 1))
+        for schedule in schedules:
+            schedule.step()
+    assert tensors.param_groups[0]["lr"].item() == pytest.approx(1e-2 * 0.9**5)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_one_cycle_writes_the_first_beta() -> None:
+    net = model()
+    optimizer = CAME(net.parameters(), lr=1e-3)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
+    for step in range(4):
+        train(net, optimizer, range(step, step + 1))
+        cycle.step()
+    assert optimizer.param_groups[0]["betas"][0] != 0.9
+    assert optimizer.param_groups[0]["betas"][1:] == (0.999, 0.9999)
+
+
+def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
+    net = nn.Linear(24, 32)
+    optimizer = CAME(net.parameters(), lr=1e-3)
+    before = net.weight.detach().clone()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.ones(2, 24)).square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert loss.requires_grad
+    assert not torch.equal(net.weight, before)
+
+
+def test_parameters_without_a_gradient_keep_value_and_state() -> None:
+    a, b = nn.Parameter(torch.ones(20, 20)), nn.Parameter(torch.ones(20, 20))
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = CAME([a, b, frozen], lr=1e-2)
+    a.grad = torch.randn(20, 20)
+    optimizer.step()
+    b.grad = torch.randn(20, 20)
+    optimizer.step()
+    a.grad = None
+    kept = {key: value.clone() for key, value in optimizer.state[a].items()}
+    value = a.detach().clone()
+    optimizer.step()
+    assert torch.equal(a, value)
+    assert all(torch.equal(kept[key], optimizer.state[a][key]) for key in kept)
+    assert [int(optimizer.state[p]["step"]) for p in (a, b)] == [2, 2]
+    assert frozen not in optimizer.state
+
+
+def test_matrix_dims_read_back_from_json_are_understood() -> None:
+    def step(dims: Any) -> Tensor:
+        param = nn.Parameter(torch.ones(8, 4, 16))
+        param.grad = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(0))
+        optimizer = CAME([{"params": [param], "matrix_dims": ((0, 1), (2,))}], lr=1e-2)
+        optimizer.param_groups[0]["matrix_dims"] = dims
+        optimizer.step()
+        return param.detach()
+
+    assert torch.equal(step(([0, 1], [2])), step(((0, 1), (2,))))
+    assert not torch.equal(step(None), step(((0, 1), (2,))))
+
+
+def test_empty_parameters_are_left_alone() -> None:
+    empty, full = nn.Parameter(torch.zeros(0, 20)), nn.Parameter(torch.ones(20, 20))
+    empty.grad, full.grad = torch.zeros(0, 20), torch.ones(20, 20)
+    CAME([empty, full], lr=1e-2).step()
+    assert full.isfinite().all()
+
+
+def test_a_parameter_given_twice_is_stepped_once() -> None:
+    def step(times: int) -> Tensor:
+        param = nn.Parameter(torch.ones(20, 20))
+        param.grad = torch.ones(20, 20)
+        optimizer = CAME([("weight", param)] * times, lr=1e-2)
+        optimizer.step()
+        assert optimizer.param_groups[0]["param_names"] == ["weight"]
+        return param.detach()
+
+    assert torch.equal(step(1), step(2))
+
+
+def test_non_contiguous_gradients_and_parameters() -> None:
+    base = torch.randn(30, 20)
+    a, b = nn.Parameter(base.T), nn.Parameter(base.T.contiguous())
+    a.grad = torch.randn(30, 20, generator=torch.Generator().manual_seed(0)).T
+    b.grad = a.grad.contiguous()
+    for param in (a, b):
+        CAME([param], lr=1e-2, weight_decay=0.1).step()
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_groups_can_be_added_later() -> None:
+    a, b = nn.Parameter(torch.ones(20, 20)), nn.Parameter(torch.ones(20, 20))
+    optimizer = CAME([a], lr=1e-2)
+    a.grad = b.grad = torch.ones(20, 20)
+    optimizer.step()
+    optimizer.add_param_group({"params": [b], "debias": True})
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in (a, b)] == [2, 1]
+    with pytest.raises(UserError, match=r"betas\[2\].*given 1\.0"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "betas": (0.9, 0.9, 1.0)})
+    with pytest.raises(UserError, match="matrix_dims must hold dims from 0 to 0"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "matrix_dims": ((0,), (1,))})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be a number at least 0; given -1.0"),
+        ({"lr": None}, "lr must be a number at least 0; given None"),
+        ({"lr": float("nan")}, "given nan"),
+        ({"lr": torch.ones(1)}, "0-D"),
+        ({"betas": (0.9, 0.999)}, "betas must be 3 numbers"),
+        ({"betas": (0.9, 1.0, 0.9)}, "betas[1] must be a number at least 0 and below 1; given 1.0"),
+        ({"betas": (-0.1, 0.9, 0.9)}, "betas[0] must be a number at least 0 and below 1; given -0.1"),
+        ({"betas": 0.9}, "betas must be 3 numbers; given 0.9"),
+        ({"eps": (1e-30, -1.0)}, "eps[1] must be a number at least 0; given -1.0"),
+        ({"eps": "ab"}, "eps must be 2 numbers"),
+        ({"clip_threshold": 0.0}, "clip_threshold must be a number above 0; given 0.0"),
+        ({"weight_decay": -0.1}, "weight_decay must be a number at least 0; given -0.1"),
+        ({"weight_decay": True}, "given True"),
+        ({"debias": "yes"}, "debias must be True or False; given 'yes'"),
+        ({"maximize": 1}, "maximize must be True or False; given 1"),
+        ({"factor": "first2"}, "factor must be one of auto, last2; given 'first2'"),
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused_and_printed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        CAME([nn.Parameter(torch.ones(2))], **options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        (nn.Parameter(torch.ones(2, dtype=torch.complex64)), "weight is complex64"),
+        (nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False), "weight is int32"),
+        (nn.Parameter(torch.eye(3).to_sparse()), "weight is torch.sparse_coo"),
+    ],
+    ids=["complex", "integer", "sparse"],
+)
+def test_parameters_it_cannot_train_are_refused_by_name(param: nn.Parameter, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        CAME([("weight", param)])
+
+
+def test_sharded_parameters_are_refused() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = nn.Parameter(DTensor.from_local(torch.ones(10, 20), mesh, [Shard(0)]))
+        with pytest.raises(UserError, match="sharded parameters"):
+            CAME([("weight", sharded)])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sparse_gradients_are_refused_before_anything_changes() -> None:
+    first, table = nn.Linear(20, 20), nn.Embedding(20, 20, sparse=True)
+    optimizer = CAME([*first.named_parameters(), ("table.weight", table.weight)], lr=1e-2)
+    before = first.weight.detach().clone()
+    first(table(torch.tensor([1, 2]))).sum().backward()
+    with pytest.raises(UserError, match=r"table\.weight is sparse.*sparse=False"):
+        optimizer.step()
+    assert torch.equal(first.weight, before)
+    assert not optimizer.state
+
+
+def test_grad_scaler_skips_a_step_with_an_overflow() -> None:
+    net = model()
+    optimizer = CAME(net.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    expected = model()
+    reference = CAME(expected.parameters(), lr=1e-2)
+    for step in range(4):
+        set_gradients(net, step)
+        set_gradients(expected, step)
+        for param in net.parameters():
+            param.grad = scaler.scale(param.grad)
+        if step == 2:
+            next(net.parameters()).grad[0, 0] = torch.inf
+        else:
+            reference.step()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert equal_states(optimizer, reference)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", ["auto", "last2"])
+def test_state_survives_saving_and_goes_on_bitwise(dtype: torch.dtype, factor: Any) -> None:
+    """PyTorch's own loader would round the fp32 statistics of a bf16 parameter to bf16."""
+    straight, stopped = model(dtype), model(dtype)
+    options: dict[str, Any] = {"lr": 1e-2, "debias": True, "factor": factor}
+    one = CAME(param_groups(straight, weight_decay=0.1), **options)
+    train(straight, one, range(6))
+    two = CAME(param_groups(stopped, weight_decay=0.1), **options)
+    train(stopped, two, range(3))
+    file = io.BytesIO()
+    torch.save({"model": stopped.state_dict(), "optimizer": two.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    resumed = model(dtype)
+    resumed.load_state_dict(loaded["model"])
+    three = CAME(param_groups(resumed, weight_decay=0.1), **options)
+    three.load_state_dict(loaded["optimizer"])
+    assert equal_states(two, three)
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    for state in three.state.values():
+        assert all(value.dtype == (torch.float32 if key == "step" else statistics) for key, value in state.items())
+    assert three.param_groups[0]["matrix_dims"] == ((0,), (1,))
+    train(resumed, three, range(3, 6))
+    assert equal_states(one, three)
+
+
+def test_state_dict_is_flat_tensors_under_plain_keys() -> None:
+    net = model()
+    optimizer = CAME(param_groups(net), lr=1e-2)
+    train(net, optimizer, range(1))
+    states = optimizer.state_dict()["state"]
+    assert all(type(value) is Tensor for state in states.values() for value in state.values())
+    assert {frozenset(state) for state in states.values()} == {
+        frozenset({"step", "exp_avg", "row", "col", "res_row", "res_col"}),
+        frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    }
+    names = [name for group in optimizer.state_dict()["param_groups"] for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in net.named_parameters())
+
+
+def test_loaded_state_shares_no_memory_with_what_it_came_from() -> None:
+    a, b = model(), model()
+    one, two = CAME(a.parameters(), lr=1e-2), CAME(b.parameters(), lr=1e-2)
+    train(a, one, range(2))
+    train(b, two, range(2))
+    two.load_state_dict(one.state_dict())
+    before = copy.deepcopy(one.state_dict()["state"])
+    train(b, two, range(2, 4))
+    for key, state in one.state_dict()["state"].items():
+        assert all(torch.equal(value, before[key][name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("change", ["shape", "key", "groups"])
+def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change: str) -> None:
+    net = model()
+    optimizer = CAME(net.named_parameters(), lr=1e-2)
+    train(net, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    given = copy.deepcopy(before)
+    given["param_groups"][0]["lr"] = 5.0
+    if change == "shape":
+        given["state"][0]["row"] = torch.zeros(3, 1)
+    elif change == "key":
+        given["state"][0].pop("col")
+    else:
+        given["param_groups"].append(given["param_groups"][0])
+    with pytest.raises((UserError, ValueError), match=r"0\.weight|number of parameter groups"):
+        optimizer.load_state_dict(given)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(torch.equal(after["state"][0][key], value) for key, value in before["state"][0].items())
+
+
+def test_hooks_of_others_see_the_whole_state_around_a_load() -> None:
+    net = model()
+    optimizer = CAME(net.parameters(), lr=1e-2)
+    train(net, optimizer, range(2))
+    seen: list[int] = []
+
+    def double(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.append(len(state_dict["state"]))
+        state = {
+            key: {name: value * 2 for name, value in entries.items()} for key, entries in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    optimizer.register_load_state_dict_pre_hook(double)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(len(o.state)))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [7, 7]
+    assert int(next(iter(optimizer.state.values()))["step"]) == 4
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])  # noqa: S301
+def test_copies_go_on_as_the_original(how: Any) -> None:
+    net = model(torch.bfloat16)
+    optimizer = CAME(net.parameters(), lr=1e-2)
+    train(net, optimizer, range(2))
+    net_copy, copied = how((net, optimizer))
+    train(net, optimizer, range(2, 4))
+    train(net_copy, copied, range(2, 4))
+    assert equal_states(optimizer, copied)
+
+
+def test_distributed_checkpoint_helpers_load_by_name() -> None:
+    a, b = model(torch.bfloat16), model(torch.bfloat16)
+    one = CAME(param_groups(a), lr=1e-2)
+    train(a, one, range(2))
+    saved = get_optimizer_state_dict(a, one)
+    assert "1.weight" in saved["state"]
+    two = CAME(param_groups(b), lr=1e-2)
+    b.load_state_dict(a.state_dict())
+    set_optimizer_state_dict(b, two, saved)
+    assert equal_states(one, two)

@@ -1,0 +1,110 @@
+"""Runs side by side, for people and for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from scantling.errors import RunError
+from scantling.reporting.compare import compare_rows, compare_table, write_compare
+from scantling.reporting.runs import Run, read_run
+from tests.reporting.fake import PARAMETERS, make_run
+
+
+def printed(runs: list[Run], width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, no_color=True)
+    console.print(compare_table(runs))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[Run]:
+    dense = make_run(tmp_path / "dense", name="dense", steps=40)
+    lean = make_run(tmp_path / "lean", name="lean", steps=40, optim="came", speed=0.8, floor=2.0)
+    return [read_run(dense), read_run(lean)]
+
+
+def test_rows_compare_with_the_first_run(pair: list[Run]) -> None:
+    rows = {row.label: row for row in compare_rows(pair)}
+    state = rows["optimizer state"]
+    assert state.values == ("9.02 MiB", "4.62 MiB")
+    assert (state.changes, state.better) == (("×0.513",), (True,))
+    assert rows["parameters"].changes == ("same",)
+    assert rows["parameters"].better == (None,)
+    speed = rows["tokens per second"]
+    assert speed.changes == ("×0.800",)
+    assert speed.better == (False,)
+    loss = rows["held-out loss (nats)"]
+    difference = pair[1].figure("eval_loss") - pair[0].figure("eval_loss")  # type: ignore[operator]
+    assert loss.changes == (f"{difference:+.4f}",)
+    assert loss.better == (difference < 0,)
+    assert "accuracy" not in rows
+    assert "energy (J)" not in rows
+
+
+def test_table_of_two_has_a_last_column_with_the_change(pair: list[Run]) -> None:
+    lines = printed(pair).splitlines()
+    assert lines[0].split() == ["dense", "lean", "change"]
+    assert any(line.split() == ["optimizer", "state", "9.02", "MiB", "4.62", "MiB", "×0.513"] for line in lines)
+
+
+def test_table_of_many_has_the_change_in_each_cell(pair: list[Run], tmp_path: Path) -> None:
+    third = read_run(make_run(tmp_path / "third", name="[bold]third[/bold]", steps=10, evaluated=False))
+    text = printed([*pair, third], width=140)
+    assert "4.62 MiB (×0.513)" in text
+    assert "change" not in text
+    assert "[bold]third[/bold]" in text, "names are text, not markup"
+    held_out = next(line for line in text.splitlines() if line.startswith("held-out loss"))
+    assert held_out.rstrip().endswith("–")
+
+
+def test_one_run_is_a_table_without_comparison(pair: list[Run]) -> None:
+    assert printed(pair[:1]).splitlines()[0].split() == ["dense"]
+
+
+def test_compare_json(pair: list[Run], tmp_path: Path) -> None:
+    path = write_compare(pair, tmp_path / "out" / "deep")
+    assert path == tmp_path / "out" / "deep" / "compare.json"
+    dense, lean = json.loads(path.read_text(), parse_constant=pytest.fail)["runs"]
+    assert (dense["name"], lean["name"]) == ("dense", "lean")
+    assert dense["num_parameters"] == PARAMETERS
+    assert isinstance(dense["num_parameters"], int)
+    assert isinstance(dense["weight_bytes"], int)
+    assert isinstance(dense["loss"], float)
+    names = (
+        "gradient_bytes optimizer_state_bytes wire_bytes tokens_per_s step_s peak_memory_bytes eval_loss bits_per_byte"
+    )
+    assert all(isinstance(lean[name], int | float) for name in names.split())
+    assert lean["added_memory_bytes"] == lean["peak_memory_bytes"] - lean["base_memory_bytes"]
+    assert dense["accuracy"] is None
+    assert [entry.name for entry in path.parent.iterdir()] == ["compare.json"]
+
+
+def test_nan_is_null(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", steps=3)
+    result = json.loads((path / "result.json").read_text())
+    (path / "result.json").write_text(json.dumps(result | {"eval_loss": float("nan"), "extra": {"a": [float("inf")]}}))
+    written = write_compare([read_run(path)], tmp_path).read_text()
+    entry = json.loads(written, parse_constant=pytest.fail)["runs"][0]
+    assert entry["eval_loss"] is None
+    assert entry["extra"] == {"a": [None]}
+
+
+def test_a_file_that_cannot_be_written_keeps_the_old_one(
+    pair: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_compare(pair, tmp_path)
+    before = path.read_text()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("scantling.reporting.compare.os.fsync", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        write_compare(pair[:1], tmp_path)
+    assert path.read_text() == before
+    assert not list(tmp_path.glob("*.tmp"))

@@ -1,0 +1,246 @@
+"""What parameters are: roles, matrix dims, weight decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from scantling.errors import UserError
+from scantling.groups import check_matrix_dims, param_groups
+
+
+def described(model: nn.Module) -> dict[str, tuple[str, Any]]:
+    groups = param_groups(model, weight_decay=0.1)
+    assert all(group["params"] for group in groups)
+    assert all(group["weight_decay"] == (0.0 if group["role"] == "vector" else 0.1) for group in groups)
+    return {name: (group["role"], group["matrix_dims"]) for group in groups for name, _ in group["params"]}
+
+
+MATRIX, VECTOR, EMBEDDING = ("matrix", ((0,), (1,))), ("vector", None), ("embedding", ((0,), (1,)))
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.Linear(3, 4), {"weight": MATRIX, "bias": VECTOR}),
+        (nn.Linear(3, 1), {"weight": MATRIX, "bias": VECTOR}),
+        (nn.Conv1d(3, 4, 5), {"weight": ("matrix", ((0,), (1, 2))), "bias": VECTOR}),
+        (nn.Conv2d(3, 4, 5), {"weight": ("matrix", ((0,), (1, 2, 3))), "bias": VECTOR}),
+        (nn.Conv3d(3, 4, 5), {"weight": ("matrix", ((0,), (1, 2, 3, 4))), "bias": VECTOR}),
+        (nn.ConvTranspose2d(3, 4, 5), {"weight": ("matrix", ((0,), (1, 2, 3))), "bias": VECTOR}),
+        (nn.Embedding(5, 3), {"weight": EMBEDDING}),
+        (nn.EmbeddingBag(5, 3), {"weight": EMBEDDING}),
+        (nn.LayerNorm((3, 4)), {"weight": VECTOR, "bias": VECTOR}),
+        (nn.RMSNorm((3, 4)), {"weight": VECTOR}),
+        (nn.BatchNorm1d(3), {"weight": VECTOR, "bias": VECTOR}),
+        (nn.GroupNorm(1, 3), {"weight": VECTOR, "bias": VECTOR}),
+        (
+            nn.MultiheadAttention(4, 2, add_bias_kv=True),
+            {
+                "in_proj_weight": MATRIX,
+                "in_proj_bias": VECTOR,
+                "bias_k": VECTOR,
+                "bias_v": VECTOR,
+                "out_proj.weight": MATRIX,
+                "out_proj.bias": VECTOR,
+            },
+        ),
+        (
+            nn.LSTM(3, 4),
+            {"weight_ih_l0": MATRIX, "weight_hh_l0": MATRIX, "bias_ih_l0": VECTOR, "bias_hh_l0": VECTOR},
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_layers_of_torch(module: nn.Module, expected: dict[str, Any]) -> None:
+    assert described(module) == expected
+
+
+class Loose(nn.Module):
+    """Parameters of a module of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.ones(4, 6, 5))
+        self.deep_experts = nn.Parameter(torch.ones(2, 4, 6, 5))
+        self.experts_bias = nn.Parameter(torch.ones(4, 6))
+        self.class_token = nn.Parameter(torch.ones(1, 1, 8))
+        self.positions = nn.Parameter(torch.ones(1, 9, 8))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+
+
+def test_parameters_of_other_modules_go_by_their_shape() -> None:
+    assert described(Loose()) == {
+        "experts": ("matrix", ((1,), (2,))),
+        "deep_experts": ("matrix", ((2,), (3,))),
+        "experts_bias": VECTOR,
+        "class_token": VECTOR,
+        "positions": ("matrix", ((1,), (2,))),
+        "scale": VECTOR,
+    }
+
+
+class Cores(nn.Module):
+    """A tensor train of two cores with a vector that controls its rank, as a module declares them."""
+
+    def __init__(self, roles: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.cores = nn.ParameterList([torch.ones(1, 4, 3), torch.ones(3, 5, 1)])
+        self.gate = nn.Parameter(torch.ones(3, 3))
+        self.other = nn.Parameter(torch.ones(3, 3))
+        self.roles = roles
+
+    def parameter_roles(self) -> dict[str, Any]:
+        return self.roles or {
+            "cores.0": ("matrix", ((0, 1), (2,))),
+            "cores.1": ("matrix", [[0, 1], [2]]),
+            "gate": ("vector", None),
+        }
+
+
+def test_a_module_declares_what_its_parameters_are() -> None:
+    assert described(nn.Sequential(Cores())) == {
+        "0.cores.0": ("matrix", ((0, 1), (2,))),
+        "0.cores.1": ("matrix", ((0, 1), (2,))),
+        "0.gate": VECTOR,
+        "0.other": MATRIX,
+    }
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Cores()
+
+    def parameter_roles(self) -> dict[str, Any]:
+        return {"inner.gate": ("matrix", ((1,), (0,)))}
+
+
+def test_the_declaration_of_the_outer_module_stands() -> None:
+    found = described(Outer())
+    assert found["inner.gate"] == ("matrix", ((1,), (0,)))
+    assert found["inner.cores.0"] == ("matrix", ((0, 1), (2,)))
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ({"core": ("vector", None)}, "names 'core'; its parameters are gate, other, cores.0, cores.1"),
+        ({"gate": ("scalar", None)}, "role of 'gate' must be one of matrix, embedding, vector; given 'scalar'"),
+        ({"gate": ("matrix", ((0,), (2,)))}, "'gate': matrix_dims must hold dims from 0 to 1"),
+        ({"gate": ("embedding", None)}, "'gate': matrix_dims must be"),
+    ],
+    ids=str,
+)
+def test_false_declarations_are_refused(roles: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=r"parameter_roles\(\) of Cores at '0'") as error:
+        param_groups(nn.Sequential(Cores(roles)))
+    assert message in str(error.value)
+
+
+class Tied(nn.Module):
+    def __init__(self, *, head_first: bool, tie: bool) -> None:
+        super().__init__()
+        if head_first:
+            self.head = nn.Linear(3, 5)
+        self.table = nn.Embedding(5, 3)
+        if not head_first:
+            self.head = nn.Linear(3, 5)
+        if tie:
+            self.head.weight = self.table.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_tied_head_appears_once_as_embedding(head_first: bool) -> None:
+    found = described(Tied(head_first=head_first, tie=True))
+    assert found == {("head.weight" if head_first else "table.weight"): EMBEDDING, "head.bias": VECTOR}
+
+
+def test_an_untied_head_is_an_embedding_too() -> None:
+    model = nn.ModuleDict({"inner": Tied(head_first=False, tie=False), "classifier": nn.Linear(3, 2)})
+    assert described(model) == {
+        "inner.table.weight": EMBEDDING,
+        "inner.head.weight": EMBEDDING,
+        "inner.head.bias": VECTOR,
+        "classifier.weight": MATRIX,
+        "classifier.bias": VECTOR,
+    }
+
+
+def test_order_is_that_of_the_model() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Embedding(4, 4), nn.Linear(4, 4))
+    for _ in range(3):
+        groups = param_groups(model)
+        assert [group["role"] for group in groups] == ["vector", "matrix", "embedding"]
+        assert [name for name, _ in groups[1]["params"]] == ["1.weight", "3.weight"]
+
+
+def test_every_trainable_parameter_is_in_exactly_one_group_and_torch_takes_them() -> None:
+    model = nn.Sequential(Loose(), Cores(), Tied(head_first=True, tie=True), nn.Conv2d(3, 4, 3))
+    optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-3)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    expected = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    assert len(names) == len(expected)
+    assert all(expected[name] is param for name, param in zip(names, params, strict=True))
+
+
+def test_models_of_transformers() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+
+    def roles(config: Any, auto: str = "AutoModelForCausalLM") -> dict[str, tuple[str, Any]]:
+        return described(getattr(transformers, auto).from_config(config))
+
+    for tied in (True, False):
+        llama = roles(transformers.LlamaConfig(vocab_size=11, tie_word_embeddings=tied, **sizes))
+        embeddings = {"model.embed_tokens.weight"} | (set() if tied else {"lm_head.weight"})
+        assert {name for name, found in llama.items() if found == EMBEDDING} == embeddings
+        assert {name for name, found in llama.items() if found == VECTOR} == {n for n in llama if "norm" in n}
+        assert llama["model.layers.0.mlp.down_proj.weight"] == MATRIX
+
+    gpt2 = roles(transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=16))
+    assert gpt2["transformer.h.0.attn.c_attn.weight"] == MATRIX  # Conv1D, (in, out)
+    assert {name for name, found in gpt2.items() if found == EMBEDDING} == {
+        "transformer.wte.weight",
+        "transformer.wpe.weight",
+    }
+
+    bert = roles(transformers.BertConfig(vocab_size=11, **sizes), "AutoModelForSequenceClassification")
+    assert bert["classifier.weight"] == MATRIX
+    assert bert["bert.embeddings.position_embeddings.weight"] == EMBEDDING
+    assert all(found == VECTOR for name, found in bert.items() if "LayerNorm" in name or name.endswith("bias"))
+
+
+def test_input_that_cannot_be_grouped_is_refused() -> None:
+    with pytest.raises(UserError, match=r"weight_decay must be at least 0; given -0\.1"):
+        param_groups(nn.Linear(2, 2), weight_decay=-0.1)
+    with pytest.raises(UserError, match="Linear has no trainable parameter"):
+        param_groups(nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(UserError, match=r"'0\.weight' has no shape yet"):
+        param_groups(nn.Sequential(nn.LazyLinear(3)))
+
+
+@pytest.mark.parametrize(
+    "matrix_dims",
+    [None, 3, "ab", ((0,),), ((0,), ()), ((0,), (0,)), ((0,), (3,)), ((-1,), (0,)), ((0.0,), (1,)), (0, 1)],
+)
+def test_false_matrix_dims_are_refused(matrix_dims: Any) -> None:
+    with pytest.raises(UserError, match="matrix_dims"):
+        check_matrix_dims(matrix_dims, 3)
+
+
+def test_matrix_dims_from_json_become_tuples() -> None:
+    assert check_matrix_dims([[0, 1], [2]], 3) == ((0, 1), (2,))

@@ -1,0 +1,171 @@
+"""What the README, the docs, the Makefile and CI say of the project is true."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from scantling.models.presets import PRESETS
+from scantling.recipe import check_recipe, load_recipe
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of one language on a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def code(page: Path) -> list[str]:
+    """Every line of code on a page, from blocks and from inside sentences."""
+    text = page.read_text()
+    fenced = re.findall(r"^```[a-z]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    spans = [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", text)]
+    return [line for block in fenced for line in block.splitlines()] + spans
+
+
+PYTHON = [(page, number) for page in PAGES for number in range(len(blocks(page, "python")))]
+NEEDS_A_RUN = ("sc.train(", "from_pretrained(")
+QUICK = [(page, n) for page, n in PYTHON if not any(word in blocks(page, "python")[n] for word in NEEDS_A_RUN)]
+
+
+def test_pages_name_existing_make_targets() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {
+        match[1]
+        for page in [*PAGES, ROOT / ".ci" / "run"]
+        for line in code(page)
+        if (match := re.match(r"make ([a-z-]+)", line))
+    }
+    assert {"demo", "test", "setup"} <= named
+    assert named <= targets
+
+
+def test_make_help_lists_every_target() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
+    assert phony
+    done = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert re.findall(r"^  make ([a-z-]+) +\S", done.stdout, flags=re.MULTILINE) == phony[1].split()
+
+
+def test_pages_name_existing_commands_and_options() -> None:
+    import typer.main
+
+    from scantling.cli.app import app
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    seen = set()
+    for page in PAGES:
+        for line in code(page):
+            for command, rest in re.findall(r"(?<!import )\bscantling ([a-z]+)([^#|]*)", line):
+                assert command in commands, f"{page.name}: {line}"
+                known = {option for parameter in commands[command].params for option in parameter.opts}
+                assert set(re.findall(r"--[a-z-]+", rest)) <= known, f"{page.name}: {line}"
+                seen.add(command)
+    assert seen == set(commands)
+
+
+def test_ci_is_make_test() -> None:
+    """The same command everywhere, and pytest last, so that its summary is the last thing printed."""
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.splitlines()[-1] == "make test"
+    assert "set -euo pipefail" in script
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert steps == ["bash .ci/run"]
+    recipe = re.search(r"^test: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert recipe
+    assert "$(TEST)" in recipe[1].splitlines()[-1]
+
+
+@pytest.mark.parametrize("path", [".ci/run", "scripts/setup.sh", "scripts/constraints.sh"])
+def test_scripts_are_whole(path: str) -> None:
+    shell = (ROOT / path).read_text().splitlines()[0].split("/")[-1].split()[-1]
+    subprocess.run([shell, "-n", ROOT / path], check=True)
+    assert (ROOT / path).stat().st_mode & 0o111
+
+
+def test_constraints_pin_what_the_tests_need() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = dict(line.split("==") for line in lines)
+    assert "+" not in "".join(pins.values()), "a local tag names one build"
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(text) for text in project["dependencies"] + extras["test"]]
+    for requirement in wanted:
+        if requirement.name == "scantling":
+            wanted += [Requirement(text) for extra in requirement.extras for text in extras[extra]]
+            continue
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.y*ml")), ids=lambda path: path.stem)
+def test_every_recipe_loads(path: Path) -> None:
+    assert load_recipe(path).name == path.stem
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_recipes_on_the_pages_are_valid(page: Path) -> None:
+    for text in blocks(page, "yaml"):
+        recipe = check_recipe(yaml.safe_load(text), page.name)
+        assert recipe.train.steps >= 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize(("page", "number"), QUICK, ids=lambda value: getattr(value, "stem", str(value)))
+def test_python_on_the_pages_runs(page: Path, number: int) -> None:
+    exec(compile(blocks(page, "python")[number], page.name, "exec"), {"__name__": "example"})
+
+
+@pytest.mark.slow
+def test_the_run_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    example = next(text for text in blocks(ROOT / "README.md", "python") if "sc.train(" in text)
+    scope: dict[str, object] = {"__name__": "example"}
+    exec(compile(example, "README.md", "exec"), scope)
+    assert (tmp_path / "runs" / "demo-lean" / "report.html").is_file()
+
+
+def test_the_recipe_reference_names_every_preset() -> None:
+    rows = re.findall(
+        r"^\| `([\w-]+)` \|.*\| ([\w-]+) \|$", (ROOT / "docs" / "recipe.md").read_text(), flags=re.MULTILINE
+    )
+    assert rows == [(name, preset.task) for name, preset in PRESETS.items()]
+
+
+def test_docs_build_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx", reason="Sphinx is not installed (pip install 'scantling[docs]')")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", tmp_path / "trees"]
+    done = subprocess.run(
+        [*command, ROOT / "docs", tmp_path / "html"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    reference = (tmp_path / "html" / "api.html").read_text()
+    assert all(f'id="scantling.{name}"' in reference for name in ("train", "plan", "CAME", "param_groups"))
+    recipe = (tmp_path / "html" / "recipe.html").read_text()
+    assert "keep_checkpoints" in recipe
