@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scantling.errors import RunError
+from scantling.files import write_whole
 from scantling.reporting.format import (
     MISSING,
     SAME,
@@ -151,25 +150,6 @@ def write_compare(runs: Sequence[Run], out_dir: str | Path) -> Path:
     content = {"runs": [_entry(run) for run in runs]}
     write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
     return path
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        RunError: it cannot be written; what was there before is left.
-    """
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _entry(run: Run) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from markupsafe import Markup
 
 import scantling
 from scantling.errors import UserError
+from scantling.files import write_whole
 from scantling.reporting import charts
-from scantling.reporting.compare import compare_rows, write_whole
+from scantling.reporting.compare import compare_rows
 from scantling.reporting.format import (
     MISSING,
     SAME,

@@ -108,7 +108,7 @@ def read_run(run_dir: str | Path) -> Run:
     missing = [name for name in ("recipe.yaml", "metrics.jsonl") if not (path / name).is_file()]
     if missing:
         raise UserError(f"{path} holds no run: there is no {' and no '.join(missing)} in it; give the folder of a run")
-    records = _read_records(path / "metrics.jsonl")
+    records = read_records(path / "metrics.jsonl")
     if not records:
         raise UserError(
             f"{path} has no step yet: metrics.jsonl has no whole line; try again once the run has taken a step"
@@ -156,7 +156,8 @@ def _reduce(function: Any, records: list[dict[str, Any]], key: str) -> float | N
     return float(function(values)) if values else None
 
 
-def _read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`, one a step, ascending, as they count after resumes."""
     by_step: dict[int, dict[str, Any]] = {}
     last = 0
     for record in _lines(path):

@@ -65,7 +65,6 @@ class Outcome:
     tokens: int
     stopped: bool
     """A signal ended it, after saving."""
-    last_record: dict[str, Any]
 
 
 class Loop:
@@ -118,16 +117,15 @@ class Loop:
 
         Collectives: those of the stepper, of the evaluation and of the checkpoints, on every rank in the same order.
         """
-        record: dict[str, Any] = {}
         self.model.train()
         with StopSignal() as stop:
             while self.step < self.schedule.steps:
-                record, stopping = self._one_step(stop)
-                if stopping:
-                    return Outcome(self.step, self.tokens, True, record)
-        return Outcome(self.step, self.tokens, False, record)
+                if self._one_step(stop):
+                    return Outcome(self.step, self.tokens, stopped=True)
+        return Outcome(self.step, self.tokens, stopped=False)
 
-    def _one_step(self, stop: StopSignal) -> tuple[dict[str, Any], bool]:
+    def _one_step(self, stop: StopSignal) -> bool:
+        """Take one step with all that belongs to it; whether the run is to stop before its end."""
         began = time.perf_counter()
         step, optimizer = self.step + 1, self.stepper.optimizer
         for group in optimizer.param_groups:
@@ -176,7 +174,7 @@ class Loop:
         if last or result.stop or _due(step, self.schedule.checkpoint_every):
             path = self.save()
             self.sink.message(f"step {step}: checkpoint {path}")
-        return record, result.stop and not last
+        return result.stop and not last
 
     def save(self) -> Path:
         """Write a checkpoint of this moment. Collectives: those of `Checkpointer.save`."""

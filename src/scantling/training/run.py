@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +22,16 @@ from scantling.data.loader import BatchSource, eval_batches
 from scantling.data.progress import Progress
 from scantling.data.sampler import Sampler
 from scantling.errors import UserError
+from scantling.files import write_json
 from scantling.groups import param_groups
 from scantling.models.build import build_model
 from scantling.optim.registry import build_optimizer
-from scantling.planning.plan import Plan, plan
+from scantling.planning.plan import plan
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
 from scantling.recipe.schema import CommSection
+from scantling.reporting.html import write_report
+from scantling.reporting.runs import read_records, read_run, summarise
 from scantling.tasks import get_task
 from scantling.tasks.base import Task, TaskData
 from scantling.training.checkpoint import Checkpointer, load_model
@@ -37,7 +39,7 @@ from scantling.training.distributed import Place, joined
 from scantling.training.evaluate import evaluate
 from scantling.training.loop import Loop, Outcome, Schedule, out_of_memory
 from scantling.training.meters import EnergyMeter, MemoryMeter
-from scantling.training.rundir import RunDir, write_json
+from scantling.training.rundir import RunDir
 from scantling.training.schedule import lr_factor
 from scantling.training.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
 from scantling.training.step import Stepper
@@ -206,7 +208,7 @@ def _train(
     finally:
         loop.batches.close()
         loop.sink.close()
-    return _finish(folder, name, outcome, planned, place)
+    return _finish(folder, name, outcome, place)
 
 
 def recipe_task(recipe: Recipe) -> str:
@@ -359,54 +361,13 @@ def _set_determinism(recipe: Recipe, place: Place) -> None:
         torch.use_deterministic_algorithms(True, warn_only=False)
 
 
-def _finish(folder: RunDir, name: str, outcome: Outcome, planned: Plan, place: Place) -> RunResult:
+def _finish(folder: RunDir, name: str, outcome: Outcome, place: Place) -> RunResult:
     """Write `result.json` and the report on rank 0; every rank returns the same result."""
     metrics: dict[str, Any] = {}
     if place.is_main:
-        metrics = summarise(folder, name, outcome)
+        records = [record for record in read_records(folder.metrics) if record["step"] <= outcome.step]
+        metrics = {"name": name, "status": "stopped" if outcome.stopped else "done", **summarise(records)}
         write_json(folder.result, metrics)
-        from scantling.reporting.html import write_report
-        from scantling.reporting.runs import read_run
-
         write_report([read_run(folder.path)], folder.report)
     metrics = place.share(metrics)
     return RunResult(folder.path, str(metrics["status"]), outcome.step, metrics)
-
-
-def summarise(folder: RunDir, name: str, outcome: Outcome) -> dict[str, Any]:
-    """The figures of a run: medians over the steps after the first tenth, the mean loss of the last ten."""
-    by_step: dict[int, dict[str, Any]] = {}
-    for line in folder.metrics.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if record["step"] <= outcome.step:
-            by_step[record["step"]] = record
-    records = [by_step[step] for step in sorted(by_step)]
-    last = records[-1]
-    settled = records[len(records) // 10 :]
-    evaluated: dict[str, Any] = next((r for r in reversed(records) if "eval_loss" in r), {})
-    held_out: dict[str, Any] = {
-        k: evaluated[k] for k in ("eval_loss", "perplexity", "bits_per_byte", "accuracy") if k in evaluated
-    }
-    same = (
-        "tokens",
-        "num_parameters",
-        "weight_bytes",
-        "gradient_bytes",
-        "optimizer_state_bytes",
-        "wire_bytes",
-        "base_memory_bytes",
-        "memory_source",
-        "energy_j",
-        "energy_source",
-    )
-    return {
-        "name": name,
-        "status": "stopped" if outcome.stopped else "done",
-        "step": outcome.step,
-        **{key: last[key] for key in same},
-        "step_s": statistics.median(r["step_s"] for r in settled),
-        "tokens_per_s": statistics.median(r["tokens_per_s"] for r in settled),
-        "peak_memory_bytes": max(r["peak_memory_bytes"] for r in records),
-        "loss": statistics.fmean(r["loss"] for r in records[-10:]),
-        **held_out,
-    }

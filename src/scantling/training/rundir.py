@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from scantling.errors import RunError, UserError
+from scantling.errors import UserError
+from scantling.files import write_json, write_whole
 from scantling.recipe import Recipe, check_recipe, differences, dump_recipe, read_yaml
 
 _MAY_DIFFER = {
@@ -105,7 +104,7 @@ class RunDir:
             )
 
     def write_recipe(self, recipe: Recipe) -> None:
-        write_text(self.recipe, dump_recipe(recipe))
+        write_whole(self.recipe, dump_recipe(recipe))
 
     def write_environment(self, command: list[str] | None = None, **extra: Any) -> None:
         write_json(self.environment, {**environment(), "command": command or sys.argv, **extra})
@@ -157,22 +156,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; a full disk is a `RunError` and leaves the old file."""
-    aside = path.with_name(path.name + ".tmp")
-    try:
-        with open(aside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write strict JSON (no NaN) whole or not at all."""
-    write_text(path, json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")
