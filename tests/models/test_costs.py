@@ -49,8 +49,16 @@ def test_flops_are_those_of_the_flop_counter(case: str) -> None:
         forward = counter.get_total_flops()
         logits.float().square().sum().backward()
     expected = forward_flops(model, sequences=3, seq_len=10)
+    assert expected is not None
     assert forward == expected
     assert counter.get_total_flops() == (1 + BACKWARD) * expected
+
+
+def test_flops_that_are_not_known_are_not_guessed() -> None:
+    keys = {**LLAMA_LIKE, "num_local_experts": 2, "num_experts_per_tok": 1}
+    with torch.device("meta"):
+        experts = transformers.MixtralForCausalLM(transformers.MixtralConfig(**keys))
+    assert forward_flops(experts, sequences=1, seq_len=4) is None
 
 
 def test_a_module_that_states_its_cost_is_believed() -> None:
@@ -64,6 +72,7 @@ def test_a_module_that_states_its_cost_is_believed() -> None:
 
     model = build("llama")
     before = forward_flops(model, sequences=2, seq_len=5)
+    assert before is not None
     model.model.layers[0].mlp.up_proj = Cheap()
     assert forward_flops(model, sequences=2, seq_len=5) == before - linear_flops(10, 32, 48) + 70
 

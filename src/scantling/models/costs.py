@@ -39,7 +39,7 @@ def attention_flops(sequences: int, seq_len: int, num_heads: int, head_dim: int)
     return 4 * sequences * num_heads * seq_len * seq_len * head_dim
 
 
-def forward_flops(model: nn.Module, *, sequences: int, seq_len: int) -> int:
+def forward_flops(model: nn.Module, *, sequences: int, seq_len: int) -> int | None:
     """Forward FLOPs of a transformers model.
 
     Args:
@@ -47,11 +47,17 @@ def forward_flops(model: nn.Module, *, sequences: int, seq_len: int) -> int:
             state their own `flops(tokens)`, and self-attention. It may be on the meta device.
         sequences: how many sequences.
         seq_len: their length in tokens.
+
+    Returns:
+        The FLOPs, or None for a model with matrices in modules of another kind (experts, convolutions), with an
+        encoder beside its decoder, or without plain attention.
     """
     tokens = sequences * seq_len
-    total = sum(_products(model, tokens, sequences))
     config: Any = model.config
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
+    if layers is None or heads is None or getattr(config, "is_encoder_decoder", False) or _other_matrices(model):
+        return None
+    total = sum(_products(model, tokens, sequences))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return total + int(layers) * attention_flops(sequences, seq_len, heads, head_dim)
 
@@ -71,6 +77,20 @@ def _products(model: nn.Module, tokens: int, sequences: int) -> Iterator[int]:
         elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             first, second = module.weight.shape
             yield linear_flops(seen, first, second)
+
+
+def _other_matrices(model: nn.Module) -> bool:
+    """Whether a weight of two or more dims lies in a module whose cost is not known."""
+    known = (nn.Linear, nn.Embedding)
+    spoken_for: set[int] = set()
+    for module in model.modules():
+        if callable(getattr(module, "flops", None)):
+            spoken_for.update(id(inner) for inner in module.modules())
+        if id(module) in spoken_for or isinstance(module, known) or type(module).__name__ == "Conv1D":
+            continue
+        if any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False)):
+            return True
+    return False
 
 
 def _heads_on_one_position(model: nn.Module) -> list[str]:

@@ -62,8 +62,8 @@ class Plan:
     base_bytes: int
     peak_memory_bytes: int | None
     wire_bytes: int
-    flops_per_step: int
-    flops_per_token: float
+    flops_per_step: int | None
+    flops_per_token: float | None
     tokens_per_step: int
     total_tokens: int
     notes: Sequence[str] = field(default_factory=tuple)
@@ -215,7 +215,10 @@ def plan(
     if recipe.train.compile:
         notes.append("compiled kernels keep less for the backward pass than is planned here")
     tokens = recipe.batch_size * seq_len
-    flops = (1 + BACKWARD) * forward_flops(model, sequences=recipe.batch_size, seq_len=seq_len)
+    forward = forward_flops(model, sequences=recipe.batch_size, seq_len=seq_len)
+    flops = None if forward is None else (1 + BACKWARD) * forward
+    if flops is None:
+        notes.append(f"the FLOPs of {type(model).__name__} are not known: its matrices are not all in linear layers")
     return Plan(
         name=recipe.name or "recipe",
         world_size=world_size,
@@ -231,7 +234,7 @@ def plan(
         peak_memory_bytes=None if state is None else base + held + working,
         wire_bytes=allreduce_wire_bytes(gradient_bytes, world_size),
         flops_per_step=flops,
-        flops_per_token=flops / tokens,
+        flops_per_token=None if flops is None else flops / tokens,
         tokens_per_step=tokens,
         total_tokens=tokens * recipe.train.steps,
         notes=tuple(notes),
