@@ -140,6 +140,12 @@ def build_model(
     return model.train()
 
 
+def checkpoint_activations(model: Any) -> None:
+    """Let a transformers model recompute its layers' activations in the backward pass instead of keeping them."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def reads_weights(section: ModelSection) -> bool:
     """Whether the run starts from weights in the model folder."""
     if section.hf is None or section.pretrained is False:

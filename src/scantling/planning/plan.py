@@ -150,7 +150,7 @@ def plan(
 
     from scantling.comm import allreduce_wire_bytes
     from scantling.groups import param_groups
-    from scantling.models.build import build_model, default_task, quiet
+    from scantling.models.build import build_model, checkpoint_activations, default_task, quiet
     from scantling.models.costs import BACKWARD, forward_flops, trace_forward
     from scantling.numerics.compute import autocast
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
@@ -177,7 +177,7 @@ def plan(
             device=where,
         )
         if recipe.train.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model)
         return model
 
     seq_len = recipe.data.seq_len

@@ -24,7 +24,7 @@ from scantling.data.sampler import Sampler
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.groups import param_groups
-from scantling.models.build import build_model
+from scantling.models.build import build_model, checkpoint_activations
 from scantling.optim.registry import build_optimizer
 from scantling.planning.plan import plan
 from scantling.recipe import Recipe, load_recipe
@@ -232,7 +232,7 @@ def build_loop(
     settings = recipe.train
     model = build_run_model(recipe, task, data).to(place.device)
     if settings.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     if settings.compile:
         model.compile()
     groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
