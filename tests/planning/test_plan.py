@@ -56,8 +56,8 @@ print(json.dumps([plan, dict(result.metrics)]))
 def test_peak_memory(tmp_path: Path, case: str, tight: bool) -> None:
     """Within 20 % of the resident set. With an allocator that gives freed blocks back, the part above the base too.
 
-    By default glibc keeps freed blocks of up to 32 MiB in its heap, so the resident set holds up to a third more than
-    the tensors; with MALLOC_MMAP_THRESHOLD_ it does not, and then what is planned is what is measured, within 10 %.
+    By default glibc keeps freed blocks of up to 32 MiB in its heap, for which the plan has a fitted allowance; with
+    MALLOC_MMAP_THRESHOLD_ it does not, and then what is counted is what is measured, within 10 %.
     """
     recipe = tiny_recipe(
         tmp_path,

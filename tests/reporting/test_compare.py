@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_written_keeps_the_old_one(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("scantling.reporting.compare.os.fsync", full)
+    monkeypatch.setattr("scantling.files.os.fsync", full)
     with pytest.raises(RunError, match="No space left on device"):
         write_compare(pair[:1], tmp_path)
     assert path.read_text() == before

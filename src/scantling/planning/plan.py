@@ -2,20 +2,19 @@
 
 A figure that cannot be known is None, with a note that says why; nothing is guessed. All bytes are per rank.
 
-    peak = base + weights + optimizer state + max(activations + loss temporaries, gradients + optimizer temporaries)
+    peak = base + weights + optimizer state + working + allocator
+    working = max(activations + loss temporaries, gradients + optimizer temporaries)
 
 because the activations are freed while the gradients come. Loss temporaries are the gradients of the
 log-probabilities and of the logits, both as large as the logits in fp32. `base` is what a process with the libraries
 loaded holds on a CPU, measured in this one; on a GPU, where only allocated memory counts, it is 0.
 
-On a CPU this is what tensors hold. The resident set is up to a third larger above the base, because glibc keeps freed
-blocks in its heap; with MALLOC_MMAP_THRESHOLD_=65536 in the environment it gives them back, and the two agree.
+`allocator` is what glibc keeps of freed blocks on a CPU, the one figure that is fitted to measurements and not counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,7 @@ class Plan:
         activation_bytes: kept for the backward pass of one micro-batch.
         temporary_bytes: the more of the loss and of the optimizer, on top of that.
         base_bytes: what the process holds before there is a model.
+        allocator_bytes: freed blocks that the allocator keeps, on a CPU.
         peak_memory_bytes: the most at any time.
         wire_bytes: bytes that one rank sends for one step.
         flops_per_step: forward and backward over all ranks; `flops_per_token` the same for one token.
@@ -60,6 +60,7 @@ class Plan:
     activation_bytes: int
     temporary_bytes: int
     base_bytes: int
+    allocator_bytes: int
     peak_memory_bytes: int | None
     wire_bytes: int
     flops_per_step: int | None
@@ -83,6 +84,7 @@ class Plan:
             ("", "optimizer state", format_bytes(self.optimizer_state_bytes)),
             ("", "activations", format_bytes(self.activation_bytes)),
             ("", "temporary", format_bytes(self.temporary_bytes)),
+            ("", "kept by the allocator", format_bytes(self.allocator_bytes)),
             ("", "process before the model", format_bytes(self.base_bytes)),
             ("", "peak", format_bytes(self.peak_memory_bytes)),
             ("network", "sent per step and rank", format_bytes(self.wire_bytes)),
@@ -154,6 +156,7 @@ def plan(
     from scantling.models.costs import BACKWARD, forward_flops, trace_forward
     from scantling.numerics.compute import autocast
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
+    from scantling.planning.memory import allocator_bytes, resident_bytes
     from scantling.tasks import get_task
 
     recipe = load_recipe(recipe, settings)
@@ -185,7 +188,7 @@ def plan(
     micro = min(recipe.train.micro_batch_size or share, share)
     on_gpu = device == "cuda" or (device == "auto" and recipe.train.device != "cpu" and torch.cuda.is_available())
     model = make("meta")
-    base = 0 if on_gpu else _resident_bytes()
+    base = 0 if on_gpu else resident_bytes()
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
     weight_bytes = sum(p.nbytes for p in parameters)
@@ -212,6 +215,7 @@ def plan(
     of_loss = 2 * trace.output_bytes
     held = weight_bytes + (state or 0)
     working = max(activations + of_loss, gradient_bytes + of_optimizer)
+    kept = 0 if on_gpu else allocator_bytes(working)
     if recipe.train.compile:
         notes.append("compiled kernels keep less for the backward pass than is planned here")
     tokens = recipe.batch_size * seq_len
@@ -231,7 +235,8 @@ def plan(
         activation_bytes=activations,
         temporary_bytes=working - max(activations, gradient_bytes) if working else 0,
         base_bytes=base,
-        peak_memory_bytes=None if state is None else base + held + working,
+        allocator_bytes=kept,
+        peak_memory_bytes=None if state is None else base + held + working + kept,
         wire_bytes=allreduce_wire_bytes(gradient_bytes, world_size),
         flops_per_step=flops,
         flops_per_token=None if flops is None else flops / tokens,
@@ -264,8 +269,3 @@ def _labels(recipe: Recipe, task: str, notes: list[str]) -> dict[str, Any]:
 def _checkpointed_bytes(config: Any, micro: int, seq_len: int) -> int:
     """Inputs of all layers, which checkpointing keeps beside what autograd saves."""
     return int(config.num_hidden_layers * micro * seq_len * config.hidden_size * 4)
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

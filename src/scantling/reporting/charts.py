@@ -45,6 +45,7 @@ PARTS = {
     "gradients": ("gradient_bytes", "#7dabf8"),
     "activations": ("activation_bytes", "#d9480f"),
     "temporary": ("temporary_bytes", "#b7791f"),
+    "allocator": ("allocator_bytes", "#a78bda"),
 }
 """What a plan's peak memory is made of, from the bottom up: label, key of the plan, colour."""
 
