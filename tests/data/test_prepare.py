@@ -138,11 +138,10 @@ def test_bpe_has_exactly_the_size(tmp_path: Path) -> None:
     assert max(prepared.train.tokens[:]) < 700
 
 
-@pytest.mark.parametrize(("size", "message"), [(260, "must be at least 261"), (5000, "give only")])
-def test_bpe_that_cannot_be_had(tmp_path: Path, size: int, message: str) -> None:
+def test_bpe_that_cannot_be_had(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("only a few different words in here\n" * 50)
-    section = DataSection(text=str(tmp_path / "a.txt"), tokenizer={"bpe": size}, heldout=0)
-    with pytest.raises(UserError, match=message):
+    section = DataSection(text=str(tmp_path / "a.txt"), tokenizer={"bpe": 5000}, heldout=0)
+    with pytest.raises(UserError, match="give only"):
         prepare(section, seed=0)
 
 

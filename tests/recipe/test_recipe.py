@@ -84,6 +84,7 @@ def test_unknown_key_lists_the_allowed_ones() -> None:
         ({"data": {"tokenizer": {"bpee": 300}}}, "data.tokenizer.bpee", "did you mean 'bpe'?"),
         ({"model": {"task": "classification"}}, "data", "classification needs labels"),
         ({"data": {"mask_probability": 0.2}}, "data.mask_probability", "belongs to masked-lm"),
+        ({"train": {"steps": True}}, "train.steps", "not true or false"),
         ({"comm": {"name": "demo"}}, "comm.name", "'allreduce'"),
     ],
 )
@@ -91,6 +92,16 @@ def test_impossible_combinations(sections: dict[str, Any], path: str, text: str)
     found = faults(changed(**sections))
     assert path in found, found
     assert text in found[path]
+
+
+def test_one_fault_is_reported_once() -> None:
+    assert list(faults(changed(data={"tokenizer": {"bpe": 100}}))) == ["data.tokenizer.bpe"]
+    assert list(faults({**MINIMAL, "name": "../up"})) == ["name"]
+
+
+def test_a_glob_needs_no_quotes() -> None:
+    recipe = load_recipe(MINIMAL, ["data.corpus=null", "data.text=*.txt"])
+    assert str(recipe.data.text).endswith("/*.txt")
 
 
 def test_missing_sections_are_named() -> None:

@@ -61,8 +61,8 @@ def test_round_trip_keeps_bits_and_dtypes(tmp_path: Path, dtype: torch.dtype) ->
     saver = Checkpointer(tmp_path, ALONE)
     path = saver.save(3, merge(model_state(model), optimizer_state(optimizer, model), rng_state(ALONE)))
     want_random = torch.rand(3)
-    load_model(other, path, ALONE)
-    load_optimizer(other_optimizer, other, path, ALONE)
+    load_model(other, path)
+    load_optimizer(other_optimizer, other, path)
     assert load_rng(path, ALONE)
     assert torch.equal(torch.rand(3), want_random)
     assert other.head.weight is other.embed.weight
@@ -109,7 +109,7 @@ def test_an_index_that_names_other_classes_is_refused(tmp_path: Path) -> None:
     path = Checkpointer(tmp_path / "c", ALONE).save(1, State({"x": torch.zeros(2)}))
     (path / ".metadata").write_bytes(pickle.dumps(Harm()))
     with pytest.raises(UserError, match="cannot be read"):
-        load_tensors(path, ALONE)
+        load_tensors(path)
     assert not (tmp_path / "harmed").exists()
 
 
@@ -117,8 +117,8 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     model, _ = stepped(0)
     path = Checkpointer(tmp_path, ALONE).save(1, model_state(model))
     with pytest.raises(UserError, match="does not fit the model"):
-        load_model(nn.Linear(4, 7), path, ALONE)
+        load_model(nn.Linear(4, 7), path)
     other = Tied()
     other.norm = nn.BatchNorm1d(5)
     with pytest.raises(UserError, match="shape"):
-        load_model(other, path, ALONE)
+        load_model(other, path)

@@ -18,7 +18,7 @@ from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.training.checkpoint import Checkpointer, damage
 from scantling.training.distributed import Place
 from scantling.training.rundir import RunDir
-from tests.runs import records, scantling, start_scantling, tiny_recipe, wait_for_step, write_recipe
+from tests.runs import records, scantling, start_scantling, tiny_recipe, wait_for_step, write_corpus, write_recipe
 
 ALONE = Place(0, 1, torch.device("cpu"))
 
@@ -85,6 +85,9 @@ def test_a_run_directory_is_never_overwritten_unasked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="already holds a run"):
         sc.train(recipe, run_dir=tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(UserError, match="not found"):
+        sc.train(recipe, run_dir=tmp_path / "run", force=True, data={"text": str(tmp_path / "missing.txt")})
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before, "the old run went before the new one could be"
     sc.train(recipe, run_dir=tmp_path / "run", force=True)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
     with pytest.raises(UserError, match="holds no run to resume"):
@@ -142,6 +145,37 @@ def test_full_disk_keeps_the_checkpoint_before(tmp_path: Path, small_disk: Path)
     assert again.returncode == 3, output
 
 
+@pytest.mark.dist
+def test_signal_to_the_whole_group_reaches_no_data_worker(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 100_000}, data={"workers": 2}))
+    run = tmp_path / "run"
+    process = start_scantling("train", path, "--run-dir", run)
+    wait_for_step(run / "metrics.jsonl", 3, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+    assert damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
+
+
+def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, train={"steps": 4, "checkpoint_every": 2})
+    sc.train(recipe, run_dir=tmp_path / "run")
+    write_corpus(tmp_path / "corpus.txt", seed=1)
+    with pytest.raises(UserError, match="the data is not what"):
+        sc.train(tmp_path / "run", resume=True)
+
+
+def test_resume_with_damaged_records(tmp_path: Path) -> None:
+    sc.train(tiny_recipe(tmp_path), run_dir=tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    content = metrics.read_text()
+    metrics.write_text(content[:200] + "\n{]\n" + content)
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        sc.train(tmp_path / "run", resume=True)
+    metrics.unlink()
+    assert sc.train(tmp_path / "run", resume=True).status == "done"
+
+
 def test_unwritable_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write into the run directory"):
@@ -158,6 +192,17 @@ def test_nan_stops_before_the_update_and_names_step_and_tensor(tmp_path: Path) -
     for record in records(tmp_path / "run"):
         assert record["loss"] == record["loss"]
     assert issubclass(NonFiniteError, RunError)
+
+
+def test_a_loss_too_large_for_a_perplexity_is_recorded(tmp_path: Path) -> None:
+    recipe = tiny_recipe(
+        tmp_path,
+        optim={"name": "sgd", "lr": 1e6, "weight_decay": 0.0},
+        train={"steps": 1, "warmup": 0, "clip": None, "schedule": "constant"},
+    )
+    result = sc.train(recipe, run_dir=tmp_path / "run")
+    assert result.metrics["eval_loss"] > 700
+    assert "perplexity" not in result.metrics
 
 
 @pytest.mark.dist

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_kill_and_resume_is_bitwise(tmp_path: Path, processes: int, optim: str, 
         for key in ("step", "epoch", "tokens", "loss", "grad_norm", "lr", "eval_loss"):
             assert want.get(key) == got.get(key), (want["step"], key)
     checkpoint = f"checkpoints/step-{steps}"
-    want_tensors, got_tensors = (load_tensors(run / checkpoint, ALONE) for run in (straight, broken))
+    want_tensors, got_tensors = (load_tensors(run / checkpoint) for run in (straight, broken))
     assert want_tensors.keys() == got_tensors.keys()
     assert any(key.startswith("optimizer/") for key in want_tensors)
     for key, tensor in want_tensors.items():
@@ -94,3 +95,25 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
     assert one[-1]["wire_bytes"] == 0
     assert two[-1]["wire_bytes"] == two[-1]["gradient_bytes"], "2 (N - 1) / N of the gradients, with N = 2"
     assert json.loads((tmp_path / "2" / "plan.json").read_text())["wire_bytes"] == two[-1]["wire_bytes"]
+
+
+@pytest.mark.dist
+def test_resume_on_another_number_of_processes(tmp_path: Path) -> None:
+    """1 → 2 → 1 processes: the data goes on where it was, so that without dropout the losses are those of one run."""
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 12, "checkpoint_every": 4}))
+    assert scantling("train", path, "--run-dir", tmp_path / "straight").returncode == 0
+    moved = tmp_path / "moved"
+    for processes, last in ((1, 4), (2, 8), (1, 12)):
+        if last == 4:
+            process = start_scantling("train", path, "--run-dir", moved)
+            wait_for_step(moved / "metrics.jsonl", 6, process)
+            kill_tree(process)
+        else:
+            done = scantling("train", moved, "--resume", processes=processes)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "another number of processes" in done.stdout
+        for folder in (moved / "checkpoints").glob("step-*"):
+            if int(folder.name[5:].removesuffix(".tmp") or 0) > last:
+                shutil.rmtree(folder)
+    for want, got in zip(records(tmp_path / "straight"), records(moved), strict=True):
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)

@@ -40,8 +40,9 @@ def train(
         progress=RichProgress(console),
     )
     metrics = result.metrics
-    held_out = f", held-out loss {metrics['eval_loss']:.4f}" if "eval_loss" in metrics else ""
-    console.print(f"{result.status} at step {result.step}: loss {metrics['loss']:.4f}{held_out}", markup=False)
+    losses = [("loss", metrics.get("loss")), ("held-out loss", metrics.get("eval_loss"))]
+    listed = ", ".join(f"{label} {value:.4f}" for label, value in losses if value is not None)
+    console.print(f"{result.status} at step {result.step}: {listed or 'nothing recorded'}", markup=False)
     console.print(f"report      {result.run_dir / 'report.html'}", markup=False)
     console.print(f"checkpoints {result.run_dir / 'checkpoints'}", markup=False)
     if result.status == "stopped":
@@ -109,6 +110,7 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int, as_json: bool
 
 def evaluate(run: Path, *, as_json: bool) -> int:
     from rich.table import Table
+    from rich.text import Text
 
     from scantling.training.evaluate import evaluate_run
 
@@ -117,7 +119,7 @@ def evaluate(run: Path, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(figures, indent=2))
         return 0
-    table = Table(title=f"{run}, held-out data", show_header=False)
+    table = Table(title=Text(f"{run}, held-out data"), show_header=False)
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:.4f}" if isinstance(value, float) else str(value))
     make_console().print(table)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from scantling.reporting.format import format_bytes, format_number
 from scantling.training.sinks import Sink
@@ -50,14 +51,14 @@ class ConsoleSink(Sink):
     def start(self, *, name: str, run_dir: Path, plan: Plan, first_step: int, last_step: int) -> None:
         self._name, self._steps, self._first = name, last_step, first_step
         self._began = self._last_line = time.monotonic()
-        self._console.print(f"[bold]{name}[/bold] → {run_dir}")
+        self._console.print(Text.assemble((name, "bold"), f" → {run_dir}"))
         self._console.print(plan.short(), markup=False)
         if self._console.is_terminal:
             self._live = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=16),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[figures]}", markup=False),
                 TimeRemainingColumn(compact=True),
                 console=self._console,
             )

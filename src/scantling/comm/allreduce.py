@@ -9,13 +9,19 @@ Cost: a ring all-reduce of B bytes over N processes sends 2 (N - 1) / N · B byt
 """
 
 # No `from __future__ import annotations` here: DDP reads the annotations of its hook and wants the classes themselves.
+import inspect
 import time
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+"""PyTorch 2.13 renamed it; buffers are equal on all ranks from the start, and no forward pass needs to send them."""
 
 
 def allreduce_wire_bytes(num_bytes: int, world_size: int) -> int:
@@ -48,9 +54,12 @@ class AllReduce:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._model = DistributedDataParallel(
-            model, bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
+        options: dict[str, Any] = {
+            "bucket_cap_mb": self.bucket_mb,
+            "gradient_as_bucket_view": True,
+            _SYNC_BUFFERS: False,
+        }
+        self._model = DistributedDataParallel(model, **options)
         self._model.register_comm_hook(self, _average)
         return self._model
 

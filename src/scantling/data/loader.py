@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -123,10 +124,17 @@ def _load(dataset: Dataset, collate: Collate, keys: Any, *, workers: int, pin_me
         batch_sampler=keys,
         collate_fn=collate,
         num_workers=workers,
+        worker_init_fn=_leave_signals_to_the_parent,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # or it would draw from the global one, and dropout would depend on the workers
     )
     return iter(loader)
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """A signal to the whole process group must not end a worker before the step and its checkpoint are done."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _load_here(dataset: Dataset, collate: Collate, keys: Any, *, pin_memory: bool) -> Iterator[Batch]:

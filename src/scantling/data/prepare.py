@@ -165,7 +165,7 @@ def check_labels(
             allowed = ", ".join(labels[:20]) + (", ..." if len(labels) > 20 else "")
             raise UserError(
                 f"{found.label_places[index] or name}: the label '{label}' {problem}; allowed: {allowed}"
-                + (f" ({hint})" if hint else "; list all labels in data.labels")
+                + (f" ({hint})" if hint else "" if which is None else "; list all labels in data.labels")
             )
 
 

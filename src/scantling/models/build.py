@@ -94,8 +94,9 @@ def build_config(
     if not hasattr(plain, "use_cache"):
         given.pop("use_cache", None)
     try:
-        config = config_class(**{**given, **config_overrides, **section.overrides})
-        config.use_cache = False
+        with quiet():
+            config = config_class(**{**given, **config_overrides, **section.overrides})
+            config.use_cache = False
     except Exception as error:  # configuration classes raise errors of many kinds for values that do not fit
         raise UserError(f"model: {config_class.__name__} refuses these settings: {_first_line(error)}") from None
     _check_fit(config, vocab_size, seq_len)

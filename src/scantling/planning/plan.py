@@ -97,10 +97,13 @@ class Plan:
     def table(self) -> Table:
         """The plan as a table for a terminal."""
         from rich.table import Table
+        from rich.text import Text
 
         ranks = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
         table = Table(
-            title=f"plan of {self.name}, {ranks}", caption="\n".join(self.notes) or None, title_justify="left"
+            title=Text(f"plan of {self.name}, {ranks}"),
+            caption=Text("\n".join(self.notes)) if self.notes else None,
+            title_justify="left",
         )
         for header in ("", "what", "planned"):
             table.add_column(header, justify="right" if header == "planned" else "left")

@@ -46,6 +46,12 @@ def _changed(section: Content, model: type[BaseModel], key: str) -> bool:
     return key in section and section[key] != model.model_fields[key].get_default(call_default_factory=True)
 
 
+def _check_name(content: Content) -> Iterator[Fault]:
+    name = content.get("name")
+    if isinstance(name, str) and (name in (".", "..") or "/" in name or not name.isprintable()):
+        yield Fault("name", "is used as a folder's name, without '/'", repr(name))
+
+
 def _check_model(content: Content) -> Iterator[Fault]:
     from scantling.models.presets import PRESETS
 
@@ -167,6 +173,7 @@ def _check_optim(content: Content) -> Iterator[Fault]:
 
 
 CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
+    _check_name,
     _check_model,
     _check_data,
     _check_task,

@@ -94,7 +94,8 @@ def apply_override(content: dict[str, Any], override: str) -> None:
     if not separator or not all(parts):
         raise UserError(f"--set takes key=value, such as train.steps=100; given '{override}'")
     try:
-        value = yaml.load(text, Loader=_StrictLoader) if text.strip() else None  # noqa: S506 (a SafeLoader)
+        glob = text.lstrip().startswith("*")  # an alias in YAML, a pattern of files here
+        value = text.strip() if glob else yaml.load(text, Loader=_StrictLoader) if text.strip() else None  # noqa: S506
     except yaml.YAMLError as error:
         raise UserError(f"--set {override}: the value is not valid YAML: {error}") from None
     target = content
@@ -161,7 +162,12 @@ def _show(value: Any) -> str:
 def _schema_faults(error: ValidationError, content: Mapping[str, Any]) -> Iterator[Fault]:
     """Turn pydantic's errors into ours: dotted path, what is allowed, what was given, the closest allowed name."""
     seen: set[str] = set()
-    for item in error.errors(include_url=False):
+    found = error.errors(include_url=False)
+    for item in found:
+        if item["type"] == "string_type" and isinstance(item["input"], dict | list):
+            others = (other["loc"] for other in found if other is not item)
+            if any(loc[: len(item["loc"]) - 1] == item["loc"][:-1] for loc in others):
+                continue  # the other member of a union, which was not meant
         location = [part for part in item["loc"] if not (isinstance(part, str) and _is_union_tag(part, item["loc"]))]
         path = ".".join(str(part) for part in location)
         if path in seen:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 Paths = Text | Annotated[list[Text], Field(min_length=1)]
@@ -19,6 +19,14 @@ SOURCES = ("corpus", "text", "jsonl", "csv", "parquet", "hf", "bin")
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: Any, handler: Any) -> Any:
+        result = handler(value)
+        if isinstance(value, bool) and not isinstance(result, bool):
+            raise ValueError("must be a number, not true or false")
+        return result
 
 
 class ModelSection(Section):

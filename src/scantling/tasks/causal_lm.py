@@ -85,7 +85,9 @@ class CausalLM(Task):
 
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
         loss = mean_loss(sums)
-        figures = {"eval_loss": loss, "perplexity": perplexity(loss)}
+        figures = {"eval_loss": loss}
+        if math.isfinite(perplexity(loss)):
+            figures["perplexity"] = perplexity(loss)
         if data.heldout_bytes_per_token:
             figures["bits_per_byte"] = loss / math.log(2) / data.heldout_bytes_per_token
         return figures

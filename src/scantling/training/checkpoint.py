@@ -171,14 +171,11 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def load_tensors(
-    path: Path, place: Place, prefix: str = "", into: dict[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
-    """Read the tensors whose key begins with `prefix`.
+def load_tensors(path: Path, prefix: str = "", into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Read the tensors whose key begins with `prefix`. Each rank reads its own; there is no collective.
 
     Args:
         path: a checkpoint folder.
-        place: this process's place; `Place(0, 1, cpu)` reads without a process group.
         prefix: keys to read.
         into: tensors to fill in place, by key; the others are made anew on the CPU with the stored shape and dtype.
 
@@ -198,7 +195,7 @@ def load_tensors(
     if target:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(target, storage_reader=_SafeReader(path), no_dist=place.world_size == 1)
+            load(target, storage_reader=_SafeReader(path), no_dist=True)
     return target
 
 
@@ -262,14 +259,14 @@ def model_state(model: nn.Module) -> State:
     return State({f"model/{name}": tensor for name, tensor in model_tensors(model).items()})
 
 
-def load_model(model: nn.Module, path: Path, place: Place) -> None:
+def load_model(model: nn.Module, path: Path) -> None:
     """Fill a model from a checkpoint, in place.
 
     Raises:
         UserError: the names or shapes of the checkpoint and of the model differ.
     """
     wanted = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
-    stored = load_tensors(path, place, "model/", wanted)
+    stored = load_tensors(path, "model/", wanted)
     missing, unknown = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     if missing or unknown:
         raise UserError(f"{path} does not fit the model: missing {missing[:5]}, unknown {unknown[:5]}")
@@ -298,7 +295,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State
     return state
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path, place: Place) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
     """Put the stored state back as it was: no dtype is changed, nothing is recomputed.
 
     Raises:
@@ -312,7 +309,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Pat
     by_name = dict(model.named_parameters())
     on_cpu = set(values["on_cpu"])
     states: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values["plain"].items()}
-    for key, tensor in load_tensors(path, place, "optimizer/").items():
+    for key, tensor in load_tensors(path, "optimizer/").items():
         name, _, entry = key.removeprefix("optimizer/").rpartition("/")
         device = torch.device("cpu") if f"{name}/{entry}" in on_cpu else by_name[name].device
         states.setdefault(name, {})[entry] = tensor.to(device)
@@ -345,7 +342,7 @@ def load_rng(path: Path, place: Place) -> bool:
     """Restore this rank's generators; False where the checkpoint holds none for it (another world size)."""
     values = read_manifest(path)["values"].get("rng", {}).get(str(place.rank))
     prefix = f"rng/rank{place.rank}"
-    tensors = load_tensors(path, place, prefix + "/")
+    tensors = load_tensors(path, prefix + "/")
     if values is None or f"{prefix}/cpu" not in tensors:
         return False
     torch.set_rng_state(tensors[f"{prefix}/cpu"])

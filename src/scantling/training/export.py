@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from scantling.errors import RunError, UserError
+from scantling.models.build import quiet
 
 
 def export_hf(run_dir: str | Path, folder: str | Path) -> float:
@@ -41,11 +42,13 @@ def export_hf(run_dir: str | Path, folder: str | Path) -> float:
             shutil.rmtree(aside)
         aside.mkdir(parents=True)
         model.config.use_cache = True
-        model.save_pretrained(aside)
+        with quiet():
+            model.save_pretrained(aside)
         if data.tokenizer is not None:
             token_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
             data.tokenizer.save_pretrained(aside, token_types=token_types)
-        difference = _reload_difference(task.auto_class, model, aside)
+        with quiet():
+            difference = _reload_difference(task.auto_class, model, aside)
         os.replace(aside, folder)
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error.strerror or error}") from None

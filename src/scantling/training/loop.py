@@ -7,6 +7,7 @@ two, the step is taken and recorded once more.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from scantling.data.loader import BatchSource
-from scantling.errors import RunError
+from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.optim.memory import state_bytes
 from scantling.training.checkpoint import (
     Checkpointer,
@@ -98,6 +99,8 @@ class Loop:
         self.memory, self.energy, self.facts = memory, energy, facts
         self.step = 0
         self.tokens = 0
+        self.fingerprint: str | None = None
+        """What the prepared data is known by; a checkpoint of other data is refused."""
         self._earlier_joules = 0.0
 
     @property
@@ -165,16 +168,27 @@ class Loop:
             record |= method.metrics()
         last = step == self.schedule.steps
         if self.evaluate is not None and (last or _due(step, self.schedule.eval_every)):
-            record |= self.evaluate()
+            record |= self._evaluated(step)
         joules = self.energy.joules()
         record["energy_j"] = None if joules is None else joules + self._earlier_joules
         record["energy_source"] = self.energy.source
         record["time"] = time.time()
         self.sink.record(record)
         if last or result.stop or _due(step, self.schedule.checkpoint_every):
+            self.sink.sync()
             path = self.save()
             self.sink.message(f"step {step}: checkpoint {path}")
         return result.stop and not last
+
+    def _evaluated(self, step: int) -> dict[str, float]:
+        if self.evaluate is None:
+            return {}
+        figures = self.evaluate()
+        if not math.isfinite(figures["eval_loss"]):
+            raise NonFiniteError(
+                f"step {step}: the held-out loss is {figures['eval_loss']}; lower optim.lr or lengthen train.warmup"
+            )
+        return figures
 
     def save(self) -> Path:
         """Write a checkpoint of this moment. Collectives: those of `Checkpointer.save`."""
@@ -191,6 +205,7 @@ class Loop:
                 "step": self.step,
                 "tokens": self.tokens,
                 "data": self.batches.state_dict(),
+                "fingerprint": self.fingerprint,
                 "scaler": self.stepper.scaler.state_dict(),
                 "joules": None if joules is None else joules + self._earlier_joules,
             }
@@ -205,11 +220,16 @@ class Loop:
             UserError: the checkpoint does not fit this run.
         """
         values = read_manifest(path)["values"]
-        load_model(self.model, path, self.place)
-        load_optimizer(self.stepper.optimizer, self.model, path, self.place)
+        if values["fingerprint"] != self.fingerprint:
+            raise UserError(
+                f"the data is not what {path} was trained on: a file, a tokenizer or the split has changed; "
+                "put it back, or start a new run"
+            )
+        load_model(self.model, path)
+        load_optimizer(self.stepper.optimizer, self.model, path)
         for method in self.methods:
             prefix = f"method/{method.name}/"
-            tensors = load_tensors(path, self.place, prefix)
+            tensors = load_tensors(path, prefix)
             stored = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
             method.load_state_dict(stored | values.get("methods", {}).get(method.name, {}))
         self.batches.load_state_dict(values["data"])

@@ -110,7 +110,10 @@ def train(
         try:
             return _train(recipe, folder, place, resume=resume, sinks=sinks, progress=progress)
         except (RuntimeError, MemoryError) as error:
-            raise out_of_memory(error) or error from error
+            clear = out_of_memory(error)
+            if clear is None:
+                raise
+            raise clear from None
         finally:
             folder.unlock()
 
@@ -155,13 +158,11 @@ def _claim(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -> str 
         folder.lock()
         if resume:
             folder.check_same(recipe)
-        elif folder.holds_run():
-            if not force:
-                return (
-                    f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
-                    "or give another --run-dir"
-                )
-            folder.clear()
+        elif folder.holds_run() and not force:
+            return (
+                f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
+                "or give another --run-dir"
+            )
     except UserError as error:
         folder.unlock()
         return str(error)
@@ -186,11 +187,15 @@ def _train(
     _set_determinism(recipe, place)
     memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
     loop = build_loop(recipe, task, data, place, checkpointer, memory=memory, energy=energy)
+    loop.fingerprint = data.info.get("fingerprint")
     if checkpoint is not None:
         loop.resume(checkpoint)
     if place.is_main:
         if not resume:
+            folder.clear()  # not before everything that can be wrong with the new run has been tried
             folder.write_recipe(recipe)
+        elif folder.metrics.exists():
+            read_records(folder.metrics)  # a broken line is better known now than after the last step
         folder.write_environment(world_size=place.world_size, device=str(place.device), data=data.info)
         write_json(folder.plan, planned.to_dict())
         receivers: list[Sink] = [JsonlSink(folder.metrics), *sinks]
@@ -346,7 +351,7 @@ def load_trained(run_dir: str | Path, *, device: str = "cpu") -> tuple[Recipe, T
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=None)
     model = build_run_model(recipe, task, data)
-    load_model(model, checkpoint, place)
+    load_model(model, checkpoint)
     return recipe, task, data, model.to(place.device), checkpoint
 
 
@@ -366,8 +371,11 @@ def _finish(folder: RunDir, name: str, outcome: Outcome, place: Place) -> RunRes
     metrics: dict[str, Any] = {}
     if place.is_main:
         records = [record for record in read_records(folder.metrics) if record["step"] <= outcome.step]
-        metrics = {"name": name, "status": "stopped" if outcome.stopped else "done", **summarise(records)}
+        metrics = {"name": name, "status": "stopped" if outcome.stopped else "done", "step": outcome.step}
+        if records:
+            metrics |= summarise(records)
         write_json(folder.result, metrics)
-        write_report([read_run(folder.path)], folder.report)
+        if records:
+            write_report([read_run(folder.path)], folder.report)
     metrics = place.share(metrics)
     return RunResult(folder.path, str(metrics["status"]), outcome.step, metrics)

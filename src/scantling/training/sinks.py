@@ -25,6 +25,9 @@ class Sink:
     def record(self, record: Record) -> None:
         """One step is done; keys as in `metrics.jsonl`."""
 
+    def sync(self) -> None:
+        """A checkpoint is about to be written: what was recorded so far must survive with it."""
+
     def message(self, text: str) -> None:
         """Something worth a line happened, such as a checkpoint."""
 
@@ -50,6 +53,12 @@ class JsonlSink(Sink):
         try:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
+        except OSError as error:
+            raise RunError(f"cannot write {self._path}: {error.strerror or error}") from None
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._file.fileno())
         except OSError as error:
             raise RunError(f"cannot write {self._path}: {error.strerror or error}") from None
 
@@ -92,6 +101,10 @@ class Sinks(Sink):
     def record(self, record: Record) -> None:
         for sink in self._sinks:
             sink.record(record)
+
+    def sync(self) -> None:
+        for sink in self._sinks:
+            sink.sync()
 
     def message(self, text: str) -> None:
         for sink in self._sinks:
