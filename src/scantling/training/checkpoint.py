@@ -338,13 +338,11 @@ def rng_state(place: Place) -> State:
     return state
 
 
-def load_rng(path: Path, place: Place) -> bool:
-    """Restore this rank's generators; False where the checkpoint holds none for it (another world size)."""
-    values = read_manifest(path)["values"].get("rng", {}).get(str(place.rank))
+def load_rng(path: Path, place: Place) -> None:
+    """Restore this rank's generators, from a checkpoint of the same world size."""
+    values = read_manifest(path)["values"]["rng"][str(place.rank)]
     prefix = f"rng/rank{place.rank}"
     tensors = load_tensors(path, prefix + "/")
-    if values is None or f"{prefix}/cpu" not in tensors:
-        return False
     torch.set_rng_state(tensors[f"{prefix}/cpu"])
     if f"{prefix}/cuda" in tensors and place.device.type == "cuda":
         torch.cuda.set_rng_state(tensors[f"{prefix}/cuda"], place.device)
@@ -352,7 +350,6 @@ def load_rng(path: Path, place: Place) -> bool:
     np.random.set_state((name, tensors[f"{prefix}/numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
     version, internal, gauss = values["python"]
     random.setstate((version, tuple(internal), gauss))
-    return True
 
 
 def merge(*states: State) -> State:

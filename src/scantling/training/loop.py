@@ -213,13 +213,17 @@ class Loop:
         parts = (model_state(self.model), optimizer_state(self.stepper.optimizer, self.model), rng_state(self.place))
         return self.checkpointer.save(self.step, merge(*parts, methods, own))
 
-    def resume(self, path: Path) -> None:
+    def resume(self, path: Path) -> bool:
         """Take everything back from a checkpoint, so that the next step is the one that would have come.
+
+        Returns:
+            Whether the random generators were taken back too: they are not on another number of processes.
 
         Raises:
             UserError: the checkpoint does not fit this run.
         """
-        values = read_manifest(path)["values"]
+        manifest = read_manifest(path)
+        values = manifest["values"]
         if values["fingerprint"] != self.fingerprint:
             raise UserError(
                 f"the data is not what {path} was trained on: a file, a tokenizer or the split has changed; "
@@ -237,8 +241,10 @@ class Loop:
             self.stepper.scaler.load_state_dict(values["scaler"])
         self.step, self.tokens = values["step"], values["tokens"]
         self._earlier_joules = values["joules"] or 0.0
-        if not load_rng(path, self.place):
-            self.sink.message(f"{path} was saved by another number of processes; the random generators start anew")
+        same = bool(manifest["world_size"] == self.place.world_size)
+        if same:
+            load_rng(path, self.place)
+        return same
 
 
 def _due(step: int, every: int | None) -> bool:

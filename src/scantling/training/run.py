@@ -188,8 +188,7 @@ def _train(
     memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
     loop = build_loop(recipe, task, data, place, checkpointer, memory=memory, energy=energy)
     loop.fingerprint = data.info.get("fingerprint")
-    if checkpoint is not None:
-        loop.resume(checkpoint)
+    exact = checkpoint is None or loop.resume(checkpoint)
     if place.is_main:
         if not resume:
             folder.clear()  # not before everything that can be wrong with the new run has been tried
@@ -207,7 +206,8 @@ def _train(
         name=name, run_dir=folder.path, plan=planned, first_step=loop.step + 1, last_step=loop.schedule.steps
     )
     if checkpoint is not None:
-        loop.sink.message(f"resumed from {checkpoint}")
+        anew = "" if exact else ", saved by another number of processes: the random generators start anew"
+        loop.sink.message(f"resumed from {checkpoint}{anew}")
     try:
         outcome = loop.run()
     finally:
