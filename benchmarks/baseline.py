@@ -50,6 +50,8 @@ from scantling.training.sinks import JsonlSink
 
 LOOPS = ("bare", "ours", "trainer")
 WARMUP = 5
+BUILD = threading.Lock()
+"""Models are built one at a time: their weights come from the one random generator of the process."""
 
 
 class Turns:
@@ -129,10 +131,18 @@ class Setup:
         turn()
 
     def model(self) -> Any:
-        return build_run_model(self.recipe, self.task, self.data).to(self.device)
+        with BUILD:
+            return build_run_model(self.recipe, self.task, self.data).to(self.device)
 
     def lr(self, step: int) -> float:
         return lr_factor(step, steps=self.steps, schedule="cosine", warmup=0.05, min_ratio=0.1)
+
+
+def adamw(model: Any) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3)
 
 
 def bare(setup: Setup, turn: Callable[[], None]) -> list[float]:
@@ -141,11 +151,7 @@ def bare(setup: Setup, turn: Callable[[], None]) -> list[float]:
     model.train()
     if setup.compile:
         model.compile()
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3
-    )
+    optimizer = adamw(model)
     amp = torch.autocast(setup.device.type, torch.bfloat16, enabled=setup.recipe.precision.compute == "bf16")
     losses = []
     for step, batch in enumerate(setup.batches(turn), start=1):
@@ -168,7 +174,10 @@ def ours(setup: Setup, turn: Callable[[], None]) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         memory, energy = MemoryMeter(setup.device), EnergyMeter(setup.device)
         checkpointer = Checkpointer(Path(folder) / "checkpoints", setup.place)
-        loop = build_loop(setup.recipe, setup.task, setup.data, setup.place, checkpointer, memory=memory, energy=energy)
+        with BUILD:
+            loop = build_loop(
+                setup.recipe, setup.task, setup.data, setup.place, checkpointer, memory=memory, energy=energy
+            )
         loop.sink = JsonlSink(Path(folder) / "metrics.jsonl")
         take = loop.batches.next_step
 
@@ -192,7 +201,7 @@ def ours(setup: Setup, turn: Callable[[], None]) -> list[float]:
 
 def trainer(setup: Setup, turn: Callable[[], None]) -> list[float]:
     """HF Trainer with the same optimizer, schedule and batches; evaluation, saving and reporting are off."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     model = setup.model()
     losses: list[float] = []
@@ -220,12 +229,7 @@ def trainer(setup: Setup, turn: Callable[[], None]) -> list[float]:
             output_dir=folder,
             max_steps=setup.steps,
             per_device_train_batch_size=setup.recipe.batch_size,
-            learning_rate=1e-3,
-            weight_decay=0.1,
             max_grad_norm=1.0,
-            lr_scheduler_type="cosine_with_min_lr",
-            lr_scheduler_kwargs={"min_lr_rate": 0.1},
-            warmup_steps=round(0.05 * setup.steps),
             logging_steps=1,
             save_strategy="no",
             report_to="none",
@@ -233,11 +237,19 @@ def trainer(setup: Setup, turn: Callable[[], None]) -> list[float]:
             use_cpu=setup.device.type == "cpu",
             bf16=setup.recipe.precision.compute == "bf16",
             torch_compile=setup.compile,
-            optim="adamw_torch",
-            adam_beta2=0.999,
             logging_nan_inf_filter=False,
         )
-        Shifted(model=model, args=arguments, train_dataset=Stream(), callbacks=[Losses()]).train()
+        optimizer = adamw(model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: setup.lr(done + 1))
+        run = Shifted(
+            model=model,
+            args=arguments,
+            train_dataset=Stream(),
+            callbacks=[Losses()],
+            optimizers=(optimizer, schedule),
+        )
+        run.remove_callback(PrinterCallback)
+        run.train()
     return losses
 
 
