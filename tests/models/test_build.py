@@ -92,6 +92,36 @@ def test_length_is_checked_against_the_positions() -> None:
         make({"preset": "roberta-code"}, "masked-lm", seq=513, device="meta")
 
 
+@pytest.mark.parametrize("model_type", ["roberta", "roberta-prelayernorm", "data2vec-text", "camembert", "bert", "opt"])
+def test_the_longest_sequence_that_is_let_through_works(tmp_path: Path, model_type: str) -> None:
+    keys = {**TINY, "vocab_size": 300, "max_position_embeddings": 20, "ffn_dim": 32, "word_embed_proj_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **keys}))
+    task = "causal-lm" if model_type == "opt" else "masked-lm"
+    longest = 20 if model_type in ("bert", "opt") else 18
+    model = make({"hf": str(tmp_path)}, task, seq=longest)
+    assert model(torch.full((1, longest), 5)).logits.shape == (1, longest, 300)
+    with pytest.raises(UserError, match=f"the model has {longest} positions"):
+        make({"hf": str(tmp_path)}, task, seq=longest + 1)
+
+
+def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder() -> None:
+    encoder = {"preset": "bert-6-encoder", "overrides": {**TINY, "is_decoder": False}}
+    with pytest.raises(UserError, match="sees the tokens that it is to predict"):
+        make(encoder)
+    decoder = make({**encoder, "overrides": {**TINY, "is_decoder": True}}).eval()
+    ids = torch.arange(5, 13)[None]
+    changed = ids.clone()
+    changed[0, -1] = 100
+    assert torch.equal(decoder(ids).logits[0, :-1], decoder(changed).logits[0, :-1])
+
+
+def test_a_model_without_sdpa_says_what_to_set(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpnet", **TINY}))
+    with pytest.raises(UserError, match=r"model\.attention: mpnet has no sdpa; set eager"):
+        make({"hf": str(tmp_path)}, "masked-lm", device="meta")
+    make({"hf": str(tmp_path), "attention": "eager"}, "masked-lm", device="meta")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -99,6 +129,9 @@ def test_length_is_checked_against_the_positions() -> None:
         ({"hidden_size": 33}, "model: "),
         ({"hidden_act": "no-such"}, "model: "),
         ({"num_hidden_layers": "two"}, "model: "),
+        ({"num_attention_heads": 3}, r"hidden size \(128\) is not a multiple"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads = 4 must be a multiple of num_key_value_heads = 3"),
+        ({"to_dict": 1}, "has no such key"),
     ],
 )
 def test_bad_overrides(overrides: dict[str, Any], message: str) -> None:
@@ -127,6 +160,29 @@ def test_pretrained_weights_are_read_and_can_be_left(folder: Path) -> None:
     assert torch.equal(from_file.transformer.wte.weight, fresh.transformer.wte.weight)
 
 
+def test_a_masked_lm_becomes_a_classifier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its pooler is new: masked-LM models have none."""
+    config = transformers.BertConfig(**TINY, vocab_size=300)
+    trained = transformers.BertForMaskedLM(config)
+    trained.save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        classifier = make({"hf": str(tmp_path)}, "classification", config_overrides={"num_labels": 3})
+    assert torch.equal(
+        classifier.bert.embeddings.word_embeddings.weight, trained.bert.embeddings.word_embeddings.weight
+    )
+    assert len(caplog.records) == 1
+    assert "bert.pooler.dense.bias" in caplog.text
+    assert "not taken: cls.predictions.bias" in caplog.text
+
+
+def test_weights_without_a_place_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    transformers.BertForMaskedLM(transformers.BertConfig(**TINY, vocab_size=300)).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        make({"hf": str(tmp_path), "overrides": {"num_hidden_layers": 1}}, "masked-lm")
+    assert "not taken: bert.encoder.layer.1" in caplog.text
+    assert "12 more" in caplog.text
+
+
 def test_a_new_head_is_a_warning_and_a_lost_backbone_an_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         make({"hf": str(folder)}, "classification", config_overrides={"num_labels": 3, "pad_token_id": 0})
@@ -147,7 +203,13 @@ def test_what_a_folder_can_lack(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "lama"}))
     with pytest.raises(UserError, match="did you mean 'llama'"):
         make({"hf": str(tmp_path)})
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="are damaged"):
+        make({"hf": str(folder)})
     (folder / "model.safetensors").rename(folder / "weights.bin")
+    with pytest.raises(UserError, match="convert them to safetensors"):
+        make({"hf": str(folder)})
     with pytest.raises(UserError, match="convert them to safetensors"):
         make({"hf": str(folder), "pretrained": True})
     config = json.loads((folder / "config.json").read_text())

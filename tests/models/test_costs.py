@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from scantling.models.costs import BACKWARD, forward_flops, linear_flops, trace_forward
+from scantling.errors import UserError
+from scantling.models.build import checkpoint_activations
+from scantling.models.costs import BACKWARD, Trace, forward_flops, linear_flops, no_packed_documents, trace_step
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
@@ -30,13 +34,35 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert-classifier": ("bert", "AutoModelForSequenceClassification", {**BERT_LIKE, "num_labels": 3}),
     "roberta-classifier": ("roberta", "AutoModelForSequenceClassification", {**BERT_LIKE, "num_labels": 3}),
 }
+# Their layers are used several times, or for one position, or are not nn.Linear: only a trace can tell.
+TRACED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "albert": ("albert", "AutoModelForMaskedLM", {**BERT_LIKE, "embedding_size": 16}),
+    "distilbert-classifier": (
+        "distilbert",
+        "AutoModelForSequenceClassification",
+        {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "vocab_size": 64},
+    ),
+    "xlnet": ("xlnet", "AutoModelForCausalLM", {"d_model": 32, "d_inner": 48, "n_layer": 2, "n_head": 4}),
+    "rwkv": ("rwkv", "AutoModelForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}),
+}
 
 
-def build(case: str) -> Any:
-    model_type, auto_class, keys = CASES[case]
+def build(case: str, device: str = "cpu") -> Any:
+    model_type, auto_class, keys = (CASES | TRACED)[case]
     config = transformers.CONFIG_MAPPING[model_type](**keys)
+    config.use_cache = False
     torch.manual_seed(0)
-    return getattr(transformers, auto_class).from_config(config, attn_implementation="sdpa")
+    with torch.device(device):
+        return getattr(transformers, auto_class).from_config(config).train()
+
+
+def traced(model: Any, *, sequences: int, seq_len: int, **keys: Any) -> Trace:
+    def loss(inner: Any) -> torch.Tensor:
+        ids = torch.zeros((sequences, seq_len), dtype=torch.long)
+        return inner(input_ids=ids).logits.float().square().sum()
+
+    with no_packed_documents():
+        return trace_step(model, loss, **keys)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -52,6 +78,16 @@ def test_flops_are_those_of_the_flop_counter(case: str) -> None:
     assert expected is not None
     assert forward == expected
     assert counter.get_total_flops() == (1 + BACKWARD) * expected
+    assert traced(build(case, "meta"), sequences=3, seq_len=10).forward_flops == expected
+
+
+@pytest.mark.parametrize("case", TRACED)
+def test_a_trace_sees_every_product(case: str) -> None:
+    model = build(case)
+    ids = torch.randint(3, 64, (3, 10))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(input_ids=ids)
+    assert traced(build(case, "meta"), sequences=3, seq_len=10).forward_flops == counter.get_total_flops()
 
 
 def test_flops_that_are_not_known_are_not_guessed() -> None:
@@ -70,50 +106,89 @@ def test_a_module_that_states_its_cost_is_believed() -> None:
         def flops(self, tokens: int) -> int:
             return 7 * tokens
 
+        def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+            return self.inner(vectors)
+
     model = build("llama")
     before = forward_flops(model, sequences=2, seq_len=5)
     assert before is not None
     model.model.layers[0].mlp.up_proj = Cheap()
-    assert forward_flops(model, sequences=2, seq_len=5) == before - linear_flops(10, 32, 48) + 70
+    expected = before - linear_flops(10, 32, 48) + 70
+    assert forward_flops(model, sequences=2, seq_len=5) == expected
+    assert traced(model.to("meta"), sequences=2, seq_len=5).forward_flops == expected
+
+
+def allocated_peak(work: Callable[[], Any]) -> int:
+    """The most bytes that torch's CPU allocator held at once beside what it held before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    result = profiler.profiler.kineto_results
+    events = [(event.start_ns(), event.nbytes()) for event in result.events() if event.name() == "[memory]"]
+    changes = [size for _, size in sorted(events, key=lambda event: event[0])]
+    return max(itertools.accumulate(changes))
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "bert"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_traced_bytes_are_what_autograd_keeps(case: str, dtype: torch.dtype | None) -> None:
-    """The storages autograd saves in a real pass, counted by the same rule, byte for byte."""
-    ids = torch.randint(3, 64, (3, 10))
+@pytest.mark.parametrize(("dtype", "gradients_held"), [(None, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_traced_peak_is_that_of_the_allocator(
+    case: str, dtype: torch.dtype | None, gradients_held: bool, checkpointing: bool
+) -> None:
+    """To the byte but for generator states: 5 KB for each layer with checkpointing, which stores them for dropout."""
 
     def loss(model: Any) -> torch.Tensor:
+        ids = torch.zeros((8, 64), dtype=torch.long)
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             logits = model(input_ids=ids).logits
         return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
 
-    model = build(case).train()
-    known = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers(), ids]}
-    saved: dict[int, int] = {}
+    model, twin = build(case), build(case, "meta")
+    if checkpointing:
+        checkpoint_activations(model)
+        checkpoint_activations(twin)
+    loss(model).backward()  # type: ignore[no-untyped-call]
+    if not gradients_held:
+        model.zero_grad()
+    gc.collect()
+    measured = allocated_peak(lambda: loss(model).backward())  # type: ignore[no-untyped-call]
+    with no_packed_documents():
+        trace = trace_step(twin, loss, gradients_held=gradients_held)
+    assert trace.peak_bytes == pytest.approx(measured, abs=16_000 if checkpointing else 2_500)
+    assert trace.activation_bytes <= trace.peak_bytes
+
+
+def test_traced_activations_hold_what_autograd_keeps() -> None:
+    """The storages that autograd saves in a real pass, with the inputs, the logits and the loss."""
+    model = build("llama")
+    ids = torch.zeros((3, 10), dtype=torch.long)
+    known = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    held = {ids.untyped_storage()._cdata: ids.nbytes}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = loss(model)
-    real = sum(size for key, size in saved.items() if key not in known)
-    del result
-    trace = trace_forward(lambda: build(case).train(), loss)
-    assert trace.output_bytes == 3 * 10 * 64 * 4
-    assert trace.saved_bytes == pytest.approx(real, rel=0.02), "ids and the generator's state are the difference"
+        logits = model(input_ids=ids).logits.float()
+        result = logits.square().sum()
+    held[result.untyped_storage()._cdata] = result.nbytes
+    kept = sum(size for key, size in held.items() if key not in known)
+    assert traced(build("llama", "meta"), sequences=3, seq_len=10).activation_bytes == kept
 
 
 def test_tracing_leaves_nothing_behind() -> None:
-    made: list[weakref.ref[Any]] = []
-
-    def make() -> Any:
-        model = build("llama")
-        made.append(weakref.ref(model))
-        return model
-
-    ids = torch.zeros((1, 4), dtype=torch.long)
-    trace_forward(make, lambda model: model(input_ids=ids).logits.sum())
+    model = build("llama", "meta")
+    gone = weakref.ref(model)
+    traced(model, sequences=1, seq_len=4)
+    del model
     gc.collect()
-    assert made[0]() is None
+    assert gone() is None
+
+
+def test_what_depends_on_values_cannot_be_traced() -> None:
+    def loss(model: Any) -> torch.Tensor:
+        logits = model(input_ids=torch.zeros((1, 4), dtype=torch.long)).logits
+        return logits.sum() if logits.max() > 0 else logits.mean()
+
+    with pytest.raises(UserError, match="cannot be traced"):
+        trace_step(build("llama", "meta"), loss)

@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-1m": {"model": {"preset": "llama-1m"}, "train": {"batch_size": 16}},
     "llama-10m": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 8}},
     "bert-6-encoder": {"model": {"preset": "bert-6-encoder", "task": "masked-lm"}, "train": {"batch_size": 4}},
+    "micro-batches": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 4, "micro_batch_size": 1}},
+    "checkpointing": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 8, "activation_checkpointing": True}},
 }
 SCRIPT = """
 import json, sys, scantling as sc
@@ -49,7 +51,7 @@ print(json.dumps([plan, dict(result.metrics)]))
     ("case", "tight"),
     [
         ("llama-1m", False),
-        ("llama-10m", True),
+        ("micro-batches", True),
         *(pytest.param(case, tight, marks=pytest.mark.slow) for case in CASES for tight in (False, True)),
     ],
 )
@@ -65,7 +67,7 @@ def test_peak_memory(tmp_path: Path, case: str, tight: bool) -> None:
         optim={"name": "adamw"},
         **{**CASES[case], "model": {"overrides": {}, **CASES[case]["model"]}},
     )
-    recipe["train"] |= {"steps": 3, "eval_samples": 2, "micro_batch_size": recipe["train"]["batch_size"]}
+    recipe["train"] |= {"steps": 2, "eval_samples": 2}
     environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": "65536"} if tight else {})
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(recipe), str(tmp_path / "run")],
@@ -79,7 +81,7 @@ def test_peak_memory(tmp_path: Path, case: str, tight: bool) -> None:
     assert planned["peak_memory_bytes"] == pytest.approx(measured["peak_memory_bytes"], rel=0.2)
     if tight:
         added = measured["peak_memory_bytes"] - measured["base_memory_bytes"]
-        assert planned["peak_memory_bytes"] - planned["base_bytes"] == pytest.approx(added, rel=0.1, abs=25 * MIB)
+        assert planned["peak_memory_bytes"] - planned["base_bytes"] == pytest.approx(added, rel=0.1)
 
 
 def test_micro_batches_and_checkpointing_save_activations(tmp_path: Path) -> None:
@@ -104,6 +106,53 @@ def test_processes_share_the_batch_and_send_gradients(tmp_path: Path) -> None:
         sc.plan(recipe, world_size=3)
 
 
+def test_gradients_that_are_there_before_a_pass_are_counted(tmp_path: Path) -> None:
+    """From earlier micro-batches, or in the buckets of an exchange: one more copy than while activations go."""
+    recipe = tiny_recipe(tmp_path, model={"overrides": {}}, train={"batch_size": 8})
+    alone = sc.plan(recipe, settings=["train.batch_size=2"])
+    cut = sc.plan(recipe, settings=["train.micro_batch_size=2"])
+    shared = sc.plan(recipe, world_size=4)
+
+    def working(planned: sc.Plan) -> int:
+        assert planned.temporary_bytes is not None
+        assert planned.activation_bytes is not None
+        return max(planned.activation_bytes, planned.gradient_bytes) + planned.temporary_bytes
+
+    assert alone.activation_bytes == cut.activation_bytes == shared.activation_bytes
+    assert working(cut) == working(shared)
+    assert working(cut) - working(alone) > alone.gradient_bytes / 2
+
+
+def test_a_document_mask_takes_memory(tmp_path: Path) -> None:
+    """A mask of 256 x 256 numbers for each sequence, and none without documents, whose search fake tensors defeat."""
+    recipe = tiny_recipe(tmp_path, data={"seq_len": 256}, train={"batch_size": 2})
+    without, with_mask = sc.plan(recipe), sc.plan(recipe, settings=["data.document_mask=true"])
+    assert with_mask.activation_bytes - without.activation_bytes >= 2 * 256 * 256
+
+
+def test_a_model_that_cannot_be_traced_is_planned_as_far_as_it_is_known(tmp_path: Path) -> None:
+    """Experts choose by values; the rest of the plan stands, and the run goes on."""
+    config = {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 2,
+        "vocab_size": 320,
+        **dict.fromkeys(("hidden_size", "intermediate_size"), 32),
+        **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = tiny_recipe(tmp_path, train={"steps": 2})
+    recipe["model"] = {"hf": str(tmp_path)}
+    planned = sc.plan(recipe)
+    assert planned.peak_memory_bytes is planned.activation_bytes is planned.flops_per_step is None
+    assert any("cannot be traced" in note for note in planned.notes)
+    assert any("FLOPs are not known" in note for note in planned.notes)
+    assert "–" in planned.short()
+    measured = sc.train(recipe, run_dir=tmp_path / "run").metrics
+    for key in ("num_parameters", "weight_bytes", "gradient_bytes", "optimizer_state_bytes"):
+        assert getattr(planned, key) == measured[key], key
+
+
 def test_what_cannot_be_known_is_said(tmp_path: Path) -> None:
     data = {"text": None, "document_separator": None, "csv": "x.csv", "fields": {"text": "a", "label": "b"}}
     recipe = tiny_recipe(
@@ -119,4 +168,4 @@ def test_plan_reads_well(tmp_path: Path) -> None:
     assert "peak" in str(planned)
     assert "parameters" in planned.short()
     assert len(planned.short().splitlines()) == 1
-    assert json.loads(json.dumps(planned.to_dict()))["name"] == "tiny"
+    assert sc.Plan.from_dict(json.loads(json.dumps(planned.to_dict()))) == planned

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,11 @@ from scantling.tasks.base import Task
 logger = logging.getLogger(__name__)
 
 VOCABULARY_MULTIPLE = 64
+_POSITIONS_AFTER_PADDING = {
+    *("camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+"""Model types that count positions from the padding id on, so that they have that many fewer."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -86,7 +91,7 @@ def build_config(
         ) from None
     plain = config_class()
     for key in section.overrides:
-        if not hasattr(plain, key):
+        if key.startswith("_") or not hasattr(plain, key) or callable(getattr(plain, key)):
             known = did_you_mean(key, plain.to_dict())
             raise UserError(f"model.overrides.{key}: {config_class.__name__} has no such key" + _hint(known))
     if "hidden_size" in section.overrides and "head_dim" not in section.overrides:
@@ -124,6 +129,7 @@ def build_model(
         UserError: as `build_config`; weights that are missing, are not safetensors, or do not fit.
     """
     import transformers
+    from safetensors import SafetensorError
 
     config = build_config(section, task, vocab_size=vocab_size, seq_len=seq_len, config_overrides=config_overrides)
     auto_class = getattr(transformers, task.auto_class)
@@ -136,15 +142,33 @@ def build_model(
                 model = auto_class.from_config(config, attn_implementation=section.attention, dtype=torch.float32)
         except UserError:
             raise
+        except SafetensorError as error:
+            raise UserError(f"model.hf: the weights in {section.hf} are damaged: {_first_line(error)}") from None
         except (ValueError, TypeError, RuntimeError, OSError, LookupError, AttributeError, ArithmeticError) as error:
+            if section.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
+                raise UserError(f"model.attention: {config.model_type} has no sdpa; set eager") from None
             raise UserError(f"model: transformers cannot build it: {_first_line(error)}") from None
+    if task.name == "causal-lm" and _is_encoder(model):
+        raise UserError(
+            f"{type(model).__name__} as configured sees the tokens that it is to predict; "
+            "set model.overrides.is_decoder: true, or model.task: masked-lm"
+        )
     return model.train()
 
 
 def checkpoint_activations(model: Any) -> None:
     """Let a transformers model recompute its layers' activations in the backward pass instead of keeping them."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise UserError(f"train.activation_checkpointing: {_first_line(error)}") from None
+
+
+def _is_encoder(model: Any) -> bool:
+    """Whether every position attends to those after it, as in a BERT that is not configured as a decoder."""
+    causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
+    return causal == {False} and getattr(model.config, "is_decoder", None) is False
 
 
 def reads_weights(section: ModelSection) -> bool:
@@ -153,10 +177,16 @@ def reads_weights(section: ModelSection) -> bool:
         return False
     folder = Path(section.hf)
     found = folder.is_dir() and any((folder / name).is_file() for name in _WEIGHTS)
-    if section.pretrained and not found:
-        held = " (it holds weights in another format; convert them to safetensors)" if _other_weights(folder) else ""
-        raise UserError(f"model.pretrained: {folder} holds no model.safetensors{held}")
-    return found
+    if found:
+        return True
+    if _other_weights(folder):
+        raise UserError(
+            f"{folder} holds weights, but no model.safetensors; convert them to safetensors, "
+            "or train from random weights with model.pretrained: false"
+        )
+    if section.pretrained:
+        raise UserError(f"model.pretrained: {folder} holds no model.safetensors")
+    return False
 
 
 @contextlib.contextmanager
@@ -176,7 +206,7 @@ def quiet() -> Iterator[None]:
 
 
 def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
-    """Weights from the folder; a new head is a warning, anything else that is missing or left over is an error."""
+    """Weights from the folder; a new head and what is left over are warnings, other missing weights an error."""
     model, report = auto_class.from_pretrained(
         section.hf,
         config=config,
@@ -191,14 +221,16 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     prefix = f"{model.base_model_prefix}."
     mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
     new = set(report["missing_keys"]) | mismatched
-    backbone = sorted(name for name in new if name.startswith(prefix))
+    # the pooler belongs to the head: masked-LM checkpoints have none, and only a classifier reads it
+    backbone = sorted(name for name in new if name.startswith(prefix) and "pooler" not in name.split("."))
     if backbone:
         raise UserError(
             f"{section.hf} lacks {len(backbone)} weights of the model or has them in another shape, such as "
             f"{backbone[0]}; check model.overrides, or train from random weights with model.pretrained: false"
         )
-    if new:
-        logger.warning("new weights, not in %s: %s", section.hf, ", ".join(sorted(new)))
+    if new or report["unexpected_keys"]:
+        left = _some(report["unexpected_keys"])
+        logger.warning("%s: new weights, not in the folder: %s; weights not taken: %s", section.hf, _some(new), left)
     return model
 
 
@@ -229,10 +261,16 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
             f"the tokenizer has {vocab_size} ids, the model's vocabulary only {known}; "
             "set model.overrides.vocab_size or use a smaller tokenizer"
         )
+    heads, key_value_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if heads and key_value_heads and heads % key_value_heads:
+        raise UserError(
+            f"model.overrides: num_attention_heads = {heads} must be a multiple of "
+            f"num_key_value_heads = {key_value_heads}"
+        )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None:
-        if getattr(config, "model_type", "") in ("roberta", "camembert", "xlm-roberta"):
-            positions -= config.pad_token_id + 1  # its positions begin after the padding id
+        if config.model_type in _POSITIONS_AFTER_PADDING:
+            positions -= config.pad_token_id + 1
         if seq_len > positions:
             raise UserError(
                 f"data.seq_len is {seq_len}, the model has {positions} positions; "
@@ -245,7 +283,15 @@ def _other_weights(folder: Path) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of a message, with the next where it only announces that."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first few of many names."""
+    ordered = sorted(names)
+    return (", ".join(ordered[:4]) or "none") + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")
 
 
 def _hint(text: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What a model costs: floating-point operations and bytes kept for the backward pass, before anything runs.
+"""What a model costs: floating-point operations, and memory of the forward and backward pass, before anything runs.
 
 FLOPs are counted as two for each multiplication with its addition, in matrix products only, as is usual (Kaplan et al.,
 arXiv 2001.08361, section 2.1); elementwise work, norms and softmax are left out. The backward pass costs twice the
@@ -9,19 +9,24 @@ counted), so that figures agree with those of `torch.utils.flop_counter` for the
 A module with a cheaper product than its shapes suggest states its own cost by having a method
 `flops(tokens: int) -> int` (forward); it then speaks for all modules inside it.
 
-Bytes kept for the backward pass are not estimated from formulas, which would be wrong for the next architecture: one
-micro-batch is taken through the model with fake tensors, which have shapes and no memory, and what autograd saves is
-added up.
+There are two ways to the FLOPs. `forward_flops` adds up the layers from their shapes and runs nothing. `trace_step`
+takes one micro-batch through the model with fake tensors, which have shapes and no memory, and sees every product,
+however the architecture uses its layers; the bytes come from there too, because formulas for them would be wrong for
+the next architecture: what each operation allocates is followed until it is freed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scantling.errors import UserError
 
@@ -40,57 +45,57 @@ def attention_flops(sequences: int, seq_len: int, num_heads: int, head_dim: int)
 
 
 def forward_flops(model: nn.Module, *, sequences: int, seq_len: int) -> int | None:
-    """Forward FLOPs of a transformers model.
+    """Forward FLOPs of a transformers model, from the shapes of its layers.
 
     Args:
-        model: any transformers model whose matrix products are in `nn.Linear`, transformers' `Conv1D`, modules that
-            state their own `flops(tokens)`, and self-attention. It may be on the meta device.
+        model: a transformers model that uses each layer once for every token, such as Llama, GPT-2 or BERT. It may be
+            on the meta device.
         sequences: how many sequences.
         seq_len: their length in tokens.
 
     Returns:
-        The FLOPs, or None for a model with matrices in modules of another kind (experts, convolutions), with an
-        encoder beside its decoder, or without plain attention.
+        The FLOPs, or None for a model with matrices of its own kind (experts, convolutions) or without plain attention.
     """
     tokens = sequences * seq_len
     config: Any = model.config
-    layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
-    if layers is None or heads is None or getattr(config, "is_encoder_decoder", False) or _other_matrices(model):
+    layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+    if layers is None or heads is None:
         return None
-    total = sum(_products(model, tokens, sequences))
+    total = 0
+    for flops in _products(model, tokens, sequences):
+        if flops is None:
+            return None
+        total += flops
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return total + int(layers) * attention_flops(sequences, seq_len, heads, head_dim)
 
 
-def _products(model: nn.Module, tokens: int, sequences: int) -> Iterator[int]:
-    """The FLOPs of each matrix product."""
+def _products(model: nn.Module, tokens: int, sequences: int) -> Iterator[int | None]:
+    """The FLOPs of each matrix product; None for a module whose matrices are used in a way not known here."""
     pooled = _heads_on_one_position(model)
     spoken_for: set[int] = set()
+    module: Any
     for name, module in model.named_modules():
         if id(module) in spoken_for:
             continue
-        own = getattr(module, "flops", None)
         seen = sequences if any(name == head or name.startswith(head + ".") for head in pooled) else tokens
-        if callable(own):
+        if states_flops(module):
             spoken_for.update(id(inner) for inner in module.modules())
-            yield int(own(seen))
+            yield int(module.flops(seen))
         elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             first, second = module.weight.shape
             yield linear_flops(seen, first, second)
+        elif not isinstance(module, nn.Embedding) and any(map(_is_matrix, module.parameters(recurse=False))):
+            yield None
 
 
-def _other_matrices(model: nn.Module) -> bool:
-    """Whether a weight of two or more dims lies in a module whose cost is not known."""
-    known = (nn.Linear, nn.Embedding)
-    spoken_for: set[int] = set()
-    for module in model.modules():
-        if callable(getattr(module, "flops", None)):
-            spoken_for.update(id(inner) for inner in module.modules())
-        if id(module) in spoken_for or isinstance(module, known) or type(module).__name__ == "Conv1D":
-            continue
-        if any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False)):
-            return True
-    return False
+def _is_matrix(parameter: torch.Tensor) -> bool:
+    return sum(length > 1 for length in parameter.shape) > 1
+
+
+def states_flops(module: Any) -> bool:
+    """Whether a module states its own cost."""
+    return callable(getattr(module, "flops", None))
 
 
 def _heads_on_one_position(model: nn.Module) -> list[str]:
@@ -102,51 +107,156 @@ def _heads_on_one_position(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one forward pass of a micro-batch leaves in memory.
+    """What one micro-batch takes, forward and backward, beside the parameters and buffers.
 
     Attributes:
-        saved_bytes: tensors kept for the backward pass, without parameters and inputs.
-        output_bytes: the output the loss is taken of, in fp32.
+        forward_flops: of the forward pass.
+        activation_bytes: held when the forward pass ends: what the backward pass needs, with inputs and outputs.
+        peak_bytes: the most held at once, the gradients that come included.
     """
 
-    saved_bytes: int
-    output_bytes: int
+    forward_flops: int
+    activation_bytes: int
+    peak_bytes: int
 
 
-def trace_forward(make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor]) -> Trace:
-    """Trace one forward pass without memory or arithmetic.
+def trace_step(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *, gradients_held: bool = False) -> Trace:
+    """Trace the forward and backward pass of one micro-batch without memory or arithmetic.
+
+    Kernels are chosen as on a CPU. What a kernel allocates and frees inside is not seen.
 
     Args:
-        make: builds the model; called under fake tensors, so that it takes no memory.
-        loss: puts a micro-batch through the model and returns the scalar loss; called under the same.
+        model: on the meta device; it holds fake tensors afterwards, and is of no further use.
+        loss: puts a micro-batch, which it makes, through the model and returns the scalar loss; called under fake
+            tensors.
+        gradients_held: whether the gradients have their memory already, as with gradient accumulation; it is then not
+            part of `peak_bytes`.
 
     Raises:
-        UserError: the model does something that cannot be traced.
+        UserError: the model does something that cannot be traced, such as a choice that depends on values.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    saved: dict[int, torch.UntypedStorage] = {}
-    outputs: list[int] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage._cdata] = storage
-        return tensor
-
-    def largest_output(module: nn.Module, arguments: Any, output: Any) -> None:
-        logits = getattr(output, "logits", None)
-        if isinstance(logits, torch.Tensor):
-            outputs.append(logits.numel() * torch.float32.itemsize)
-
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model = make()
-            known = {p.untyped_storage()._cdata for p in [*model.parameters(), *model.buffers()]}
-            model.register_forward_hook(largest_output)
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with _silent("torch._subclasses.fake_tensor"), FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            tie = getattr(model, "tie_weights", None)
+            if tie is not None:
+                tie()
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            if gradients_held:
+                for parameter in parameters:
+                    parameter.grad = torch.empty_like(parameter)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            meter = _Meter([*model.parameters(), *model.buffers(), *gradients])
+            with _stated_flops(model, meter), meter:
                 result = loss(model)
-            total = sum(storage.nbytes() for key, storage in saved.items() if key not in known)
-            del result
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise UserError(f"this model cannot be traced for its memory: {str(error).splitlines()[0]}") from None
-    return Trace(total, max(outputs, default=0))
+                flops, activations = meter.flops, meter.live_bytes
+                result.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:  # the code of any architecture runs here, on tensors that it was not written for
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise UserError(f"this model cannot be traced: {lines[0]}") from None
+    return Trace(flops, activations, meter.peak_bytes)
+
+
+@contextlib.contextmanager
+def no_packed_documents() -> Iterator[None]:
+    """Keep transformers from masking documents off from each other, which it does for all fake tensors.
+
+    For real ones it looks at the position ids first, and builds no mask where each row is one document.
+    """
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    found = getattr(masking_utils, name, None)
+    setattr(masking_utils, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, found)
+
+
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the FLOPs of all operations, and the bytes that they allocate until these are freed.
+
+    Args:
+        known: tensors whose memory is not counted.
+    """
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._live: dict[int, int] = {}
+        self._formulas = _flop_formulas()
+        self.flops = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=result))
+        for value in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(value, torch.Tensor):
+                self._allocated(value.untyped_storage())
+        return result
+
+    def _allocated(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known or key in self._live:
+            return
+        self._live[key] = storage.nbytes()
+        self.live_bytes += self._live[key]
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self.live_bytes -= self._live.pop(key)
+
+
+def _flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Those of torch's counter, which has none for the fused attention of the CPU."""
+    from torch.utils.flop_counter import flop_registry
+
+    def fused_attention(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+        sequences, heads, length, head_dim = query.shape
+        return 4 * sequences * heads * length * key.shape[-2] * head_dim
+
+    return {**flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: fused_attention}
+
+
+@contextlib.contextmanager
+def _stated_flops(model: nn.Module, meter: _Meter) -> Iterator[None]:
+    """Let modules that state their FLOPs speak for what is counted inside them."""
+    before: list[int] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        before.append(meter.flops)
+
+    def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        vectors = first[..., 0] if first.is_floating_point() else first
+        meter.flops = before.pop() + int(module.flops(vectors.numel()))
+
+    stating = [module for module in model.modules() if states_flops(module)]
+    handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in stating]
+    handles += [module.register_forward_hook(leave, with_kwargs=True) for module in stating]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Keep a logger quiet: what it reports as an error is raised too."""
+    named = logging.getLogger(name)
+    level = named.level
+    named.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        named.setLevel(level)

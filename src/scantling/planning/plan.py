@@ -3,11 +3,12 @@
 A figure that cannot be known is None, with a note that says why; nothing is guessed. All bytes are per rank.
 
     peak = base + weights + optimizer state + working + allocator
-    working = max(activations + loss temporaries, gradients + optimizer temporaries)
+    working = max(forward and backward pass, gradients + optimizer temporaries)
 
-because the activations are freed while the gradients come. Loss temporaries are the gradients of the
-log-probabilities and of the logits, both as large as the logits in fp32. `base` is what a process with the libraries
-loaded holds on a CPU, measured in this one; on a GPU, where only allocated memory counts, it is 0.
+What the passes take is followed through a micro-batch without memory: the gradients come while the activations are
+freed, so the most there is at once is less than the sum. Where gradients are there before the pass, from an earlier
+micro-batch or because the buckets of an exchange hold them, they are added. `base` is what a process with the
+libraries loaded holds on a CPU, measured in this one; on a GPU, where only allocated memory counts, it is 0.
 
 `allocator` is what glibc keeps of freed blocks on a CPU, the one figure that is fitted to measurements and not counted.
 """
@@ -38,8 +39,8 @@ class Plan:
         num_parameters: all of the model; `num_trainable` those that get a gradient.
         parameters_by_role: trainable parameters that are matrices, embeddings and vectors.
         weight_bytes, gradient_bytes, optimizer_state_bytes: held through a step.
-        activation_bytes: kept for the backward pass of one micro-batch.
-        temporary_bytes: the more of the loss and of the optimizer, on top of that.
+        activation_bytes: held between the forward and the backward pass of one micro-batch.
+        temporary_bytes: what the passes or the update hold beside the larger of activations and gradients.
         base_bytes: what the process holds before there is a model.
         allocator_bytes: freed blocks that the allocator keeps, on a CPU.
         peak_memory_bytes: the most at any time.
@@ -57,10 +58,10 @@ class Plan:
     weight_bytes: int
     gradient_bytes: int
     optimizer_state_bytes: int | None
-    activation_bytes: int
-    temporary_bytes: int
+    activation_bytes: int | None
+    temporary_bytes: int | None
     base_bytes: int
-    allocator_bytes: int
+    allocator_bytes: int | None
     peak_memory_bytes: int | None
     wire_bytes: int
     flops_per_step: int | None
@@ -72,6 +73,11 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
         return {**dataclasses.asdict(self), "notes": list(self.notes)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        """The plan that `to_dict` made, as read from `plan.json`."""
+        return cls(**{**values, "notes": tuple(values["notes"])})
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(group, what, value) for people."""
@@ -156,10 +162,10 @@ def plan(
     from scantling.comm import allreduce_wire_bytes
     from scantling.groups import param_groups
     from scantling.models.build import build_model, checkpoint_activations, default_task, quiet
-    from scantling.models.costs import BACKWARD, forward_flops, trace_forward
-    from scantling.numerics.compute import autocast
+    from scantling.models.costs import BACKWARD
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
     from scantling.planning.memory import allocator_bytes, resident_bytes
+    from scantling.planning.passes import plan_passes
     from scantling.tasks import get_task
 
     recipe = load_recipe(recipe, settings)
@@ -171,31 +177,24 @@ def plan(
         vocab_size, overrides = task_data.vocab_size, task.config_overrides(task_data)
     else:
         vocab_size, overrides = _vocabulary(recipe), _labels(recipe, task.name, notes)
-
-    def make(where: str) -> Any:
-        model = build_model(
-            recipe.model,
-            task,
-            vocab_size=vocab_size,
-            seq_len=recipe.data.seq_len,
-            config_overrides=overrides,
-            seed=0,
-            device=where,
-        )
-        if recipe.train.activation_checkpointing:
-            checkpoint_activations(model)
-        return model
-
-    seq_len = recipe.data.seq_len
-    share = recipe.batch_size // world_size
-    micro = min(recipe.train.micro_batch_size or share, share)
+    model = build_model(
+        recipe.model,
+        task,
+        vocab_size=vocab_size,
+        seq_len=recipe.data.seq_len,
+        config_overrides=overrides,
+        seed=0,
+        device="meta",
+    )
+    if recipe.train.activation_checkpointing:
+        checkpoint_activations(model)
     on_gpu = device == "cuda" or (device == "auto" and recipe.train.device != "cpu" and torch.cuda.is_available())
-    model = make("meta")
     base = 0 if on_gpu else resident_bytes()
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
     weight_bytes = sum(p.nbytes for p in parameters)
     gradient_bytes = sum(p.nbytes for p in trainable)
+    num_parameters, num_trainable = (sum(p.numel() for p in each) for each in (parameters, trainable))
     groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
     roles: dict[str, int] = {}
     for group in groups:
@@ -203,43 +202,34 @@ def plan(
     state = predicted_state_bytes(recipe.optim.name, groups, **recipe.optim.options)
     if state is None:
         notes.append(f"the state of {recipe.optim.name} is not known before it has taken a step")
-
-    def loss(traced: torch.nn.Module) -> torch.Tensor:
-        with autocast(recipe.precision.compute, torch.device("cpu")):
-            return task.loss(traced, task.sample_batch(micro, seq_len)).loss
-
-    with quiet():
-        trace = trace_forward(lambda: make("cpu"), loss)
-    activations = trace.saved_bytes
-    if recipe.train.activation_checkpointing:
-        activations += _checkpointed_bytes(model.config, micro, seq_len)
-        notes.append("activations with checkpointing: the inputs of the layers and one layer's own, recomputed")
     of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **recipe.optim.options})
-    of_loss = 2 * trace.output_bytes
-    held = weight_bytes + (state or 0)
-    working = max(activations + of_loss, gradient_bytes + of_optimizer)
-    kept = 0 if on_gpu else allocator_bytes(working)
+    with quiet():
+        passes = plan_passes(recipe, task, model, world_size=world_size)
+    notes += passes.notes
+    if on_gpu and passes.peak_bytes is not None:
+        notes.append("the memory of the passes is that of a CPU's kernels; a GPU's may keep less")
     if recipe.train.compile:
         notes.append("compiled kernels keep less for the backward pass than is planned here")
-    tokens = recipe.batch_size * seq_len
-    forward = forward_flops(model, sequences=recipe.batch_size, seq_len=seq_len)
-    flops = None if forward is None else (1 + BACKWARD) * forward
-    if flops is None:
-        notes.append(f"the FLOPs of {type(model).__name__} are not known: its matrices are not all in linear layers")
+    working = None if passes.peak_bytes is None else max(passes.peak_bytes, gradient_bytes + of_optimizer)
+    temporary = None if working is None else working - max(passes.activation_bytes or 0, gradient_bytes)
+    kept = 0 if on_gpu else None if working is None else allocator_bytes(working)
+    peak = None if state is None or working is None else base + weight_bytes + state + working + (kept or 0)
+    tokens = recipe.batch_size * recipe.data.seq_len
+    flops = None if passes.forward_flops is None else (1 + BACKWARD) * passes.forward_flops
     return Plan(
         name=recipe.name or "recipe",
         world_size=world_size,
-        num_parameters=sum(p.numel() for p in parameters),
-        num_trainable=sum(p.numel() for p in trainable),
+        num_parameters=num_parameters,
+        num_trainable=num_trainable,
         parameters_by_role=roles,
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
         optimizer_state_bytes=state,
-        activation_bytes=activations,
-        temporary_bytes=working - max(activations, gradient_bytes) if working else 0,
+        activation_bytes=passes.activation_bytes,
+        temporary_bytes=temporary,
         base_bytes=base,
         allocator_bytes=kept,
-        peak_memory_bytes=None if state is None else base + held + working + kept,
+        peak_memory_bytes=peak,
         wire_bytes=allreduce_wire_bytes(gradient_bytes, world_size),
         flops_per_step=flops,
         flops_per_token=None if flops is None else flops / tokens,
@@ -267,8 +257,3 @@ def _labels(recipe: Recipe, task: str, notes: list[str]) -> dict[str, Any]:
         notes.append("the number of labels is not known before the data is read; 2 are assumed")
         return {"num_labels": 2}
     return {"num_labels": len(recipe.data.labels)}
-
-
-def _checkpointed_bytes(config: Any, micro: int, seq_len: int) -> int:
-    """Inputs of all layers, which checkpointing keeps beside what autograd saves."""
-    return int(config.num_hidden_layers * micro * seq_len * config.hidden_size * 4)

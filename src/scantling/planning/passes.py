@@ -1,0 +1,68 @@
+"""What the forward and backward passes of a step take: memory and FLOPs, by a trace of one micro-batch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from scantling.errors import UserError
+from scantling.models.costs import forward_flops, no_packed_documents, trace_step
+from scantling.numerics.compute import autocast
+from scantling.recipe import Recipe
+from scantling.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the passes of a step take; None for what cannot be known.
+
+    Attributes:
+        forward_flops: of the forward passes of all ranks.
+        activation_bytes: held on one rank between the two passes of a micro-batch.
+        peak_bytes: the most one rank holds beside weights and optimizer state, gradients included.
+        notes: what is not known, and why.
+    """
+
+    forward_flops: int | None
+    activation_bytes: int | None
+    peak_bytes: int | None
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_passes(recipe: Recipe, task: Task, model: Any, *, world_size: int) -> Passes:
+    """Take one micro-batch through the model without memory.
+
+    From the second micro-batch on, the gradients of those before are there. With several processes they always are,
+    because the buckets of the exchange hold them.
+
+    Args:
+        recipe: says how the batch is cut, and the number format of the products.
+        task: gives a batch and the loss.
+        model: on the meta device, and of no further use.
+        world_size: number of processes, which share the batch evenly.
+    """
+    seq_len = recipe.data.seq_len
+    share = recipe.batch_size // world_size
+    micro = min(recipe.train.micro_batch_size or share, share)
+    gradients_held = micro < share or world_size > 1
+    held = sum(p.nbytes for p in model.parameters() if p.requires_grad) if gradients_held else 0
+    from_shapes = forward_flops(model, sequences=recipe.batch_size, seq_len=seq_len)
+
+    def loss(traced: torch.nn.Module) -> torch.Tensor:
+        batch = task.sample_batch(micro, seq_len)
+        with autocast(recipe.precision.compute, torch.device("cpu")):
+            return task.loss(traced, batch).loss
+
+    try:
+        with nullcontext() if recipe.data.document_mask else no_packed_documents():
+            trace = trace_step(model, loss, gradients_held=gradients_held)
+    except UserError as error:
+        notes = [f"activations and peak memory are not known: {error}"]
+        if from_shapes is None:
+            notes.append("FLOPs are not known: the shapes of the layers do not tell them")
+        return Passes(from_shapes, None, None, notes)
+    flops = trace.forward_flops * recipe.batch_size // micro
+    return Passes(flops, trace.activation_bytes, trace.peak_bytes + held)
