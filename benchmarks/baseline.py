@@ -241,13 +241,14 @@ def trainer(setup: Setup, turn: Callable[[], None]) -> list[float]:
         )
         optimizer = adamw(model)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: setup.lr(done + 1))
-        run = Shifted(
-            model=model,
-            args=arguments,
-            train_dataset=Stream(),
-            callbacks=[Losses()],
-            optimizers=(optimizer, schedule),
-        )
+        with BUILD:  # HF Trainer sets the process's random generator when it is made
+            run = Shifted(
+                model=model,
+                args=arguments,
+                train_dataset=Stream(),
+                callbacks=[Losses()],
+                optimizers=(optimizer, schedule),
+            )
         run.remove_callback(PrinterCallback)
         run.train()
     return losses
@@ -357,12 +358,15 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compute", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--threads", type=int, default=None, help="threads of PyTorch; fewer are steadier on a CPU")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--blocks", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--only", nargs=2, metavar=("PRESET", "LOOP"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     if options.only:
         print(json.dumps(run_alone(options, *options.only)))
         return 0

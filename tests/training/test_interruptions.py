@@ -18,7 +18,9 @@ from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.training.checkpoint import Checkpointer, damage
 from scantling.training.distributed import Place
 from scantling.training.rundir import RunDir
-from tests.runs import records, scantling, start_scantling, tiny_recipe, wait_for_step, write_corpus, write_recipe
+from tests.runs import command, records, scantling, start_scantling, tiny_recipe, wait_for_step, write_corpus, write_recipe
+
+from tests.training import poisoned
 
 ALONE = Place(0, 1, torch.device("cpu"))
 
@@ -192,6 +194,23 @@ def test_nan_stops_before_the_update_and_names_step_and_tensor(tmp_path: Path) -
     for record in records(tmp_path / "run"):
         assert record["loss"] == record["loss"]
     assert issubclass(NonFiniteError, RunError)
+
+
+@pytest.mark.dist
+def test_nan_on_one_of_two_ranks_is_named_with_its_rank(tmp_path: Path) -> None:
+    """Only rank 1's own gradient is NaN; after the exchange it would be NaN everywhere and its origin lost."""
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"checkpoint_every": 1}))
+    done = subprocess.run(
+        [*command([], processes=2)[:-2], poisoned.__file__, "train", str(path), "--run-dir", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"step 3, rank 1: the gradient of {poisoned.POISONED} " in done.stderr, done.stderr
+    assert newest_step(tmp_path / "run") == 2
+    assert damage(tmp_path / "run" / "checkpoints" / "step-2") is None
 
 
 def test_a_loss_too_large_for_a_perplexity_is_recorded(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between plain lines where there is no terminal."""
+BAR_WIDTH = 16
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -56,7 +57,7 @@ class ConsoleSink(Sink):
         if self._console.is_terminal:
             self._live = Progress(
                 TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=16),
+                BarColumn(bar_width=BAR_WIDTH),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[figures]}", markup=False),
                 TimeRemainingColumn(compact=True),
@@ -67,22 +68,26 @@ class ConsoleSink(Sink):
 
     def record(self, record: Mapping[str, Any]) -> None:
         self._held_out = record.get("eval_loss", self._held_out)
-        figures = f"loss {record['loss']:.3f}"
+        figures = [f"loss {record['loss']:.3f}"]
         if self._held_out is not None:
-            figures += f"  held-out {self._held_out:.3f}"
-        figures += f"  lr {record['lr']:.1e}  {format_number(record['tokens_per_s'])} tok/s"
-        figures += f"  peak {format_bytes(record['peak_memory_bytes'])}"
+            figures.append(f"held-out {self._held_out:.3f}")
+        figures.append(f"{format_number(record['tokens_per_s'])} tok/s")
+        figures.append(f"peak {format_bytes(record['peak_memory_bytes'])}")
         if record["wire_bytes"]:
-            figures += f"  sent {format_bytes(record['wire_bytes'])}/step"
+            figures.append(f"sent {format_bytes(record['wire_bytes'])}/step")
+        figures.append(f"lr {record['lr']:.1e}")
         if self._live is not None and self._task is not None:
-            self._live.update(self._task, completed=record["step"], figures=figures)
+            room = self._console.width - len(self._name) - BAR_WIDTH - 2 * len(str(self._steps)) - len("/ 0:00:00 ")
+            while len("  ".join(figures)) > room - 3 and len(figures) > 1:
+                figures.pop()  # the last ones matter least
+            self._live.update(self._task, completed=record["step"], figures="  ".join(figures))
             return
         now, step = time.monotonic(), record["step"]
         if "eval_loss" in record or step in (self._first, self._steps) or now - self._last_line >= PLAIN_INTERVAL_S:
             self._last_line = now
             left = (now - self._began) / (step - self._first + 1) * (self._steps - step)
             eta = f"  {left:.0f} s left" if step < self._steps else ""
-            self._console.print(f"{self._name}  step {step}/{self._steps}  {figures}{eta}", markup=False)
+            self._console.print(f"{self._name}  step {step}/{self._steps}  {'  '.join(figures)}{eta}", markup=False)
 
     def message(self, text: str) -> None:
         if "checkpoint" in text and self._live is not None and not text.startswith("resumed"):

@@ -18,8 +18,6 @@ from scantling.errors import UserError
 
 SAMPLE_BYTES = 5_000_000
 """Text a BPE is trained on: whole training documents in the order of a hash; the one that goes beyond is cut."""
-SMALLEST = 256 + len(SPECIALS)
-"""Ids that there are before the first merge: the bytes and the special tokens."""
 
 
 def trained_bpe(
@@ -28,7 +26,7 @@ def trained_bpe(
     """A byte-level BPE with exactly `vocab_size` ids, from the cache or trained.
 
     Args:
-        vocab_size: number of ids, with 256 bytes and the special tokens.
+        vocab_size: number of ids, with 256 bytes and the special tokens, so 261 or more.
         source: the documents.
         scan: what they are.
         sides: which of them are for training; no others are read.
@@ -37,15 +35,10 @@ def trained_bpe(
         wrap: see `finish_backend`.
 
     Raises:
-        UserError: the size is too small for the bytes and special tokens, or larger than the documents give.
+        UserError: the size is larger than the documents give.
     """
     from tokenizers import Tokenizer as Backend
 
-    if vocab_size < SMALLEST:
-        raise UserError(
-            f"data.tokenizer.bpe: must be at least {SMALLEST} (256 bytes and {len(SPECIALS)} special tokens); "
-            f"given {vocab_size}"
-        )
     used = np.flatnonzero(sides == TRAIN)
     used = used[np.argsort(mix64(scan.digests[used], key64("bpe")), kind="stable")]
     enough = int(np.searchsorted(np.cumsum(scan.sizes[used]), SAMPLE_BYTES)) + 1

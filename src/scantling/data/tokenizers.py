@@ -88,7 +88,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def save_pretrained(self, folder: str | Path, *, token_types: bool = False) -> None:
-        """Write a folder that `transformers.AutoTokenizer.from_pretrained` loads, with equal ids.
+        """Write a folder that `transformers.AutoTokenizer.from_pretrained` loads, with equal ids for equal text.
+
+        The one difference: text that spells a special token, such as `<|endoftext|>`, becomes that token there, as
+        with every tokenizer of transformers, and stays ordinary text here.
 
         Args:
             folder: where to.

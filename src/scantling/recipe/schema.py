@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator
 
 Text = Annotated[str, StringConstraints(min_length=1)]
+Label = Annotated[
+    Text,
+    BeforeValidator(
+        lambda value: str(value) if isinstance(value, int) and not isinstance(value, bool) else value,
+        json_schema_input_type=str | int,
+    ),
+]
 Paths = Text | Annotated[list[Text], Field(min_length=1)]
 
 TASKS = ("causal-lm", "masked-lm", "classification")
@@ -89,7 +96,7 @@ class DataSection(Section):
     """Number format of the `bin` files."""
     fields: Fields = Field(default_factory=Fields)
     """Column names of structured sources."""
-    labels: list[Text] | None = None
+    labels: list[Label] | None = None
     """The label set in the order of the ids. Default: the sorted labels of the training documents."""
     document_separator: Text | None = None
     """In text files, a line that starts with this begins a new document (the line itself is left out)."""

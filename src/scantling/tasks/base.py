@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -120,11 +119,6 @@ def mean_loss(sums: dict[str, float]) -> float:
     if not sums.get("targets"):
         raise UserError("the held-out data has no targets to evaluate")
     return sums["loss"] / sums["targets"]
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), or infinity where that is too large for a number."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,11 @@ from scantling.data.packing import WindowDataset, document_positions, training_w
 from scantling.data.prepare import prepare, separator_id
 from scantling.data.progress import Progress
 from scantling.recipe.schema import DataSection
-from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, mean_loss, pad_rows, perplexity
+from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, mean_loss, pad_rows
 from scantling.tasks.streams import bin_data, refuse_pairs
+
+LARGEST_EXPONENT = 700.0
+"""A loss above this has no perplexity that a double could hold."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,8 @@ class CausalLM(Task):
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
         loss = mean_loss(sums)
         figures = {"eval_loss": loss}
-        if math.isfinite(perplexity(loss)):
-            figures["perplexity"] = perplexity(loss)
+        if loss < LARGEST_EXPONENT:
+            figures["perplexity"] = math.exp(loss)
         if data.heldout_bytes_per_token:
             figures["bits_per_byte"] = loss / math.log(2) / data.heldout_bytes_per_token
         return figures

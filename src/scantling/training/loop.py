@@ -167,7 +167,7 @@ class Loop:
         for method in self.methods:
             record |= method.metrics()
         last = step == self.schedule.steps
-        if self.evaluate is not None and (last or _due(step, self.schedule.eval_every)):
+        if last or _due(step, self.schedule.eval_every):
             record |= self._evaluated(step)
         joules = self.energy.joules()
         record["energy_j"] = None if joules is None else joules + self._earlier_joules

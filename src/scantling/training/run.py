@@ -39,7 +39,7 @@ from scantling.training.distributed import Place, joined
 from scantling.training.evaluate import evaluate
 from scantling.training.loop import Loop, Outcome, Schedule, out_of_memory
 from scantling.training.meters import EnergyMeter, MemoryMeter
-from scantling.training.rundir import RunDir
+from scantling.training.rundir import InUseError, RunDir
 from scantling.training.schedule import lr_factor
 from scantling.training.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
 from scantling.training.step import Stepper
@@ -102,11 +102,16 @@ def train(
     """
     recipe, run_dir = resolve(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
     with joined(recipe.train.device) as place:
-        folder = RunDir(Path(place.share(str(run_dir or _free_run_dir(recipe)) if place.is_main else None)))
-        problem = _claim(folder, recipe, resume=resume, force=force) if place.is_main else None
-        problem = place.share(problem)
+        folder, problem = None, None
+        if place.is_main:
+            try:
+                folder = _claim(run_dir, recipe, resume=resume, force=force)
+            except UserError as error:
+                problem = str(error)
+        problem, path = place.share((problem, folder and folder.path))
         if problem is not None:
             raise UserError(problem)
+        folder = folder or RunDir(path)
         try:
             return _train(recipe, folder, place, resume=resume, sinks=sinks, progress=progress)
         except (RuntimeError, MemoryError) as error:
@@ -141,32 +146,43 @@ def resolve(
     return load_recipe(recipe, texts), run_dir
 
 
-def _free_run_dir(recipe: Recipe) -> Path:
-    base = Path("runs") / (recipe.name or "run")
-    number, path = 1, base
-    while RunDir(path).holds_run():
-        number += 1
-        path = base.with_name(f"{base.name}-{number}")
-    return path
-
-
-def _claim(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -> str | None:
-    """Lock the folder on rank 0 and see that it fits; the reason why not, for all ranks to raise."""
+def _claim(run_dir: Path | None, recipe: Recipe, *, resume: bool, force: bool) -> RunDir:
+    """Lock the run directory and see that it fits; without one given, take the first that is free."""
+    if run_dir is None:
+        return _claim_free(Path("runs") / (recipe.name or "run"))
+    folder = RunDir(run_dir)
+    if resume and not folder.holds_run():
+        raise UserError(f"{folder.path} holds no run to resume")
+    folder.lock()
     try:
-        if resume and not folder.holds_run():
-            return f"{folder.path} holds no run to resume"
-        folder.lock()
         if resume:
             folder.check_same(recipe)
         elif folder.holds_run() and not force:
-            return (
+            raise UserError(
                 f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
                 "or give another --run-dir"
             )
-    except UserError as error:
+    except UserError:
         folder.unlock()
-        return str(error)
-    return None
+        raise
+    return folder
+
+
+def _claim_free(base: Path) -> RunDir:
+    """Lock `base`, or the first of `base-2`, `base-3`, ... that holds no run and that no other run has just taken."""
+    number = 1
+    while True:
+        folder = RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
+        number += 1
+        if folder.holds_run():
+            continue
+        try:
+            folder.lock()
+        except InUseError:
+            continue
+        if not folder.holds_run():
+            return folder
+        folder.unlock()
 
 
 def _train(

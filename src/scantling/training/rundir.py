@@ -27,6 +27,10 @@ _MAY_DIFFER = {
 """Keys that a resumed run may change, because they do not change what is computed."""
 
 
+class InUseError(UserError):
+    """Another process is writing into the run directory."""
+
+
 class RunDir:
     """The paths of one run, and its lock.
 
@@ -52,11 +56,14 @@ class RunDir:
         """Take the folder for this process until `unlock` or its end.
 
         Raises:
-            UserError: another process has it, or it cannot be written.
+            InUseError: another process has it.
+            UserError: it cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until unlock)
+        except FileExistsError:
+            raise UserError(f"the run directory {self.path} is a file; give another --run-dir") from None
         except OSError as error:
             raise UserError(f"cannot write into the run directory {self.path}: {error.strerror or error}") from None
         try:
@@ -65,7 +72,7 @@ class RunDir:
             lock.seek(0)
             holder = lock.read().strip() or "unknown"
             lock.close()
-            raise UserError(
+            raise InUseError(
                 f"the run directory {self.path} is in use by process {holder}; wait for it or give another --run-dir"
             ) from None
         lock.truncate(0)

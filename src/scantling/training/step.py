@@ -6,7 +6,6 @@ update does not depend on how the batch was cut into micro-batches and processes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -101,7 +100,8 @@ class Stepper:
                 self.watch.lap("backward")
         self.exchange.exchange()
         self.scaler.unscale_(self.optimizer)
-        norm = self._clip()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         figures = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
         own_loss = loss_sum.clone()
         stopping = torch.tensor([float(stop())], dtype=torch.float64, device=device)
@@ -110,7 +110,8 @@ class Stepper:
         total, bad_losses, bad_norms, stops = figures.tolist()
         overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
         if bad_losses or (bad_norms and not overflow):
-            self._refuse(step, own_loss)
+            self._refuse(step, own_loss)  # before clipping, which would spread a NaN to every gradient
+        self._clip(norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if overflow and self.scaler.get_scale() < 2.0**-16:
@@ -122,9 +123,9 @@ class Stepper:
         targets, tokens = counts.tolist()
         return StepResult(total / targets, float(norm), int(tokens), overflow, stops > 0)
 
-    def _clip(self) -> torch.Tensor:
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        return torch.nn.utils.clip_grad_norm_(parameters, math.inf if self.clip is None else self.clip).double()
+    def _clip(self, norm: torch.Tensor) -> None:
+        if self.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
 
     def _refuse(self, step: int, own_loss: torch.Tensor) -> None:
         """Say where the first NaN or Inf is, on which rank, and stop; the parameters are untouched."""
