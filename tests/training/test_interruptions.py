@@ -18,8 +18,16 @@ from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.training.checkpoint import Checkpointer, damage
 from scantling.training.distributed import Place
 from scantling.training.rundir import RunDir
-from tests.runs import command, records, scantling, start_scantling, tiny_recipe, wait_for_step, write_corpus, write_recipe
-
+from tests.runs import (
+    command,
+    records,
+    scantling,
+    start_scantling,
+    tiny_recipe,
+    wait_for_step,
+    write_corpus,
+    write_recipe,
+)
 from tests.training import poisoned
 
 ALONE = Place(0, 1, torch.device("cpu"))

@@ -62,9 +62,7 @@ def test_what_must_not_change_the_losses(
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
-def test_low_precision_stays_near_fp32(
-    plain: tuple[dict[str, Any], list[float]], tmp_path: Path, compute: str
-) -> None:
+def test_low_precision_stays_near_fp32(plain: tuple[dict[str, Any], list[float]], tmp_path: Path, compute: str) -> None:
     """Both formats round differently from fp32, and by no more than their 8 and 11 bits let them at a loss of 6."""
     recipe, wanted = plain
     sc.train(recipe, run_dir=tmp_path / "run", precision={"compute": compute})

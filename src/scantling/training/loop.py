@@ -216,6 +216,8 @@ class Loop:
     def resume(self, path: Path) -> bool:
         """Take everything back from a checkpoint, so that the next step is the one that would have come.
 
+        Collectives: those of `Stepper.rehearse`, with several processes.
+
         Returns:
             Whether the random generators were taken back too: they are not on another number of processes.
 
@@ -229,6 +231,9 @@ class Loop:
                 f"the data is not what {path} was trained on: a file, a tokenizer or the split has changed; "
                 "put it back, or start a new run"
             )
+        if self.place.world_size > 1:
+            self.model.train()
+            self.stepper.rehearse(self.batches.next_step()[-1])
         load_model(self.model, path)
         load_optimizer(self.stepper.optimizer, self.model, path)
         for method in self.methods:

@@ -123,6 +123,19 @@ class Stepper:
         targets, tokens = counts.tolist()
         return StepResult(total / targets, float(norm), int(tokens), overflow, stops > 0)
 
+    def rehearse(self, batch: Batch) -> None:
+        """Pass a batch through the model and the exchange, and throw the gradients away.
+
+        DDP lays its buckets out anew after its first pass, and over more than two processes the place of a gradient in
+        a bucket decides the order in which it is summed. A resumed run rehearses before it takes its state back, so
+        that its first step is summed as the step of the run that was never stopped. Collectives: the exchange's.
+        """
+        with self.exchange.accumulate(last=True), autocast(self.compute, self.place.device):
+            loss = self.task.loss(self.forward_model, batch.to(self.place.device)).loss
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.exchange.exchange()
+        self.optimizer.zero_grad(set_to_none=True)
+
     def _clip(self, norm: torch.Tensor) -> None:
         if self.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
