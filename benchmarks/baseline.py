@@ -5,9 +5,9 @@
 
 Three loops train the same model from the same weights on the same batches with the same AdamW, clipping and schedule:
 `bare` (40 lines of PyTorch below, the control), `ours` (recipe, metrics and all), `trainer` (HF Trainer, its saving
-and reporting off). By default they run in one process and take turns step by step: each asks for its next batch when
-its step is over, and that is where the turn goes on. So a disturbance of the machine falls on all alike. A step's
-time is from receiving the turn to asking for the next batch. `--blocks` runs each loop alone in a process of its own,
+and reporting off). By default they run in one process and take turns step by step, with the control a second time: each
+asks for its next batch when its step is over, and that is where the turn goes on. So a disturbance of the machine falls
+on all alike. A step's time is from receiving the turn to asking for the next batch. `--blocks` runs each loop alone in a process of its own,
 several rounds in rotation, which is right for a GPU and gives the peak memory; on a CPU the memory is measured so
 too.
 
@@ -20,12 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,38 +50,45 @@ from scantling.training.schedule import lr_factor
 from scantling.training.sinks import JsonlSink
 
 LOOPS = ("bare", "ours", "trainer")
+AGAIN = "bare-again"
+"""The control a second time: how far its ratio is from 1 is what this machine cannot tell apart."""
 WARMUP = 5
 BUILD = threading.Lock()
 """Models are built one at a time: their weights come from the one random generator of the process."""
 
 
 class Turns:
-    """Lets several threads run one at a time, in a fixed order; `next` ends a turn and waits for the next one."""
+    """Lets several threads run one at a time, each once a round, the rounds in random order; `next` ends a turn."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self.times: dict[str, list[float]] = {name: [] for name in names}
-        self._order, self._active = list(names), names[0]
-        self._condition = threading.Condition()
+        self._members, self._round = list(names), list(names)
+        self._active = self._round.pop(0)
+        self._random = random.Random(0)
+        self._condition = threading.Condition(threading.RLock())
         self._began: dict[str, float] = {}
 
     def next(self, name: str) -> None:
         now = time.perf_counter()
         if name in self._began:
             self.times[name].append(now - self._began[name])
-            self._pass_on(name)
+            self._pass_on()
         with self._condition:
             self._condition.wait_for(lambda: self._active == name)
         self._began[name] = time.perf_counter()
 
     def leave(self, name: str) -> None:
-        self._pass_on(name)
         with self._condition:
-            self._order.remove(name)
+            self._members.remove(name)
+            self._round = [other for other in self._round if other != name]
+            if self._active == name:
+                self._pass_on()
 
-    def _pass_on(self, name: str) -> None:
+    def _pass_on(self) -> None:
         with self._condition:
-            place = self._order.index(name)
-            self._active = self._order[(place + 1) % len(self._order)]
+            if not self._round:
+                self._round = self._random.sample(self._members, len(self._members))
+            self._active = self._round.pop(0) if self._round else ""
             self._condition.notify_all()
 
 
@@ -263,26 +271,27 @@ RUNNERS: dict[str, Callable[[Setup, Callable[[], None]], list[float]]] = {
 
 def run_in_turns(options: argparse.Namespace, preset: str) -> dict[str, Any]:
     setup = Setup(options, preset)
-    turns = Turns(LOOPS)
+    names = (*LOOPS, AGAIN)
+    turns = Turns(names)
     losses: dict[str, list[float]] = {}
     failures: list[BaseException] = []
 
     def body(name: str) -> None:
         try:
-            losses[name] = RUNNERS[name](setup, lambda: turns.next(name))
+            losses[name] = RUNNERS[name.removesuffix("-again")](setup, lambda: turns.next(name))
         except BaseException as error:  # a thread that fails must not leave the others waiting
             failures.append(error)
         finally:
             turns.leave(name)
 
-    threads = [threading.Thread(target=body, args=(name,)) for name in LOOPS]
+    threads = [threading.Thread(target=body, args=(name,)) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if failures:
         raise failures[0]
-    times = {name: turns.times[name][WARMUP : setup.steps] for name in LOOPS}
+    times = {name: turns.times[name][WARMUP : setup.steps] for name in names}
     return {"times": times, "losses": losses, "tokens_per_step": setup.recipe.batch_size * setup.recipe.data.seq_len}
 
 
@@ -389,10 +398,8 @@ def main() -> int:
         print(f"{preset}: control spread {result['control_spread']:.1%}{verdict}")
         for name, row in result["loops"].items():
             low, high = row["ratio_95"]
-            print(
-                f"  {name:8} {row['ratio_to_bare']:.3f}x bare [{low:.3f}, {high:.3f}]"
-                f"  memory added {row['added_bytes'] / 2**20:.0f} MiB"
-            )
+            memory = f"  memory added {row['added_bytes'] / 2**20:.0f} MiB" if "added_bytes" in row else ""
+            print(f"  {name:10} {row['ratio_to_bare']:.3f}x bare [{low:.3f}, {high:.3f}]{memory}")
         print(f"  largest relative loss difference to bare {result['largest_loss_difference']:.1e}")
     print(out)
     return 0 if all(result["accepted"] for result in report["results"]) else 1

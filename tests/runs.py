@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,29 +98,34 @@ def scantling(
     )
 
 
-def start_scantling(*arguments: str | Path, processes: int = 1) -> subprocess.Popen[str]:
+def start_scantling(*arguments: str | Path, processes: int = 1, **env: str) -> subprocess.Popen[str]:
     """Start the command line in a process group of its own, to be signalled."""
     return subprocess.Popen(
         command(arguments, processes=processes),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         start_new_session=True,
     )
 
 
-def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[str], *, timeout: float = 180) -> None:
-    """Return once the run has recorded `step`; fail when the process ends first."""
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], *, timeout: float = 180) -> None:
+    """Return once the condition holds; fail when the process ends first."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
-        if metrics.exists() and metrics.read_text().count("\n") >= step:
+        if condition():
             return
         if process.poll() is not None:
             output = process.stdout.read() if process.stdout else ""
-            raise AssertionError(f"the run ended with {process.returncode} before step {step}:\n{output}")
+            raise AssertionError(f"the process ended too early, with {process.returncode}:\n{output}")
         time.sleep(0.005)
-    raise AssertionError(f"step {step} did not come in {timeout} s")
+    raise AssertionError(f"what was waited for did not come in {timeout} s")
+
+
+def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Return once the run has recorded `step`."""
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= step, process)
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:

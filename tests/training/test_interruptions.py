@@ -24,6 +24,7 @@ from tests.runs import (
     scantling,
     start_scantling,
     tiny_recipe,
+    wait_for,
     wait_for_step,
     write_corpus,
     write_recipe,
@@ -240,3 +241,23 @@ def test_bad_input_gets_one_message_and_exit_code_2(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     assert "missing.txt" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.dist
+def test_interrupt_during_preparation_loses_nothing(tmp_path: Path) -> None:
+    """Ctrl-C while the data is tokenised: one line, no half-made cache entry, no run directory that is in the way."""
+    line = "seven bold vikings wait while the quick brown fox jumps\n"
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"{number}\n" + line * 20_000)
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, data={"text": str(tmp_path / "*.txt")}))
+    cache = tmp_path / "cache"
+    process = start_scantling("train", path, "--run-dir", tmp_path / "run", SCANTLING_CACHE=str(cache))
+    wait_for(lambda: any(cache.glob("*/*")), process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "interrupted" in output
+    assert "Traceback" not in output
+    for file in tmp_path.glob("[0-9]*.txt"):
+        file.write_text(file.read_text()[:400])
+    assert sc.train(tiny_recipe(tmp_path, data={"text": str(tmp_path / "*.txt")}), run_dir=tmp_path / "run").step == 8

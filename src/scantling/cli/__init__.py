@@ -27,6 +27,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     usage_error: type[Any] = typer.BadParameter.__mro__[2]
     try:
         code = app(list(arguments) if arguments is not None else None, standalone_mode=False)
+        if code == 130:  # what some versions of typer make of a KeyboardInterrupt
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except usage_error as error:
         error.show()

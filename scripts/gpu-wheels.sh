@@ -1,0 +1,26 @@
+#!/bin/sh
+# Fetch as wheels what a GPU machine without a network may lack of our dependencies, at the versions of constraints.txt.
+#
+#     sh scripts/gpu-wheels.sh [DIR] [PYTHON_VERSION]        (default: build/wheels 3.12)
+#
+# There: python3 -m pip install --no-index --no-deps --target /tmp/site DIR/*.whl
+#        PYTHONPATH=/tmp/site:src python3 benchmarks/gpu.py
+# The names are those that images with PyTorch and transformers do not carry. pydantic-core is compiled, so that its
+# wheel must be of that machine's Python.
+set -eu
+cd "$(dirname "$0")/.."
+
+folder=${1:-build/wheels}
+names="pydantic pydantic-core annotated-types typing-inspection datasets dill multiprocess"
+
+pins=
+for name in $names; do
+    pin=$(tr _ - < constraints.txt | grep "^$name==") || { echo "gpu-wheels: $name is not in constraints.txt" >&2; exit 1; }
+    pins="$pins $pin"
+done
+mkdir -p "$folder"
+# shellcheck disable=SC2086  # one word a package
+${PYTHON:-python3} -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
+    --python-version "${2:-3.12}" --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+    --dest "$folder" $pins
+du -ch "$folder"/*.whl
