@@ -40,7 +40,7 @@ format: setup ## let ruff format and fix what it can
 	@$(BIN)/ruff check --fix .
 
 bench: setup ## measure our training loop against a bare PyTorch loop and HF Trainer, on this CPU
-	@$(BIN)/python benchmarks/baseline.py
+	@$(BIN)/python benchmarks/baseline.py --threads 1
 
 bench-gpu: setup ## run the GPU tests and benchmarks (needs an NVIDIA GPU; under 9 minutes)
 	@$(BIN)/python benchmarks/gpu.py

@@ -1,15 +1,15 @@
 """What our loop adds to a bare PyTorch loop, and what HF Trainer adds: step time, tokens/s, peak memory.
 
-    python benchmarks/baseline.py --presets llama-1m llama-10m --steps 60           # CPU
+    python benchmarks/baseline.py --presets llama-1m llama-10m --threads 1           # CPU, steadier on one thread
     python benchmarks/baseline.py --presets llama-130m --device cuda --compute bf16 --compile --blocks
 
 Three loops train the same model from the same weights on the same batches with the same AdamW, clipping and schedule:
 `bare` (40 lines of PyTorch below, the control), `ours` (recipe, metrics and all), `trainer` (HF Trainer, its saving
-and reporting off). By default they run in one process and take turns step by step, with the control a second time: each
-asks for its next batch when its step is over, and that is where the turn goes on. So a disturbance of the machine falls
-on all alike. A step's time is from receiving the turn to asking for the next batch. `--blocks` runs each loop alone in a process of its own,
-several rounds in rotation, which is right for a GPU and gives the peak memory; on a CPU the memory is measured so
-too.
+and reporting off). By default they run in one process and take turns step by step, with the control a second time:
+each asks for its next batch when its step is over, and that is where the turn goes on. So a disturbance of the
+machine falls on all alike. A step's time is from receiving the turn to asking for the next batch. `--blocks` runs
+each loop alone in a process of its own, several rounds in rotation, which is right for a GPU and gives the peak
+memory; on a CPU the memory is measured so too.
 
 The result (median ratio to the control and its 95 % bootstrap interval) is refused when the control's own step time
 varies by more than 15 % (interquartile range over median).
