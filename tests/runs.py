@@ -107,7 +107,13 @@ def start_scantling(*arguments: str | Path, processes: int = 1, **env: str) -> s
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         start_new_session=True,
+        preexec_fn=_heed_interrupts,
     )
+
+
+def _heed_interrupts() -> None:
+    """A test suite in the background of a shell ignores SIGINT, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], *, timeout: float = 180) -> None:
