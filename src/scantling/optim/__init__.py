@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scantling.optim._factor import came_state_bytes
+    from scantling.optim._state import came_state_bytes
     from scantling.optim.came import CAME
     from scantling.optim.combined import CombinedOptimizer
     from scantling.optim.memory import ParameterSpec, predicted_state_bytes, predicted_temporary_bytes, state_bytes
@@ -17,7 +17,7 @@ _MODULES = {
     "CombinedOptimizer": "combined",
     "ParameterSpec": "memory",
     "build_optimizer": "registry",
-    "came_state_bytes": "_factor",
+    "came_state_bytes": "_state",
     "check_options": "registry",
     "optimizer_names": "registry",
     "optimizer_options": "registry",

@@ -1,4 +1,4 @@
-"""Which statistics CAME keeps of a parameter, and how many bytes they take.
+"""Which dims of a parameter form the rows and the columns of its factored statistics.
 
 A factored second moment of a matrix with R rows and C columns is two vectors, of R and of C numbers. A parameter of
 more dims is read as a stack of matrices: some of its dims form the rows, some the columns, the rest are batch dims with
@@ -9,7 +9,6 @@ dim of its statistics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import Literal, TypeAlias
@@ -63,42 +62,6 @@ def matrix_view(
     return rows, cols
 
 
-def state_shapes(shape: tuple[int, ...], view: MatrixDims | None) -> dict[str, tuple[int, ...]]:
-    """Shapes of the state tensors of one parameter, by their keys in the state dict."""
-    if view is None:
-        return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
-    rows, cols = view
-    row = tuple(1 if dim in cols else size for dim, size in enumerate(shape))
-    col = tuple(1 if dim in rows else size for dim, size in enumerate(shape))
-    return {"step": (), "exp_avg": shape, "row": row, "col": col, "res_row": row, "res_col": col}
-
-
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 for fp64 parameters, fp32 for all others: EMAs with beta = 0.9999 stand still in bf16."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def came_state_bytes(
-    shape: Sequence[int],
-    *,
-    dtype: torch.dtype = torch.float32,
-    factor: Factor = "auto",
-    matrix_dims: MatrixDims | None = None,
-    role: str | None = None,
-) -> int:
-    """Bytes of the state that `CAME` keeps of one parameter, the step counter included.
-
-    Args:
-        shape: of the parameter.
-        dtype: of the parameter.
-        factor, matrix_dims, role: as in the parameter's group.
-
-    Returns:
-        Exactly what the storages hold after the first step; 0 for an empty parameter.
-    """
-    sizes = tuple(shape)
-    if not prod(sizes):
-        return 0
-    shapes = state_shapes(sizes, matrix_view(sizes, factor, matrix_dims, role))
-    step = shapes.pop("step")
-    return torch.float32.itemsize * prod(step) + statistics_dtype(dtype).itemsize * sum(map(prod, shapes.values()))

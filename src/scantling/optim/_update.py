@@ -68,30 +68,27 @@ def clip_factor(total: Tensor, numel: int, threshold: float) -> Tensor:
 
 
 def update_momentum(momentum: Tensor, clipped: Tensor, beta1: float) -> Tensor:
-    """m <- beta1 * m + (1 - beta1) * u.  Returns (u - m)^2 / beta1^2 with the new m, in the memory of `clipped`.
+    """m <- beta1 * m + (1 - beta1) * u.  Returns (u - m) / beta1 with the new m, in the memory of `clipped`.
 
     u - m_t = beta1 * (u - m_(t-1)), so that one difference serves the momentum and the instability.
     """
     difference = clipped.sub_(momentum)
     momentum.add_(difference, alpha=1.0 - beta1)
-    return difference.square_()
+    return difference
 
 
-def apply_update(param: Tensor, update: Tensor, scale: Tensor, decay: Tensor | None) -> None:
-    """p <- p + p * decay + update * scale, rounded once to the parameter's dtype.
+def apply_update(value: Tensor, update: Tensor, scale: Tensor, decay: Tensor | None) -> None:
+    """p <- p + p * decay + update * scale.
 
     The decay is added, not multiplied as 1 - lr * w: that factor is off by up to 6e-8 in fp32, at every step in the
     same direction.
 
     Args:
-        param: (R, C), one tile, of any float dtype.
+        value: (R, C), one tile of the parameter in the dtype of the statistics.
         update: (R, C).
         scale: (1, C) or 0-D.
         decay: -lr * w, 0-D, or None for no decay.
     """
-    value = param.to(update.dtype)
     if decay is not None:
         value.addcmul_(value, decay)
     value.addcmul_(update, scale)
-    if value is not param:
-        param.copy_(value)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError
+from scantling.optim._codec import MOMENTA
 from scantling.optim._factor import FACTORS
+from scantling.optim._rounding import ROUNDINGS
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -30,17 +32,25 @@ def check_hyper(group: dict[str, Any]) -> None:
     for key in ("debias", "maximize"):
         if not isinstance(group[key], bool):
             raise UserError(f"{key} must be True or False; given {group[key]!r}")
-    if group["factor"] not in FACTORS:
-        raise UserError(f"factor must be one of {', '.join(FACTORS)}; given {group['factor']!r}")
+    for key, allowed in (("momentum", MOMENTA), ("rounding", ROUNDINGS), ("factor", FACTORS)):
+        if group[key] not in allowed:
+            raise UserError(f"{key} must be one of {', '.join(allowed)}; given {group[key]!r}")
 
 
-def check_param(name: str, param: Tensor) -> None:
-    """Raise a UserError for a parameter that CAME cannot train."""
+def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
+    """Raise a UserError for a parameter that CAME cannot train as its group asks."""
     if param.dtype not in _DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise UserError(f"CAME trains {allowed} parameters; {name} is {str(param.dtype).removeprefix('torch.')}")
     if param.layout != torch.strided:
         raise UserError(f"CAME trains dense parameters; {name} is {param.layout}")
+    if param.dtype == torch.float16 and group["rounding"] != "nearest":
+        raise UserError(
+            f"rounding='{group['rounding']}' is for bfloat16 parameters; {name} is float16. "
+            "Convert the model to bfloat16"
+        )
+    if param.dtype == torch.float64 and group["momentum"] != "fp32":
+        raise UserError(f"momentum='{group['momentum']}' is less than {name} is made of, float64; use momentum='fp32'")
     if hasattr(param, "device_mesh"):
         raise UserError(
             f"CAME does not train sharded parameters (DTensor) such as {name}; use data parallelism, or AdamW"

@@ -54,10 +54,13 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError
-from scantling.groups import MatrixDims, check_matrix_dims
+from scantling.groups import check_matrix_dims
 from scantling.optim._checkpoint import load_keeping_dtypes
-from scantling.optim._eager import Hyper, update_factored, update_full
-from scantling.optim._factor import Factor, matrix_view, state_shapes, statistics_dtype
+from scantling.optim._codec import Momentum
+from scantling.optim._eager import Hyper, Job, step
+from scantling.optim._factor import Factor
+from scantling.optim._rounding import Rounding
+from scantling.optim._state import came_state_bytes, state_tensors, view_of
 from scantling.optim._validation import check_grads, check_hyper, check_param, name_of
 
 
@@ -99,6 +102,8 @@ class CAME(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         debias: bool = False,
+        momentum: Momentum = "fp32",
+        rounding: Rounding = "nearest",
         factor: Factor = "auto",
         maximize: bool = False,
     ) -> None:
@@ -109,6 +114,8 @@ class CAME(torch.optim.Optimizer):
             "clip_threshold": clip_threshold,
             "weight_decay": weight_decay,
             "debias": debias,
+            "momentum": momentum,
+            "rounding": rounding,
             "factor": factor,
             "maximize": maximize,
             "matrix_dims": None,
@@ -136,7 +143,7 @@ class CAME(torch.optim.Optimizer):
         super().add_param_group(group)
         try:
             for index, param in enumerate(group["params"]):
-                check_param(name_of(group, index), param)
+                check_param(name_of(group, index), param, group)
                 if group["matrix_dims"] is not None:
                     group["matrix_dims"] = check_matrix_dims(group["matrix_dims"], param.ndim)
         except UserError:
@@ -161,58 +168,84 @@ class CAME(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         check_grads(self.param_groups)
+        ordinal = 0
         for group in self.param_groups:
             hyper = Hyper.of(group)
             for param in group["params"]:
-                if param.grad is None or not param.numel():
-                    continue
-                view = _view(group, param)
-                state = self.state[param]
-                if not state:
-                    state.update(_new_state(param, view))
-                state["step"].add_(1.0)
-                if view is None:
-                    update_full(param, param.grad, state, hyper)
-                else:
-                    update_factored(param, param.grad, state, hyper, view)
+                if param.grad is not None and param.numel():
+                    step(self.job(group, param, ordinal, hyper))
+                ordinal += 1
         return loss
+
+    def state_bytes(self) -> int:
+        """Bytes of the state once every parameter has been stepped (`scantling.optim.state_bytes`: what is there)."""
+        return sum(
+            came_state_bytes(param.shape, dtype=param.dtype, **{key: group[key] for key in _STATE_KEYS})
+            for group in self.param_groups
+            for param in group["params"]
+        )
+
+    def job(self, group: dict[str, Any], param: Tensor, ordinal: int, hyper: Hyper | None = None) -> Job:
+        """The next step of one parameter, counted but not yet taken."""
+        if param.grad is None:
+            raise AssertionError("a parameter without a gradient is not stepped")
+        state = self._state_of(group, param)
+        state["step"].add_(1.0)
+        return Job(param, param.grad, state, hyper or Hyper.of(group), view_of(group, param.shape), ordinal)
+
+    def _state_of(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter, made at its first step."""
+        state: dict[str, Tensor] = self.state[param]
+        if not state:
+            for key, (size, dtype) in _needed(group, param).items():
+                if size == param.shape:
+                    state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+                else:
+                    state[key] = torch.zeros(size, dtype=dtype, device=param.device)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned: every tensor keeps the dtype it was saved with, and is copied.
 
         Raises:
-            UserError: a state tensor is missing, unknown or of another shape than this parameter's.
+            UserError: it was saved with another momentum, rounding or factor, or a state tensor is missing, unknown or
+                of another shape or dtype than this parameter's; nothing has been loaded.
         """
+        for index, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
+            for key in ("momentum", "rounding", "factor"):
+                if saved.get(key, self.defaults[key]) != group[key]:
+                    raise UserError(
+                        f"group {index} was saved with {key}={saved.get(key)!r}, this optimizer has "
+                        f"{key}={group[key]!r}; build it with the same"
+                    )
         load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state)
 
 
-def _view(group: dict[str, Any], param: Tensor) -> MatrixDims | None:
-    dims = group["matrix_dims"]
-    pair = None if dims is None else (tuple(dims[0]), tuple(dims[1]))  # a group read from JSON holds lists
-    return matrix_view(tuple(param.shape), group["factor"], pair, group["role"])
+_STATE_KEYS = ("momentum", "rounding", "factor", "matrix_dims", "role")
 
 
-def _new_state(param: Tensor, view: MatrixDims | None) -> dict[str, Tensor]:
-    shape, dtype = tuple(param.shape), statistics_dtype(param.dtype)
-    state: dict[str, Tensor] = {}
-    for key, size in state_shapes(shape, view).items():
-        if key == "step":
-            state[key] = torch.zeros(size, dtype=torch.float32, device=param.device)
-        elif size == shape:
-            state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-        else:
-            state[key] = torch.zeros(size, dtype=dtype, device=param.device)
-    return state
+def _needed(group: dict[str, Any], param: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    view = view_of(group, param.shape)
+    return state_tensors(tuple(param.shape), param.dtype, view, group["momentum"], group["rounding"])
 
 
 def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], name: str) -> None:
-    needed = state_shapes(tuple(param.shape), _view(group, param))
-    given = {key: tuple(value.shape) if isinstance(value, Tensor) else value for key, value in state.items()}
-    if given != needed:
+    needed = _needed(group, param)
+    given = {key: (tuple(value.shape), value.dtype) for key, value in state.items() if isinstance(value, Tensor)}
+    if given != needed or len(given) != len(state):
         raise UserError(
-            f"the loaded state of {name} {tuple(param.shape)} does not fit: given {given}, needed {needed}. "
-            "Load it into an optimizer with the same parameters, factor and matrix_dims"
+            f"the loaded state of {name} {tuple(param.shape)} does not fit: given {_described(state)}, needed "
+            f"{_described(needed)}. Load it into an optimizer with the same parameters, momentum, rounding, factor and "
+            "matrix_dims"
         )
+
+
+def _described(tensors: dict[str, Any]) -> str:
+    parts = []
+    for key, value in tensors.items():
+        size, dtype = (value.shape, value.dtype) if isinstance(value, Tensor) else value
+        parts.append(f"{key} {tuple(size)} {str(dtype).removeprefix('torch.')}")
+    return ", ".join(parts)
 
 
 def _unique(params: Iterable[Any]) -> list[Any]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scantling.groups import MatrixDims
-from scantling.optim._eager import CPU_TILE, DEVICE_TILE
-from scantling.optim._factor import Factor, came_state_bytes, matrix_view, state_shapes, statistics_dtype
+from scantling.optim._eager import CPU_TILE, DEVICE_TILE, step
+from scantling.optim.came import CAME
 from scantling.optim.registry import build_unwarned, optimizer_options
 
 
@@ -62,12 +62,8 @@ def predicted_state_bytes(name: str, layout: Layout, **options: Any) -> int | No
         UserError: no such optimizer or option.
     """
     specs, optimizer = _on_meta(name, layout, options)
-    if name.lower() == "came":
-        factor = options.get("factor", "auto")
-        return sum(
-            came_state_bytes(spec.shape, dtype=spec.dtype, factor=factor, matrix_dims=spec.matrix_dims, role=spec.role)
-            for spec in specs
-        )
+    if isinstance(optimizer, CAME):
+        return optimizer.state_bytes()
     if name.lower() == "adafactor":
         return sum(_adafactor_state_bytes(spec) for spec in specs)
     try:
@@ -93,9 +89,8 @@ def predicted_temporary_bytes(name: str, layout: Layout, *, foreach: bool = Fals
         UserError: no such optimizer or option.
     """
     specs, optimizer = _on_meta(name, layout, options)
-    if name.lower() == "came":
-        tile = DEVICE_TILE if foreach else CPU_TILE
-        return max(_came_scratch_bytes(spec, options.get("factor", "auto"), tile) for spec in specs)
+    if isinstance(optimizer, CAME):
+        return _came_scratch_bytes(optimizer, DEVICE_TILE if foreach else CPU_TILE)
     if name.lower() == "adafactor":
         return max(_adafactor_scratch_bytes(spec) for spec in specs)
     for group in optimizer.param_groups:
@@ -142,14 +137,18 @@ class ScratchMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = max(self.peak, sum(self._live.values()))
 
 
-def _came_scratch_bytes(spec: ParameterSpec, factor: Factor, tile: int) -> int:
-    """A tile, a row and a column to scale it, and with it the larger of its sums and its copy in another dtype."""
-    dtype = statistics_dtype(spec.dtype)
-    shapes = state_shapes(spec.shape, matrix_view(spec.shape, factor, spec.matrix_dims, spec.role))
-    vectors = [prod(shapes[key]) for key in ("row", "col") if key in shapes]
-    tile = min(prod(spec.shape), tile)
-    copied = 0 if dtype == spec.dtype else tile
-    return dtype.itemsize * (tile + sum(vectors) + max(copied, *vectors, 0))
+def _came_scratch_bytes(optimizer: CAME, tile: int) -> int:
+    """What one parameter's step takes, the largest of them: each kind of parameter is stepped once."""
+    kinds = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.numel():
+                kinds[tuple(param.shape), param.dtype, id(group)] = group, param
+    jobs = [optimizer.job(group, param, 0) for group, param in kinds.values()]
+    with torch.no_grad(), ScratchMeter(optimizer) as meter:
+        for job in jobs:
+            step(job, tile=tile)
+    return int(meter.peak)
 
 
 def _adafactor_state_bytes(spec: ParameterSpec) -> int:

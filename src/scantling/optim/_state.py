@@ -1,0 +1,79 @@
+"""What CAME keeps of a parameter from step to step: tensors under plain keys, and how many bytes they take.
+
+step                       0-D fp32
+exp_avg                    momentum in fp32 or bf16, of the parameter's shape
+exp_avg_codes, _scale      momentum as codes, see `_codec.py`
+row, col, res_row, res_col factored second moment and instability, in fp32
+exp_avg_sq                 full second moment, where a parameter is not factored
+low                        the bits of a bf16 weight below bf16, see `_rounding.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+
+from scantling.groups import MatrixDims
+from scantling.optim._codec import Momentum, momentum_shapes
+from scantling.optim._factor import Factor, matrix_view, statistics_dtype
+from scantling.optim._rounding import Rounding
+
+Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def view_of(group: dict[str, Any], shape: Sequence[int]) -> MatrixDims | None:
+    """(row dims, column dims) of a parameter of this shape in this group, or None for a full second moment."""
+    dims = group["matrix_dims"]
+    pair = None if dims is None else (tuple(dims[0]), tuple(dims[1]))  # a group read from JSON holds lists
+    return matrix_view(tuple(shape), group["factor"], pair, group["role"])
+
+
+def state_tensors(
+    shape: tuple[int, ...], dtype: torch.dtype, view: MatrixDims | None, momentum: Momentum, rounding: Rounding
+) -> Shapes:
+    """(shape, dtype) of the state tensors of one parameter, by their keys in the state dict."""
+    statistics = statistics_dtype(dtype)
+    tensors: Shapes = {"step": ((), torch.float32), **momentum_shapes(shape, view, momentum, statistics)}
+    if view is None:
+        tensors["exp_avg_sq"] = (shape, statistics)
+    else:
+        rows, cols = view
+        row = tuple(1 if dim in cols else size for dim, size in enumerate(shape))
+        col = tuple(1 if dim in rows else size for dim, size in enumerate(shape))
+        tensors |= {key: (size, statistics) for key, size in zip(_FACTORS, (row, col, row, col), strict=True)}
+    if rounding == "compensated" and dtype == torch.bfloat16:
+        tensors["low"] = (shape, torch.int8)
+    return tensors
+
+
+_FACTORS = ("row", "col", "res_row", "res_col")
+
+
+def came_state_bytes(
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    momentum: Momentum = "fp32",
+    rounding: Rounding = "nearest",
+    factor: Factor = "auto",
+    matrix_dims: MatrixDims | None = None,
+    role: str | None = None,
+) -> int:
+    """Bytes of the state that `CAME` keeps of one parameter, the step counter included.
+
+    Args:
+        shape: of the parameter.
+        dtype: of the parameter.
+        momentum, rounding, factor, matrix_dims, role: as in the parameter's group.
+
+    Returns:
+        Exactly what the storages hold after the first step; 0 for an empty parameter.
+    """
+    sizes = tuple(shape)
+    if not prod(sizes):
+        return 0
+    tensors = state_tensors(sizes, dtype, matrix_view(sizes, factor, matrix_dims, role), momentum, rounding)
+    return sum(prod(size) * kind.itemsize for size, kind in tensors.values())

@@ -1,0 +1,279 @@
+"""CAME's momentum in 16, 8 and 4 bits and its ways to round a bf16 weight."""
+
+from __future__ import annotations
+
+import copy
+import io
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from scantling.errors import UserError
+from scantling.optim import CAME, came_state_bytes, state_bytes
+from scantling.optim import _eager as eager
+from scantling.optim._codec import decode, encode, layout_of
+from scantling.optim._random import random_16, seed_of
+from scantling.optim._rounding import read, write
+
+CONFIDENT = (0.9, 0.95, 0.995)
+SHAPES = [(40, 33), (16, 200), (3, 20, 130), (20, 3, 3, 3), (300, 17)]
+MATRIX = ((0,), (1,))
+
+
+def noise_seed(step: int = 1, ordinal: int = 0, stream: int = 0) -> Tensor:
+    return seed_of(torch.tensor(float(step)), ordinal, stream)
+
+
+def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
+
+
+def gradients(shape: tuple[int, ...], steps: int, seed: int = 1) -> list[Tensor]:
+    """Noise around a mean that differs between elements, so that the momentum is more than noise."""
+    generator = torch.Generator().manual_seed(seed)
+    mean = torch.randn(shape, generator=generator)
+    return [mean + torch.randn(shape, generator=generator) for _ in range(steps)]
+
+
+def run(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tensor]) -> Tensor:
+    for grad in grads:
+        param.grad = grad.to(param.dtype)
+        optimizer.step()
+    return param.detach()
+
+
+# --- codes
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(16, 400), st.sampled_from(["int8", "int4"]), st.integers(0, 10**6))
+def test_codes_are_as_near_as_their_steps(rows: int, length: int, momentum: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn((rows, length), generator=generator) * 10 ** torch.randn((rows, 1), generator=generator)
+    layout = layout_of((rows, length), MATRIX, momentum)
+    width = length if momentum == "int8" else -(-length // 2)
+    codes = torch.zeros((rows, width), dtype=torch.int8 if momentum == "int8" else torch.uint8)
+    scale = torch.zeros((rows, layout.num_blocks), dtype=torch.float16)
+    encode(value.clone(), codes, scale, layout, seed=noise_seed(seed + 1))
+    found = decode(codes, scale, layout, torch.float32)
+    for block in range(layout.num_blocks):
+        part = slice(block * layout.block, (block + 1) * layout.block)
+        largest = value[:, part].abs().amax(dim=1, keepdim=True)
+        error = (found - value)[:, part].abs()
+        x = value[:, part].abs() / largest
+        # the slope of x = y / (2 - y) is (1 + x)^2 / 2, half a step of y is 1 / 254; fp16 keeps 11 bits of the scale
+        step = (1 + x) ** 2 / 2 / 254 + 2e-5 if momentum == "int8" else torch.full_like(x, 1 / 7)
+        assert (error <= largest * (step + 2.0**-10)).all()
+
+
+def test_four_bits_are_unbiased() -> None:
+    value = torch.linspace(-1.0, 1.0, 64).expand(4, 64)
+    layout = layout_of((4, 64), MATRIX, "int4")
+    codes, scale = torch.zeros((4, 32), dtype=torch.uint8), torch.zeros((4, 1), dtype=torch.float16)
+    total = torch.zeros(4, 64)
+    for step in range(1, 501):
+        encode(value.clone(), codes, scale, layout, seed=noise_seed(step))
+        total += decode(codes, scale, layout, torch.float32)
+    # an average of 2000 values with a standard deviation of at most half a step of 1/7
+    assert (total / 500).mean(0).sub(value[0]).abs().max() < 5 * 0.5 / 7 / 2000**0.5
+
+
+def test_blocks_of_zeros_stay_zeros() -> None:
+    for momentum, kind, width in (("int8", torch.int8, 200), ("int4", torch.uint8, 100)):
+        layout = layout_of((2, 200), MATRIX, momentum)  # type: ignore[arg-type]
+        codes, scale = torch.full((2, width), 3, dtype=kind), torch.ones((2, layout.num_blocks), dtype=torch.float16)
+        encode(torch.zeros(2, 200), codes, scale, layout, seed=noise_seed())
+        assert (decode(codes, scale, layout, torch.float32) == 0).all()
+
+
+def test_noise_is_uniform_and_belongs_to_its_element() -> None:
+    whole = random_16(noise_seed(3, 1), 0, (1000, 1000))
+    assert whole.min() >= 0
+    assert whole.max() <= 65535
+    assert whole.double().mean() == pytest.approx(32767.5, abs=5 * 18919 / 1000)
+    counts = torch.histc(whole.float(), bins=64, min=0, max=65536)
+    assert ((counts - 15625).abs() < 5 * 15625**0.5).all()
+    for lag in (1, 2, 7, 1000):  # neighbours, and the same column of the next row
+        flat = whole.flatten().double()
+        pairs = torch.stack((flat[:-lag], flat[lag:]))
+        assert abs(float(torch.corrcoef(pairs)[0, 1])) < 5e-3
+    assert torch.equal(random_16(noise_seed(3, 1), 5000, (3, 1000)), whole[5:8])
+    for other in (noise_seed(4, 1), noise_seed(3, 2), noise_seed(3, 1, 1)):
+        pairs = torch.stack((whole.flatten().double(), random_16(other, 0, (1000, 1000)).flatten().double()))
+        assert abs(float(torch.corrcoef(pairs)[0, 1])) < 5e-3
+
+
+def test_noise_goes_on_beyond_two_to_the_32_elements() -> None:
+    far = random_16(noise_seed(), 2**32 - 2, (4,))
+    assert torch.equal(far[2:], random_16(noise_seed(), 0, (2,)))
+    assert torch.equal(random_16(noise_seed(), 2**31 - 2, (4,))[2:], random_16(noise_seed(), 2**31, (2,)))
+
+
+# --- weights
+
+
+def test_stochastic_rounding_is_unbiased_and_leaves_what_bf16_holds() -> None:
+    exact = torch.tensor([1.0, -2.5, 0.0, -0.0, float("inf"), 3e38, 1e-38])
+    param = torch.zeros(7, dtype=torch.bfloat16)
+    write(exact.bfloat16().float(), param, None, seed=noise_seed())
+    assert torch.equal(param, exact.bfloat16())
+    value = torch.tensor([1.001, -3.3, 1e-3, 7e-20])
+    total, steps = torch.zeros(4, dtype=torch.float64), 1000
+    param = torch.zeros(4, dtype=torch.bfloat16)
+    for step in range(steps):
+        write(value.clone(), param, None, seed=noise_seed(step))
+        assert ((param.float() - value).abs() <= value.abs() * 2**-7).all()
+        total += param.double()
+    assert (total / steps - value).abs().div(value.abs()).max() < 5 * 2**-8 / steps**0.5
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False))
+def test_compensated_weights_have_24_bits(number: float) -> None:
+    value = torch.tensor([number])
+    param, low = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int8)
+    write(value.clone(), param, low)
+    if param.isinf():  # rounded beyond the largest bf16
+        return
+    assert float(param) == pytest.approx(number, rel=2**-8, abs=1e-38)
+    # half a step of 24 bits; where the rest is just under half a step of bf16, one 24-bit step
+    assert float(read(param, low, torch.float32)) == pytest.approx(number, rel=2**-15, abs=1e-38)
+
+
+@pytest.mark.parametrize("shape", [(40, 33), (50,), (40, 8)])
+def test_small_steps_are_lost_to_the_nearest_and_kept_otherwise(shape: tuple[int, ...]) -> None:
+    """200 steps of 1e-4 around weights of 1, where bf16 has steps of 4e-3 to 8e-3."""
+    grads = [torch.ones(shape) + 0.1 * grad for grad in gradients(shape, 200)]
+    moved = {}
+    for rounding in ("nearest", "stochastic", "compensated"):
+        param = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+        optimizer = CAME([param], lr=1e-4, betas=CONFIDENT, debias=True, rounding=rounding)  # type: ignore[arg-type]
+        run(optimizer, param, grads)
+        moved[rounding] = float(1 - read(param.detach(), optimizer.state[param].get("low"), torch.float32).mean())
+    full = nn.Parameter(torch.ones(shape))
+    run(CAME([full], lr=1e-4, betas=CONFIDENT, debias=True), full, [g.bfloat16() for g in grads])
+    wanted = float(1 - full.detach().mean())
+    assert moved["nearest"] == 0.0
+    assert moved["stochastic"] == pytest.approx(wanted, rel=0.15)
+    assert moved["compensated"] == pytest.approx(wanted, rel=0.03)
+
+
+# --- in the optimizer
+
+
+@pytest.mark.parametrize("momentum", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_first_step_is_that_of_fp32_and_the_rest_stays_near(shape: tuple[int, ...], momentum: Any) -> None:
+    """The update takes the momentum before it is rounded, so that the first step cannot tell."""
+    grads = gradients(shape, 30)
+    one, many = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
+    options: dict[str, Any] = {"lr": 1e-2, "betas": CONFIDENT, "debias": True}
+    torch.testing.assert_close(
+        run(CAME([one], momentum=momentum, **options), one, grads[:1]),
+        run(CAME([many], **options), many, grads[:1]),
+        rtol=1e-6,
+        atol=1e-9,
+    )
+    found, wanted = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
+    run(CAME([found], momentum=momentum, **options), found, grads)
+    run(CAME([wanted], **options), wanted, grads)
+    distance = float((found - wanted).detach().norm() / wanted.detach().norm())
+    assert 0 < distance < {"bf16": 0.005, "int8": 0.01, "int4": 0.2}[momentum]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
+@pytest.mark.parametrize("momentum", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiles_do_not_change_codes_and_noise(
+    shape: tuple[int, ...], momentum: Any, rounding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is added up tile by tile differs in the last bit; where that moves a number over a step, by one step."""
+    results = []
+    for limit in (10**6, 40):
+        monkeypatch.setattr(eager, "CPU_TILE", limit)
+        param = parameter(shape, torch.bfloat16)
+        optimizer = CAME([param], lr=1e-2, debias=True, momentum=momentum, rounding=rounding, weight_decay=0.1)
+        run(optimizer, param, gradients(shape, 4))
+        results.append(read(param.detach(), optimizer.state[param].get("low"), torch.float32))
+    same = (results[0] - results[1]).abs() <= 1e-6
+    assert same.float().mean() > 0.98
+    torch.testing.assert_close(results[0], results[1], rtol=2**-6, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
+@pytest.mark.parametrize("momentum", ["fp32", "bf16", "int8", "int4"])
+def test_state_goes_on_bitwise_and_takes_the_stated_bytes(momentum: Any, rounding: Any, dtype: torch.dtype) -> None:
+    shapes = [(40, 33), (20, 3, 3, 3), (7,), (200, 4)]
+    options = {"lr": 1e-2, "betas": CONFIDENT, "debias": True, "momentum": momentum, "rounding": rounding}
+
+    def make() -> tuple[list[nn.Parameter], CAME]:
+        params = [parameter(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+        return params, CAME(params, **options)
+
+    def advance(params: list[nn.Parameter], optimizer: CAME, steps: range) -> None:
+        for step in steps:
+            for param in params:
+                param.grad = gradients(tuple(param.shape), 1, seed=step)[0].to(dtype)
+            optimizer.step()
+
+    params, optimizer = make()
+    advance(params, optimizer, range(3))
+    stated = sum(came_state_bytes(s, dtype=dtype, momentum=momentum, rounding=rounding) for s in shapes)
+    assert state_bytes(optimizer) == stated == optimizer.state_bytes()
+    file = io.BytesIO()
+    torch.save({"weights": [p.detach() for p in params], "optimizer": optimizer.state_dict()}, file)
+    advance(params, optimizer, range(3, 8))
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed, other = make()
+    for param, weight in zip(resumed, saved["weights"], strict=True):
+        param.data.copy_(weight)
+    other.load_state_dict(saved["optimizer"])
+    advance(resumed, other, range(3, 8))
+    for a, b in zip(params, resumed, strict=True):
+        assert torch.equal(a, b)
+        for key, value in optimizer.state[a].items():
+            assert value.dtype == other.state[b][key].dtype
+            assert torch.equal(value, other.state[b][key])
+
+
+def test_bytes_at_llama_3_8b() -> None:
+    layer = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)] + [(4096,)] * 2
+    shapes = layer * 32 + [(128256, 4096)] * 2 + [(4096,)]
+    count = sum(prod(shape) for shape in shapes)
+    assert count == 8_030_261_248
+    for momentum, limit in (("fp32", 4.01), ("bf16", 2.01), ("int8", 1.03), ("int4", 0.54)):
+        each = {shape: came_state_bytes(shape, dtype=torch.bfloat16, momentum=momentum) for shape in set(shapes)}  # type: ignore[arg-type]
+        assert sum(each[shape] for shape in shapes) / count <= limit
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(29, 600), st.integers(29, 600), st.sampled_from(["int8", "int4"]))
+def test_any_matrix_takes_its_codes_its_factors_and_little_more(rows: int, cols: int, momentum: Any) -> None:
+    codes = rows * (cols if momentum == "int8" else -(-cols // 2))
+    assert came_state_bytes((rows, cols), momentum=momentum) <= codes + 8 * (rows + cols) + 0.07 * rows * cols + 4
+
+
+def test_what_a_precision_cannot_do_is_refused() -> None:
+    with pytest.raises(UserError, match="momentum must be one of fp32, bf16, int8, int4; given 'fp8'"):
+        CAME([parameter((20, 20))], momentum="fp8")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"is for bfloat16 parameters; .* is float16"):
+        CAME([parameter((20, 20), torch.float16)], rounding="stochastic")
+    with pytest.raises(UserError, match="float64; use momentum='fp32'"):
+        CAME([parameter((20, 20), torch.float64)], momentum="int8")
+    source, target = (parameter((20, 20)) for _ in range(2))
+    optimizer = CAME([source], momentum="int8")
+    run(optimizer, source, gradients((20, 20), 1))
+    with pytest.raises(UserError, match="group 0 was saved with momentum='int8', this optimizer has momentum='fp32'"):
+        CAME([target]).load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg_codes"] = saved["state"][0]["exp_avg_codes"].float()
+    with pytest.raises(UserError, match=r"given .*codes \(20, 20\) float32.* needed .*codes \(20, 20\) int8"):
+        CAME([target], momentum="int8").load_state_dict(saved)
