@@ -47,7 +47,7 @@ DTensor parameters, sparse and complex gradients are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ from scantling.optim._codec import Momentum
 from scantling.optim._eager import Hyper, Job, step
 from scantling.optim._factor import Factor
 from scantling.optim._rounding import Rounding
+from scantling.optim._slice import cut_state, shape_of
 from scantling.optim._state import came_state_bytes, state_tensors, view_of
 from scantling.optim._validation import check_grads, check_hyper, check_param, name_of
 
@@ -122,10 +123,12 @@ class CAME(torch.optim.Optimizer):
             "role": None,
         }
         check_hyper(defaults)
+        self._places: dict[int, tuple[int, int]] | None = None
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._places = None  # of the parameters' ids, which a copy does not share
         for group in self.param_groups:
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
@@ -138,6 +141,7 @@ class CAME(torch.optim.Optimizer):
         """
         group = {**self.defaults, **param_group}
         check_hyper(group)
+        self._places = None
         if not isinstance(group["params"], Tensor | set):
             group["params"] = _unique(group["params"])
         super().add_param_group(group)
@@ -177,6 +181,51 @@ class CAME(torch.optim.Optimizer):
                 ordinal += 1
         return loss
 
+    @torch.no_grad()
+    def step_parameter(self, param: Tensor) -> None:
+        """Take the step of one parameter with the gradient it has, as `release_gradients` does.
+
+        Raises:
+            UserError: a sparse or complex gradient, or a parameter that is not in this optimizer.
+        """
+        group, ordinal = self._place(param)
+        check_grads([{"params": [param]}])
+        if param.grad is not None and param.numel():
+            step(self.job(group, param, ordinal))
+
+    def parameters(self) -> Iterator[Tensor]:
+        """All parameters, group by group."""
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
+        """Keep only some positions of one dim of a parameter's state, because the parameter keeps only those.
+
+        The next step is the one that the whole parameter would have taken there, up to what the global clip and the
+        row and column means of new gradients lose with the rest; codes are made anew where their blocks change, see
+        `_slice.py` for the error. Call it once for each cut, before or after the parameter itself is cut
+        (`param.data = param.data.index_select(dim, index)`).
+
+        Args:
+            param: of this optimizer.
+            dim: of the parameter; negative ones count from the end.
+            index: positions that stay, 1-D int64, or a bool mask of the dim.
+
+        Raises:
+            UserError: not a parameter of this optimizer, or an index that does not fit.
+        """
+        group, _ = self._place(param)
+        state = self.state.get(param)
+        if not state:
+            return
+        shape = shape_of(state)
+        dim, index = _checked_index(shape, dim, index, param.device)
+        after = (*shape[:dim], len(index), *shape[dim + 1 :])
+        views = view_of(group, shape), view_of(group, after)
+        momentum, rounding = group["momentum"], group["rounding"]
+        needed = state_tensors(after, param.dtype, views[1], momentum, rounding)
+        self.state[param] = cut_state(state, dim, index, views=views, momentum=momentum, needed=needed)
+
     def state_bytes(self) -> int:
         """Bytes of the state once every parameter has been stepped (`scantling.optim.state_bytes`: what is there)."""
         return sum(
@@ -184,6 +233,17 @@ class CAME(torch.optim.Optimizer):
             for group in self.param_groups
             for param in group["params"]
         )
+
+    def _place(self, param: Tensor) -> tuple[dict[str, Any], int]:
+        """The group of a parameter, and its number among all."""
+        if self._places is None:
+            owners = (number for number, group in enumerate(self.param_groups) for _ in group["params"])
+            pairs = zip(self.parameters(), owners, strict=True)
+            self._places = {id(other): (number, ordinal) for ordinal, (other, number) in enumerate(pairs)}
+        if id(param) not in self._places:
+            raise UserError(f"a parameter of shape {tuple(param.shape)} is not in this optimizer")
+        number, ordinal = self._places[id(param)]
+        return self.param_groups[number], ordinal
 
     def job(self, group: dict[str, Any], param: Tensor, ordinal: int, hyper: Hyper | None = None) -> Job:
         """The next step of one parameter, counted but not yet taken."""
@@ -227,6 +287,21 @@ _STATE_KEYS = ("momentum", "rounding", "factor", "matrix_dims", "role")
 def _needed(group: dict[str, Any], param: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     view = view_of(group, param.shape)
     return state_tensors(tuple(param.shape), param.dtype, view, group["momentum"], group["rounding"])
+
+
+def _checked_index(shape: tuple[int, ...], dim: int, index: Tensor, device: torch.device) -> tuple[int, Tensor]:
+    if not -len(shape) <= dim < len(shape):
+        raise UserError(f"slice_state: dim must be from {-len(shape)} to {len(shape) - 1}; given {dim}")
+    size = shape[dim]
+    if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype not in (torch.int64, torch.bool):
+        raise UserError("slice_state: index must be a 1-D tensor of int64 positions or a bool mask")
+    if index.dtype == torch.bool:
+        if len(index) != size:
+            raise UserError(f"slice_state: the mask has {len(index)} entries, dim {dim} has {size}")
+        index = index.nonzero().flatten()
+    elif len(index) and not (int(index.min()) >= 0 and int(index.max()) < size):
+        raise UserError(f"slice_state: positions must be from 0 to {size - 1}; given {index.tolist()}")
+    return dim % len(shape), index.to(device)
 
 
 def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], name: str) -> None:

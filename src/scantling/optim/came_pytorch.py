@@ -1,0 +1,133 @@
+"""State of the authors' package, came-pytorch, to and from `CAME`, so that a run can change over between two steps.
+
+Their state has the momentum in full (`exp_avg`) and factors the last two dims of everything that has two or more. Where
+`CAME` factors the same dims, and keeps its momentum in fp32, nothing is lost in either direction. Where it factors
+others (convolutions, thin matrices) the second moment is written out in full and averaged over the other dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scantling.errors import UserError
+from scantling.groups import MatrixDims
+from scantling.optim._factor import matrix_view
+from scantling.optim._slice import coded_momentum, second_moment, whole_momentum
+from scantling.optim._state import state_tensors, view_of
+from scantling.optim.came import CAME
+
+_THEIR_FACTORS = {
+    "row": "exp_avg_sq_row",
+    "col": "exp_avg_sq_col",
+    "res_row": "exp_avg_res_row",
+    "res_col": "exp_avg_res_col",
+}
+_SHARED_KEYS = ("lr", "betas", "eps", "clip_threshold", "weight_decay")
+
+
+def from_came_pytorch(state_dict: dict[str, Any], optimizer: CAME) -> dict[str, Any]:
+    """A state dict for `optimizer.load_state_dict` from one of came-pytorch.
+
+    Args:
+        state_dict: of `came_pytorch.CAME` over the same parameters in the same groups and order.
+        optimizer: decides momentum, rounding and factoring; it is not changed. Learning rate, betas, eps, clip
+            threshold and weight decay come from the state dict.
+
+    Raises:
+        UserError: the groups do not fit.
+    """
+    result = optimizer.state_dict()
+    theirs, ours = state_dict["param_groups"], result["param_groups"]
+    if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in ours]:
+        sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
+        raise UserError(f"the saved groups hold {sizes[0]} parameters, those of this optimizer {sizes[1]}")
+    result["state"] = {}
+    for saved_group, new_group, group in zip(theirs, ours, optimizer.param_groups, strict=True):
+        new_group |= {key: saved_group[key] for key in _SHARED_KEYS}
+        for saved_key, key, param in zip(saved_group["params"], new_group["params"], group["params"], strict=True):
+            saved = state_dict["state"].get(saved_key)
+            if saved:
+                _check(saved, param, f"parameter {key}")
+                result["state"][key] = _ours(saved, group, param)
+    return result
+
+
+def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
+    """A state dict for `came_pytorch.CAME(params, lr).load_state_dict` over the same parameters and groups.
+
+    Weights in 24 bits (`rounding="compensated"`) lose their lowest 8: the published package has no place for them.
+    """
+    result = optimizer.state_dict()
+    numbers: dict[int, Any] = {}
+    for group, saved in zip(optimizer.param_groups, result["param_groups"], strict=True):
+        numbers |= {id(param): key for param, key in zip(group["params"], saved["params"], strict=True)}
+    groups = [{key: group[key] for key in (*_SHARED_KEYS, "params")} for group in result["param_groups"]]
+    state = {numbers[id(param)]: _theirs(own, group, param) for group, param, own in _stepped(optimizer)}
+    return {"state": state, "param_groups": groups}
+
+
+def _stepped(optimizer: CAME) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Tensor]]]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if optimizer.state.get(param):
+                yield group, param, optimizer.state[param]
+
+
+def _ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+    shape = tuple(param.shape)
+    view, last_two = view_of(group, shape), matrix_view(shape, "last2")
+    needed = state_tensors(shape, param.dtype, view, group["momentum"], group["rounding"])
+    state: dict[str, Tensor] = {"step": torch.tensor(float(saved["step"]))}
+    if last_two is None:
+        state["exp_avg_sq"] = saved["exp_avg_sq"]
+    else:
+        factors = {name: _as_ours(saved[key], name) for name, key in _THEIR_FACTORS.items()}
+        state |= factors if view == last_two else _refactored(factors, last_two, view)
+    if "exp_avg" in needed:
+        state["exp_avg"] = saved["exp_avg"]
+    elif view is not None:
+        state |= coded_momentum(saved["exp_avg"].to(torch.float32, copy=True), view, group["momentum"], needed)
+    if "low" in needed:
+        state["low"] = torch.zeros(shape)
+    return {key: state[key].to(param.device, dtype) for key, (_, dtype) in needed.items()}
+
+
+def _theirs(own: dict[str, Tensor], group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    shape = tuple(param.shape)
+    view, last_two = view_of(group, shape), matrix_view(shape, "last2")
+    momentum = whole_momentum(own, view, group["momentum"]).float()
+    state: dict[str, Any] = {"step": int(own["step"]), "RMS": 0, "exp_avg": momentum}
+    if last_two is None:
+        return {**state, "exp_avg_sq": own["exp_avg_sq"]}
+    factors = own if view == last_two else _refactored(own, view, last_two)
+    return state | {key: _as_theirs(factors[name], name) for name, key in _THEIR_FACTORS.items()}
+
+
+def _refactored(state: dict[str, Tensor], view: MatrixDims | None, target: MatrixDims | None) -> dict[str, Tensor]:
+    """Statistics of one factoring as those of another; None is a full second moment, which has no instability."""
+    moment = second_moment(state, view)
+    if target is None:
+        return {"exp_avg_sq": moment}
+    instability = torch.ones_like(moment)
+    if view is not None:
+        instability = second_moment({"row": state["res_row"], "col": state["res_col"]}, view)
+    rows, cols = target
+    means = {"row": moment.mean(cols, keepdim=True), "col": moment.mean(rows, keepdim=True)}
+    return means | {"res_row": instability.mean(cols, keepdim=True), "res_col": instability.mean(rows, keepdim=True)}
+
+
+def _as_ours(factor: Tensor, name: str) -> Tensor:
+    return factor.unsqueeze(-1 if name.endswith("row") else -2)
+
+
+def _as_theirs(factor: Tensor, name: str) -> Tensor:
+    return factor.squeeze(-1 if name.endswith("row") else -2).clone()
+
+
+def _check(saved: dict[str, Any], param: Tensor, name: str) -> None:
+    if tuple(saved["exp_avg"].shape) != tuple(param.shape):
+        raise UserError(f"the saved momentum of {name} is {tuple(saved['exp_avg'].shape)}, it is {tuple(param.shape)}")

@@ -1,0 +1,125 @@
+"""Gradients that are used and freed within the backward pass."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scantling.errors import UserError
+from scantling.groups import param_groups
+from scantling.optim import CAME, release_gradients
+
+
+class Tied(nn.Module):
+    """An embedding that is also the output layer, with layers in between."""
+
+    def __init__(self, width: int = 32, layers: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def make(seed: int = 0) -> tuple[Tied, CAME]:
+    torch.manual_seed(seed)
+    model = Tied()
+    groups = param_groups(model, weight_decay=0.1)
+    return model, CAME(groups, lr=1e-2, betas=(0.9, 0.95, 0.995), debias=True, momentum="int4")
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(50, (4, 8), generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_result_is_that_of_ordinary_steps(accumulation: int) -> None:
+    ordinary, optimizer = make()
+    released, other = make()
+    handle = release_gradients(released, other, accumulation=accumulation)
+    for number, ids in enumerate(batches(6)):
+        (ordinary(ids) / accumulation).backward()
+        (released(ids) / accumulation).backward()
+        if (number + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(param.grad is None for param in released.parameters())
+            other.step()  # finds nothing to do
+    for (name, a), b in zip(ordinary.named_parameters(), released.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    handle.remove()
+    released(batches(1)[0]).backward()
+    assert all(param.grad is not None for param in released.parameters())
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_only_the_gradient_at_hand_is_alive(release: bool) -> None:
+    model, optimizer = make()
+    params = list(model.parameters())
+    counts = []
+    for param in params:  # each called when the gradient of its parameter is there and not yet kept
+        param.register_hook(lambda _: counts.append(sum(other.grad is not None for other in params)))
+    if release:
+        release_gradients(model, optimizer)
+    model(batches(1)[0]).backward()
+    assert len(counts) == len(params)
+    assert max(counts) == (0 if release else len(params) - 1)
+
+
+def test_schedules_loading_and_copies_reach_released_steps() -> None:
+    model, optimizer = make()
+    with release_gradients(model, optimizer):
+        model(batches(1)[0]).backward()
+        saved = copy.deepcopy(optimizer.state_dict())
+        for group in saved["param_groups"]:
+            group["lr"] = 0.0
+        optimizer.load_state_dict(saved)
+        before = [param.detach().clone() for param in model.parameters()]
+        model(batches(2)[1]).backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_frozen_parameters_stay() -> None:
+    model, optimizer = make()
+    model.layers[0].weight.requires_grad_(False)
+    before = model.layers[0].weight.clone()
+    with release_gradients(model, optimizer):
+        model(batches(1)[0]).backward()
+    assert torch.equal(before, model.layers[0].weight)
+
+
+def test_what_cannot_be_released_is_refused() -> None:
+    model, optimizer = make()
+    with pytest.raises(UserError, match=r"works with scantling[.]CAME; given AdamW"):
+        release_gradients(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="at least 1; given 0"):
+        release_gradients(model, optimizer, accumulation=0)
+    with pytest.raises(UserError, match="has no parameter of this model"):
+        release_gradients(nn.Linear(2, 2), optimizer)
+    handle = release_gradients(model, optimizer)
+    with pytest.raises(UserError, match="remove the earlier handle"):
+        release_gradients(model, optimizer)
+    handle.remove()
+    handle.remove()
+    release_gradients(model, optimizer).remove()
+
+
+def test_ddp_is_refused() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, optimizer = make()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(UserError, match="cannot be released under DistributedDataParallel"):
+            release_gradients(wrapped, optimizer)
+    finally:
+        torch.distributed.destroy_process_group()
