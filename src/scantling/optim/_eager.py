@@ -59,6 +59,7 @@ class Hyper:
     maximize: bool
     momentum: Momentum
     rounding: Rounding
+    foreach: bool | None
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Hyper:
@@ -76,6 +77,7 @@ class Hyper:
             maximize=group["maximize"],
             momentum=group["momentum"],
             rounding=group["rounding"],
+            foreach=group["foreach"],
         )
 
     def decay(self, like: Tensor) -> Tensor | None:

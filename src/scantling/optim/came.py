@@ -57,7 +57,8 @@ from scantling.errors import UserError
 from scantling.groups import check_matrix_dims
 from scantling.optim._checkpoint import load_keeping_dtypes
 from scantling.optim._codec import Momentum
-from scantling.optim._eager import Hyper, Job, step
+from scantling.optim._drive import step_all
+from scantling.optim._eager import Hyper, Job
 from scantling.optim._factor import Factor
 from scantling.optim._rounding import Rounding
 from scantling.optim._slice import cut_state, shape_of
@@ -82,6 +83,10 @@ class CAME(torch.optim.Optimizer):
         factor: "auto" (group key `matrix_dims`, convolutions as O x (I * kernel), sides under 16 unfactored) or "last2"
             (the last two dims of everything, as the reference).
         maximize: ascend.
+        foreach: False takes one parameter after the other in PyTorch operations, which is slower and the plainest.
+            Otherwise all parameters on a CPU that the compiled step knows go through it together.
+        capturable: keep `lr` in a tensor, so that a CUDA graph that captured `step` follows a schedule; schedulers of
+            torch write into it. Nothing else in a step needs the host.
 
     Every argument is a group key and can be set per group.
 
@@ -107,6 +112,8 @@ class CAME(torch.optim.Optimizer):
         rounding: Rounding = "nearest",
         factor: Factor = "auto",
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -119,6 +126,8 @@ class CAME(torch.optim.Optimizer):
             "rounding": rounding,
             "factor": factor,
             "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
             "matrix_dims": None,
             "role": None,
         }
@@ -144,6 +153,8 @@ class CAME(torch.optim.Optimizer):
         self._places = None
         if not isinstance(group["params"], Tensor | set):
             group["params"] = _unique(group["params"])
+        if group["capturable"] and not isinstance(group["lr"], Tensor):
+            group["lr"] = torch.tensor(float(group["lr"]))
         super().add_param_group(group)
         try:
             for index, param in enumerate(group["params"]):
@@ -153,6 +164,8 @@ class CAME(torch.optim.Optimizer):
         except UserError:
             self.param_groups.pop()
             raise
+        if group["capturable"] and group["params"]:
+            group["lr"] = group["lr"].to(group["params"][0].device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -172,13 +185,14 @@ class CAME(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         check_grads(self.param_groups)
-        ordinal = 0
+        ordinal, jobs = 0, []
         for group in self.param_groups:
             hyper = Hyper.of(group)
             for param in group["params"]:
                 if param.grad is not None and param.numel():
-                    step(self.job(group, param, ordinal, hyper))
+                    jobs.append(self.job(group, param, ordinal, hyper))
                 ordinal += 1
+        step_all(jobs)
         return loss
 
     @torch.no_grad()
@@ -191,7 +205,7 @@ class CAME(torch.optim.Optimizer):
         group, ordinal = self._place(param)
         check_grads([{"params": [param]}])
         if param.grad is not None and param.numel():
-            step(self.job(group, param, ordinal))
+            step_all([self.job(group, param, ordinal)])
 
     def parameters(self) -> Iterator[Tensor]:
         """All parameters, group by group."""

@@ -1,0 +1,131 @@
+"""CAME's step on a CPU in C, for all parameters in one call: `kernels/came.c`, compiled when it is first needed.
+
+The file is compiled with the machine's own C compiler into a private folder that is gone again once the library is
+loaded (a second a process): nothing that runs is kept on disk. Where there is no compiler, or where
+SCANTLING_NATIVE=0 says so, the tiles of `_eager.py` do the same in PyTorch operations, several times slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scantling.optim._eager import Job
+
+logger = logging.getLogger(__name__)
+
+_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_MOMENTA = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
+_ROUNDINGS = {"nearest": 0, "stochastic": 1, "compensated": 2}
+
+
+class _Job(ctypes.Structure):
+    """`Job` of came.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("param", "grad", "momentum", "scale", "low")),
+        *((name, ctypes.c_void_p) for name in ("row", "col", "res_row", "res_col", "moment", "step")),
+        *((name, ctypes.c_int64) for name in ("batch", "rows", "cols")),
+        *((name, ctypes.c_int32) for name in ("param_kind", "grad_kind", "momentum_kind", "rounding")),
+        *((name, ctypes.c_int32) for name in ("debias", "maximize")),
+        ("ordinal", ctypes.c_uint32),
+        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "beta3", "eps1", "eps2")),
+        *((name, ctypes.c_double) for name in ("clip", "weight_decay")),
+    )
+
+
+def can_step(job: Job) -> bool:
+    """Whether the C code knows this parameter: fp32 or bf16 on a CPU, rows before columns, all of it contiguous."""
+    if job.param.device.type != "cpu" or job.param.dtype not in _KINDS or job.grad.dtype not in _KINDS:
+        return False
+    if isinstance(job.hyper.lr, Tensor) and job.hyper.lr.device.type != "cpu":
+        return False
+    if job.view is not None:
+        rows, cols = job.view
+        dims = list(range(job.param.ndim))
+        if dims[len(dims) - len(rows) - len(cols) :] != [*rows, *cols]:
+            return False
+    if not all(tensor.is_contiguous() for tensor in (job.param, job.grad, *job.state.values())):
+        return False
+    return _library() is not None
+
+
+def step(jobs: Sequence[Job]) -> None:
+    """One step of each of these parameters, which `can_step`.
+
+    Raises:
+        MemoryError: there is no room for some rows of scratch; nothing has changed.
+    """
+    library = _library()
+    if library is None or not jobs:
+        return
+    described = (_Job * len(jobs))(*map(_described, jobs))
+    if library.came_step(described, ctypes.c_int64(len(jobs)), ctypes.c_int(torch.get_num_threads())):
+        raise MemoryError("no memory for the scratch of an optimizer step")
+
+
+def _described(job: Job) -> _Job:
+    state, hyper, shape = job.state, job.hyper, job.param.shape
+    sizes = (1, 1, job.param.numel())
+    if job.view is not None:
+        num_rows, num_cols = (prod(shape[dim] for dim in dims) for dims in job.view)
+        sizes = (job.param.numel() // (num_rows * num_cols), num_rows, num_cols)
+    momentum = state["exp_avg"] if "exp_avg" in state else state["exp_avg_codes"]
+    return _Job(
+        job.param.data_ptr(),
+        job.grad.data_ptr(),
+        momentum.data_ptr(),
+        *(_pointer(state, key) for key in ("exp_avg_scale", "low", "row", "col", "res_row", "res_col", "exp_avg_sq")),
+        state["step"].data_ptr(),
+        *sizes,
+        _KINDS[job.param.dtype],
+        _KINDS[job.grad.dtype],
+        _MOMENTA[hyper.momentum] if job.view is not None else 0,
+        _ROUNDINGS[hyper.rounding],
+        hyper.debias,
+        hyper.maximize,
+        job.ordinal,
+        float(hyper.lr),
+        *(hyper.beta1, hyper.beta2, hyper.beta3, hyper.eps1, hyper.eps2),
+        *(hyper.clip_threshold, hyper.weight_decay),
+    )
+
+
+def _pointer(state: dict[str, Tensor], key: str) -> int | None:
+    return state[key].data_ptr() if key in state else None
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    """The compiled library, or None where it cannot be had."""
+    if os.environ.get("SCANTLING_NATIVE", "1") == "0":
+        return None
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    source = Path(__file__).parent / "kernels" / "came.c"
+    problem = "there is no C compiler (cc, or what CC names)"
+    if compiler is not None:
+        with tempfile.TemporaryDirectory(prefix="scantling-") as folder:
+            target = Path(folder) / "came.so"
+            command = [compiler, *_FLAGS, "-o", str(target), str(source), "-lm", "-lpthread"]
+            try:
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+                return ctypes.CDLL(str(target))
+            except subprocess.CalledProcessError as error:
+                problem = f"{compiler} failed: {error.stderr.strip().splitlines()[:1]}"
+            except (OSError, subprocess.TimeoutExpired) as error:
+                problem = f"{compiler}: {error}"
+    logger.warning("CAME steps several times slower than it could: %s", problem)
+    return None

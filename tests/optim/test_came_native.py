@@ -1,0 +1,147 @@
+"""The step in C against the same step in PyTorch operations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from scantling.optim import CAME, _native
+from scantling.optim._rounding import read
+
+SHAPES: list[tuple[int, ...]] = [
+    (40, 33),
+    (16, 200),
+    (3, 20, 130),
+    (20, 4, 3, 3),
+    (300, 17),
+    (5,),
+    (2000,),
+    (40, 8),
+    (),
+]
+
+pytestmark = pytest.mark.skipif(_native._library() is None, reason="there is no C compiler here")
+
+
+def trained(shapes: list[tuple[int, ...]], dtype: torch.dtype, **options: Any) -> tuple[list[nn.Parameter], CAME]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    optimizer = CAME(params, lr=1e-2, **options)
+    for _ in range(6):
+        for param in params:
+            grad = torch.randn(param.shape, generator=generator) * (1 + torch.rand(param.shape, generator=generator))
+            param.grad = grad.to(dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
+@pytest.mark.parametrize("momentum", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"debias": True, "weight_decay": 0.1, "betas": (0.9, 0.95, 0.995)}, {"maximize": True, "factor": "last2"}],
+    ids=str,
+)
+def test_it_computes_what_the_operations_do(momentum: Any, rounding: Any, dtype: torch.dtype, options: Any) -> None:
+    """Sums run in another order; where that moves a rounded number over a step, it moves by one step."""
+    both = [
+        trained(SHAPES, dtype, momentum=momentum, rounding=rounding, foreach=foreach, **options)
+        for foreach in (None, False)
+    ]
+    assert all(_native.can_step(both[0][1].job(group, p, 0)) for group in both[0][1].param_groups for p in both[0][0])
+    for param, other in zip(both[0][0], both[1][0], strict=True):
+        state, wanted = both[0][1].state[param], both[1][1].state[other]
+        values = [read(p.detach(), s.get("low"), torch.float32) for p, s in ((param, state), (other, wanted))]
+        exact = dtype == torch.float32 and momentum == "fp32"
+        near = (values[0] - values[1]).abs() <= (1e-6 if exact else 2e-5) * (1 + values[1].abs())
+        assert near.float().mean() >= (1.0 if exact else 0.97)
+        torch.testing.assert_close(values[0], values[1], rtol=2**-6, atol=5e-3)
+        for key in ("row", "col", "res_row", "res_col", "exp_avg_sq"):
+            if key in wanted:
+                torch.testing.assert_close(state[key], wanted[key], rtol=1e-5 if exact else 2e-3, atol=0)
+
+
+@pytest.mark.parametrize("momentum", ["fp32", "int4"])
+def test_the_number_of_threads_does_not_matter(momentum: Any) -> None:
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        try:
+            results.append(trained([(100, 60), (3, 20, 130)], torch.bfloat16, momentum=momentum, rounding="stochastic"))
+        finally:
+            torch.set_num_threads(before)
+    for params, optimizer in results[1:]:
+        for param, other in zip(params, results[0][0], strict=True):
+            assert torch.equal(param, other)
+            for key, value in results[0][1].state[other].items():
+                assert torch.equal(value, optimizer.state[param][key])
+
+
+def test_a_nan_stays_one() -> None:
+    for momentum in ("fp32", "int8", "int4"):
+        param = nn.Parameter(torch.ones(40, 40))
+        param.grad = torch.ones(40, 40)
+        param.grad[3, 4] = torch.nan
+        optimizer = CAME([param], lr=1e-2, momentum=momentum)  # type: ignore[arg-type]
+        optimizer.step()
+        assert param.isnan().any()
+        param.grad = torch.ones(40, 40)
+        optimizer.step()
+        assert param.isnan().any()
+
+
+def test_what_it_does_not_know_goes_through_the_operations() -> None:
+    param = nn.Parameter(torch.randn(40, 40).t())
+    param.grad = torch.randn(40, 40)
+    optimizer = CAME([param], lr=1e-2)
+    (group,) = optimizer.param_groups
+    assert not _native.can_step(optimizer.job(group, param, 0))
+    double = nn.Parameter(torch.randn(40, 40, dtype=torch.float64))
+    double.grad = torch.randn_like(double)
+    columns_first = CAME([{"params": [double], "matrix_dims": ((1,), (0,))}], lr=1e-2)
+    assert not _native.can_step(columns_first.job(columns_first.param_groups[0], double, 0))
+
+
+@pytest.fixture
+def no_library() -> Iterator[None]:
+    _native._library.cache_clear()
+    yield
+    _native._library.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_a_compiler_it_says_so_once_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with caplog.at_level(logging.WARNING, logger="scantling"):
+        trained([(40, 33)], torch.float32)
+    assert [record.message for record in caplog.records] == [
+        "CAME steps several times slower than it could: there is no C compiler (cc, or what CC names)"
+    ]
+
+
+@pytest.mark.usefixtures("no_library")
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("SCANTLING_NATIVE", "0")
+    trained([(40, 33)], torch.float32)
+    assert _native._library() is None
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("no_library")
+def test_a_compiler_that_fails_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    broken = tmp_path / "broken-cc"
+    broken.write_text("#!/bin/sh\necho no room for you >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    assert _native._library() is None
+    assert "no room for you" in caplog.text
