@@ -46,11 +46,13 @@ class ConsoleSink(Sink):
         self._live: Progress | None = None
         self._task: TaskID | None = None
         self._name, self._steps, self._first = "", 0, 1
+        self._planned = ""
         self._held_out: float | None = None
         self._began = self._last_line = 0.0
 
     def start(self, *, name: str, run_dir: Path, plan: Plan, first_step: int, last_step: int) -> None:
         self._name, self._steps, self._first = name, last_step, first_step
+        self._planned = format_bytes(plan.optimizer_state_bytes)
         self._began = self._last_line = time.monotonic()
         self._console.print(Text.assemble((name, "bold"), f" → {run_dir}"))
         self._console.print(plan.short(), markup=False)
@@ -75,6 +77,7 @@ class ConsoleSink(Sink):
         figures.append(f"peak {format_bytes(record['peak_memory_bytes'])}")
         if record["wire_bytes"]:
             figures.append(f"sent {format_bytes(record['wire_bytes'])}/step")
+        figures.append(f"optimizer {format_bytes(record['optimizer_state_bytes'])} (plan {self._planned})")
         figures.append(f"lr {record['lr']:.1e}")
         if self._live is not None and self._task is not None:
             room = self._console.width - len(self._name) - BAR_WIDTH - 2 * len(str(self._steps)) - len("/ 0:00:00 ")

@@ -10,7 +10,8 @@ from scantling.optim._eager import Job
 
 def step_all(jobs: Sequence[Job]) -> None:
     """Take the step of each parameter; they do not depend on each other."""
-    native, rest = [], []
+    native: list[Job] = []
+    rest: list[Job] = []
     for job in jobs:
         (native if job.hyper.foreach is not False and _native.can_step(job) else rest).append(job)
     _native.step(native)

@@ -39,9 +39,9 @@ With `factor="last2"` and no other option the trajectory is the reference's. Its
 and k start at 0 and are never corrected, so that (9) is too large by 1 / sqrt(1 - b3^t). Where all gradients have one
 magnitude the first step is lr (1 - b1) / (b1 sqrt(1 - b3)): 11.1 lr with the default betas, against 0.1 lr of a vector.
 
-Cost: state 4 bytes a parameter (momentum in fp32, or 8 in fp64) plus four vectors a matrix, see `came_state_bytes`;
-three reads of the gradient, two reads and a write of the momentum, one of the parameter; scratch of a tile or two, see
-`_eager.py`. Limits: the update (9) is not bounded; e1 = 0 divides by 0 where a row or column never had a gradient;
+Cost: state of 4, 2, 1.02 or 0.53 bytes a parameter (momentum in fp32, bf16, int8, int4; 8 in fp64) plus four vectors a
+matrix, see `came_state_bytes`; three reads of the gradient (four with a rounded momentum), two reads and a write of the
+momentum, one of the parameter; scratch of a few tiles, see `_eager.py`, or of a few rows, see `_native.py`. Limits: the update (9) is not bounded; e1 = 0 divides by 0 where a row or column never had a gradient;
 DTensor parameters, sparse and complex gradients are refused.
 """
 
@@ -82,6 +82,8 @@ class CAME(torch.optim.Optimizer):
         debias: correct all averages for their start at zero.
         factor: "auto" (group key `matrix_dims`, convolutions as O x (I * kernel), sides under 16 unfactored) or "last2"
             (the last two dims of everything, as the reference).
+        momentum: how the momentum of factored parameters is kept: "fp32", "bf16", "int8" or "int4", see `_codec.py`.
+        rounding: how bf16 parameters are written back: "nearest", "stochastic" or "compensated", see `_rounding.py`.
         maximize: ascend.
         foreach: False takes one parameter after the other in PyTorch operations, which is slower and the plainest.
             Otherwise all parameters on a CPU that the compiled step knows go through it together.

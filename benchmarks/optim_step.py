@@ -1,0 +1,127 @@
+"""Time of one optimizer step on a CPU, CAME against what there is, as ratios to fused AdamW.
+
+    python benchmarks/optim_step.py            (peers that are not installed are left out and named)
+
+All optimizers hold copies of the same parameters (the matrices and norms of a small Llama) and take turns, one step
+each, rounds in random order, so that a disturbance of the machine falls on all alike. Figures are medians over the
+rounds of (own step / fused AdamW's step of the same round), with their 95 % bootstrap interval; raw times are in the
+result. The control a second time says what this machine cannot tell apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import scantling as sc
+from scantling.training.rundir import environment
+
+LAYER = [(512, 512)] * 4 + [(1408, 512), (1408, 512), (512, 1408), (512,), (512,)]
+SHAPES = [(8192, 512), *LAYER * 4, (512,)]
+CONTROL = "AdamW fused"
+
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def peers() -> tuple[dict[str, tuple[Make, torch.dtype]], list[str]]:
+    """Optimizers by name with the dtype of their parameters, and the packages that are missing."""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    adamw, came = torch.optim.AdamW, sc.CAME
+    options: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95, 0.995), "debias": True, "weight_decay": 0.1}
+    found: dict[str, tuple[Make, torch.dtype]] = {
+        CONTROL: (lambda p: adamw(p, lr=1e-4, fused=True), fp32),
+        "AdamW fused again": (lambda p: adamw(p, lr=1e-4, fused=True), fp32),
+        "AdamW foreach": (lambda p: adamw(p, lr=1e-4, foreach=True), fp32),
+        "Adafactor foreach": (lambda p: torch.optim.Adafactor(p, lr=1e-4, foreach=True), fp32),
+        "CAME fp32": (lambda p: came(p, **options), fp32),
+        "CAME bf16": (lambda p: came(p, momentum="bf16", **options), fp32),
+        "CAME int8": (lambda p: came(p, momentum="int8", **options), fp32),
+        "CAME int4": (lambda p: came(p, momentum="int4", **options), fp32),
+        "CAME fp32, operations": (lambda p: came(p, foreach=False, **options), fp32),
+        "AdamW fused, bf16 weights": (lambda p: adamw(p, lr=1e-4, fused=True), bf16),
+        "CAME int8, bf16 weights, stochastic": (
+            lambda p: came(p, momentum="int8", rounding="stochastic", **options),
+            bf16,
+        ),
+        "CAME int4, bf16 weights, stochastic": (
+            lambda p: came(p, momentum="int4", rounding="stochastic", **options),
+            bf16,
+        ),
+    }
+    missing = []
+    try:
+        from came_pytorch import CAME as Published
+
+        found["came-pytorch"] = (lambda p: Published(p, lr=1e-4), fp32)
+    except ImportError:
+        missing.append("came-pytorch")
+    try:
+        import pytorch_optimizer
+
+        found["pytorch_optimizer CAME"] = (lambda p: pytorch_optimizer.CAME(p, lr=1e-4), fp32)
+    except ImportError:
+        missing.append("pytorch_optimizer")
+    return found, missing
+
+
+def prepared(make: Make, dtype: torch.dtype) -> torch.optim.Optimizer:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter((torch.randn(s, generator=generator) / 20).to(dtype)) for s in SHAPES]
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+    return make(params)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    found, missing = peers()
+    optimizers = {name: prepared(*peer) for name, peer in found.items()}
+    times: dict[str, list[float]] = {name: [] for name in optimizers}
+    order = random.Random(0)
+    for number in range(options.rounds + 3):
+        for name in order.sample(list(optimizers), len(optimizers)):
+            began = time.perf_counter()
+            optimizers[name].step()
+            if number >= 3:
+                times[name].append(time.perf_counter() - began)
+    control = np.array(times[CONTROL])
+    generator = np.random.default_rng(0)
+    rows = {}
+    for name, own in times.items():
+        ratios = np.array(own) / control
+        draws = np.median(ratios[generator.integers(0, len(ratios), (2000, len(ratios)))], axis=1)
+        low, high = np.percentile(draws, [2.5, 97.5])
+        rows[name] = {"ratio": float(np.median(ratios)), "ratio_95": [float(low), float(high)], "raw_s": own}
+        print(f"{name:38} {np.median(ratios):6.2f}x  [{low:.2f}, {high:.2f}]")
+    report = {
+        "command": ["python", "benchmarks/optim_step.py", *sys.argv[1:]],
+        "date": time.strftime("%Y-%m-%d"),
+        **environment(),
+        "parameters": sum(torch.Size(shape).numel() for shape in SHAPES),
+        "shapes": SHAPES,
+        "control": CONTROL,
+        "missing": missing,
+        "results": rows,
+    }
+    out = options.out or Path(__file__).parent / "results" / f"optim-step-cpu-{report['date']}.json"
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"missing: {', '.join(missing) or 'nothing'}\n{out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
