@@ -40,9 +40,10 @@ and k start at 0 and are never corrected, so that (9) is too large by 1 / sqrt(1
 magnitude the first step is lr (1 - b1) / (b1 sqrt(1 - b3)): 11.1 lr with the default betas, against 0.1 lr of a vector.
 
 Cost: state of 4, 2, 1.02 or 0.53 bytes a parameter (momentum in fp32, bf16, int8, int4; 8 in fp64) plus four vectors a
-matrix, see `came_state_bytes`; three reads of the gradient (four with a rounded momentum), two reads and a write of the
-momentum, one of the parameter; scratch of a few tiles, see `_eager.py`, or of a few rows, see `_native.py`. Limits: the update (9) is not bounded; e1 = 0 divides by 0 where a row or column never had a gradient;
-DTensor parameters, sparse and complex gradients are refused.
+matrix, see `came_state_bytes`; three reads of the gradient (four with a rounded momentum), two reads and a write of
+the momentum, one of the parameter; scratch of a few tiles, see `_eager.py`, or of a few rows, see `_native.py`.
+Limits: the update (9) is not bounded; e1 = 0 divides by 0 where a row or column never had a gradient; DTensor
+parameters, sparse and complex gradients are refused.
 """
 
 from __future__ import annotations
