@@ -1,0 +1,122 @@
+"""Optimizers that CAME is compared with and that no installed package has: LAMB, a SCALE-like rule, APOLLO-Mini.
+
+Written from the papers, for comparison only. `register()` makes them known to recipes by name, as torch.optim is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Peer(torch.optim.Optimizer):
+    """Decoupled decay, a step counter a parameter, and `_update`, which returns what is subtracted times lr."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, **defaults: Any) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "role": None, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                update = self._update(param, param.grad, state, group)
+                param.mul_(1.0 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+        return None
+
+    def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+    def _adam(self, key: str, grad: Tensor, state: dict[str, Any], betas: tuple[float, float], eps: float) -> Tensor:
+        m = state.setdefault(f"{key}_m", torch.zeros_like(grad)).lerp_(grad, 1.0 - betas[0])
+        v = state.setdefault(f"{key}_v", torch.zeros_like(grad)).lerp_(grad.square(), 1.0 - betas[1])
+        t = state["step"]
+        return (m / (1.0 - betas[0] ** t)) / ((v / (1.0 - betas[1] ** t)).sqrt() + eps)
+
+
+class Lamb(_Peer):
+    """You et al., arXiv 1904.00962, algorithm 2: Adam's direction at the length of the weight, a layer."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(params, lr, weight_decay, betas=betas, eps=eps)
+
+    def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        direction = self._adam("own", grad, state, group["betas"], group["eps"])
+        direction = direction + group["weight_decay"] * param
+        weight, length = param.norm(), direction.norm()
+        trust = torch.where((weight > 0) & (length > 0), weight / length, 1.0)
+        # the decay is in the direction: take back what `step` adds
+        return direction * trust - group["weight_decay"] * param
+
+
+class ScaleLike(_Peer):
+    """After Glentis et al., arXiv 2506.16659: column-normalised gradients, momentum for the output layer alone.
+
+    Column norms are over the inputs of one output unit (a row of a torch Linear); vectors are stepped by Adam.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, beta: float = 0.9, vector_eps: float = 1e-8
+    ) -> None:
+        super().__init__(params, lr, weight_decay, beta=beta, vector_eps=vector_eps)
+
+    def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if param.ndim < 2:
+            return self._adam("own", grad, state, (0.9, 0.999), group["vector_eps"])
+        if group["role"] == "embedding":
+            grad = state.setdefault("m", torch.zeros_like(grad)).lerp_(grad, 1.0 - group["beta"])
+        return grad / (grad.norm(dim=-1, keepdim=True) + 1e-8)
+
+
+class ApolloMini(_Peer):
+    """Zhu et al., arXiv 2412.05270: one scale a tensor, from Adam on a random projection of the gradient to rank 1."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        scale: float = 128.0,
+        refresh: int = 200,
+    ) -> None:
+        super().__init__(params, lr, weight_decay, betas=betas, eps=eps, scale=scale, refresh=refresh)
+
+    def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if param.ndim != 2 or group["role"] == "embedding":
+            return self._adam("own", grad, state, group["betas"], group["eps"])
+        rows, cols = grad.shape
+        if (state["step"] - 1) % group["refresh"] == 0:
+            generator = torch.Generator().manual_seed(state["step"] * 1000 + rows + cols)
+            state["projection"] = torch.randn(min(rows, cols), generator=generator)
+        projected = state["projection"] @ (grad if rows <= cols else grad.t())
+        moved = self._adam("projected", projected, state, group["betas"], group["eps"])
+        update = grad * (moved.norm() / (projected.norm() + 1e-12) * sqrt(group["scale"]))
+        length, last = update.norm(), state.get("length")
+        if last is not None:  # the norm-growth limiter of the paper, 1.01 a step
+            update = update * torch.clamp(1.01 * last / (length + 1e-12), max=1.0)
+        state["length"] = update.norm()
+        return update
+
+
+def register() -> None:
+    """Let `optim.name` of a recipe be `lamb`, `scalelike` or `apollomini`."""
+    for peer in (Lamb, ScaleLike, ApolloMini):
+        setattr(torch.optim, peer.__name__, peer)
+        if peer.__name__ not in torch.optim.__all__:
+            torch.optim.__all__.append(peer.__name__)
