@@ -13,7 +13,7 @@ LAYERS = (
     ("errors", "files", "numerics"),
     ("groups", "models.presets", "recipe.schema", "reporting.format"),
     ("comm", "optim"),
-    ("recipe",),
+    ("recipe", "integrations"),
     ("data",),
     ("tasks",),
     ("models",),
@@ -57,3 +57,6 @@ def test_imports_point_down(path: Path) -> None:
             others = [name for name in METHODS if name != method]
             if module.startswith(method):
                 assert not imported.startswith(tuple(others)), f"{module} imports the method {imported}"
+        if module.startswith("integrations"):
+            below = layer(imported) < layer(module)
+            assert below or imported.startswith("integrations"), f"{module} imports {imported}, which is no method"

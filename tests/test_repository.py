@@ -137,7 +137,9 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize(("page", "number"), QUICK, ids=lambda value: getattr(value, "stem", str(value)))
-def test_python_on_the_pages_runs(page: Path, number: int) -> None:
+def test_python_on_the_pages_runs(page: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)  # what an example writes is not left in the repository
     exec(compile(blocks(page, "python")[number], page.name, "exec"), {"__name__": "example"})
 
 

@@ -12,6 +12,7 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from scantling.groups import param_groups
+    from scantling.integrations import hf
     from scantling.optim.came import CAME
     from scantling.planning.plan import Plan, plan
     from scantling.training.run import RunResult, train
@@ -25,14 +26,18 @@ _HOMES = {
     "train": "scantling.training.run",
 }
 
-__all__ = ["CAME", "Plan", "RunResult", "param_groups", "plan", "train"]
+_MODULES = {"hf": "scantling.integrations.hf"}
+
+__all__ = ["CAME", "Plan", "RunResult", "hf", "param_groups", "plan", "train"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'scantling' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_MODULES})

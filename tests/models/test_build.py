@@ -54,6 +54,15 @@ def test_encoder_presets_have_their_shape() -> None:
     assert classifier.classifier.out_features == 5
 
 
+def test_t5_small_has_its_size() -> None:
+    """With the 32,100 ids of its tokenizer; the paper says "about 60 million", the published weights are 60.5."""
+    model = make({"preset": "t5-small"}, "seq2seq", vocab=32100, device="meta")
+    assert model.config.vocab_size == 32128
+    assert sum(p.numel() for p in model.parameters()) == 60_506_624
+    tiny = make({"preset": "t5-small", "overrides": {"d_model": 32, "num_layers": 2}}, "seq2seq", seq=4096).config
+    assert (tiny.hidden_size, tiny.num_layers, tiny.num_decoder_layers) == (32, 2, 2)
+
+
 def test_every_preset_names_a_task() -> None:
     for name, preset in PRESETS.items():
         assert default_task(ModelSection(preset=name)) == preset.task
@@ -192,6 +201,21 @@ def test_a_new_head_is_a_warning_and_a_lost_backbone_an_error(folder: Path, capl
         make({"hf": str(folder), "overrides": {"n_layer": 3}})
     with pytest.raises(UserError, match=r"lacks .* weights"):
         make({"hf": str(folder), "overrides": {"n_embd": 64}})
+
+
+def test_a_t5_folder_names_its_task_and_cannot_lack_weights(tmp_path: Path) -> None:
+    """T5 has no part with the name of its base model: whatever is missing is backbone."""
+    small = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_heads": 2, "num_layers": 2, "vocab_size": 300}
+    trained = transformers.T5ForConditionalGeneration(transformers.T5Config(**small, decoder_start_token_id=0))
+    trained.save_pretrained(tmp_path)
+    assert default_task(ModelSection(hf=str(tmp_path))) == "seq2seq"
+    read = make({"hf": str(tmp_path)}, "seq2seq")
+    assert torch.equal(read.shared.weight, trained.shared.weight)
+    with pytest.raises(UserError, match=r"lacks .* weights"):
+        make({"hf": str(tmp_path), "overrides": {"num_layers": 3}}, "seq2seq")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["T5WithLMHeadModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert default_task(ModelSection(hf=str(tmp_path))) == "seq2seq"
 
 
 def test_what_a_folder_can_lack(tmp_path: Path, folder: Path) -> None:

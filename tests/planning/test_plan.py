@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-10m": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 8}},
     "bert-6-encoder": {"model": {"preset": "bert-6-encoder", "task": "masked-lm"}, "train": {"batch_size": 4}},
     "micro-batches": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 4, "micro_batch_size": 1}},
+    "t5-small": {"model": {"preset": "t5-small"}, "train": {"batch_size": 4}},
     "checkpointing": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 8, "activation_checkpointing": True}},
 }
 SCRIPT = """

@@ -39,7 +39,7 @@ class Prepared:
         tokenizer: what made the ids.
         train: the documents to train on.
         heldout: the documents held out, or None.
-        labels: the label set in the order of the ids, for pairs.
+        labels: the label set in the order of the ids, for documents with labels.
         info: facts for the run's records.
     """
 
@@ -55,6 +55,7 @@ def prepare(
     *,
     seed: int,
     pairs: bool = False,
+    labelled: bool = True,
     needs: tuple[str, tuple[str, ...]] = ("", ()),
     wrap: bool = False,
     cache: Cache | None = None,
@@ -67,7 +68,9 @@ def prepare(
     Args:
         section: the recipe's data section.
         seed: decides which documents are held out.
-        pairs: keep documents apart with their labels; otherwise they form a stream, an end-of-text token around each.
+        pairs: keep documents apart, each with its second text where it has one; otherwise they form a stream, an
+            end-of-text token around each.
+        labelled: whether documents that are kept apart have labels.
         needs: a task's name and the special tokens it needs.
         wrap: see `finish_backend`.
         cache: where results are kept. Default: the user's cache.
@@ -81,7 +84,7 @@ def prepare(
     found = scan(source, cache, progress)
     share = 0.0 if held_source is not None else section.heldout
     sides = split(found, heldout=share, max_bytes=section.max_bytes, seed=seed, name=source.name)
-    labels = label_set(section, found, sides, source.name) if pairs else None
+    labels = label_set(section, found, sides, source.name) if pairs and labelled else [] if pairs else None
     tokenizer = _tokenizer(section, source, found, sides, cache, progress, wrap=wrap)
     tokenizer.require(needs[0], *needs[1])
     maker = _Maker(tokenizer, labels, cache, progress)
@@ -110,7 +113,7 @@ def prepare(
         "cache": str(entry),
         "fingerprint": entry.name,
     }
-    return Prepared(tokenizer, train, heldout, labels, info)
+    return Prepared(tokenizer, train, heldout, labels or None, info)
 
 
 def _tokenizer(
@@ -171,7 +174,7 @@ def check_labels(
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes the entries of tokenised documents."""
+    """Makes the entries of tokenised documents: a stream where `labels` is None; empty, they are pairs without."""
 
     tokenizer: Tokenizer
     labels: list[str] | None
@@ -219,7 +222,7 @@ class _Maker:
                 writer.add_text(text_ids, last=piece.last)
             else:
                 second = None if piece.pair is None else next(pair_ids)
-                writer.add_pair(text_ids, second, label_ids[str(piece.label)])
+                writer.add_pair(text_ids, second, -1 if piece.label is None else label_ids[piece.label])
 
 
 def separator_id(tokenizer: Tokenizer) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,6 +63,7 @@ class Tokenizer(ABC):
         vocab_size: one more than the largest id.
         eos_id, pad_id, mask_id, cls_id, sep_id: special ids; None for a token that it has not.
         special_ids: all ids that are no text.
+        sentinel_ids: ids that stand for a hidden span, `<extra_id_0>` and so on; empty where it has none.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Tokenizer(ABC):
     cls_id: int | None
     sep_id: int | None
     special_ids: frozenset[int]
+    sentinel_ids: tuple[int, ...] = ()
 
     @property
     @abstractmethod
@@ -220,6 +223,7 @@ class FastTokenizer(Tokenizer):
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         named = (self.eos_id, self.pad_id, self.mask_id, self.cls_id, self.sep_id)
         self.special_ids |= {id_ for id_ in named if id_ is not None}
+        self.sentinel_ids = tuple(_numbered(self._backend, "<extra_id_{}>"))
         self._literal = literal
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -273,6 +277,15 @@ class FastTokenizer(Tokenizer):
         if not any(parts):
             return None
         return Template(tuple(tuple(part) for part in parts), tuple(types))
+
+
+def _numbered(backend: Any, text: str) -> Iterator[int]:
+    """The ids of `text` with 0, 1, ... in it, as far as there are any."""
+    for number in itertools.count():
+        id_ = backend.token_to_id(text.format(number))
+        if id_ is None:
+            return
+        yield id_
 
 
 def byte_characters() -> list[str]:

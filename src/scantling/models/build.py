@@ -16,7 +16,7 @@ import torch
 
 from scantling.errors import UserError, did_you_mean
 from scantling.models.presets import PRESETS
-from scantling.recipe.schema import ModelSection
+from scantling.recipe.schema import TASKS, ModelSection
 from scantling.tasks.base import Task
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ def default_task(section: ModelSection) -> str:
         return PRESETS[section.preset].task
     architectures = _read_config(section).get("architectures") or []
     for ending, task in (
+        ("T5WithLMHeadModel", "seq2seq"),  # what T5ForConditionalGeneration was called when T5 was published
+        ("ForConditionalGeneration", "seq2seq"),
         ("ForCausalLM", "causal-lm"),
         ("LMHeadModel", "causal-lm"),
         ("ForMaskedLM", "masked-lm"),
@@ -49,7 +51,7 @@ def default_task(section: ModelSection) -> str:
             return task
     raise UserError(
         f"model.task: {section.hf} does not say what it is trained to do (its architectures: {architectures}); "
-        "give causal-lm, masked-lm or classification"
+        f"give one of {', '.join(TASKS)}"
     )
 
 
@@ -75,7 +77,8 @@ def build_config(
         given: dict[str, Any] = dict(preset.config)
         if not preset.fixed_vocab:
             given["vocab_size"] = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-            given["max_position_embeddings"] = max(seq_len, given["max_position_embeddings"])
+            if "max_position_embeddings" in given:
+                given["max_position_embeddings"] = max(seq_len, given["max_position_embeddings"])
         model_type = preset.model_type
     else:
         given = _read_config(section)
@@ -218,7 +221,8 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    prefix = f"{model.base_model_prefix}."
+    # all of a model that has no part of this name is backbone, such as T5 with its encoder and decoder
+    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
     new = set(report["missing_keys"]) | mismatched
     # the pooler belongs to the head: masked-LM checkpoints have none, and only a classifier reads it

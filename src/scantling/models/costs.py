@@ -54,12 +54,13 @@ def forward_flops(model: nn.Module, *, sequences: int, seq_len: int) -> int | No
         seq_len: their length in tokens.
 
     Returns:
-        The FLOPs, or None for a model with matrices of its own kind (experts, convolutions) or without plain attention.
+        The FLOPs, or None for a model with matrices of its own kind (experts, convolutions), without plain attention,
+        or with a decoder beside its encoder.
     """
     tokens = sequences * seq_len
     config: Any = model.config
     layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
-    if layers is None or heads is None:
+    if layers is None or heads is None or getattr(config, "is_encoder_decoder", False):
         return None
     total = 0
     for flops in _products(model, tokens, sequences):

@@ -2,8 +2,9 @@
 
 The Llama shapes from 60 m on are those of the GaLore comparison (Zhao et al., arXiv 2403.03507), which most work on
 memory-efficient pre-training reports; `llama-1m` and `llama-10m` have about 1 and 10 million parameters with the byte
-vocabulary. Embeddings and output head are not tied. The vocabulary of a Llama preset is that of the tokenizer,
-rounded up to a multiple of 64; the encoders keep the vocabulary of the model they are named after.
+vocabulary. Embeddings and output head are not tied. `t5-small` is the Small model of Raffel et al. (arXiv 1910.10683,
+section 3.7), of 60 million parameters with its vocabulary of 32,128. The vocabulary of a Llama or T5 preset is that of
+the tokenizer, rounded up to a multiple of 64; the encoders keep the vocabulary of the model they are named after.
 """
 
 from __future__ import annotations
@@ -60,6 +61,14 @@ _ROBERTA_CODE = {
     "type_vocab_size": 1,
     "layer_norm_eps": 1e-5,
 }
+_T5_SMALL = {
+    "d_model": 512,
+    "d_ff": 2048,
+    "d_kv": 64,
+    "num_heads": 8,
+    "num_layers": 6,
+    "decoder_start_token_id": 0,
+}
 
 PRESETS: dict[str, Preset] = {
     "llama-1m": _llama(128, 352, 5, 4),
@@ -70,4 +79,5 @@ PRESETS: dict[str, Preset] = {
     "llama-1b": _llama(2048, 5461, 24, 32),
     "bert-6-encoder": Preset("masked-lm", "bert", _BERT_6_ENCODER, fixed_vocab=True),
     "roberta-code": Preset("masked-lm", "roberta", _ROBERTA_CODE, fixed_vocab=True),
+    "t5-small": Preset("seq2seq", "t5", _T5_SMALL),
 }

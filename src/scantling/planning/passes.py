@@ -52,7 +52,7 @@ def plan_passes(recipe: Recipe, task: Task, model: Any, *, world_size: int) -> P
     from_shapes = forward_flops(model, sequences=recipe.batch_size, seq_len=seq_len)
 
     def loss(traced: torch.nn.Module) -> torch.Tensor:
-        batch = task.sample_batch(micro, seq_len)
+        batch = task.sample_batch(micro, recipe.data)
         with autocast(recipe.precision.compute, torch.device("cpu")):
             return task.loss(traced, batch).loss
 

@@ -28,7 +28,7 @@ from scantling.reporting.format import format_bytes, format_number
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from scantling.tasks.base import TaskData
+    from scantling.tasks.base import Task, TaskData
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,12 @@ def plan(
     if task_data is not None:
         vocab_size, overrides = task_data.vocab_size, task.config_overrides(task_data)
     else:
-        vocab_size, overrides = _vocabulary(recipe), _labels(recipe, task.name, notes)
+        vocab_size, overrides = _vocabulary(recipe, task), _labels(recipe, task.name, notes)
     model = build_model(
         recipe.model,
         task,
         vocab_size=vocab_size,
-        seq_len=recipe.data.seq_len,
+        seq_len=recipe.data.longest,
         config_overrides=overrides,
         seed=0,
         device="meta",
@@ -239,15 +239,16 @@ def plan(
     )
 
 
-def _vocabulary(recipe: Recipe) -> int:
-    """Ids of the recipe's tokenizer; only a tokenizer in a folder is read."""
+def _vocabulary(recipe: Recipe, task: Task) -> int:
+    """Ids that the model must know; only a tokenizer in a folder is read."""
     from scantling.data.tokenizers import ByteTokenizer, load_tokenizer
     from scantling.recipe.schema import BpeTokenizer
 
     setting = recipe.data.tokenizer
     if isinstance(setting, BpeTokenizer):
-        return setting.bpe
-    return ByteTokenizer.vocab_size if setting == "bytes" else load_tokenizer(setting).vocab_size
+        return setting.bpe + task.extra_ids(recipe.data, None)
+    tokenizer = ByteTokenizer() if setting == "bytes" else load_tokenizer(setting)
+    return tokenizer.vocab_size + task.extra_ids(recipe.data, tokenizer)
 
 
 def _labels(recipe: Recipe, task: str, notes: list[str]) -> dict[str, Any]:

@@ -12,9 +12,17 @@ from typing import Any
 from pydantic import BaseModel
 
 from scantling.errors import Fault, did_you_mean
-from scantling.recipe.schema import SOURCES, DataSection, Fields, OptimSection, TrainSection
+from scantling.recipe.schema import SOURCES, TASKS, DataSection, Fields, OptimSection, TrainSection
 
 Content = Mapping[str, Any]
+KEYS_OF_TASKS = {
+    "bucket": ("classification", "seq2seq"),
+    "document_mask": ("causal-lm",),
+    "mask_probability": ("masked-lm", "seq2seq"),
+    "span_length": ("seq2seq",),
+    "target_len": ("seq2seq",),
+}
+"""Keys of the data section that not every task has a use for."""
 
 
 def semantic_faults(content: Content, known: set[str]) -> list[Fault]:
@@ -118,17 +126,20 @@ def _check_task(content: Content) -> Iterator[Fault]:
             yield Fault("data", f"classification needs labels, which '{source}' has not; use jsonl, csv, parquet or hf")
         elif data and not label:
             yield Fault("data.fields.label", "missing; classification needs the name of the label column")
-    elif task in ("causal-lm", "masked-lm"):
+    elif task in TASKS:
         if label:
             yield Fault("data.fields.label", f"has no meaning for the task '{task}'", repr(label))
         if data.get("labels"):
             yield Fault("data.labels", f"has no meaning for the task '{task}'")
-    if task in ("causal-lm", "classification") and _changed(data, DataSection, "mask_probability"):
-        yield Fault("data.mask_probability", f"has no meaning for the task '{task}'; it belongs to masked-lm")
-    if task in ("masked-lm", "causal-lm") and _changed(data, DataSection, "bucket"):
-        yield Fault("data.bucket", f"has no meaning for the task '{task}'; it belongs to classification")
-    if task in ("masked-lm", "classification") and data.get("document_mask"):
-        yield Fault("data.document_mask", f"has no meaning for the task '{task}'; it belongs to causal-lm")
+    if task in TASKS:
+        for key, tasks in KEYS_OF_TASKS.items():
+            if task not in tasks and _changed(data, DataSection, key):
+                yield Fault(f"data.{key}", f"has no meaning for the task '{task}'; it belongs to {' and '.join(tasks)}")
+    if task == "seq2seq":
+        pairs = isinstance(fields, Mapping) and fields.get("pair") is not None
+        for key in ("mask_probability", "span_length") if pairs else ("bucket",):
+            if _changed(data, DataSection, key):
+                yield Fault(f"data.{key}", f"has no meaning for seq2seq {'with' if pairs else 'without'} pairs")
 
 
 def _check_batch(content: Content) -> Iterator[Fault]:

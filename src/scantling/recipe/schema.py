@@ -20,7 +20,7 @@ Label = Annotated[
 ]
 Paths = Text | Annotated[list[Text], Field(min_length=1)]
 
-TASKS = ("causal-lm", "masked-lm", "classification")
+TASKS = ("causal-lm", "masked-lm", "seq2seq", "classification")
 SOURCES = ("corpus", "text", "jsonl", "csv", "parquet", "hf", "bin")
 
 
@@ -45,7 +45,7 @@ class ModelSection(Section):
     """A local folder with `config.json` (and weights, for fine-tuning), or a `config.json` file."""
     pretrained: bool | None = None
     """Load the weights found in the `hf` folder. Default: yes when the folder holds weights."""
-    task: Literal["causal-lm", "masked-lm", "classification"] | None = None
+    task: Literal["causal-lm", "masked-lm", "seq2seq", "classification"] | None = None
     """What the model is trained to do. Default: the preset's task, or what the configuration's architecture is for."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Keys of the transformers configuration to change, such as `{hidden_size: 128, num_hidden_layers: 2}`."""
@@ -57,9 +57,9 @@ class Fields(Section):
     """Which columns of a structured source hold what."""
 
     text: Text = "text"
-    """Column with the text (the first sentence of a pair)."""
+    """Column with the text (the first sentence of a pair; for seq2seq the input)."""
     pair: Text | None = None
-    """Column with the second sentence of a pair."""
+    """Column with the second sentence of a pair; for seq2seq the target."""
     label: Text | None = None
     """Column with the label, for classification."""
 
@@ -103,7 +103,9 @@ class DataSection(Section):
     tokenizer: Text | BpeTokenizer = "bytes"
     """`bytes`, `{bpe: VOCABULARY_SIZE}`, or a folder or `tokenizer.json` file in Hugging Face's format."""
     seq_len: int = Field(default=256, ge=2, le=1_048_576)
-    """Tokens per training sequence (the most, for classification)."""
+    """Tokens per training sequence (the most, for classification and pairs); for seq2seq those of the input."""
+    target_len: int | None = Field(default=None, ge=2, le=1_048_576)
+    """seq2seq: most tokens of a target. Default: `seq_len`."""
     document_mask: bool = False
     """Keep attention inside a document when several are packed into one sequence (slower)."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
@@ -113,11 +115,18 @@ class DataSection(Section):
     max_bytes: int | None = Field(default=None, ge=1)
     """Use only about this many bytes of text, whole documents, chosen by hash."""
     mask_probability: float = Field(default=0.15, gt=0.0, lt=1.0)
-    """Masked LM: share of the tokens that are predicted."""
+    """Masked LM, and seq2seq without pairs: share of the tokens that are predicted."""
+    span_length: float = Field(default=3.0, ge=1.0, allow_inf_nan=False)
+    """seq2seq without pairs: tokens in a hidden span on average."""
     bucket: bool = True
-    """Classification: batch examples of similar length to save padding."""
+    """Classification, and seq2seq with pairs: batch examples of similar length to save padding."""
     workers: int = Field(default=0, ge=0, le=64)
     """Processes that prepare batches; the order of the data does not depend on it."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, inputs and targets."""
+        return max(self.seq_len, self.target_len or 0)
 
 
 class OptimSection(Section):

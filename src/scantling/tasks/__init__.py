@@ -7,8 +7,9 @@ from scantling.tasks.base import LossSums, Task, TaskData
 from scantling.tasks.causal_lm import CausalLM
 from scantling.tasks.classification import Classification
 from scantling.tasks.masked_lm import MaskedLM
+from scantling.tasks.seq2seq import Seq2Seq
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (CausalLM, MaskedLM, Classification)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (CausalLM, MaskedLM, Seq2Seq, Classification)}
 
 
 def get_task(name: str) -> Task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from scantling.data.progress import Progress
 from scantling.data.tokenizers import Ids, Tokenizer
 from scantling.errors import UserError
 from scantling.recipe.schema import DataSection
+
+LARGEST_EXPONENT = 700.0
+"""A loss above this has no perplexity that a double could hold."""
 
 
 @dataclass
@@ -92,9 +96,13 @@ class Task(ABC):
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
         """Put a batch through the model."""
 
-    def sample_batch(self, batch_size: int, seq_len: int) -> Batch:
+    def extra_ids(self, data: DataSection, tokenizer: Tokenizer | None) -> int:
+        """Ids the model needs above those of the tokenizer; None is one of our own that is not there yet."""
+        return 0
+
+    def sample_batch(self, batch_size: int, data: DataSection) -> Batch:
         """A batch of the largest shape a run can meet, with ids of 0, for tracing what a model costs."""
-        ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
+        ids = torch.zeros((batch_size, data.seq_len), dtype=torch.long)
         return Batch({"input_ids": ids}, ids.clone(), num_targets=ids.numel(), num_tokens=ids.numel())
 
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
@@ -121,6 +129,14 @@ def mean_loss(sums: dict[str, float]) -> float:
     return sums["loss"] / sums["targets"]
 
 
+def loss_and_perplexity(loss: float) -> dict[str, float]:
+    """The metrics of every language model."""
+    figures = {"eval_loss": loss}
+    if loss < LARGEST_EXPONENT:
+        figures["perplexity"] = math.exp(loss)
+    return figures
+
+
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the cross entropy over the targets, in fp32.
 
@@ -135,9 +151,14 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 def model_config(model: torch.nn.Module) -> Any:
     """The transformers configuration of a model, also inside a wrapper such as DDP."""
+    return getattr(unwrapped(model), "config", None)
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The transformers model inside a wrapper such as DDP."""
     while not hasattr(model, "config") and hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]
-    return getattr(model, "config", None)
+    return model
 
 
 def required(id_: int | None) -> int:

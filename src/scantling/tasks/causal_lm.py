@@ -14,11 +14,8 @@ from scantling.data.packing import WindowDataset, document_positions, training_w
 from scantling.data.prepare import prepare, separator_id
 from scantling.data.progress import Progress
 from scantling.recipe.schema import DataSection
-from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, mean_loss, pad_rows
+from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, loss_and_perplexity, mean_loss, pad_rows
 from scantling.tasks.streams import bin_data, refuse_pairs
-
-LARGEST_EXPONENT = 700.0
-"""A loss above this has no perplexity that a double could hold."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +85,7 @@ class CausalLM(Task):
 
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
         loss = mean_loss(sums)
-        figures = {"eval_loss": loss}
-        if loss < LARGEST_EXPONENT:
-            figures["perplexity"] = math.exp(loss)
+        figures = loss_and_perplexity(loss)
         if data.heldout_bytes_per_token:
             figures["bits_per_byte"] = loss / math.log(2) / data.heldout_bytes_per_token
         return figures

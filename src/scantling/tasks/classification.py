@@ -38,7 +38,7 @@ class Labelled(NamedTuple):
 
 
 class LabelledDataset:
-    """Documents with labels by index.
+    """Documents with labels, or pairs without (their label is -1), by index.
 
     Args:
         store: the tokenised documents.
@@ -137,8 +137,8 @@ class Classification(Task):
         correct = (logits.detach().argmax(-1) == batch.labels).sum()
         return LossSums(cross_entropy_sum(logits, batch.labels), {"correct": correct})
 
-    def sample_batch(self, batch_size: int, seq_len: int) -> Batch:
-        batch = super().sample_batch(batch_size, seq_len)
+    def sample_batch(self, batch_size: int, data: DataSection) -> Batch:
+        batch = super().sample_batch(batch_size, data)
         inputs = batch.inputs | {"attention_mask": torch.ones_like(batch.labels)}
         return Batch(inputs, batch.labels[:, 0].clone(), num_targets=batch_size, num_tokens=batch.num_tokens)
 

@@ -64,8 +64,11 @@ def _reload_difference(auto_class: str, model: Any, folder: Path) -> float:
     reloaded = getattr(transformers, auto_class).from_pretrained(folder, local_files_only=True)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (2, 16), generator=generator)
-    before = model.eval()(input_ids=ids).logits
-    after = reloaded.eval()(input_ids=ids).logits
+    inputs = {"input_ids": ids}
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids
+    before = model.eval()(**inputs).logits
+    after = reloaded.eval()(**inputs).logits
     difference = float((before - after).abs().max())
     if not difference <= 1e-4 * max(1.0, float(before.abs().max())):
         raise RunError(

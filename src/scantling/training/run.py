@@ -322,7 +322,7 @@ def build_run_model(recipe: Recipe, task: Task, data: TaskData) -> Any:
         recipe.model,
         task,
         vocab_size=data.vocab_size,
-        seq_len=recipe.data.seq_len,
+        seq_len=recipe.data.longest,
         config_overrides=task.config_overrides(data),
         seed=recipe.train.seed,
     )

@@ -1,0 +1,1 @@
+"""The methods inside other people's trainers."""

@@ -1,0 +1,81 @@
+"""Scantling's optimizers in the Trainer of Hugging Face transformers.
+
+`Trainer(optimizer_cls_and_kwargs=(first, kwargs))` has two forms. With an `Optimizer` class, the Trainer groups the
+parameters itself, by their names, and no group says what its parameters are. Anything else is a factory, called as
+`first()(model, **kwargs)`: it sees the model, so the groups here are those of `scantling.param_groups`.
+
+Limits: the learning rate and the weight decay of `TrainingArguments` have no effect, those given here have. CAME takes
+no sharded parameters (FSDP), see its class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from scantling.groups import param_groups
+from scantling.optim._codec import Momentum
+from scantling.optim._factor import Factor
+from scantling.optim._rounding import Rounding
+from scantling.optim.came import CAME
+
+
+class CAMEFactory:
+    """What the Trainer makes and calls to get its optimizer; it takes no part in the training."""
+
+    def __call__(self, model: torch.nn.Module, *, weight_decay: float, options: dict[str, Any]) -> CAME:
+        """CAME over the trainable parameters of a model.
+
+        Args:
+            model: the Trainer's.
+            weight_decay: of matrices and embeddings.
+            options: further arguments of `CAME`.
+        """
+        return CAME(param_groups(model, weight_decay=weight_decay), **options)
+
+
+def came(
+    lr: float,
+    *,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+    eps: tuple[float, float] = (1e-30, 1e-16),
+    clip_threshold: float = 1.0,
+    debias: bool = False,
+    momentum: Momentum = "fp32",
+    rounding: Rounding = "nearest",
+    factor: Factor = "auto",
+    maximize: bool = False,
+) -> tuple[type[CAMEFactory], dict[str, Any]]:
+    """CAME for the Trainer of transformers, with the groups of `scantling.param_groups`.
+
+    Args:
+        lr: peak learning rate. That of `TrainingArguments` has no effect; its schedule, warm-up and clipping have.
+        weight_decay: of matrices and embeddings, decoupled; vectors are never decayed. That of `TrainingArguments` has
+            no effect.
+        betas, eps, clip_threshold, debias, momentum, rounding, factor, maximize: as in `scantling.CAME`.
+
+    Returns:
+        What `Trainer(optimizer_cls_and_kwargs=...)` takes.
+
+    Raises:
+        UserError: a value out of range.
+
+    Example:
+        >>> Trainer(model=model, args=args, optimizer_cls_and_kwargs=sc.hf.came(lr=1e-3))  # doctest: +SKIP
+    """
+    options: dict[str, Any] = {
+        "lr": lr,
+        "betas": betas,
+        "eps": eps,
+        "clip_threshold": clip_threshold,
+        "debias": debias,
+        "momentum": momentum,
+        "rounding": rounding,
+        "factor": factor,
+        "maximize": maximize,
+    }
+    # the Trainer builds the optimizer much later, after data and model are ready: what is wrong is said here
+    CAME([torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))], weight_decay=weight_decay, **options)
+    return CAMEFactory, {"weight_decay": weight_decay, "options": options}
