@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
+    Partial,
     Placement,
     Replicate,
     Shard,
@@ -33,18 +34,19 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.debug import CommDebugMode
 
+from scantling.errors import UserError
 from scantling.groups import param_groups
 from scantling.optim import CAME, state_bytes
 
 pytestmark = pytest.mark.dist
 
 CONV, STACK = ((0,), (1, 2, 3)), ((1,), (2,))
-# (shape, matrix_dims): matrices, one whose rows leave ranks empty, vectors, thin, convolution, stack
+# (shape, matrix_dims): a matrix, a thin one, a stack, rows of two dims, vectors, a thin one, a convolution
 SHAPES: list[tuple[tuple[int, ...], Any]] = [
     ((33, 40), None),
     ((7, 300), ((1,), (0,))),
-    ((7, 25, 30), STACK),
-    ((16, 18), None),
+    ((5, 25, 30), STACK),
+    ((5, 6, 40), ((0, 1), (2,))),
     ((5,), None),
     ((130,), None),
     ((9, 3), None),
@@ -57,12 +59,14 @@ STEPS = 50
 def run(world: int, case: Callable[..., None], *args: Any) -> None:
     """Call `case(*args)` in `world` processes of one gloo group; an error in any of them is raised here."""
     with tempfile.TemporaryDirectory() as folder:
+        if world == 1:
+            _enter(0, 1, f"file://{folder}/store", case, args)
+            return
         mp.spawn(_enter, (world, f"file://{folder}/store", case, args), nprocs=world)
 
 
 def _enter(rank: int, world: int, store: str, case: Callable[..., None], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     try:
         case(*args)
@@ -133,8 +137,7 @@ class Pair:
             for key, value in self.one.state[p].items():
                 other = self.many.state[q][key]
                 assert other.shape == value.shape
-                # an instability is a difference of nearly equal numbers, its rounding errors weigh more
-                assert_close(other, value, 10 * tolerance, key)
+                assert_close(other, value, tolerance, key)
 
 
 def used(placements: list[list[Placement]]) -> list[tuple[int, tuple[tuple[int, ...], Any]]]:
@@ -157,36 +160,38 @@ def assert_close(sharded: Tensor, whole: Tensor, tolerance: float, what: str) ->
     assert error <= tolerance, f"{what} of {tuple(whole.shape)} is off by {float(error):.2e}"
 
 
-def equals_one_device(mesh_shape: tuple[int, ...], cases: list[tuple[Placement, ...]]) -> None:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    for placements in cases:
-        pair = Pair(mesh, same(*placements), torch.float32)
+def equals_one_device(cases: list[tuple[tuple[int, ...], tuple[Placement, ...]]]) -> None:
+    meshes = {shape: init_device_mesh("cpu", shape) for shape, _ in cases}
+    for shape, placements in cases:
+        pair = Pair(meshes[shape], same(*placements), torch.float32)
         with counted() as calls:
             for number in range(STEPS):
                 pair.step(number)
-        assert {name for name, _ in calls} <= {"all_reduce"}
+        assert {name for name, _ in calls} == {"all_reduce"}
         for group in {group for _, group in calls}:
             assert sum(g is group for _, g in calls) <= 3 * STEPS
         # fp32 sums in another order: a few roundings of 6e-8 in each of 50 steps
         pair.check(2e-6)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_fifty_steps_equal_one_device(world: int) -> None:
-    """Seven rows over four ranks leave one of them empty."""
-    run(world, equals_one_device, (world,), [(Shard(0),), (Shard(1),)])
-
-
 @pytest.mark.parametrize(
     "cases",
     [
-        [(Shard(0), Shard(1)), (Shard(1), Shard(0))],
-        [(Shard(0), Shard(0)), (Shard(1), Shard(2)), (Replicate(), Shard(0)), (Replicate(), Replicate())],
+        [((2,), (Shard(0),)), ((2,), (Shard(1),))],
+        [((3,), (Shard(0),)), ((3,), (Shard(1),))],
+        [
+            ((4,), (Shard(0),)),
+            ((2, 2), (Shard(0), Shard(1))),
+            ((2, 2), (Shard(0), Shard(0))),
+            ((2, 2), (Shard(1), Shard(2))),
+            ((2, 2), (Replicate(), Shard(0))),
+        ],
     ],
-    ids=["both dims", "twice, batched, replicated"],
+    ids=["2", "3", "4"],
 )
-def test_fifty_steps_equal_one_device_on_a_grid(cases: list[tuple[Placement, ...]]) -> None:
-    run(4, equals_one_device, (2, 2), cases)
+def test_fifty_steps_equal_one_device(cases: list[tuple[tuple[int, ...], tuple[Placement, ...]]]) -> None:
+    """Five over four ranks leave one of them with nothing: of a vector, of a stack, of the rows of a matrix."""
+    run(prod(cases[0][0]), equals_one_device, cases)
 
 
 def exchanges_and_bytes() -> None:
@@ -216,6 +221,30 @@ def exchanges_and_bytes() -> None:
 
 def test_three_exchanges_whatever_the_number_of_parameters() -> None:
     run(2, exchanges_and_bytes)
+
+
+def gradients_placed_otherwise() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    grad = gradient((20, 30), 0, 0)
+    whole_param = nn.Parameter(torch.ones(20, 30))
+    whole_param.grad = grad
+    CAME([whole_param]).step()
+    partial = DTensor.from_local(grad / 2, mesh, [Partial()], run_check=False)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        for given in (partial, distribute_tensor(grad, mesh, [Replicate()]), distribute_tensor(grad, mesh, [Shard(1)])):
+            param = nn.Parameter(distribute_tensor(torch.ones(20, 30), mesh, [placement]))
+            param.grad = given
+            CAME([param]).step()
+            assert_close(param, whole_param, 1e-6, "param")
+    param = nn.Parameter(torch.ones(20, 30))
+    param.grad = partial
+    with pytest.raises(UserError, match="the gradient of weight must lie on the device mesh"):
+        CAME([("weight", param)]).step()
+
+
+def test_gradients_placed_otherwise_than_their_parameters_are_redistributed() -> None:
+    """Sequence parallelism leaves the gradients of norms Partial."""
+    run(2, gradients_placed_otherwise)
 
 
 def some_gradients_missing() -> None:
@@ -267,7 +296,7 @@ def low_bit_state_and_noise() -> None:
     for placements, options, dtype in LOW_BIT:
         own = same(*placements)
         if options["momentum"] == "int4" and placements == (Shard(1),):
-            own = [own[index] if shape == (7, 25, 30) else [] for index, (shape, _) in enumerate(SHAPES)]
+            own = [own[index] if shape == (5, 25, 30) else [] for index, (shape, _) in enumerate(SHAPES)]
         pair = Pair(mesh, own, dtype, **options)
         for number in range(3):
             pair.step(number)
