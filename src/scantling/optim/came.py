@@ -195,8 +195,7 @@ class CAME(torch.optim.Optimizer):
         return loss
 
     def state_bytes(self) -> int:
-        """Bytes of the state on this rank once every parameter has been stepped (`scantling.optim.state_bytes`: what is
-        there)."""
+        """Bytes of the state on this rank once all parameters have been stepped; `state_bytes` counts what is there."""
         return sum(
             local_bytes(param, size, dtype, averaged_dims(key, view_of(group, param.shape)))
             for group in self.param_groups
