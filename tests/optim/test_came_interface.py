@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Partial, Shard, init_device_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scantling.errors import UserError
 from scantling.groups import param_groups
@@ -237,17 +241,23 @@ def test_parameters_it_cannot_train_are_refused_by_name(param: nn.Parameter, mes
         CAME([("weight", param)])
 
 
-def test_sharded_parameters_are_refused() -> None:
-    dist = pytest.importorskip("torch.distributed")
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+@pytest.mark.parametrize(
+    ("placement", "options", "message"),
+    [
+        (Partial(), {}, r"weight is Partial.*Redistribute it to Replicate"),
+        (_StridedShard(0, split_factor=2), {}, r"weight is _StridedShard.*shard_placement_fn"),
+        (Shard(1), {"momentum": "int8"}, r"dims \(1,\) of weight, and dim 1 is sharded; shard an earlier dim"),
+        (Shard(1), {"momentum": "int4"}, r"momentum='int4' keeps blocks"),
+    ],
+    ids=str,
+)
+def test_placements_it_cannot_train_are_refused_by_name(placement: Any, options: dict[str, Any], message: str) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))
-        sharded = nn.Parameter(DTensor.from_local(torch.ones(10, 20), mesh, [Shard(0)]))
-        with pytest.raises(UserError, match="sharded parameters"):
-            CAME([("weight", sharded)])
+        sharded = nn.Parameter(DTensor.from_local(torch.ones(20, 20), mesh, [placement], run_check=False))
+        with pytest.raises(UserError, match=message):
+            CAME([("weight", sharded)], **options)
     finally:
         dist.destroy_process_group()
 

@@ -108,6 +108,18 @@ def test_noise_is_uniform_and_belongs_to_its_element() -> None:
         assert abs(float(torch.corrcoef(pairs)[0, 1])) < 5e-3
 
 
+def test_noise_of_a_part_is_a_part_of_the_noise() -> None:
+    whole = random_16(noise_seed(), 0, (6, 7, 8, 9))
+    strides = whole.stride()
+    for start, size in (((0, 0, 0, 0), (6, 7, 8, 9)), ((2, 0, 3, 0), (2, 7, 5, 9)), ((1, 6, 0, 4), (5, 1, 8, 2))):
+        first = sum(a * b for a, b in zip(start, strides, strict=True))
+        part = whole[tuple(slice(a, a + b) for a, b in zip(start, size, strict=True))]
+        assert torch.equal(random_16(noise_seed(), first, size, strides), part)
+    assert random_16(noise_seed(), 0, (0, 7), (7, 1)).shape == (0, 7)
+    far = random_16(noise_seed(), 0, (3, 2), (2**32 + 1, 1))
+    assert torch.equal(far[:, 0], random_16(noise_seed(), 0, (3,)))
+
+
 def test_noise_goes_on_beyond_two_to_the_32_elements() -> None:
     far = random_16(noise_seed(), 2**32 - 2, (4,))
     assert torch.equal(far[2:], random_16(noise_seed(), 0, (2,)))

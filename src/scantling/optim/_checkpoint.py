@@ -25,8 +25,9 @@ def load_keeping_dtypes(
     load: Callable[[StateDict], None],
     state_dict: StateDict,
     check: Callable[[dict[str, Any], Tensor, dict[str, Any], str], None],
+    place: Callable[[dict[str, Any], Tensor, str, Tensor], Tensor],
 ) -> None:
-    """Run `load` on the groups alone, then place the saved tensors on their parameters' devices, bit for bit.
+    """Run `load` on the groups alone, then place the saved tensors with their parameters, bit for bit.
 
     Args:
         optimizer: the optimizer to load into; hooks registered on it see the whole state, before and after.
@@ -34,6 +35,7 @@ def load_keeping_dtypes(
         state_dict: as `optimizer.state_dict()` returned it. Tensors are copied: the two never share memory.
         check: called with (group, parameter, its saved state, its name); raises where they do not fit. The optimizer
             is then as it was.
+        place: called with (group, parameter, key, saved tensor); a copy on the parameter's device, and sharded with it.
     """
     before = optimizer.state, optimizer.param_groups
     saved: StateDict = {}
@@ -49,7 +51,7 @@ def load_keeping_dtypes(
             if entries:
                 param = group["params"][index]
                 check(group, param, entries, name_of(group, index))
-                state[param] = {name: value.to(param.device, copy=True) for name, value in entries.items()}
+                state[param] = {name: place(group, param, name, value) for name, value in entries.items()}
         optimizer.state = state
 
     handles = (

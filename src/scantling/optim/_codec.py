@@ -13,6 +13,7 @@ no outliers that would need more. Codes are decided from the shape of the whole 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeAlias
@@ -80,15 +81,22 @@ def momentum_shapes(
 
 
 def encode(
-    value: Tensor, codes: Tensor, scale: Tensor, layout: Layout, *, seed: Tensor | None = None, start: int = 0
+    value: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    layout: Layout,
+    *,
+    seed: Tensor | None = None,
+    start: int = 0,
+    strides: Sequence[int] | None = None,
 ) -> None:
     """Write rows of momentum as codes.
 
     Args:
         value: whole rows, fp32, of any shape with `layout.length` elements a row; it is overwritten.
         codes, scale: the parts of the state that belong to these rows.
-        layout: of the whole parameter.
-        seed, start: the noise of int4, see `random_16`; without a seed codes are rounded to the nearest.
+        layout: of the whole parameter; a part of it has fewer rows.
+        seed, start, strides: the noise of int4, see `random_16`; without a seed codes are rounded to the nearest.
     """
     rows = value.reshape(-1, layout.length)
     blocks = _blocks(rows, layout)
@@ -105,7 +113,9 @@ def encode(
     if seed is None:
         levels = flat.round()
     else:
-        levels = random_16(seed, start, flat.shape).to(value.dtype).mul_(2.0**-16).add_(flat).floor_()
+        noise = random_16(seed, start, value.shape, strides).view(flat.shape)
+        levels = noise.to(value.dtype).mul_(2.0**-16).add_(flat).floor_()
+        del noise
     nibbles = levels.add_(8.0).clamp_(1.0, 15.0).to(torch.uint8)
     if layout.length % 2:
         nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=8)

@@ -1,5 +1,7 @@
 """One step of CAME for one parameter, stage by stage over tiles, so that scratch memory does not grow with it.
 
+Where each rank has a part of a parameter, sums over it are partial between two stages; `_sharded.py` adds them up.
+
 A momentum in bf16 or in codes is read twice: the residual (6) and the update (9) both take the new momentum before it
 is rounded, and only the last stage writes it back. No stage leaves its scratch in a variable: it would live on through
 the next, and one tile of scratch would be two.
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from scantling.optim._codec import Momentum, decode, encode, layout_of
 from scantling.optim._factor import statistics_dtype
 from scantling.optim._random import seed_of
 from scantling.optim._rounding import Rounding
+from scantling.optim._shardplan import ShardPlan
 from scantling.optim._update import (
     add_means,
     apply_update,
@@ -33,6 +36,9 @@ from scantling.optim._update import (
     update_momentum,
     whiten,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 CPU_TILE = 1 << 18
 """Elements of a tile on a CPU: its parts of gradient, momentum, parameter and scratch stay in the caches."""
@@ -90,12 +96,14 @@ class Job:
     """One parameter in one step.
 
     Attributes:
-        param: any float dtype.
-        grad: of the same shape.
-        state: its tensors, `step` counted up already; see `_state.py`.
+        param: any float dtype; of a sharded parameter the part on this rank, as in `grad` and `state`.
+        grad: of the same shape; zeros where this rank has none.
+        state: its tensors; see `_state.py`.
         hyper: of its group.
         view: (row dims, column dims), or None for a full second moment.
         ordinal: which parameter of the optimizer it is.
+        plan: which part of the whole parameter `param` is.
+        has_grad: whether this rank has a gradient of it.
     """
 
     param: Tensor
@@ -104,6 +112,8 @@ class Job:
     hyper: Hyper
     view: MatrixDims | None
     ordinal: int
+    plan: ShardPlan
+    has_grad: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,111 +125,216 @@ class Job:
     def correction(self, beta: float) -> Tensor:
         return bias_correction(self.state["step"], beta, self.dtype)
 
+    def place_of(self, tile: Tile) -> tuple[int, tuple[int, ...]]:
+        """Place of a tile's first element in the whole parameter, in row-major order, and the strides from there."""
+        offset = [part.start for part in tile] + [0] * (self.param.ndim - len(tile))
+        return self.plan.index_of(offset), self.plan.strides
 
-def step(job: Job, *, tile: int | None = None) -> None:
-    """One step of a parameter: equations (1) to (10) in `came.py`, or those of a full second moment.
+
+Partial: TypeAlias = tuple[Tensor, "tuple[ProcessGroup, ...]"]
+"""A tensor that is to be summed in place over some groups of ranks, and these; on one device there are none."""
+
+
+class Stages(Protocol):
+    """The four stages of one parameter's step, to be called in this order.
+
+    Each of the first three returns what must be summed over ranks before the next is called. None communicates.
+    """
+
+    def accumulate(self) -> list[Partial]:
+        """Equations (1) and (2): row and column means of the squared gradient."""
+
+    def whiten(self) -> list[Partial]:
+        """(3): the sum of squares of the whitened gradient. The step is counted here: from here on it is taken."""
+
+    def residual(self) -> list[Partial]:
+        """(4) to (8): momentum, row and column means of the instability."""
+
+    def apply(self) -> None:
+        """(9) and (10): the parameter."""
+
+
+def stages_of(job: Job, *, tile: int | None = None) -> Stages:
+    """The stages of a parameter: equations (1) to (10) in `came.py`, or those of a full second moment.
 
     Args:
         job: the parameter; it, its momentum and its statistics change in place.
         tile: elements of a tile. Default: what suits its device.
     """
     tile = tile or (CPU_TILE if job.param.device.type == "cpu" else DEVICE_TILE)
-    if job.view is None:
-        _update_full(job, tile)
-    else:
-        _update_factored(job, job.view, tile)
+    return _Full(job, tile) if job.view is None else _Factored(job, job.view, tile)
 
 
-def _update_factored(job: Job, view: MatrixDims, tile_limit: int) -> None:
-    param, grad, state, hyper, dtype = job.param, job.grad, job.state, job.hyper, job.dtype
-    row, col, res_row, res_col = state["row"], state["col"], state["res_row"], state["res_col"]
-    num_rows, num_cols = (prod(param.shape[dim] for dim in dims) for dims in view)
-    momentum = _Momentum(job, view)
-    tiles = tiles_of(tuple(param.shape), tile_limit, momentum.depth)
-
-    for statistic in (row, col):
-        begin_mean(statistic, hyper.beta2, hyper.eps1)
-    weights = ((1.0 - hyper.beta2) / num_cols, (1.0 - hyper.beta2) / num_rows)
-    for tile in tiles:
-        add_means(cut(grad, tile).to(dtype).square(), cut(row, tile), cut(col, tile), view, weights)
-
-    a, b = inverse_root(row, col, view[0])
-    if hyper.debias:
-        b.mul_(job.correction(hyper.beta2).sqrt_())
-    total = job.scalar(0.0)
-    for tile in tiles:
-        total.add_(square_sum(whiten(cut(grad, tile), cut(a, tile), cut(b, tile))))
-    a.mul_(clip_factor(total, param.numel(), hyper.clip_threshold))
-    if hyper.maximize:
-        a.neg_()
-
-    for statistic in (res_row, res_col):
-        begin_mean(statistic, hyper.beta3, hyper.eps2)
-    lacking = hyper.beta1**2 * (1.0 - hyper.beta3)
-    weights = (lacking / num_cols, lacking / num_rows)
-    for tile in tiles:
-        clipped = whiten(cut(grad, tile), cut(a, tile), cut(b, tile))
-        add_means(
-            update_momentum(momentum.read(tile), clipped, hyper.beta1).square_(),
-            cut(res_row, tile),
-            cut(res_col, tile),
-            view,
-            weights,
-        )
-        del clipped
-
-    res_a, res_b = inverse_root(res_row, res_col, view[0])
-    scale = job.scalar(-1.0).mul_(hyper.lr)
-    if hyper.debias:
-        scale.mul_(job.correction(hyper.beta3).sqrt_()).div_(job.correction(hyper.beta1))
-    res_a.mul_(scale)
-    decay = hyper.decay(row)
-    weight = _Weight(job)
-    for tile in tiles:
-        m = momentum.read(tile)
-        if momentum.is_rounded:
-            update_momentum(m, whiten(cut(grad, tile), cut(a, tile), cut(b, tile)), hyper.beta1)
-        value = weight.read(tile)
-        apply_update(value, m * cut(res_a, tile), cut(res_b, tile), decay)
-        weight.write(value, tile)
-        del value
-        momentum.write(m, tile)
-        del m
+def step(job: Job, *, tile: int | None = None) -> None:
+    """One step of a parameter of which this rank has all, see `stages_of`."""
+    stages = stages_of(job, tile=tile)
+    stages.accumulate()
+    stages.whiten()
+    stages.residual()
+    stages.apply()
 
 
-def _update_full(job: Job, tile_limit: int) -> None:
+class _Factored:
+    """A factored second moment and the confidence."""
+
+    def __init__(self, job: Job, view: MatrixDims, tile_limit: int) -> None:
+        self._job, self._view = job, view
+        self._momentum = _Momentum(job, view)
+        self._tiles = tiles_of(tuple(job.param.shape), tile_limit, self._momentum.depth)
+        num_rows, num_cols = (prod(job.plan.shape[dim] for dim in dims) for dims in view)
+        self._num_rows, self._num_cols = num_rows, num_cols
+        self._grand: Tensor | None = None
+
+    def accumulate(self) -> list[Partial]:
+        job, (row, col) = self._job, self._statistics("row", "col")
+        self._begin(row, col, job.hyper.beta2, job.hyper.eps1)
+        weights = self._weights(1.0 - job.hyper.beta2)
+        for tile in self._tiles:
+            add_means(cut(job.grad, tile).to(job.dtype).square(), cut(row, tile), cut(col, tile), self._view, weights)
+        return self._partial(row, col)
+
+    def whiten(self) -> list[Partial]:
+        job, hyper = self._job, self._job.hyper
+        job.state["step"].add_(1.0)
+        self._a, self._b = self._inverse_root("row", "col")
+        if hyper.debias:
+            self._b.mul_(job.correction(hyper.beta2).sqrt_())
+        self._total = job.scalar(0.0)
+        for tile in self._tiles:
+            self._total.add_(square_sum(self._whitened(tile)))
+        return [(self._total, job.plan.groups(range(job.param.ndim)))]
+
+    def residual(self) -> list[Partial]:
+        hyper, (row, col) = self._job.hyper, self._statistics("res_row", "res_col")
+        self._a.mul_(clip_factor(self._total, self._job.plan.numel, hyper.clip_threshold))
+        if hyper.maximize:
+            self._a.neg_()
+        self._begin(row, col, hyper.beta3, hyper.eps2)
+        weights = self._weights(hyper.beta1**2 * (1.0 - hyper.beta3))
+        for tile in self._tiles:
+            clipped = self._whitened(tile)
+            add_means(
+                update_momentum(self._momentum.read(tile), clipped, hyper.beta1).square_(),
+                cut(row, tile),
+                cut(col, tile),
+                self._view,
+                weights,
+            )
+            del clipped
+        return self._partial(row, col)
+
+    def apply(self) -> None:
+        job, hyper = self._job, self._job.hyper
+        a, b = self._inverse_root("res_row", "res_col")
+        scale = job.scalar(-1.0).mul_(hyper.lr)
+        if hyper.debias:
+            scale.mul_(job.correction(hyper.beta3).sqrt_()).div_(job.correction(hyper.beta1))
+        a.mul_(scale)
+        decay = hyper.decay(a)
+        momentum, weight = self._momentum, _Weight(job)
+        for tile in self._tiles:
+            m = momentum.read(tile)
+            if momentum.is_rounded:
+                update_momentum(m, self._whitened(tile), hyper.beta1)
+            value = weight.read(tile)
+            apply_update(value, m * cut(a, tile), cut(b, tile), decay)
+            weight.write(value, tile)
+            del value
+            momentum.write(m, tile)
+            del m
+
+    def _statistics(self, row: str, col: str) -> tuple[Tensor, Tensor]:
+        return self._job.state[row], self._job.state[col]
+
+    def _weights(self, weight: float) -> tuple[float, float]:
+        return weight / self._num_cols, weight / self._num_rows
+
+    def _whitened(self, tile: Tile) -> Tensor:
+        return whiten(cut(self._job.grad, tile), cut(self._a, tile), cut(self._b, tile))
+
+    def _begin(self, row: Tensor, col: Tensor, beta: float, eps: float) -> None:
+        """Of the ranks that hold an average alike, one carries it into their sum and the others begin at 0."""
+        rows, cols = self._view
+        for average, summed in ((row, cols), (col, rows)):
+            if self._job.plan.is_first(summed):
+                begin_mean(average, beta, eps)
+            else:
+                average.zero_()
+
+    def _partial(self, row: Tensor, col: Tensor) -> list[Partial]:
+        plan, (rows, cols) = self._job.plan, self._view
+        partial = [(row, plan.groups(cols)), (col, plan.groups(rows))]
+        if plan.groups(rows) and plan.groups(cols):
+            self._grand = row.sum(dim=rows, keepdim=True).div_(self._num_rows)
+            partial.append((self._grand, plan.groups(rows + cols)))
+        return partial
+
+    def _inverse_root(self, row: str, col: str) -> tuple[Tensor, Tensor]:
+        """Rows and columns have the same mean, so that it is taken of the side of which this rank has all."""
+        r, c = self._statistics(row, col)
+        rows, cols = self._view
+        if self._grand is not None:
+            mean = self._grand
+        elif self._job.plan.groups(rows):
+            mean = c.mean(dim=cols, keepdim=True)
+        else:
+            mean = r.mean(dim=rows, keepdim=True)
+        return inverse_root(r, c, mean)
+
+
+class _Full:
     """A full second moment and no confidence: vectors and thin matrices."""
-    param, grad, hyper = job.param, job.grad, job.hyper
-    momentum, moment = job.state["exp_avg"], job.state["exp_avg_sq"]
-    tiles = tiles_of(tuple(param.shape), tile_limit, param.ndim)
 
-    begin_mean(moment, hyper.beta2, hyper.eps1)
-    total = job.scalar(0.0)
-    for tile in tiles:
-        v = cut(moment, tile)
-        v.add_(cut(grad, tile).to(job.dtype).square(), alpha=1.0 - hyper.beta2)
-        total.add_(square_sum(v.rsqrt().mul_(cut(grad, tile))))
-    correction = job.correction(hyper.beta2) if hyper.debias else None
-    if correction is not None:
-        total.mul_(correction)
-    factor = clip_factor(total, param.numel(), hyper.clip_threshold)
-    if correction is not None:
-        factor.mul_(correction.sqrt())
-    if hyper.maximize:
-        factor.neg_()
+    def __init__(self, job: Job, tile_limit: int) -> None:
+        self._job = job
+        self._moment = job.state["exp_avg_sq"]
+        self._tiles = tiles_of(tuple(job.param.shape), tile_limit, job.param.ndim)
 
-    scale = job.scalar(-1.0).mul_(hyper.lr)
-    if hyper.debias:
-        scale.div_(job.correction(hyper.beta1))
-    decay = hyper.decay(moment)
-    weight = _Weight(job)
-    for tile in tiles:
-        m = cut(momentum, tile)
-        update_momentum(m, cut(moment, tile).rsqrt().mul_(cut(grad, tile)).mul_(factor), hyper.beta1)
-        value = weight.read(tile)
-        apply_update(value, m, scale, decay)
-        weight.write(value, tile)
-        del value
+    def accumulate(self) -> list[Partial]:
+        return []
+
+    def whiten(self) -> list[Partial]:
+        job, hyper = self._job, self._job.hyper
+        job.state["step"].add_(1.0)
+        begin_mean(self._moment, hyper.beta2, hyper.eps1)
+        self._total = job.scalar(0.0)
+        for tile in self._tiles:
+            v = cut(self._moment, tile)
+            v.add_(cut(job.grad, tile).to(job.dtype).square(), alpha=1.0 - hyper.beta2)
+            self._total.add_(square_sum(v.rsqrt().mul_(cut(job.grad, tile))))
+        return [(self._total, job.plan.groups(range(job.param.ndim)))]
+
+    def residual(self) -> list[Partial]:
+        return []
+
+    def apply(self) -> None:
+        job, hyper = self._job, self._job.hyper
+        factor = self._factor()
+        scale = job.scalar(-1.0).mul_(hyper.lr)
+        if hyper.debias:
+            scale.div_(job.correction(hyper.beta1))
+        decay = hyper.decay(self._moment)
+        weight = _Weight(job)
+        for tile in self._tiles:
+            m = cut(job.state["exp_avg"], tile)
+            update_momentum(m, cut(self._moment, tile).rsqrt().mul_(cut(job.grad, tile)).mul_(factor), hyper.beta1)
+            value = weight.read(tile)
+            apply_update(value, m, scale, decay)
+            weight.write(value, tile)
+            del value
+
+    def _factor(self) -> Tensor:
+        """What the quotient of gradient and root of the second moment is multiplied with: 0-D."""
+        job, hyper = self._job, self._job.hyper
+        correction = job.correction(hyper.beta2) if hyper.debias else None
+        if correction is not None:
+            self._total.mul_(correction)
+        factor = clip_factor(self._total, job.plan.numel, hyper.clip_threshold)
+        if correction is not None:
+            factor.mul_(correction.sqrt())
+        if hyper.maximize:
+            factor.neg_()
+        return factor
 
 
 class _Momentum:
@@ -235,7 +350,7 @@ class _Momentum:
         self._layout = None
         self.is_rounded = self._kind != "fp32"
         self.depth = job.param.ndim
-        if "exp_avg" not in job.state:
+        if self._kind in ("int8", "int4"):
             self._layout = layout_of(tuple(job.param.shape), view, self._kind)
             self.depth = len(self._layout.lead)
 
@@ -255,9 +370,9 @@ class _Momentum:
             cut(state["exp_avg"], tile).copy_(value)
             return
         seed = seed_of(state["step"], self._job.ordinal, 0) if self._kind == "int4" else None
-        start = start_of(tile, self._job.param.shape)
+        start, strides = self._job.place_of(tile)
         codes, scale = cut(state["exp_avg_codes"], tile), cut(state["exp_avg_scale"], tile)
-        encode(value, codes, scale, self._layout, seed=seed, start=start)
+        encode(value, codes, scale, self._layout, seed=seed, start=start, strides=strides)
 
 
 class _Weight:
@@ -273,8 +388,9 @@ class _Weight:
         return rounding.read(cut(self._job.param, tile), self._cut_low(tile), self._job.dtype)
 
     def write(self, value: Tensor, tile: Tile) -> None:
-        start = start_of(tile, self._job.param.shape)
-        rounding.write(value, cut(self._job.param, tile), self._cut_low(tile), seed=self._seed, start=start)
+        start, strides = self._job.place_of(tile)
+        param, low = cut(self._job.param, tile), self._cut_low(tile)
+        rounding.write(value, param, low, seed=self._seed, start=start, strides=strides)
 
     def _cut_low(self, tile: Tile) -> Tensor | None:
         return None if self._low is None else cut(self._low, tile)
@@ -298,11 +414,6 @@ def tiles_of(shape: tuple[int, ...], limit: int, depth: int) -> tuple[Tile, ...]
         if length > 1:
             break
     return tuple(product(*cuts))
-
-
-def start_of(tile: Tile, shape: torch.Size) -> int:
-    """Place of a tile's first element in the parameter, in row-major order."""
-    return sum(part.start * prod(shape[dim + 1 :]) for dim, part in enumerate(tile))
 
 
 def cut(tensor: Tensor, tile: Tile) -> Tensor:

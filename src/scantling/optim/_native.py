@@ -72,8 +72,12 @@ def step(jobs: Sequence[Job]) -> None:
     library = _library()
     if library is None or not jobs:
         return
+    for job in jobs:
+        job.state["step"].add_(1.0)
     described = (_Job * len(jobs))(*map(_described, jobs))
     if library.came_step(described, ctypes.c_int64(len(jobs)), ctypes.c_int(torch.get_num_threads())):
+        for job in jobs:
+            job.state["step"].sub_(1.0)
         raise MemoryError("no memory for the scratch of an optimizer step")
 
 

@@ -30,18 +30,48 @@ def seed_of(step: Tensor, ordinal: int, stream: int) -> Tensor:
     return _mix(step.to(torch.int32) * _MULTIPLIERS[0] + key)
 
 
-def random_16(seed: Tensor, start: int, shape: Sequence[int]) -> Tensor:
-    """Uniform integers from 0 to 65535, int32, for the elements `start`, `start + 1`, ... of a parameter.
+def random_16(seed: Tensor, start: int, shape: Sequence[int], strides: Sequence[int] | None = None) -> Tensor:
+    """Uniform integers from 0 to 65535, int32, for some elements of a parameter.
 
     Args:
         seed: from `seed_of`.
         start: place of the first element in the whole parameter, in row-major order.
-        shape: of the result, which is contiguous in that order.
+        shape: of the result, which is contiguous.
+        strides: of the whole parameter in row-major order, for a part of it. Default: the elements follow each other.
     """
-    first = start & 0xFFFFFFFF
-    first -= (first >> 31) << 32  # as a signed 32-bit integer, which wraps around in parameters of more elements
-    counter = torch.arange(prod(shape), dtype=torch.int32, device=seed.device).add_(first).mul_(_MULTIPLIERS[1])
+    places = _runs(shape, strides) if strides else [(prod(shape), 1)]
+    counter = _arange(seed, *places[-1]).add_(_signed(start))
+    for length, stride in reversed(places[:-1]):
+        counter = (_arange(seed, length, stride).unsqueeze(-1) + counter).view(-1)
+    counter.mul_(_MULTIPLIERS[1])
     return _mix(counter.add_(seed)).bitwise_right_shift_(16).bitwise_and_(0xFFFF).view(tuple(shape))
+
+
+def _runs(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """(length, stride) of dims, those that run on without a gap made one."""
+    runs = [(1, 1)]
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        inner, step = runs[-1]
+        if length == 1:
+            continue
+        if inner == 1:
+            runs[-1] = (length, stride)
+        elif stride == inner * step:
+            runs[-1] = (length * inner, step)
+        else:
+            runs.append((length, stride))
+    return runs[::-1]
+
+
+def _arange(seed: Tensor, length: int, stride: int) -> Tensor:
+    count = torch.arange(length, dtype=torch.int32, device=seed.device)
+    return count if stride == 1 else count.mul_(_signed(stride))
+
+
+def _signed(value: int) -> int:
+    """As a signed 32-bit integer, which wraps around in parameters of more elements."""
+    low = value & 0xFFFFFFFF
+    return low - ((low >> 31) << 32)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Both work on the integers that the bits of a float spell, which grow with its ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -27,14 +28,22 @@ def read(param: Tensor, low: Tensor | None, dtype: torch.dtype) -> Tensor:
     return bits.add_(low.to(torch.int32).bitwise_left_shift_(8)).view(torch.float32)
 
 
-def write(value: Tensor, param: Tensor, low: Tensor | None, *, seed: Tensor | None = None, start: int = 0) -> None:
+def write(
+    value: Tensor,
+    param: Tensor,
+    low: Tensor | None,
+    *,
+    seed: Tensor | None = None,
+    start: int = 0,
+    strides: Sequence[int] | None = None,
+) -> None:
     """Write the weight back.
 
     Args:
         value: fp32 (or the parameter's own dtype); overwritten where it is rounded.
         param: any dtype; bf16 with `low` or `seed`.
         low: the bits below bf16, int8, for `compensated`.
-        seed, start: the noise of `stochastic`, see `random_16`.
+        seed, start, strides: the noise of `stochastic`, see `random_16`.
     """
     if low is not None:
         bits = value.view(torch.int32)
@@ -42,7 +51,7 @@ def write(value: Tensor, param: Tensor, low: Tensor | None, *, seed: Tensor | No
         low.copy_((bits - (high << 16)).add_(0x80).bitwise_right_shift_(8).clamp_(max=127))
         param.view(torch.int16).copy_(high)
     elif seed is not None:
-        bits = value.view(torch.int32).add_(random_16(seed, start, value.shape)).bitwise_and_(-0x10000)
+        bits = value.view(torch.int32).add_(random_16(seed, start, value.shape, strides)).bitwise_and_(-0x10000)
         param.copy_(bits.view(torch.float32))
     elif value is not param:
         param.copy_(value)

@@ -49,6 +49,16 @@ def state_tensors(
     return tensors
 
 
+def averaged_dims(key: str, view: MatrixDims | None) -> tuple[int, ...] | None:
+    """The dims of a parameter that a state tensor was averaged over; None for the step, which has no such dims."""
+    if key == "step":
+        return None
+    if view is None or key not in _FACTORS:
+        return ()
+    rows, cols = view
+    return cols if key in ("row", "res_row") else rows
+
+
 _FACTORS = ("row", "col", "res_row", "res_col")
 
 

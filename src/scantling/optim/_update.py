@@ -1,7 +1,7 @@
 """The mathematics of CAME: stages on plain tensors, in place.
 
-Each stage works on one tile of a parameter and changes what it is handed; `_eager.py` says in which order, and where a
-driver for sharded parameters would sum between them. In shape comments (R, C) stands for the parameter's own dims, (R,
+Each stage works on one tile of a parameter and changes what it is handed; `_eager.py` says in which order, and what
+`_sharded.py` sums between them. In shape comments (R, C) stands for the parameter's own dims, (R,
 1) for those with 1 in place of the column dims, (1, C) for those with 1 in place of the row dims.
 """
 
@@ -42,13 +42,13 @@ def add_means(squares: Tensor, row: Tensor, col: Tensor, dims: MatrixDims, weigh
     col.add_(squares.sum(dim=rows, keepdim=True), alpha=weights[1])
 
 
-def inverse_root(row: Tensor, col: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Factors a: (R, 1), b: (1, C) of a * b = (row * col / mean(row))^(-1/2).
+def inverse_root(row: Tensor, col: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors a: (R, 1), b: (1, C) of a * b = (row * col / mean)^(-1/2), with the mean of `row`; it is overwritten.
 
     As sqrt(mean(row)) * rsqrt(row), not rsqrt(row / mean(row)): that quotient underflows where a row was never touched
     beside others with large gradients, and 0 * inf is NaN.
     """
-    return row.rsqrt().mul_(row.mean(dim=rows, keepdim=True).sqrt_()), col.rsqrt()
+    return row.rsqrt().mul_(mean.sqrt_()), col.rsqrt()
 
 
 def whiten(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError
-from scantling.optim._codec import MOMENTA
+from scantling.optim._codec import MOMENTA, layout_of
 from scantling.optim._factor import FACTORS
 from scantling.optim._rounding import ROUNDINGS
+from scantling.optim._shardplan import check_grad_placement, check_placements, check_rows_whole
+from scantling.optim._state import view_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -51,10 +53,11 @@ def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
         )
     if param.dtype == torch.float64 and group["momentum"] != "fp32":
         raise UserError(f"momentum='{group['momentum']}' is less than {name} is made of, float64; use momentum='fp32'")
-    if hasattr(param, "device_mesh"):
-        raise UserError(
-            f"CAME does not train sharded parameters (DTensor) such as {name}; use data parallelism, or AdamW"
-        )
+    check_placements(name, param)
+    view = view_of(group, param.shape)
+    if view is not None and group["momentum"] in ("int8", "int4"):
+        layout = layout_of(tuple(param.shape), view, group["momentum"])
+        check_rows_whole(name, param, len(layout.lead), group["momentum"])
 
 
 def check_grads(groups: Iterable[dict[str, Any]]) -> None:
@@ -62,7 +65,10 @@ def check_grads(groups: Iterable[dict[str, Any]]) -> None:
     for group in groups:
         for index, param in enumerate(group["params"]):
             grad = param.grad
-            if grad is None or (grad.layout == torch.strided and not grad.is_complex()):
+            if grad is None:
+                continue
+            if grad.layout == torch.strided and not grad.is_complex():
+                check_grad_placement(name_of(group, index), param, grad)
                 continue
             kind = "complex" if grad.is_complex() else f"sparse ({grad.layout})"
             raise UserError(

@@ -42,8 +42,12 @@ magnitude the first step is lr (1 - b1) / (b1 sqrt(1 - b3)): 11.1 lr with the de
 Cost: state of 4, 2, 1.02 or 0.53 bytes a parameter (momentum in fp32, bf16, int8, int4; 8 in fp64) plus four vectors a
 matrix, see `came_state_bytes`; three reads of the gradient (four with a rounded momentum), two reads and a write of
 the momentum, one of the parameter; scratch of a few tiles, see `_eager.py`, or of a few rows, see `_native.py`.
-Limits: the update (9) is not bounded; e1 = 0 divides by 0 where a row or column never had a gradient; DTensor
-parameters, sparse and complex gradients are refused.
+Limits: the update (9) is not bounded; e1 = 0 divides by 0 where a row or column never had a gradient; sparse and
+complex gradients are refused.
+
+Sharded: DTensor parameters placed as Shard or Replicate, along any dims of any mesh, are stepped as on one device, with
+at most three all-reduces a step and process group, of the row and column statistics and one number a parameter; see
+`_sharded.py`. Momentum in codes needs whole rows: not Shard(1) of a matrix.
 """
 
 from __future__ import annotations
@@ -62,8 +66,10 @@ from scantling.optim._drive import step_all
 from scantling.optim._eager import Hyper, Job
 from scantling.optim._factor import Factor
 from scantling.optim._rounding import Rounding
+from scantling.optim._sharded import step_sharded
+from scantling.optim._shardplan import local, local_bytes, local_grad, place, plan_of, zeros
 from scantling.optim._slice import cut_state, shape_of
-from scantling.optim._state import came_state_bytes, state_tensors, view_of
+from scantling.optim._state import averaged_dims, state_tensors, view_of
 from scantling.optim._validation import check_grads, check_hyper, check_param, name_of
 
 
@@ -94,7 +100,8 @@ class CAME(torch.optim.Optimizer):
     Every argument is a group key and can be set per group.
 
     Raises:
-        UserError: a value out of range, and parameters or gradients that are sparse, complex, sharded or not float.
+        UserError: a value out of range, and parameters or gradients that are sparse, complex or not float, and
+            DTensor parameters that are neither replicated nor in plain shards.
 
     Example:
         >>> optimizer = sc.CAME(sc.param_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95, 0.995),
@@ -161,9 +168,9 @@ class CAME(torch.optim.Optimizer):
         super().add_param_group(group)
         try:
             for index, param in enumerate(group["params"]):
-                check_param(name_of(group, index), param, group)
                 if group["matrix_dims"] is not None:
                     group["matrix_dims"] = check_matrix_dims(group["matrix_dims"], param.ndim)
+                check_param(name_of(group, index), param, group)
         except UserError:
             self.param_groups.pop()
             raise
@@ -174,6 +181,11 @@ class CAME(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the gradients that are there; a parameter without one keeps its state.
 
+        Collectives: none without sharded parameters. With them at most three all-reduces for each process group over
+        which they are sharded, see `_sharded.py`: every rank must call this, with its sharded parameters in the same
+        order and the same of them requiring gradients. A gradient not placed as its parameter is redistributed first,
+        and must be there on all ranks.
+
         Args:
             closure: computes the loss again; called with gradients enabled.
 
@@ -181,26 +193,34 @@ class CAME(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            UserError: a sparse or complex gradient, before any parameter has changed.
+            UserError: a sparse or complex gradient or one on another mesh, before any parameter has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         check_grads(self.param_groups)
-        ordinal, jobs = 0, []
+        ordinal = 0
+        whole: list[Job] = []
+        sharded: list[Job] = []
         for group in self.param_groups:
             hyper = Hyper.of(group)
             for param in group["params"]:
-                if param.grad is not None and param.numel():
-                    jobs.append(self.job(group, param, ordinal, hyper))
+                if param.numel() and plan_of(param).cuts:
+                    if param.requires_grad:
+                        sharded.append(self.job(group, param, ordinal, hyper))
+                elif param.numel() and param.grad is not None:
+                    whole.append(self.job(group, param, ordinal, hyper))
                 ordinal += 1
-        step_all(jobs)
+        step_all(whole)
+        step_sharded(sharded)
         return loss
 
     @torch.no_grad()
     def step_parameter(self, param: Tensor) -> None:
         """Take the step of one parameter with the gradient it has, as `release_gradients` does.
+
+        Collectives: for a sharded parameter those of `step`, for it alone.
 
         Raises:
             UserError: a sparse or complex gradient, or a parameter that is not in this optimizer.
@@ -208,7 +228,8 @@ class CAME(torch.optim.Optimizer):
         group, ordinal = self._place(param)
         check_grads([{"params": [param]}])
         if param.grad is not None and param.numel():
-            step_all([self.job(group, param, ordinal)])
+            take = step_sharded if plan_of(param).cuts else step_all
+            take([self.job(group, param, ordinal)])
 
     def parameters(self) -> Iterator[Tensor]:
         """All parameters, group by group."""
@@ -229,9 +250,11 @@ class CAME(torch.optim.Optimizer):
             index: positions that stay, 1-D int64, or a bool mask of the dim.
 
         Raises:
-            UserError: not a parameter of this optimizer, or an index that does not fit.
+            UserError: not a parameter of this optimizer, a sharded one, or an index that does not fit.
         """
         group, _ = self._place(param)
+        if plan_of(param).cuts:
+            raise UserError("slice_state: the parameter is sharded; what shrinks must be replicated")
         state = self.state.get(param)
         if not state:
             return
@@ -244,11 +267,13 @@ class CAME(torch.optim.Optimizer):
         self.state[param] = cut_state(state, dim, index, views=views, momentum=momentum, needed=needed)
 
     def state_bytes(self) -> int:
-        """Bytes of the state once every parameter has been stepped (`scantling.optim.state_bytes`: what is there)."""
+        """Bytes of the state on this rank once all parameters have been stepped; `state_bytes` counts what is there."""
         return sum(
-            came_state_bytes(param.shape, dtype=param.dtype, **{key: group[key] for key in _STATE_KEYS})
+            local_bytes(param, size, dtype, averaged_dims(key, view_of(group, param.shape)))
             for group in self.param_groups
             for param in group["params"]
+            if param.numel()
+            for key, (size, dtype) in _needed(group, param).items()
         )
 
     def _place(self, param: Tensor) -> tuple[dict[str, Any], int]:
@@ -263,22 +288,26 @@ class CAME(torch.optim.Optimizer):
         return self.param_groups[number], ordinal
 
     def job(self, group: dict[str, Any], param: Tensor, ordinal: int, hyper: Hyper | None = None) -> Job:
-        """The next step of one parameter, counted but not yet taken."""
-        if param.grad is None:
-            raise AssertionError("a parameter without a gradient is not stepped")
-        state = self._state_of(group, param)
-        state["step"].add_(1.0)
-        return Job(param, param.grad, state, hyper or Hyper.of(group), view_of(group, param.shape), ordinal)
+        """The next step of one parameter, not yet taken; without a gradient, that of a sharded one with zeros."""
+        view, part, grad = view_of(group, param.shape), local(param), local_grad(param)
+        return Job(
+            part,
+            part.new_zeros(()).expand(part.shape) if grad is None else grad,
+            {key: local(value) for key, value in self._state_of(group, param).items()},
+            hyper or Hyper.of(group),
+            view,
+            ordinal,
+            plan_of(param),
+            has_grad=grad is not None,
+        )
 
     def _state_of(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
         """The state of a parameter, made at its first step."""
         state: dict[str, Tensor] = self.state[param]
         if not state:
+            view = view_of(group, param.shape)
             for key, (size, dtype) in _needed(group, param).items():
-                if size == param.shape:
-                    state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-                else:
-                    state[key] = torch.zeros(size, dtype=dtype, device=param.device)
+                state[key] = zeros(param, size, dtype, averaged_dims(key, view))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -295,10 +324,7 @@ class CAME(torch.optim.Optimizer):
                         f"group {index} was saved with {key}={saved.get(key)!r}, this optimizer has "
                         f"{key}={group[key]!r}; build it with the same"
                     )
-        load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state)
-
-
-_STATE_KEYS = ("momentum", "rounding", "factor", "matrix_dims", "role")
+        load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
 
 
 def _needed(group: dict[str, Any], param: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -330,6 +356,10 @@ def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], na
             f"{_described(needed)}. Load it into an optimizer with the same parameters, momentum, rounding, factor and "
             "matrix_dims"
         )
+
+
+def _place(group: dict[str, Any], param: Tensor, key: str, value: Tensor) -> Tensor:
+    return place(value, param, averaged_dims(key, view_of(group, param.shape)))
 
 
 def _described(tensors: dict[str, Any]) -> str:

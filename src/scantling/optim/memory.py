@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scantling.groups import MatrixDims
 from scantling.optim._eager import CPU_TILE, DEVICE_TILE, step
+from scantling.optim._shardplan import local
 from scantling.optim.came import CAME
 from scantling.optim.registry import build_unwarned, optimizer_options
 
@@ -37,12 +38,12 @@ _EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the storages behind an optimizer's state, each counted once."""
+    """Bytes on this rank of the storages behind an optimizer's state, each counted once."""
     storages = {}
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
-                storage = value.untyped_storage()
+                storage = local(value).untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
