@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,6 +73,8 @@ def _enter(rank: int, world: int, store: str, case: Callable[..., None], args: t
         case(*args)
     finally:
         dist.destroy_process_group()
+    if world > 1:
+        os._exit(0)  # a gloo thread can abort while the interpreter shuts down, after all work is done (PyTorch 2.13)
 
 
 @contextmanager

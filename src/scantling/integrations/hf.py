@@ -4,8 +4,8 @@
 parameters itself, by their names, and no group says what its parameters are. Anything else is a factory, called as
 `first()(model, **kwargs)`: it sees the model, so the groups here are those of `scantling.param_groups`.
 
-Limits: the learning rate and the weight decay of `TrainingArguments` have no effect, those given here have. CAME takes
-no sharded parameters (FSDP), see its class.
+Limits: the learning rate and the weight decay of `TrainingArguments` have no effect, those given here have.
+Under FSDP the Trainer shards what the optimizer holds before the first step; that is not tested here yet.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def came(
     rounding: Rounding = "nearest",
     factor: Factor = "auto",
     maximize: bool = False,
+    foreach: bool | None = None,
+    capturable: bool = False,
 ) -> tuple[type[CAMEFactory], dict[str, Any]]:
     """CAME for the Trainer of transformers, with the groups of `scantling.param_groups`.
 
@@ -54,7 +56,8 @@ def came(
         lr: peak learning rate. That of `TrainingArguments` has no effect; its schedule, warm-up and clipping have.
         weight_decay: of matrices and embeddings, decoupled; vectors are never decayed. That of `TrainingArguments` has
             no effect.
-        betas, eps, clip_threshold, debias, momentum, rounding, factor, maximize: as in `scantling.CAME`.
+        betas, eps, clip_threshold, debias, momentum, rounding, factor, maximize, foreach, capturable: as in
+            `scantling.CAME`.
 
     Returns:
         What `Trainer(optimizer_cls_and_kwargs=...)` takes.
@@ -75,6 +78,8 @@ def came(
         "rounding": rounding,
         "factor": factor,
         "maximize": maximize,
+        "foreach": foreach,
+        "capturable": capturable,
     }
     # the Trainer builds the optimizer much later, after data and model are ready: what is wrong is said here
     CAME([torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))], weight_decay=weight_decay, **options)
