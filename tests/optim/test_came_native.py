@@ -83,6 +83,15 @@ def test_the_number_of_threads_does_not_matter(momentum: Any) -> None:
                 assert torch.equal(value, optimizer.state[param][key])
 
 
+def test_autograd_is_told_of_the_new_weights() -> None:
+    param = nn.Parameter(torch.ones(40, 40))
+    param.grad = torch.ones(40, 40)
+    loss = (param * param).sum()
+    CAME([param], lr=1e-2).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_nan_stays_one() -> None:
     for momentum in ("fp32", "int8", "int4"):
         param = nn.Parameter(torch.ones(40, 40))

@@ -79,6 +79,8 @@ def step(jobs: Sequence[Job]) -> None:
         for job in jobs:
             job.state["step"].sub_(1.0)
         raise MemoryError("no memory for the scratch of an optimizer step")
+    # autograd does not see what C writes: a backward pass that still needs the old weights must be told
+    torch.autograd.graph.increment_version([job.param for job in jobs])
 
 
 def _described(job: Job) -> _Job:

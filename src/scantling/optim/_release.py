@@ -65,7 +65,7 @@ def release_gradients(model: nn.Module, optimizer: CAME, *, accumulation: int = 
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
             raise UserError(
                 f"gradients cannot be released under {type(module).__name__}, which reads them after the backward "
-                "pass; give the bare model, or shard with FSDP2 (fully_shard)"
+                "pass; give the bare model"
             )
     known = {id(param) for param in optimizer.parameters()}
     params = [param for param in model.parameters() if id(param) in known and param.requires_grad]

@@ -137,9 +137,10 @@ static float *load_momentum(const Job *job, int64_t index, float *buffer) {
         for (int64_t k = 0; k < blocks; k++) {
             float scale = half_to_float(scales[k]);
             int64_t end = (k + 1) * BLOCK4 < cols ? (k + 1) * BLOCK4 : cols;
-            for (int64_t j = k * BLOCK4; j < end; j++) {
-                int code = (codes[j / 2] >> (4 * (j & 1))) & 15;
-                buffer[j] = ((float)code - 8.0f) * (1.0f / 7.0f) * scale;
+            for (int64_t j = k * BLOCK4; j < end; j += 2) {  /* an odd row has one number more, which is not used */
+                int low = codes[j / 2] & 15, high = codes[j / 2] >> 4;
+                buffer[j] = ((float)low - 8.0f) * (1.0f / 7.0f) * scale;
+                buffer[j + 1] = ((float)high - 8.0f) * (1.0f / 7.0f) * scale;
             }
         }
     }
@@ -158,14 +159,12 @@ static void store_momentum(const Job *job, int64_t index, float *value) {
     uint16_t *scales = (uint16_t *)job->scale + index * blocks;
     for (int64_t k = 0; k < blocks; k++) {
         int64_t begin = k * block, end = begin + block < cols ? begin + block : cols;
-        float largest = 0.0f;
-        int broken = 0;
+        int32_t largest = 0;                                 /* bits of magnitudes are in their order, NaN above all */
         for (int64_t j = begin; j < end; j++) {
-            float x = fabsf(value[j]);
+            int32_t x = (int32_t)(bits_of(value[j]) & 0x7FFFFFFFu);
             largest = x > largest ? x : largest;
-            broken |= x != x;
         }
-        scales[k] = float_to_half(broken ? NAN : largest);
+        scales[k] = float_to_half(float_of((uint32_t)largest));
         float scale = half_to_float(scales[k]);
         scale = scale < 5.9604644775390625e-8f ? 5.9604644775390625e-8f : scale;
         for (int64_t j = begin; j < end; j++) {
@@ -183,14 +182,12 @@ static void store_momentum(const Job *job, int64_t index, float *value) {
     uint32_t place = (uint32_t)(index * cols), seed = seed_of(job, 0);
     for (int64_t j = 0; j < cols; j++) {
         float noise = (float)random_16(seed, place + (uint32_t)j) * (1.0f / 65536.0f);
-        value[j] = floorf(value[j] * 7.0f + noise) + 8.0f;
+        float level = floorf(value[j] * 7.0f + noise) + 8.0f;
+        level = level > 15.0f ? 15.0f : level;
+        value[j] = level < 1.0f ? 1.0f : level;
     }
-    for (int64_t j = 0; j < cols; j += 2) {
-        float low = value[j], high = j + 1 < cols ? value[j + 1] : 8.0f;
-        low = low < 1.0f ? 1.0f : low > 15.0f ? 15.0f : low;
-        high = high < 1.0f ? 1.0f : high > 15.0f ? 15.0f : high;
-        codes[j / 2] = (uint8_t)((int)low | ((int)high << 4));
-    }
+    for (int64_t j = 0; j < cols / 2; j++) codes[j] = (uint8_t)((int)value[2 * j] | ((int)value[2 * j + 1] << 4));
+    if (cols % 2) codes[cols / 2] = (uint8_t)((int)value[cols - 1] | (8 << 4));
 }
 
 static float *load_weight(const Job *job, int64_t start, int64_t count, float *buffer) {
@@ -441,7 +438,7 @@ int came_step(const Job *jobs, int64_t num_jobs, int num_threads) {
         if (jobs[k].cols > s.widest) s.widest = jobs[k].cols;
         if (jobs[k].rows > tallest) tallest = jobs[k].rows;
     }
-    s.widest = (s.widest + 15) / 16 * 16;
+    s.widest = (s.widest + 16) / 16 * 16;                    /* room for a whole pair of codes at the end of a row */
     s.col_sums = malloc((size_t)(CHUNKS * s.widest) * sizeof(double));
     s.totals = malloc(CHUNKS * sizeof(double));
     s.buffers = malloc((size_t)(num_threads * 4 * s.widest) * sizeof(float));
