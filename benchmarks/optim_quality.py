@@ -117,7 +117,8 @@ def best_rate(done: dict[str, dict[str, Any]], data: str, optimizer: str) -> flo
 def specs(phase: str, data: str) -> Iterator[dict[str, Any]]:
     done = results()
     if phase == "sweep":
-        yield from (run_spec(data, name, rate, 0) for rate in RATES for name in SWEPT)
+        middle_first = sorted(RATES, key=lambda rate: abs(np.log(rate / 3e-3)))
+        yield from (run_spec(data, name, rate, 0) for rate in middle_first for name in SWEPT)
     elif phase == "seeds":
         yield from (run_spec(data, n, best_rate(done, data, n), seed) for seed in range(8) for n in FINALISTS)
     elif phase == "ablations":
