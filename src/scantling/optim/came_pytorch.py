@@ -7,7 +7,6 @@ others (convolutions, thin matrices) the second moment is written out in full an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,20 +60,14 @@ def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
 
     Weights in 24 bits (`rounding="compensated"`) lose their lowest 8: the published package has no place for them.
     """
-    result = optimizer.state_dict()
-    numbers: dict[int, Any] = {}
-    for group, saved in zip(optimizer.param_groups, result["param_groups"], strict=True):
-        numbers |= {id(param): key for param, key in zip(group["params"], saved["params"], strict=True)}
-    groups = [{key: group[key] for key in (*_SHARED_KEYS, "params")} for group in result["param_groups"]]
-    state = {numbers[id(param)]: _theirs(own, group, param) for group, param, own in _stepped(optimizer)}
-    return {"state": state, "param_groups": groups}
-
-
-def _stepped(optimizer: CAME) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Tensor]]]:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
+    saved_groups = optimizer.state_dict()["param_groups"]
+    state: dict[int, Any] = {}
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        for param, key in zip(group["params"], saved["params"], strict=True):
             if optimizer.state.get(param):
-                yield group, param, optimizer.state[param]
+                state[key] = _theirs(optimizer.state[param], group, param)
+    groups = [{key: group[key] for key in (*_SHARED_KEYS, "params")} for group in saved_groups]
+    return {"state": state, "param_groups": groups}
 
 
 def _ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
