@@ -1,14 +1,15 @@
 """Quality of CAME beside AdamW and its rivals: small decoders on real text at 20 tokens a parameter.
 
-    python benchmarks/optim_quality.py sweep            the same learning rates for every optimizer, one seed
+    python benchmarks/optim_quality.py sweep            one grid of learning rates for every optimizer, one seed
     python benchmarks/optim_quality.py seeds            the finalists at their best rate, 8 seeds, the same data order
     python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4
     python benchmarks/optim_quality.py batch            batch x1, x4, x16 at equal tokens
     python benchmarks/optim_quality.py report           what the results say, from the raw lines alone
 
-Every run is one line of benchmarks/results/optim-quality.jsonl with its recipe, losses and date, and is not run again:
-stop at any time and start again. `--jobs 2` runs two at once with one thread each. The data is the Python standard
-library (`--data python`) or English novels from SCANTLING_DATA (`--data novels`).
+The sweep starts every optimizer at the same rate of the grid and goes outwards until the best rate has a worse one on
+either side. Every run is one line of benchmarks/results/optim-quality.jsonl with its recipe, losses and date, and is
+not run again: stop at any time and start again. `--jobs 2` runs two at once with one thread each. The data is the
+Python standard library (`--data python`) or English novels from SCANTLING_DATA (`--data novels`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,15 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "optim-quality.jsonl"
-MODEL = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-TOKENS = 10_000_000
+MODEL = {
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+TOKENS = 20 * 492_384  # 20 for each parameter of MODEL
 SEQ_LEN, BATCH = 128, 32
 CONFIDENT = [0.9, 0.95, 0.995]
 CAME = {"name": "came", "debias": True, "betas": CONFIDENT}
@@ -47,9 +55,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "apollo-mini": {"name": "apollomini"},
     "lamb": {"name": "lamb", "betas": [0.9, 0.95]},
 }
-RATES = [0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
-SWEPT = ("adamw", "adafactor", "came-reference", "came", "muon", "scale-like", "apollo-mini")
+RATES = [0.125e-3, 0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3]
+START = RATES.index(4e-3)
+SWEPT = ("adamw", "came", "came-reference", "adafactor", "muon", "scale-like", "apollo-mini")
 FINALISTS = ("adamw", "came", "came-int8", "came-int4")
+Lines = dict[str, dict[str, Any]]
 ABLATIONS: dict[str, dict[str, Any]] = {
     "came": {},
     "betas (0.9, 0.999, 0.9999)": {"betas": [0.9, 0.999, 0.9999]},
@@ -79,7 +89,7 @@ def recipe_of(spec: dict[str, Any]) -> dict[str, Any]:
     batch = BATCH * spec["batch"]
     return {
         "name": "quality",
-        "model": {"preset": "llama-1m", "overrides": {**MODEL, "num_key_value_heads": 4}},
+        "model": {"preset": "llama-1m", "overrides": MODEL},
         "data": {**data, "tokenizer": {"bpe": 512}, "seq_len": SEQ_LEN},
         "optim": spec["optim"],
         "train": {
@@ -98,36 +108,53 @@ def key_of(spec: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def results() -> dict[str, dict[str, Any]]:
+def results() -> Lines:
     if not RESULTS.exists():
         return {}
     return {line["key"]: line for line in map(json.loads, RESULTS.read_text().splitlines())}
 
 
-def best_rate(done: dict[str, dict[str, Any]], data: str, optimizer: str) -> float:
-    """The rate of the sweep with the lowest held-out loss."""
-    family = "came" if optimizer.startswith("came-int") else optimizer
-    found = {rate: done.get(key_of(run_spec(data, family, rate, 0))) for rate in RATES}
-    losses = {rate: line["eval_loss"] for rate, line in found.items() if line and line["eval_loss"] is not None}
-    if not losses:
-        raise SystemExit(f"run the sweep of {family} on {data} first")
-    return min(losses, key=lambda rate: float(losses[rate]))
+def swept(done: Lines, data: str, optimizer: str, **changes: Any) -> list[float | None]:
+    """The held-out loss of each rate with seed 0: infinite where the run failed, None where it was not run."""
+    lines = [done.get(key_of(run_spec(data, optimizer, rate, 0, **changes))) for rate in RATES]
+    return [
+        None if line is None else float("inf") if line["eval_loss"] is None else line["eval_loss"] for line in lines
+    ]
+
+
+def next_rate(losses: list[float | None]) -> int | None:
+    """Which rate to run next: the start, then the neighbours of the best one; None when both are known."""
+    known = {index: loss for index, loss in enumerate(losses) if loss is not None}
+    if not known:
+        return START
+    best = min(known, key=lambda index: (known[index], index))  # everything failed: go down
+    wanted = (index for index in (best - 1, best + 1) if 0 <= index < len(RATES) and index not in known)
+    return next(wanted, None)
+
+
+def best_rate(done: Lines, data: str, optimizer: str) -> float:
+    """The rate of the finished sweep with the lowest held-out loss."""
+    losses = swept(done, data, "came" if optimizer.startswith("came-int") else optimizer)
+    if next_rate(losses) is not None:
+        raise SystemExit(f"run the sweep of {optimizer} on {data} first")
+    return min((loss, rate) for loss, rate in zip(losses, RATES, strict=True) if loss is not None)[1]
+
+
+def sweep(data: str, optimizer: str, threads: int, **changes: Any) -> None:
+    """Run rates until the best one is between two worse ones."""
+    while (index := next_rate(swept(results(), data, optimizer, **changes))) is not None:
+        if not run_in_process(run_spec(data, optimizer, RATES[index], 0, **changes), threads):
+            return
 
 
 def specs(phase: str, data: str) -> Iterator[dict[str, Any]]:
+    """The runs of a phase that need no result of each other."""
     done = results()
-    if phase == "sweep":
-        middle_first = sorted(RATES, key=lambda rate: abs(np.log(rate / 3e-3)))
-        yield from (run_spec(data, name, rate, 0) for rate in middle_first for name in SWEPT)
-    elif phase == "seeds":
+    if phase == "seeds":
         yield from (run_spec(data, n, best_rate(done, data, n), seed) for seed in range(8) for n in FINALISTS)
     elif phase == "ablations":
         rate = best_rate(done, data, "came")
         yield from (run_spec(data, "came", rate, s, **change) for s in range(3) for change in ABLATIONS.values())
-    elif phase == "batch":
-        for batch in (1, 4, 16):
-            for name in ("adamw", "adafactor", "came", "lamb"):
-                yield from (run_spec(data, name, rate, 0, batch=batch) for rate in RATES)
 
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
@@ -167,18 +194,20 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_in_process(spec: dict[str, Any], threads: int) -> None:
+def run_in_process(spec: dict[str, Any], threads: int) -> bool:
+    """Run one spec in a process of its own and append its line; False when the process failed."""
     command = [sys.executable, __file__, "one", json.dumps(spec)]
     settings = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     finished = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
     if finished.returncode:
         print(f"failed: {spec}\n{finished.stderr[-2000:]}", flush=True)
-        return
+        return False
     line = finished.stdout.splitlines()[-1]
     with open(RESULTS, "a", encoding="utf-8") as file:
         file.write(line + "\n")
     found = json.loads(line)
     print(f"{found['data']} {found['optim']} seed {found['seed']}: {found['eval_loss']}", flush=True)
+    return True
 
 
 def report(data: str) -> None:
@@ -186,8 +215,7 @@ def report(data: str) -> None:
     done = results()
     print(f"{data}: held-out nats a token by learning rate, seed 0\n{'':16}" + "".join(f"{r:9.1e}" for r in RATES))
     for name in SWEPT:
-        found = [done.get(key_of(run_spec(data, name, rate, 0))) for rate in RATES]
-        cells = ["        -" if line is None else f"{line['eval_loss'] or float('nan'):9.4f}" for line in found]
+        cells = ["        -" if loss is None else f"{loss:9.4f}" for loss in swept(done, data, name)]
         print(f"{name:16}" + "".join(cells))
     if not any(line["seed"] for line in done.values()):
         return
@@ -219,13 +247,17 @@ def main() -> int:
     if options.phase == "report":
         report(options.data)
         return 0
-    done = results()
-    waiting = {key_of(spec): spec for spec in specs(options.phase, options.data)}
-    waiting = {key: spec for key, spec in waiting.items() if key not in done}
-    print(f"{len(waiting)} runs to do", flush=True)
     threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda spec: run_in_process(spec, threads), waiting.values()))
+        if options.phase == "sweep":
+            list(pool.map(lambda name: sweep(options.data, name, threads), SWEPT))
+        elif options.phase == "batch":
+            pairs = [(name, batch) for batch in (1, 4, 16) for name in ("adamw", "adafactor", "came", "lamb")]
+            list(pool.map(lambda pair: sweep(options.data, pair[0], threads, batch=pair[1]), pairs))
+        else:
+            done = results()
+            waiting = {key_of(spec): spec for spec in specs(options.phase, options.data)}
+            list(pool.map(lambda s: run_in_process(s, threads), [s for k, s in waiting.items() if k not in done]))
     return 0
 
 
