@@ -1,19 +1,32 @@
-"""Who takes the step of which parameter: compiled C where it can, tiles of PyTorch operations for the rest."""
+"""Who takes the step of which parameter: C on a CPU, compiled kernels on a GPU, tiles of PyTorch operations else.
+
+All follow the order and the mathematics of `_eager.py` and `_update.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scantling.optim import _eager, _native
+from scantling.optim import _compiled, _eager, _native
 from scantling.optim._eager import Job
 
 
 def step_all(jobs: Sequence[Job]) -> None:
     """Take the step of each parameter; they do not depend on each other."""
+    total_bytes = sum(job.param.nbytes for job in jobs)
     native: list[Job] = []
+    compiled: list[Job] = []
     rest: list[Job] = []
     for job in jobs:
-        (native if job.hyper.foreach is not False and _native.can_step(job) else rest).append(job)
+        if job.hyper.foreach is False:
+            rest.append(job)
+        elif _native.can_step(job):
+            native.append(job)
+        elif _compiled.can_step(job, total_bytes):
+            compiled.append(job)
+        else:
+            rest.append(job)
     _native.step(native)
+    rest += _compiled.step(compiled)
     for job in rest:
         _eager.step(job)

@@ -26,7 +26,9 @@ from scantling.optim._random import seed_of
 from scantling.optim._rounding import Rounding
 from scantling.optim._shardplan import ShardPlan
 from scantling.optim._update import (
+    Number,
     add_means,
+    add_scaled,
     apply_update,
     begin_mean,
     bias_correction,
@@ -53,10 +55,10 @@ Tile = tuple[slice, ...]
 class Hyper:
     """The hyper-parameters of a group."""
 
-    lr: float | Tensor
-    beta1: float
-    beta2: float
-    beta3: float
+    lr: Number
+    beta1: Number
+    beta2: Number
+    beta3: Number
     eps1: float
     eps2: float
     clip_threshold: float
@@ -111,7 +113,7 @@ class Job:
     state: dict[str, Tensor]
     hyper: Hyper
     view: MatrixDims | None
-    ordinal: int
+    ordinal: int | Tensor
     plan: ShardPlan
     has_grad: bool = True
 
@@ -122,7 +124,7 @@ class Job:
     def scalar(self, value: float) -> Tensor:
         return torch.full((), value, dtype=self.dtype, device=self.param.device)
 
-    def correction(self, beta: float) -> Tensor:
+    def correction(self, beta: Number) -> Tensor:
         return bias_correction(self.state["step"], beta, self.dtype)
 
     def place_of(self, tile: Tile) -> tuple[int, tuple[int, ...]]:
@@ -246,13 +248,13 @@ class _Factored:
     def _statistics(self, row: str, col: str) -> tuple[Tensor, Tensor]:
         return self._job.state[row], self._job.state[col]
 
-    def _weights(self, weight: float) -> tuple[float, float]:
+    def _weights(self, weight: Number) -> tuple[Number, Number]:
         return weight / self._num_cols, weight / self._num_rows
 
     def _whitened(self, tile: Tile) -> Tensor:
         return whiten(cut(self._job.grad, tile), cut(self._a, tile), cut(self._b, tile))
 
-    def _begin(self, row: Tensor, col: Tensor, beta: float, eps: float) -> None:
+    def _begin(self, row: Tensor, col: Tensor, beta: Number, eps: float) -> None:
         """Of the ranks that hold an average alike, one carries it into their sum and the others begin at 0."""
         rows, cols = self._view
         for average, summed in ((row, cols), (col, rows)):
@@ -300,7 +302,7 @@ class _Full:
         self._total = job.scalar(0.0)
         for tile in self._tiles:
             v = cut(self._moment, tile)
-            v.add_(cut(job.grad, tile).to(job.dtype).square(), alpha=1.0 - hyper.beta2)
+            add_scaled(v, cut(job.grad, tile).to(job.dtype).square(), 1.0 - hyper.beta2)
             self._total.add_(square_sum(v.rsqrt().mul_(cut(job.grad, tile))))
         return [(self._total, job.plan.groups(range(job.param.ndim)))]
 

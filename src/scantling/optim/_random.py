@@ -18,15 +18,17 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 _STREAM = 0x9E3779B1
 
 
-def seed_of(step: Tensor, ordinal: int, stream: int) -> Tensor:
+def seed_of(step: Tensor, ordinal: int | Tensor, stream: int) -> Tensor:
     """The seed of one parameter's noise in one step: 0-D int32 on the device of `step`, without waiting for it.
 
     Args:
         step: 0-D, the number of the step.
-        ordinal: which parameter of the optimizer.
+        ordinal: which parameter of the optimizer; a tensor is 0-D int64.
         stream: which of a parameter's uses of noise.
     """
     key = (ordinal * 4 + stream) * _STREAM & 0x7FFFFFFF
+    if isinstance(key, Tensor):
+        key = key.to(torch.int32)
     return _mix(step.to(torch.int32) * _MULTIPLIERS[0] + key)
 
 

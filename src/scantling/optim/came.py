@@ -93,7 +93,8 @@ class CAME(torch.optim.Optimizer):
         rounding: how bf16 parameters are written back: "nearest", "stochastic" or "compensated", see `_rounding.py`.
         maximize: ascend.
         foreach: False takes one parameter after the other in PyTorch operations, which is slower and the plainest.
-            Otherwise all parameters on a CPU that the compiled step knows go through it together.
+            Otherwise all parameters on a CPU that the step in C knows go through it together, see `_native.py`, and
+            on a GPU each goes through a compiled step, see `_compiled.py`.
         capturable: keep `lr` in a tensor, so that a CUDA graph that captured `step` follows a schedule; schedulers of
             torch write into it. Nothing else in a step needs the host.
 
