@@ -35,16 +35,25 @@ def parts(out: Path) -> list[Part]:
     """What is run, most important first."""
     shape = ("--presets", "llama-130m", "--batch-size", "16", "--seq-len", "1024", "--rounds", "1")
     baseline = (str(ROOT / "benchmarks/baseline.py"), "--device", "cuda", "--compute", "bf16", "--blocks", *shape)
+    optim = str(ROOT / "benchmarks/optim_gpu.py")
     return [
         Part("tests", 120, ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests"))),
+        *(
+            Part(name, seconds, (optim, *arguments, "--out", str(out / f"gpu-{name}.json")))
+            for name, seconds, arguments in (
+                ("optim-step-350m", 90, ("--size", "350m")),
+                ("optim-step-1.3b", 100, ("--size", "1.3b", "--rounds", "30")),
+                ("optim-tokens-350m", 120, ("--size", "350m", "--end-to-end", "--rounds", "20")),
+            )
+        ),
         Part(
             "train-llama-130m-compiled",
-            300,
+            150,
             (*baseline, "--compile", "--steps", "60", "--out", str(out / "gpu-baseline-compiled.json")),
         ),
         Part(
             "train-llama-130m-eager",
-            110,
+            80,
             (*baseline, "--steps", "40", "--out", str(out / "gpu-baseline-eager.json")),
         ),
     ]

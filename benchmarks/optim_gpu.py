@@ -1,0 +1,259 @@
+"""Time and memory of one optimizer step on a GPU, and tokens a second with it, CAME against what there is.
+
+    python benchmarks/optim_gpu.py --size 350m                 steps alone
+    python benchmarks/optim_gpu.py --size 350m --end-to-end    training steps of a Llama of that size
+
+All optimizers step the same parameters (those of a Llama of the size) in turn, rounds in random order. Times are of the
+device, by events, after each optimizer has taken three steps; ratios are medians over the rounds against AdamW fused
+with moments in bf16 and with moments in fp32, of the same round. `captured` replays the step from a CUDA graph.
+`scratch_bytes` is what a step allocates beside parameters, gradients and state. Peers that are not installed are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import scantling as sc
+from scantling.optim import state_bytes
+from scantling.training.rundir import environment
+
+CONTROLS = ("AdamW fused, bf16 moments", "AdamW fused, fp32 moments")
+SIZES = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "350m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "1.3b": {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16},
+}
+OPTIONS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95, 0.995), "debias": True}
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def peers() -> tuple[dict[str, tuple[Make, torch.dtype]], dict[str, str]]:
+    """Optimizers by name with the dtype of the weights they step, and why others are missing."""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    adamw, came = torch.optim.AdamW, sc.CAME
+    found: dict[str, tuple[Make, torch.dtype]] = {
+        # torch keeps AdamW's moments in the dtype of the weights
+        CONTROLS[0]: (lambda p: adamw(p, lr=1e-5, fused=True), bf16),
+        CONTROLS[1]: (lambda p: adamw(p, lr=1e-5, fused=True), fp32),
+        "AdamW foreach, bf16 moments": (lambda p: adamw(p, lr=1e-5, foreach=True), bf16),
+        "Adafactor foreach": (lambda p: torch.optim.Adafactor(p, lr=1e-5, foreach=True), bf16),
+        "CAME fp32, fp32 weights": (lambda p: came(p, **OPTIONS), fp32),
+        "CAME fp32, stochastic": (lambda p: came(p, rounding="stochastic", **OPTIONS), bf16),
+        "CAME bf16, stochastic": (lambda p: came(p, momentum="bf16", rounding="stochastic", **OPTIONS), bf16),
+        "CAME int8, stochastic": (lambda p: came(p, momentum="int8", rounding="stochastic", **OPTIONS), bf16),
+        "CAME int4, stochastic": (lambda p: came(p, momentum="int4", rounding="stochastic", **OPTIONS), bf16),
+        "CAME int8, stochastic, operations": (
+            lambda p: came(p, momentum="int8", rounding="stochastic", foreach=False, **OPTIONS),
+            bf16,
+        ),
+    }
+    missing = {}
+    try:
+        from torchao.optim import AdamW8bit
+
+        found["torchao AdamW8bit, stochastic"] = (lambda p: AdamW8bit(p, lr=1e-5, bf16_stochastic_round=True), bf16)
+    except ImportError as error:
+        missing["torchao AdamW8bit"] = str(error)
+    try:
+        from came_pytorch import CAME as Published
+
+        found["came-pytorch"] = (lambda p: Published(p, lr=1e-5), bf16)
+    except ImportError as error:
+        missing["came-pytorch"] = str(error)
+    return found, missing
+
+
+def language_model(size: str, device: str) -> nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(vocab_size=32000, max_position_embeddings=2048, **SIZES[size])
+    with torch.device(device):
+        return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+
+
+class Clock:
+    """Seconds between two moments on the device, by events; on a CPU by its clock."""
+
+    def __init__(self, device: str) -> None:
+        self._on_gpu = device == "cuda"
+        self._marks: list[Any] = [self._mark()]
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> float:
+        begin, end = self._marks[0], self._mark()
+        if not self._on_gpu:
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
+def captured(step: Callable[[], Any]) -> Callable[[], Any]:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def prepare(
+    names: dict[str, tuple[Make, torch.dtype]], params: dict[torch.dtype, list[nn.Parameter]], device: str
+) -> tuple[dict[str, Callable[[], Any]], dict[str, dict[str, Any]]]:
+    """Each optimizer's step after three of them, and what is known of it; of one that fails, the error."""
+    steps: dict[str, Callable[[], Any]] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    for name, (make, dtype) in names.items():
+        try:
+            began = time.perf_counter()
+            optimizer = make(params[dtype])
+            for _ in range(3):
+                optimizer.step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            facts[name] = {"first_three_steps_s": time.perf_counter() - began, "state_bytes": state_bytes(optimizer)}
+            if device == "cuda":
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                optimizer.step()
+                torch.cuda.synchronize()
+                facts[name]["scratch_bytes"] = torch.cuda.max_memory_allocated() - before
+            steps[name] = optimizer.step
+            if device == "cuda" and name.startswith("CAME"):
+                facts[f"{name}, captured"] = {"state_bytes": facts[name]["state_bytes"]}
+                steps[f"{name}, captured"] = captured(optimizer.step)
+        except Exception as error:  # a peer that cannot is a result too
+            facts.setdefault(name, {})["error"] = f"{type(error).__name__}: {error}"[:500]
+    return steps, facts
+
+
+def in_turns(steps: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(steps), len(steps)):
+            clock = Clock(device)
+            steps[name]()
+            times[name].append(clock.stop())
+    return times
+
+
+def steps_alone(size: str, device: str, rounds: int) -> dict[str, Any]:
+    names, missing = peers()
+    model = language_model(size, device)
+    shapes = [tuple(param.shape) for param in model.parameters()]
+    del model
+    params: dict[torch.dtype, list[nn.Parameter]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        params[dtype] = [nn.Parameter(torch.randn(s, device=device).mul_(0.02).to(dtype)) for s in shapes]
+        for param in params[dtype]:
+            param.grad = torch.randn(param.shape, device=device).mul_(1e-3).to(dtype)
+    steps, facts = prepare(names, params, device)
+    return {
+        "num_parameters": sum(param.numel() for param in params[torch.float32]),
+        "missing": missing,
+        "results": summary(in_turns(steps, rounds, device), facts),
+    }
+
+
+def end_to_end(size: str, device: str, rounds: int) -> dict[str, Any]:
+    """Training steps with one model, the optimizers taking turns; bf16 weights, random tokens."""
+    names, missing = peers()
+    kept = (CONTROLS[0], "torchao AdamW8bit, stochastic", "CAME int8, stochastic", "CAME int4, stochastic")
+    model = language_model(size, device)
+    batch, length = (8, 1024) if device == "cuda" else (2, 32)
+    tokens = torch.randint(0, 32000, (batch, length), device=device)
+    model.compile()
+
+    def gradients() -> None:
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+
+    gradients()
+    params = {torch.bfloat16: list(model.parameters())}
+    own, facts = prepare({name: names[name] for name in kept if name in names}, params, device)
+
+    def training_step(step: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            gradients()
+            step()
+            model.zero_grad()
+
+        return run
+
+    steps = {name: training_step(step) for name, step in own.items() if not name.endswith("captured")}
+    model.zero_grad()
+    for step in steps.values():
+        step()
+    results = summary(in_turns(steps, rounds, device), facts)
+    for row in results.values():
+        if "median_s" in row:
+            row["tokens_per_s"] = batch * length / row["median_s"]
+    return {
+        "num_parameters": sum(param.numel() for param in model.parameters()),
+        "tokens_a_step": batch * length,
+        "missing": missing,
+        "results": results,
+    }
+
+
+def summary(times: dict[str, list[float]], facts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    for name, own in times.items():
+        facts[name] |= {"median_s": float(np.median(own)), "raw_s": own}
+        for control in CONTROLS:
+            if control in times:
+                facts[name][f"ratio to {control}"] = float(np.median(np.array(own) / np.array(times[control])))
+    for name, row in facts.items():
+        if "error" in row:
+            print(f"{name:46} {row['error'][:100]}")
+            continue
+        ratios = "  ".join(f"{row[f'ratio to {c}']:6.2f}x" for c in CONTROLS if f"ratio to {c}" in row)
+        scratch = row.get("scratch_bytes", 0) / 2**20
+        sizes = f"state {row['state_bytes'] / 2**20:8.0f} MiB  scratch {scratch:7.0f} MiB"
+        print(f"{name:46} {row.get('median_s', 0) * 1e3:9.3f} ms  {ratios}  {sizes}")
+    return facts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="350m")
+    parser.add_argument("--end-to-end", action="store_true")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu only tries the script")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    measure = end_to_end if options.end_to_end else steps_alone
+    found = measure(options.size, options.device, options.rounds)
+    gc.collect()
+    report = {
+        "command": ["python", "benchmarks/optim_gpu.py", *sys.argv[1:]],
+        "date": time.strftime("%Y-%m-%d"),
+        **environment(),
+        "controls": CONTROLS,
+        **found,
+    }
+    kind = "tokens" if options.end_to_end else "step"
+    out = options.out or Path(__file__).parent / "results" / f"optim-{kind}-gpu-{options.size}-{report['date']}.json"
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"missing: {', '.join(found['missing']) or 'nothing'}\n{out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
