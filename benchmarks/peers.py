@@ -1,4 +1,6 @@
-"""Optimizers that CAME is compared with and that no installed package has: LAMB, a SCALE-like rule, APOLLO-Mini.
+"""Optimizers that CAME is compared with and that no installed package has.
+
+LAMB, a SCALE-like rule, APOLLO-Mini, and CAME without its confidence.
 
 Written from the papers, for comparison only. `register()` makes them known to recipes by name, as torch.optim is.
 """
@@ -11,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+import scantling as sc
 
 
 class _Peer(torch.optim.Optimizer):
@@ -114,9 +118,35 @@ class ApolloMini(_Peer):
         return update
 
 
+class CameUnconfident(sc.CAME):
+    """CAME whose confidence is the same everywhere: D = m in its equation (9).
+
+    An instability of K^2 beside which the real one does not count, at K times the rate: what is divided by K is m.
+    Vectors have no confidence and keep their rate. Not for matrices with a side under 16, which have none either.
+    """
+
+    K = 1e3
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, eps: tuple[float, float] = (1e-30, 1e-16), **options: Any
+    ) -> None:
+        super().__init__(params, lr=lr, eps=(eps[0], self.K**2), **options)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        matrices = [group for group in self.param_groups if group["role"] != "vector"]
+        kept = [(group["lr"], group["weight_decay"]) for group in matrices]
+        for group in matrices:
+            group["lr"], group["weight_decay"] = group["lr"] * self.K, group["weight_decay"] / self.K
+        try:
+            return super().step(closure)
+        finally:
+            for group, (lr, weight_decay) in zip(matrices, kept, strict=True):
+                group["lr"], group["weight_decay"] = lr, weight_decay
+
+
 def register() -> None:
-    """Let `optim.name` of a recipe be `lamb`, `scalelike` or `apollomini`."""
-    for peer in (Lamb, ScaleLike, ApolloMini):
+    """Let `optim.name` of a recipe be `lamb`, `scalelike`, `apollomini` or `cameunconfident`."""
+    for peer in (Lamb, ScaleLike, ApolloMini, CameUnconfident):
         setattr(torch.optim, peer.__name__, peer)
         if peer.__name__ not in torch.optim.__all__:
             torch.optim.__all__.append(peer.__name__)
