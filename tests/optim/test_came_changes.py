@@ -66,7 +66,8 @@ def test_what_is_left_keeps_its_momentum_and_second_moment(
     old = whole_momentum(before, view, momentum).index_select(dim, keep).float()
     new = whole_momentum(after, view if factored else None, momentum).float()
     largest = float(old.abs().max())
-    assert (new - old).abs().max() <= largest * {"fp32": 0, "bf16": 0, "int8": 1 / 120, "int4": 1 / 13}[momentum]
+    # half a step of 1/63 or 1/7 of a scale, which in short rows is up to 9/8 of the largest value
+    assert (new - old).abs().max() <= largest * {"fp32": 0, "bf16": 0, "int8": 1 / 112, "int4": 1 / 12}[momentum]
     if dim == 0 and factored and len(shape) != 4:
         assert torch.equal(new, old), "whole rows keep their codes"
     param.grad = torch.ones_like(param)

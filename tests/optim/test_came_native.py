@@ -67,6 +67,30 @@ def test_it_computes_what_the_operations_do(momentum: Any, rounding: Any, dtype:
                 torch.testing.assert_close(state[key], wanted[key], rtol=1e-5 if exact else 2e-3, atol=0)
 
 
+@pytest.mark.parametrize("momentum", ["int8", "int4"])
+@pytest.mark.parametrize("cols", [16, 17, 39, 40, 65, 79, 130])
+def test_codes_are_the_same_bits(cols: int, momentum: Any) -> None:
+    """Without a gradient and with beta1 = 1/2 the new momentum is half the old, exactly, in either way."""
+    states = []
+    for foreach in (None, False):
+        generator = torch.Generator().manual_seed(cols)
+        param = nn.Parameter(torch.ones(500, cols))
+        optimizer = CAME([param], lr=0.1, betas=(0.5, 0.9, 0.9), momentum=momentum, foreach=foreach)
+        for _ in range(2):
+            param.grad = torch.zeros_like(param)
+            optimizer.step()
+            state = optimizer.state[param]
+            states.append({key: value.clone() for key, value in state.items()})
+            codes, scale = state["exp_avg_codes"], state["exp_avg_scale"]
+            nibbles = torch.randint(1, 16, (2, *codes.shape), generator=generator)
+            codes.copy_(nibbles[0] + 16 * nibbles[1] if momentum == "int4" else nibbles[0] * 8 - 1)
+            short = torch.randint(0, 255, scale.shape, generator=generator)
+            scale.copy_(short if scale.dtype == torch.uint8 else torch.exp2(short / 8 - 16))
+    for key in ("exp_avg_codes", "exp_avg_scale"):
+        for found, wanted in zip(states[:2], states[2:], strict=True):
+            assert torch.equal(found[key], wanted[key])
+
+
 @pytest.mark.parametrize("momentum", ["fp32", "int4"])
 def test_the_number_of_threads_does_not_matter(momentum: Any) -> None:
     before, results = torch.get_num_threads(), []
@@ -93,14 +117,14 @@ def test_autograd_is_told_of_the_new_weights() -> None:
 
 
 def test_a_nan_stays_one() -> None:
-    for momentum in ("fp32", "int8", "int4"):
-        param = nn.Parameter(torch.ones(40, 40))
-        param.grad = torch.ones(40, 40)
+    for momentum, shape in (("fp32", (40, 40)), ("int8", (40, 40)), ("int4", (40, 40)), ("int8", (40, 20))):
+        param = nn.Parameter(torch.ones(shape))
+        param.grad = torch.ones(shape)
         param.grad[3, 4] = torch.nan
         optimizer = CAME([param], lr=1e-2, momentum=momentum)  # type: ignore[arg-type]
         optimizer.step()
         assert param.isnan().any()
-        param.grad = torch.ones(40, 40)
+        param.grad = torch.ones(shape)
         optimizer.step()
         assert param.isnan().any()
 

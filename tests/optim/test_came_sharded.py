@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from scantling.optim import CAME, state_bytes
 pytestmark = pytest.mark.dist
 
 CONV, STACK = ((0,), (1, 2, 3)), ((1,), (2,))
-# (shape, matrix_dims): a matrix, a thin one, a stack, rows of two dims, vectors, a thin one, a convolution
+# (shape, matrix_dims): a matrix, a thin one, a stack, rows of two dims, vectors, a thin one, a convolution, short rows
 SHAPES: list[tuple[tuple[int, ...], Any]] = [
     ((33, 40), None),
     ((7, 300), ((1,), (0,))),
@@ -52,6 +53,7 @@ SHAPES: list[tuple[tuple[int, ...], Any]] = [
     ((130,), None),
     ((9, 3), None),
     ((17, 6, 3, 3), CONV),
+    ((35, 17), None),
 ]
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95, 0.995), "debias": True}
 STEPS = 50
@@ -317,6 +319,34 @@ def test_low_bit_state_and_noise_belong_to_the_whole_parameter() -> None:
     run(3, low_bit_state_and_noise)
 
 
+def codes_of_short_rows() -> None:
+    """Without a gradient and with beta1 = 1/2 the new momentum is half the old, exactly, on any number of ranks."""
+    mesh = init_device_mesh("cpu", (3,))
+    for momentum, (shape, dims) in product(("int8", "int4"), [((35, 17), None), ((20, 2, 24), ((0, 1), (2,)))]):
+        whole = nn.Parameter(torch.zeros(shape))
+        part = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None))
+        options: dict[str, Any] = {"lr": 0.1, "betas": (0.5, 0.9, 0.9), "momentum": momentum}
+        one, many = (CAME([{"params": [p], "matrix_dims": dims}], **options) for p in (whole, part))
+        whole.grad = gradient(shape, 0, 0)
+        one.step()
+        many.load_state_dict(one.state_dict())
+        whole.grad = torch.zeros(shape)
+        one.step()
+        part.grad = distribute_tensor(whole.grad, mesh, [Shard(0)], src_data_rank=None)
+        with counted() as calls:
+            many.step()
+        assert [name for name, _ in calls] == ["all_reduce"] * 3
+        rows = [len(rows) for rows in torch.arange(shape[0]).chunk(3)]
+        for key in ("exp_avg_codes", "exp_avg_scale"):
+            found, wanted = many.state[part][key].to_local(), one.state[whole][key]
+            assert wanted.any()
+            assert torch.equal(found, wanted.split(rows)[dist.get_rank()]), (momentum, shape, key)
+
+
+def test_codes_of_short_rows_are_cut_with_their_rows() -> None:
+    run(3, codes_of_short_rows)
+
+
 def network(dtype: torch.dtype) -> nn.Sequential:
     torch.manual_seed(0)
     layers = (nn.Embedding(41, 24), nn.Linear(24, 33), nn.LayerNorm(33), nn.Linear(33, 41))
@@ -379,6 +409,7 @@ def full_state(net: nn.Module, optimizer: CAME) -> dict[str, Any]:
 RUNS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "plain": (torch.float32, {}),
     "low": (torch.bfloat16, {"momentum": "int8", "rounding": "compensated"}),
+    "lowest": (torch.float32, {"momentum": "int4"}),
 }
 
 

@@ -19,6 +19,7 @@
 enum { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };             /* how a row is kept */
 enum { NEAREST = 0, STOCHASTIC = 1, COMPENSATED = 2 };
 enum { LANES = 16, CHUNKS = 32, BLOCK8 = 128, BLOCK4 = 64, ROWS_AT_ONCE = 64 };
+enum { SHORT_BIAS = 8 * (127 - 16) };                        /* of a scale of one byte */
 
 typedef struct {                                             /* _native.py has the same */
     void *param, *grad, *momentum, *scale;
@@ -26,7 +27,7 @@ typedef struct {                                             /* _native.py has t
     float *row, *col, *res_row, *res_col, *moment;           /* moment: the full second moment, where not factored */
     const float *step;
     int64_t batch, rows, cols;
-    int32_t param_kind, grad_kind, momentum_kind, rounding, debias, maximize;
+    int32_t param_kind, grad_kind, momentum_kind, rounding, debias, maximize, scale_bytes;
     uint32_t ordinal;
     double lr, beta1, beta2, beta3, eps1, eps2, clip, weight_decay;
 } Job;
@@ -116,16 +117,30 @@ static int64_t num_blocks(int kind, int64_t cols) {
     return (cols + block - 1) / block;
 }
 
+static float load_scale(const Job *job, int64_t block) {
+    if (job->scale_bytes == 2) return half_to_float(((const uint16_t *)job->scale)[block]);
+    uint32_t code = ((const uint8_t *)job->scale)[block];
+    return code == 0 ? 0.0f : code == 255 ? NAN : float_of((code + SHORT_BIAS) << 20);
+}
+
+static void store_scale(const Job *job, int64_t block, int32_t bits) {   /* of the largest magnitude */
+    if (job->scale_bytes == 2) {
+        ((uint16_t *)job->scale)[block] = float_to_half(float_of((uint32_t)bits));
+        return;
+    }
+    int32_t code = ((bits - 1) >> 20) + 1 - SHORT_BIAS;
+    ((uint8_t *)job->scale)[block] = (uint8_t)(code < 1 ? 1 : code > 255 ? 255 : code);
+}
+
 static float *load_momentum(const Job *job, int64_t index, float *buffer) {
     int64_t cols = job->cols;
     if (job->momentum_kind == FP32) return (float *)job->momentum + index * cols;
     if (job->momentum_kind == BF16) return (float *)load(job->momentum, BF16, index * cols, cols, buffer);
     int64_t blocks = num_blocks(job->momentum_kind, cols);
-    const uint16_t *scales = (const uint16_t *)job->scale + index * blocks;
     if (job->momentum_kind == INT8) {
         const int8_t *codes = (const int8_t *)job->momentum + index * cols;
         for (int64_t k = 0; k < blocks; k++) {
-            float scale = half_to_float(scales[k]);
+            float scale = load_scale(job, index * blocks + k);
             int64_t end = (k + 1) * BLOCK8 < cols ? (k + 1) * BLOCK8 : cols;
             for (int64_t j = k * BLOCK8; j < end; j++) {
                 float y = (float)codes[j] * (1.0f / 127.0f);
@@ -135,7 +150,7 @@ static float *load_momentum(const Job *job, int64_t index, float *buffer) {
     } else {
         const uint8_t *codes = (const uint8_t *)job->momentum + index * ((cols + 1) / 2);
         for (int64_t k = 0; k < blocks; k++) {
-            float scale = half_to_float(scales[k]);
+            float scale = load_scale(job, index * blocks + k);
             int64_t end = (k + 1) * BLOCK4 < cols ? (k + 1) * BLOCK4 : cols;
             for (int64_t j = k * BLOCK4; j < end; j += 2) {  /* an odd row has one number more, which is not used */
                 int low = codes[j / 2] & 15, high = codes[j / 2] >> 4;
@@ -156,7 +171,6 @@ static void store_momentum(const Job *job, int64_t index, float *value) {
         return;
     }
     int64_t block = job->momentum_kind == INT8 ? BLOCK8 : BLOCK4, blocks = num_blocks(job->momentum_kind, cols);
-    uint16_t *scales = (uint16_t *)job->scale + index * blocks;
     for (int64_t k = 0; k < blocks; k++) {
         int64_t begin = k * block, end = begin + block < cols ? begin + block : cols;
         int32_t largest = 0;                                 /* bits of magnitudes are in their order, NaN above all */
@@ -164,8 +178,8 @@ static void store_momentum(const Job *job, int64_t index, float *value) {
             int32_t x = (int32_t)(bits_of(value[j]) & 0x7FFFFFFFu);
             largest = x > largest ? x : largest;
         }
-        scales[k] = float_to_half(float_of((uint32_t)largest));
-        float scale = half_to_float(scales[k]);
+        store_scale(job, index * blocks + k, largest);
+        float scale = load_scale(job, index * blocks + k);
         scale = scale < 5.9604644775390625e-8f ? 5.9604644775390625e-8f : scale;
         for (int64_t j = begin; j < end; j++) {
             float x = value[j] / scale;
