@@ -25,6 +25,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.environ["SCANTLING_CACHE"] = before
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked `gpu` where there is none."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("there is no NVIDIA GPU here")
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder of real data, or a skip that says what is missing."""
