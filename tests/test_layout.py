@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "scantling"
 LAYERS = (
     ("errors", "files", "numerics"),
     ("groups", "models.presets", "recipe.schema", "reporting.format"),
-    ("comm", "optim"),
+    ("comm", "optim", "tensor"),
     ("recipe", "integrations"),
     ("data",),
     ("tasks",),
@@ -23,7 +23,7 @@ LAYERS = (
     ("cli",),
     ("__init__", "__main__"),
 )
-METHODS = ("comm", "optim")
+METHODS = ("comm", "optim", "tensor")
 
 
 def layer(module: str) -> int:

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from scantling.integrations import hf
     from scantling.optim.came import CAME
     from scantling.planning.plan import Plan, plan
+    from scantling.tensor.linear import TTLinear
     from scantling.training.run import RunResult, train
 
 _HOMES = {
     "CAME": "scantling.optim.came",
     "Plan": "scantling.planning.plan",
     "RunResult": "scantling.training.run",
+    "TTLinear": "scantling.tensor.linear",
     "param_groups": "scantling.groups",
     "plan": "scantling.planning.plan",
     "train": "scantling.training.run",
@@ -28,7 +30,7 @@ _HOMES = {
 
 _MODULES = {"hf": "scantling.integrations.hf"}
 
-__all__ = ["CAME", "Plan", "RunResult", "hf", "param_groups", "plan", "train"]
+__all__ = ["CAME", "Plan", "RunResult", "TTLinear", "hf", "param_groups", "plan", "train"]
 
 
 def __getattr__(name: str) -> Any:

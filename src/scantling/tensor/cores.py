@@ -1,0 +1,162 @@
+"""Chains of cores: a tensor of many modes as a product of small ones, its ranks on the bonds between them.
+
+A core t has the shape (r_{t-1}, mode sizes..., r_t), with r_0 = r_n = 1. A tensor train has one mode a core, a TTM
+(tensor-train matrix) two: a row mode and a column mode. What follows takes any number of modes a core.
+
+    W[i_1, ..., i_n] = G_1[:, i_1, :] G_2[:, i_2, :] ... G_n[:, i_n, :]
+
+Source: Oseledets, Tensor-Train Decomposition, SIAM J. Sci. Comput. 2011 (TT-SVD: algorithm 1, its error: theorem 2.2);
+CoMERA, arXiv 2405.14377.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod, sqrt
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from scantling.errors import UserError
+
+Sizes: TypeAlias = tuple[int, ...]
+Box: TypeAlias = tuple[slice, ...]
+
+
+def clip_ranks(rank: int | Sequence[int], sizes: Sequence[int], what: str = "rank") -> Sizes:
+    """Ranks of all bonds, none above what the modes on its left or right can carry.
+
+    Args:
+        rank: of every inner bond, or one for each of them.
+        sizes: numbers of elements a core has beside its bonds: of its mode, or of its modes together.
+        what: name of the argument, for the message.
+
+    Returns:
+        `len(sizes) + 1` ranks, the first and the last of them 1.
+
+    Raises:
+        UserError: ranks that are not positive integers, or not one for each inner bond.
+
+    Example:
+        >>> clip_ranks(30, (12, 8, 8, 8, 8, 12))
+        (1, 12, 30, 30, 30, 12, 1)
+    """
+    num_bonds = len(sizes) - 1
+    ranks = [rank] * num_bonds if isinstance(rank, int) else list(rank)
+    if len(ranks) != num_bonds or not all(isinstance(value, int) and value >= 1 for value in ranks):
+        raise UserError(
+            f"{what} must be a positive integer, or one for each of the {num_bonds} bonds between {len(sizes)} cores; "
+            f"given {rank!r}"
+        )
+    for bond in range(num_bonds):
+        ranks[bond] = min(ranks[bond], (ranks[bond - 1] if bond else 1) * sizes[bond])
+    for bond in reversed(range(num_bonds)):
+        ranks[bond] = min(ranks[bond], (ranks[bond + 1] if bond + 1 < num_bonds else 1) * sizes[bond + 1])
+    return (1, *ranks, 1)
+
+
+def num_parameters(sizes: Sequence[int], ranks: Sequence[int]) -> int:
+    """Numbers in the cores: the sum of r_{t-1} * size_t * r_t.
+
+    Args:
+        sizes: elements of each core beside its bonds.
+        ranks: of all bonds, the outer ones included.
+    """
+    return sum(left * size * right for left, size, right in zip(ranks[:-1], sizes, ranks[1:], strict=True))
+
+
+def merge(cores: Sequence[Tensor]) -> Tensor:
+    """Contract neighbouring cores, from the left: (r, all modes as one, r')."""
+    merged = cores[0].flatten(1, -2)
+    for core in cores[1:]:
+        flat = core.flatten(1, -2)
+        merged = (merged.flatten(0, 1) @ flat.flatten(1)).view(merged.shape[0], -1, flat.shape[-1])
+    return merged
+
+
+def dense(cores: Sequence[Tensor]) -> Tensor:
+    """The whole tensor, its modes in the order of the cores: (modes of core 1..., modes of core 2..., ...)."""
+    return merge(cores).view([size for core in cores for size in core.shape[1:-1]])
+
+
+def gram(cores: Sequence[Tensor], box: Sequence[Box] | None = None) -> Tensor:
+    """Sum of squares of the tensor, from the cores alone: 0-D.
+
+    Args:
+        cores: of one chain.
+        box: for each core the slices of its modes that count; default all.
+    """
+    inner = cores[0].new_ones(1, 1)
+    for place, core in enumerate(cores):
+        part = core if box is None else core[(slice(None), *box[place])]
+        flat = part.flatten(1, -2)
+        half = torch.einsum("ab,bmc->amc", inner, flat)
+        inner = torch.einsum("amc,amd->cd", flat, half)
+    return inner.reshape(())
+
+
+def random_cores(
+    shapes: Sequence[Sizes],
+    ranks: Sequence[int],
+    norm: float,
+    boxes: Sequence[Sequence[Box]],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    """Gaussian cores whose tensor has exactly the given norm over what is not padding.
+
+    A product of random cores varies by tens of percent from draw to draw; the draw is scaled, the same factor in every
+    core.
+
+    Args:
+        shapes: the mode sizes of each core.
+        ranks: of all bonds, the outer ones included.
+        norm: Frobenius norm of the tensor.
+        boxes: disjoint, each with the slices of the modes of every core: what counts for the norm.
+        dtype, device, generator: of the draw.
+    """
+    cores = [
+        torch.randn(left, *shape, right, dtype=torch.float64, device="cpu", generator=generator) / sqrt(right)
+        for left, shape, right in zip(ranks[:-1], shapes, ranks[1:], strict=True)
+    ]
+    total = sum(float(gram(cores, box)) for box in boxes)
+    factor = (norm / sqrt(total)) ** (1.0 / len(cores)) if total > 0.0 else 0.0
+    return [(core * factor).to(device=device, dtype=dtype or torch.get_default_dtype()) for core in cores]
+
+
+def tt_svd(tensor: Tensor, shapes: Sequence[Sizes], ranks: Sequence[int] | None, error: float = 0.0) -> list[Tensor]:
+    """The cores of a tensor, by one singular value decomposition a bond, from the left.
+
+    Args:
+        tensor: its dims are the modes of all cores in order.
+        shapes: the mode sizes of each core.
+        ranks: most ranks of all bonds, the outer ones included; None for what the error needs.
+        error: relative Frobenius error of the whole that may be made; 0 keeps all that `ranks` allow.
+
+    Returns:
+        Cores of the dtype of `tensor`. The error is at most `error` where `ranks` are None or do not bind; where they
+        do, it is at most sqrt(n - 1) times the best possible at these ranks (Oseledets, corollary 2.4).
+    """
+    rest = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    allowed = float(rest.norm()) * error / sqrt(max(1, len(shapes) - 1))
+    cores, values, left = [], [], 1
+    for place, shape in enumerate(shapes[:-1]):
+        rest = rest.reshape(left * prod(shape), -1)
+        u, s, v = torch.linalg.svd(rest, full_matrices=False)
+        kept = max(1, int((s > s[0] * torch.finfo(s.dtype).eps).sum()))
+        if ranks is not None:
+            kept = min(kept, ranks[place + 1])
+        if error > 0.0:
+            tail = s.square().flip(0).cumsum(0).flip(0).sqrt()  # tail[k]: what is lost when k values are kept
+            kept = min(kept, max(1, int((tail > allowed).sum())))
+        cores.append(u[:, :kept].reshape(left, *shape, kept))
+        values.append(s[:kept].clamp(min=torch.finfo(s.dtype).tiny))
+        rest, left = s[:kept, None] * v[:kept], kept
+    cores.append(rest.reshape(left, *shapes[-1], 1))
+    for bond, value in enumerate(values):  # the root of each singular value to either side: cores of one magnitude
+        cores[bond] = cores[bond] * value.sqrt()
+        cores[bond + 1] = cores[bond + 1] / value.sqrt().view(-1, *[1] * (cores[bond + 1].ndim - 1))
+    return [core.to(tensor.dtype) for core in cores]

@@ -1,0 +1,49 @@
+"""A weight that is not there until somebody computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_METADATA = {
+    getattr(Tensor, name).__get__
+    for name in ("dtype", "device", "shape", "ndim", "requires_grad", "is_leaf", "layout", "is_meta", "is_cuda")
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size, Tensor.__len__}
+
+
+class LazyWeight(Tensor):
+    """Stands for a matrix: what is asked of its shape, dtype or device is known, every operation builds it.
+
+    Models read `layer.weight.dtype` in their forward passes; a layer of cores has no matrix to be asked, and building
+    one for that would cost more than the layer.
+
+    Args:
+        build: returns the matrix.
+        shape: of the matrix.
+        like: its dtype and device are the matrix's.
+    """
+
+    _build: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, build: Callable[[], Tensor], shape: tuple[int, ...], like: Tensor) -> LazyWeight:
+        made = torch.Tensor._make_subclass(cls, like.detach().new_empty(()).expand(shape))
+        made._build = build
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in _METADATA:
+                args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda one: one._build(), (args, kwargs))
+            return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LazyWeight(shape={tuple(self.shape)}, dtype={self.dtype})"

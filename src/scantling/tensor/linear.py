@@ -1,0 +1,252 @@
+"""TTLinear: a linear layer whose weight is a tensor train.
+
+    y = x W + bias,   W[(i_1..i_d), (o_1..o_e)] = G_1[:, i_1, :] ... G_d[:, i_d, :] H_1[:, o_1, :] ... H_e[:, o_e, :]
+
+Input modes before output modes (CoMERA, arXiv 2405.14377, section 3). The matrix rank of W is at most the rank of the
+bond between the last input and the first output core: with many tokens the layer is x A B with A: (in, r), B: (r, out),
+with few it is cheaper to contract x with the cores one by one; `contraction.py` picks the order. Where the product of
+the modes is larger than the dimension, x is padded with zeros and y cut.
+
+Cost: `num_parameters(...)` numbers; multiplications as `TTLinear.plan(tokens)` says, twice that in the backward pass;
+saved for it are x, what is r wide, and the merged cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scantling.errors import UserError
+from scantling.groups import MatrixDims, Role
+from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract, matrix_of, orders
+from scantling.tensor.cores import clip_ranks, dense, gram, num_parameters, random_cores, tt_svd
+from scantling.tensor.lazy import LazyWeight
+from scantling.tensor.modes import boxes, check_modes, split
+
+
+class TTLinear(nn.Module):
+    """`nn.Linear` with its weight as tensor-train cores.
+
+    Args:
+        in_features, out_features: as of `nn.Linear`.
+        rank: of every bond between cores, or one for each; clipped to what the modes can carry.
+        num_modes: into how many modes input and output are split where these are not given.
+        in_modes, out_modes: modes of input and output; their product may be larger than the dimension.
+        bias: whether there is one.
+        device, dtype: of the parameters.
+
+    Attributes:
+        cores: `nn.ParameterList` of (r, mode, r') tensors, input modes first.
+        bias: (out_features,) or None.
+
+    Raises:
+        UserError: ranks or modes that do not fit.
+
+    Example:
+        >>> layer = sc.TTLinear(768, 768, rank=30, in_modes=(12, 8, 8), out_modes=(8, 8, 12))
+        >>> layer.ranks, sum(core.numel() for core in layer.cores)
+        ((1, 12, 30, 30, 30, 12, 1), 20448)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int | Sequence[int],
+        *,
+        num_modes: int = 3,
+        in_modes: Sequence[int] | None = None,
+        out_modes: Sequence[int] | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.in_modes = _modes(in_features, num_modes, in_modes, "in_modes")
+        self.out_modes = _modes(out_features, num_modes, out_modes, "out_modes")
+        if out_modes is None:
+            self.out_modes = self.out_modes[::-1]  # the largest modes outermost: their bonds carry most
+        modes = (*self.in_modes, *self.out_modes)
+        ranks = clip_ranks(rank, modes)
+        self.cores = nn.ParameterList(
+            torch.empty(left, mode, right, device=device, dtype=dtype)
+            for left, mode, right in zip(ranks[:-1], modes, ranks[1:], strict=True)
+        )
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        if self.cores[0].device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self, norm: float | None = None, generator: torch.Generator | None = None) -> None:
+        """Draw the cores anew.
+
+        Args:
+            norm: Frobenius norm of W, exact; default that of `nn.Linear`, whose entries have the variance 1 / (3 in).
+            generator: of the draw.
+        """
+        norm = sqrt(self.out_features / 3.0) if norm is None else norm
+        valid = [
+            [(part,) for part in (*rows, *cols)]
+            for rows in boxes(self.in_features, self.in_modes)
+            for cols in boxes(self.out_features, self.out_modes)
+        ]
+        shapes = [(mode,) for mode in (*self.in_modes, *self.out_modes)]
+        drawn = random_cores(shapes, self.ranks, norm, valid, generator=generator)
+        with torch.no_grad():
+            for core, value in zip(self.cores, drawn, strict=True):
+                core.copy_(value)
+            if self.bias is not None:
+                bound = 1.0 / sqrt(self.in_features)
+                self.bias.uniform_(-bound, bound, generator=generator)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of all bonds, the outer ones (1) included."""
+        return (1, *(core.shape[-1] for core in self.cores))
+
+    @property
+    def chain(self) -> Chain:
+        """Modes and ranks, as the search for an order of contraction takes them."""
+        return Chain((*self.in_modes, *self.out_modes), self.ranks, len(self.in_modes))
+
+    @property
+    def weight(self) -> Tensor:
+        """W transposed, (out_features, in_features), as of `nn.Linear`.
+
+        To ask for its dtype, device or shape costs nothing; any operation on it builds the matrix, and its gradient is
+        one of the cores.
+        """
+        if torch.compiler.is_compiling():
+            return self.dense_weight()  # dropped by the compiler where only the dtype is read
+        return LazyWeight(self.dense_weight, (self.out_features, self.in_features), self.cores[0])
+
+    def dense_weight(self) -> Tensor:
+        """W transposed, built from the cores: (out_features, in_features)."""
+        whole = dense(list(self.cores)).reshape(prod(self.in_modes), prod(self.out_modes))
+        return whole[: self.in_features, : self.out_features].t()
+
+    def plan(self, num_tokens: int) -> Plan:
+        """The order in which so many tokens are contracted with the cores; print it."""
+        return best_plan(self.chain, num_tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y = x W + bias: (..., in_features) to (..., out_features)."""
+        flat = x.reshape(-1, self.in_features)
+        padding = prod(self.in_modes) - self.in_features
+        if padding:
+            flat = nn.functional.pad(flat, (0, padding))
+        steps = self._order(flat.shape[0])
+        y = contract(flat, self._matrices(steps), steps, prod(self.out_modes))[:, : self.out_features]
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _matrices(self, steps: Sequence[Step]) -> list[Tensor]:
+        """Blocks merged in the dtype of the cores: autocast rounds what x is multiplied with, not what is merged."""
+        cores = list(self.cores)
+        with torch.autocast(cores[0].device.type, enabled=False):
+            return [matrix_of(cores, step) for step in steps]
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _orders(self) -> tuple[tuple[int, tuple[Step, ...]], ...]:
+        return orders(self.chain)
+
+    def _order(self, num_tokens: int) -> tuple[Step, ...]:
+        """By comparisons alone, which a compiled graph holds for a range of tokens."""
+        known: tuple[tuple[int, tuple[Step, ...]], ...] = self._orders()
+        for limit, steps in known:
+            if num_tokens <= limit:
+                return steps
+        return known[-1][1]
+
+    @classmethod
+    def from_dense(
+        cls,
+        linear: nn.Linear,
+        rank: int | Sequence[int] | None = None,
+        *,
+        error: float = 0.0,
+        num_modes: int = 3,
+        in_modes: Sequence[int] | None = None,
+        out_modes: Sequence[int] | None = None,
+    ) -> TTLinear:
+        """The closest tensor train that TT-SVD finds.
+
+        Args:
+            linear: its weight is split, its bias copied.
+            rank: most ranks, as of the constructor; None for as much as the error needs.
+            error: relative Frobenius error of the weight that may be made, from 0 to 1.
+            num_modes, in_modes, out_modes: as of the constructor.
+
+        Raises:
+            UserError: neither a rank nor an error, or what the constructor refuses.
+        """
+        if rank is None and error <= 0.0:
+            raise UserError("from_dense needs a rank, an error above 0, or both")
+        weight = linear.weight.detach()
+        made = cls(
+            linear.in_features,
+            linear.out_features,
+            1 if rank is None else rank,
+            num_modes=num_modes,
+            in_modes=in_modes,
+            out_modes=out_modes,
+            bias=linear.bias is not None,
+            device="meta",
+            dtype=weight.dtype,
+        )
+        modes = (*made.in_modes, *made.out_modes)
+        padding = (0, prod(made.out_modes) - linear.out_features, 0, prod(made.in_modes) - linear.in_features)
+        whole = nn.functional.pad(weight.t(), padding).reshape(modes)
+        found = tt_svd(whole, [(mode,) for mode in modes], None if rank is None else made.ranks, error)
+        made.cores = nn.ParameterList(core.clone() for core in found)
+        if linear.bias is not None:
+            made.bias = nn.Parameter(linear.bias.detach().clone())
+        return made.train(linear.training)
+
+    def to_dense(self) -> nn.Linear:
+        """An `nn.Linear` that computes the same."""
+        like = self.cores[0]
+        linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        linear.weight = nn.Parameter(self.dense_weight().detach().contiguous(), requires_grad=like.requires_grad)
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().clone(), requires_grad=self.bias.requires_grad)
+        return linear.train(self.training)
+
+    def squared_norm(self) -> Tensor:
+        """Sum of squares of W, padding included, from the cores alone: 0-D."""
+        return gram(list(self.cores))
+
+    def num_parameters(self) -> int:
+        """Numbers in cores and bias."""
+        own = num_parameters((*self.in_modes, *self.out_modes), self.ranks)
+        return own + (0 if self.bias is None else self.out_features)
+
+    def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
+        """A core is a matrix of (r * mode) x r', see `scantling.param_groups`."""
+        return {f"cores.{index}": ("matrix", ((0, 1), (2,))) for index in range(len(self.cores))}
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, in_modes={self.in_modes}, "
+            f"out_modes={self.out_modes}, ranks={self.ranks}, bias={self.bias is not None}"
+        )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for index, core in enumerate(self.cores):
+            given = state_dict.get(f"{prefix}cores.{index}")
+            if given is not None and given.shape != core.shape:
+                where = prefix.rstrip(".") or type(self).__name__
+                raise UserError(
+                    f"{where}: core {index + 1} of the checkpoint has the shape {tuple(given.shape)}, that of this "
+                    f"layer {tuple(core.shape)} (ranks {self.ranks}); build it with the ranks of the checkpoint"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _modes(size: int, num_modes: int, modes: Sequence[int] | None, what: str) -> tuple[int, ...]:
+    return split(size, num_modes) if modes is None else check_modes(modes, size, what)

@@ -1,0 +1,89 @@
+"""Chains of cores: norms, ranks, TT-SVD."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scantling.errors import UserError
+from scantling.tensor.cores import clip_ranks, dense, gram, num_parameters, random_cores, tt_svd
+from scantling.tensor.modes import boxes
+
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=5)
+
+
+def chain(sizes: list[int], rank: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ranks = clip_ranks(rank, sizes)
+    return [
+        torch.randn(left, size, right, dtype=torch.float64, generator=generator)
+        for left, size, right in zip(ranks[:-1], sizes, ranks[1:], strict=True)
+    ]
+
+
+@given(SIZES, st.integers(1, 9))
+def test_ranks_are_what_modes_can_carry(sizes: list[int], rank: int) -> None:
+    ranks = clip_ranks(rank, sizes)
+    for bond in range(1, len(sizes)):
+        assert ranks[bond] == min(rank, prod(sizes[:bond]), prod(sizes[bond:]))
+
+
+def test_number_of_parameters_is_that_of_the_cores() -> None:
+    sizes = (12, 8, 8, 8, 8, 12)
+    assert num_parameters(sizes, clip_ranks(30, sizes)) == 20_448
+
+
+@pytest.mark.parametrize("rank", [0, -1, [2], [2, 0], "3", [1.5, 2]])
+def test_wrong_ranks_are_refused(rank: object) -> None:
+    with pytest.raises(UserError, match="one for each of the 2 bonds"):
+        clip_ranks(rank, (2, 3, 4))  # type: ignore[arg-type]
+
+
+@given(SIZES, st.integers(1, 6))
+@settings(deadline=None)
+def test_the_norm_of_the_cores_is_that_of_the_tensor(sizes: list[int], rank: int) -> None:
+    cores = chain(sizes, rank)
+    torch.testing.assert_close(gram(cores), dense(cores).square().sum())
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 6), st.integers(0, 3))
+@settings(deadline=None)
+def test_a_draw_has_exactly_the_norm_over_what_is_not_padding(rows: int, cols: int, rank: int, seed: int) -> None:
+    row_modes, col_modes = (4, 4, 4), (8, 8)
+    shapes = [(mode,) for mode in row_modes + col_modes]
+    valid = [[(s,) for s in a + b] for a in boxes(rows, row_modes) for b in boxes(cols, col_modes)]
+    generator = torch.Generator().manual_seed(seed)
+    ranks = clip_ranks(rank, row_modes + col_modes)
+    cores = random_cores(shapes, ranks, 3.0, valid, dtype=torch.float64, generator=generator)
+    assert dense(cores).reshape(64, 64)[:rows, :cols].norm().item() == pytest.approx(3.0, rel=1e-12)
+
+
+@given(SIZES, st.integers(1, 4), st.sampled_from([1, 2]))
+@settings(deadline=None)
+def test_tt_svd_gives_back_what_has_these_ranks(sizes: list[int], rank: int, modes: int) -> None:
+    cores = chain(sizes, rank)
+    whole = dense(cores)
+    shapes = [(size,) for size in sizes]
+    if modes == 2:
+        whole, shapes = whole.reshape([part for size in sizes for part in (size, 1)]), [(size, 1) for size in sizes]
+    found = tt_svd(whole, shapes, clip_ranks(rank, sizes))
+    torch.testing.assert_close(dense(found), whole)
+    assert [core.shape[0] for core in found] == [core.shape[0] for core in tt_svd(whole, shapes, None, 1e-10)]
+
+
+@pytest.mark.parametrize("error", [0.05, 0.3, 0.8])
+def test_tt_svd_keeps_the_error_it_may_make(error: float) -> None:
+    whole = torch.randn(6, 5, 4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = tt_svd(whole, [(6,), (5,), (4,), (7,)], None, error)
+    made = float((dense(found) - whole).norm() / whole.norm())
+    assert error / 8 < made <= error
+
+
+def test_tt_svd_of_zeros_is_zero() -> None:
+    found = tt_svd(torch.zeros(4, 4, 4), [(4,)] * 3, (1, 4, 4, 1))
+    assert not dense(found).any()
+    assert all(core.isfinite().all() for core in found)

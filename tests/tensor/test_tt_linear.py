@@ -1,0 +1,184 @@
+"""TTLinear as a layer: equal to its dense form, usable as nn.Linear is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.tensor.linear import TTLinear
+
+LAYERS: list[tuple[tuple[int, int], dict[str, Any]]] = [
+    ((768, 768), {"rank": 30, "in_modes": (12, 8, 8), "out_modes": (8, 8, 12)}),
+    ((64, 96), {"rank": 5, "num_modes": 2}),
+    ((97, 13), {"rank": 6}),
+    ((30, 30), {"rank": 1, "num_modes": 4}),
+    ((12, 20), {"rank": 3, "num_modes": 1, "bias": False}),
+    ((40, 1), {"rank": [2, 5, 1], "num_modes": 2}),
+    ((32, 32), {"rank": 7, "num_modes": 5}),
+]
+
+
+def layer_of(sizes: tuple[int, int], options: dict[str, Any]) -> TTLinear:
+    torch.manual_seed(0)
+    return TTLinear(*sizes, **options).double()
+
+
+@pytest.mark.parametrize(("sizes", "options"), LAYERS, ids=str)
+@pytest.mark.parametrize("lead", [(1,), (2, 3), (200,), (0,), ()], ids=str)
+def test_it_computes_what_its_dense_form_does(
+    sizes: tuple[int, int], options: dict[str, Any], lead: tuple[int, ...]
+) -> None:
+    layer = layer_of(sizes, options)
+    x = torch.randn(*lead, sizes[0], dtype=torch.float64)
+    linear = layer.to_dense()
+    torch.testing.assert_close(layer(x), linear(x))
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_ranks_and_numbers_of_the_documented_layer() -> None:
+    layer = sc.TTLinear(768, 768, rank=30, in_modes=(12, 8, 8), out_modes=(8, 8, 12), bias=True)
+    assert layer.ranks == (1, 12, 30, 30, 30, 12, 1)
+    assert sum(core.numel() for core in layer.cores) == 20_448
+    assert layer.num_parameters() == 20_448 + 768
+    assert [tuple(core.shape) for core in layer.cores][:3] == [(1, 12, 12), (12, 8, 30), (30, 8, 30)]
+
+
+@pytest.mark.parametrize(("sizes", "options"), LAYERS, ids=str)
+def test_the_weight_of_a_new_layer_has_the_variance_of_a_linear(sizes: tuple[int, int], options: Any) -> None:
+    layer = layer_of(sizes, options)
+    variance = layer.dense_weight().square().mean().item()
+    assert variance == pytest.approx(1 / (3 * sizes[0]), rel=1e-6)
+
+
+def test_the_weight_is_not_built_to_be_asked_for_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = TTLinear(64, 32, rank=4, dtype=torch.bfloat16)
+    monkeypatch.setattr(layer, "dense_weight", lambda: pytest.fail("the matrix was built"))
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    assert (weight.dtype, weight.shape, weight.device.type) == (torch.bfloat16, (32, 64), "cpu")
+    assert (weight.size(0), weight.numel(), weight.dim()) == (32, 2048, 2)
+    assert "LazyWeight" in repr(weight)
+
+
+def test_gradients_go_through_the_weight() -> None:
+    layer = TTLinear(64, 32, rank=4)
+    layer.weight.square().sum().backward()
+    assert all(core.grad is not None and core.grad.any() for core in layer.cores)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 40])
+def test_gradients_and_their_gradients(num_tokens: int) -> None:
+    layer = layer_of((7, 10), {"rank": 3, "num_modes": 2})
+    x = torch.randn(num_tokens, 7, dtype=torch.float64, requires_grad=True)
+
+    def of_all(x: torch.Tensor, *cores: torch.Tensor) -> torch.Tensor:
+        values = {f"cores.{index}": core for index, core in enumerate(cores)}
+        return torch.func.functional_call(layer, values, (x,))
+
+    inputs = (x[:2], *layer.cores) if num_tokens > 2 else (x, *layer.cores)
+    assert torch.autograd.gradcheck(of_all, inputs)
+    assert torch.autograd.gradgradcheck(of_all, inputs)
+
+
+def test_it_compiles_whole_and_not_again_for_every_number_of_tokens() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    layer = TTLinear(64, 64, rank=8)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for num_tokens in (2, 3, 5, 9, 17, 33, 100, 1000, 2000):
+        x = torch.randn(num_tokens, 64)
+        torch.testing.assert_close(compiled(x), layer(x))
+    assert len(graphs) <= len(layer._orders()) + 1
+
+
+def test_a_model_that_asks_for_the_dtype_compiles_whole() -> None:
+    layer = TTLinear(32, 32, rank=4)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return layer(x.to(layer.weight.dtype))
+
+    x = torch.randn(5, 32)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("num_tokens", [4, 400])
+def test_autocast_gives_what_it_gives_of_a_linear(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    layer = TTLinear(64, 64, rank=8)
+    x = torch.randn(num_tokens, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        y.float().square().sum().backward()
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(x), rtol=0.05, atol=0.02)
+    assert all(core.grad is not None and core.grad.dtype == torch.float32 for core in layer.cores)
+
+
+def test_copies_and_state_dicts() -> None:
+    layer = TTLinear(24, 36, rank=4)
+    other = TTLinear(24, 36, rank=4)
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 24)
+    assert torch.equal(other(x), layer(x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+def test_a_checkpoint_of_other_ranks_is_refused_by_name() -> None:
+    model = nn.Sequential(TTLinear(24, 36, rank=4))
+    with pytest.raises(UserError, match=r"0: core 1 of the checkpoint has the shape \(1, \d, 3\)"):
+        model.load_state_dict(nn.Sequential(TTLinear(24, 36, rank=3)).state_dict())
+
+
+@pytest.mark.parametrize("options", [{"error": 1e-7}, {"rank": 1000}, {"rank": 1000, "num_modes": 2}], ids=str)
+def test_from_dense_gives_the_layer_back(options: Any) -> None:
+    linear = nn.Linear(60, 37).double()
+    layer = TTLinear.from_dense(linear, **options)
+    x = torch.randn(5, 60, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), linear(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer.to_dense().weight, linear.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_from_dense_at_a_rank_is_the_best_where_one_bond_counts() -> None:
+    linear = nn.Linear(16, 16, bias=False).double()
+    layer = TTLinear.from_dense(linear, rank=5, num_modes=1)
+    best = torch.linalg.svdvals(linear.weight.detach())[5:].norm()
+    torch.testing.assert_close((layer.dense_weight() - linear.weight).norm(), best)
+    assert layer.bias is None
+
+
+def test_groups_take_a_core_as_a_matrix() -> None:
+    groups = sc.param_groups(nn.Sequential(TTLinear(24, 36, rank=4)), weight_decay=0.1)
+    assert {group["role"] for group in groups} == {"matrix", "vector"}
+    matrices = next(group for group in groups if group["role"] == "matrix")
+    assert matrices["matrix_dims"] == ((0, 1), (2,))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank must be"),
+        ({"rank": [2, 2]}, "one for each of the 5 bonds"),
+        ({"rank": 2, "in_modes": (2, 3)}, "in_modes=.* hold 6 indices"),
+        ({"rank": 2, "num_modes": 7}, "num_modes must be from 1 to 5"),
+    ],
+    ids=str,
+)
+def test_wrong_layers_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TTLinear(24, 36, **options)
+
+
+def test_from_dense_needs_to_know_how_far() -> None:
+    with pytest.raises(UserError, match="a rank, an error above 0"):
+        TTLinear.from_dense(nn.Linear(4, 4))
