@@ -9,7 +9,18 @@ import pytest
 
 import scantling as sc
 
-PUBLIC = ["CAME", "Plan", "RunResult", "TTLinear", "hf", "param_groups", "plan", "train"]
+PUBLIC = [
+    "CAME",
+    "Plan",
+    "RunResult",
+    "TTLinear",
+    "TTMEmbedding",
+    "TTMEmbeddingBag",
+    "hf",
+    "param_groups",
+    "plan",
+    "train",
+]
 
 
 def test_public_names_are_pinned() -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from scantling.integrations import hf
     from scantling.optim.came import CAME
     from scantling.planning.plan import Plan, plan
+    from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
     from scantling.tensor.linear import TTLinear
     from scantling.training.run import RunResult, train
 
@@ -23,6 +24,8 @@ _HOMES = {
     "Plan": "scantling.planning.plan",
     "RunResult": "scantling.training.run",
     "TTLinear": "scantling.tensor.linear",
+    "TTMEmbedding": "scantling.tensor.embedding",
+    "TTMEmbeddingBag": "scantling.tensor.embedding",
     "param_groups": "scantling.groups",
     "plan": "scantling.planning.plan",
     "train": "scantling.training.run",
@@ -30,7 +33,18 @@ _HOMES = {
 
 _MODULES = {"hf": "scantling.integrations.hf"}
 
-__all__ = ["CAME", "Plan", "RunResult", "TTLinear", "hf", "param_groups", "plan", "train"]
+__all__ = [
+    "CAME",
+    "Plan",
+    "RunResult",
+    "TTLinear",
+    "TTMEmbedding",
+    "TTMEmbeddingBag",
+    "hf",
+    "param_groups",
+    "plan",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -100,4 +100,4 @@ def test_a_plan_says_what_it_costs() -> None:
     text = str(best_plan(chain, 4096))
     assert "with cores ((1 2) 3), then (4 (5 6))" in text
     assert "2415.919 M" in text
-    assert "12.70 times fewer" in text
+    assert "12.70 times as many" in text

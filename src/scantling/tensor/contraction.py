@@ -34,12 +34,12 @@ Tree: TypeAlias = "int | tuple[Tree, Tree]"
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The sizes of a chain of cores between an input and an output.
+    """x (tokens, inputs) with a chain of cores, the first of which belong to the input and the rest to the output.
 
     Attributes:
         modes: of all cores.
         ranks: of all bonds, the outer ones included.
-        num_inputs: how many of the first cores belong to the input.
+        num_inputs: how many of the cores belong to the input.
     """
 
     modes: tuple[int, ...]
@@ -53,6 +53,67 @@ class Chain:
     def outputs(self, first: int, last: int) -> int:
         """Product of the output modes among cores first..last; 1 for none."""
         return prod(self.modes[max(first, self.num_inputs) : last + 1])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each core beside its bonds."""
+        return self.modes
+
+    def absorb(self, first: int, last: int) -> tuple[int, int, int, int]:
+        """P, K, S, Q of the step that absorbs cores first..last: the state is (outputs, rank, inputs that are left)."""
+        before, behind = self.outputs(0, first - 1), self.inputs(last + 1, len(self.modes))
+        inner = self.ranks[first] * self.inputs(first, last)
+        return before, inner, behind, self.outputs(first, last) * self.ranks[last + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Rows of a table of cores with a row mode and a column mode each: the state is (columns, rank) for each id.
+
+    Attributes:
+        row_modes, col_modes: of all cores.
+        ranks: of all bonds, the outer ones included.
+    """
+
+    row_modes: tuple[int, ...]
+    col_modes: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(rows * cols for rows, cols in zip(self.row_modes, self.col_modes, strict=True))
+
+    def absorb(self, first: int, last: int) -> tuple[int, int, int, int]:
+        columns, right = prod(self.col_modes[first : last + 1]), self.ranks[last + 1]
+        return prod(self.col_modes[:first]), self.ranks[first], 1, columns * right
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """h (tokens, columns) with a table, for its products with all rows: the state is (rows, rank, columns left).
+
+    Attributes:
+        table: of the rows.
+    """
+
+    table: Lookup
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.table.ranks
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.table.sizes
+
+    def absorb(self, first: int, last: int) -> tuple[int, int, int, int]:
+        rows, cols, ranks = self.table.row_modes, self.table.col_modes, self.table.ranks
+        inner = ranks[first] * prod(cols[first : last + 1])
+        return prod(rows[:first]), inner, prod(cols[last + 1 :]), prod(rows[first : last + 1]) * ranks[last + 1]
+
+
+Network: TypeAlias = Chain | Lookup | Head
+"""What tokens are contracted with: cores in a row, and what each step of it costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +165,18 @@ class Plan:
     def __str__(self) -> str:
         """The order in words, and its cost beside that of a dense layer."""
         blocks = ", then ".join(_spelled(step.tree) for step in self.steps)
-        return (
-            f"{self.num_tokens} tokens with cores {blocks}\n"
-            f"  dense   {self.dense_macs / 1e6:12.3f} M multiplications\n"
-            f"  chosen  {self.macs / 1e6:12.3f} M, {self.dense_macs / max(1, self.macs):.2f} times fewer; "
-            f"{self.merge_macs / 1e6:.3f} M of them merge cores"
-        )
+        lines = [
+            f"{self.num_tokens} tokens with cores {blocks}",
+            f"  chosen  {self.macs / 1e6:12.3f} M multiplications, {self.merge_macs / 1e6:.3f} M of them merge cores",
+        ]
+        if self.dense_macs:
+            times = self.dense_macs / max(1, self.macs)
+            lines.append(f"  dense   {self.dense_macs / 1e6:12.3f} M, {times:.2f} times as many")
+        return "\n".join(lines)
 
 
 @lru_cache(maxsize=65536)
-def best_plan(chain: Chain, num_tokens: int, merges: float = 1.0) -> Plan:
+def best_plan(chain: Network, num_tokens: int, merges: float = 1.0) -> Plan:
     """The order with the fewest multiplications.
 
     Args:
@@ -123,7 +186,7 @@ def best_plan(chain: Chain, num_tokens: int, merges: float = 1.0) -> Plan:
             already.
     """
     found: list[tuple[float, tuple[Step, ...]]] = [(0.0, ())]
-    for last in range(len(chain.modes)):
+    for last in range(len(chain.sizes)):
         ways = []
         for first in range(last + 1):
             cost, steps = found[first]
@@ -139,7 +202,7 @@ MOST_TOKENS = 1 << 22
 
 
 @lru_cache(maxsize=4096)
-def orders(chain: Chain) -> tuple[tuple[int, tuple[Step, ...]], ...]:
+def orders(chain: Network) -> tuple[tuple[int, tuple[Step, ...]], ...]:
     """The best order for every number of tokens: (up to how many tokens, steps), ascending.
 
     The cost of an order is a line over the tokens, that of the best one the lower envelope of all: it has few corners,
@@ -165,7 +228,7 @@ def orders(chain: Chain) -> tuple[tuple[int, tuple[Step, ...]], ...]:
     )
 
 
-def plan_of(chain: Chain, num_tokens: int, steps: Sequence[Step]) -> Plan:
+def plan_of(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
     """A plan with its costs."""
     blocks = [cores_of(step.tree) for step in steps]
     return Plan(
@@ -173,11 +236,16 @@ def plan_of(chain: Chain, num_tokens: int, steps: Sequence[Step]) -> Plan:
         num_tokens,
         sum(_merging(chain, block[0], block[-1])[0] for block in blocks),
         num_tokens * sum(step.macs for step in steps),
-        num_tokens * chain.inputs(0, len(chain.modes)) * chain.outputs(0, len(chain.modes)),
+        num_tokens * _dense_macs(chain),
     )
 
 
-def in_blocks(chain: Chain, cuts: Sequence[int]) -> tuple[Step, ...]:
+def _dense_macs(chain: Network) -> int:
+    """Multiplications for each token with the whole matrix; a lookup takes none."""
+    return 0 if isinstance(chain, Lookup) else prod(chain.sizes)
+
+
+def in_blocks(chain: Network, cuts: Sequence[int]) -> tuple[Step, ...]:
     """The steps that absorb blocks from the left to the right.
 
     Args:
@@ -185,7 +253,7 @@ def in_blocks(chain: Chain, cuts: Sequence[int]) -> tuple[Step, ...]:
         cuts: numbers of the cores, after the first, at which a block begins.
     """
     firsts = [0, *cuts]
-    lasts = [*(cut - 1 for cut in cuts), len(chain.modes) - 1]
+    lasts = [*(cut - 1 for cut in cuts), len(chain.sizes) - 1]
     return tuple(_absorb(chain, first, last) for first, last in zip(firsts, lasts, strict=True))
 
 
@@ -195,37 +263,33 @@ def cores_of(tree: Tree) -> list[int]:
 
 
 @lru_cache(maxsize=65536)
-def _merging(chain: Chain, first: int, last: int) -> tuple[int, Tree]:
+def _merging(chain: Network, first: int, last: int) -> tuple[int, Tree]:
     """Fewest multiplications that merge cores first..last, and their order."""
     if first == last:
         return 0, first
     ways = []
     for cut in range(first, last):
         (left, left_tree), (right, right_tree) = _merging(chain, first, cut), _merging(chain, cut + 1, last)
-        outer = chain.ranks[first] * prod(chain.modes[first : last + 1]) * chain.ranks[last + 1]
+        outer = chain.ranks[first] * prod(chain.sizes[first : last + 1]) * chain.ranks[last + 1]
         ways.append((left + right + outer * chain.ranks[cut + 1], cut, (left_tree, right_tree)))
     cost, _, tree = min(ways)
     return cost, tree
 
 
-def _absorb(chain: Chain, first: int, last: int) -> Step:
-    """Cores first..last, after those before them: the state is (outputs, rank, inputs that are left)."""
-    return Step(
-        _merging(chain, first, last)[1],
-        before=chain.outputs(0, first - 1),
-        inner=chain.ranks[first] * chain.inputs(first, last),
-        behind=chain.inputs(last + 1, len(chain.modes)),
-        width=chain.outputs(first, last) * chain.ranks[last + 1],
-    )
+def _absorb(chain: Network, first: int, last: int) -> Step:
+    return Step(_merging(chain, first, last)[1], *chain.absorb(first, last))
 
 
 def merged(cores: Sequence[Tensor], tree: Tree) -> Tensor:
-    """A block of cores as one: (r, modes, r')."""
+    """A block of cores as one: (r, modes, r'), or (r, row modes, column modes, r')."""
     if isinstance(tree, int):
         return cores[tree]
     left, right = merged(cores, tree[0]), merged(cores, tree[1])
     product = left.reshape(-1, left.shape[-1]) @ right.reshape(right.shape[0], -1)
-    return product.view(left.shape[0], -1, right.shape[-1])
+    if left.ndim == 3:
+        return product.view(left.shape[0], -1, right.shape[-1])
+    pairs = product.view(*left.shape[:-1], *right.shape[1:]).transpose(2, 3)
+    return pairs.reshape(left.shape[0], left.shape[1] * right.shape[1], -1, right.shape[-1])
 
 
 def matrix_of(cores: Sequence[Tensor], step: Step) -> Tensor:

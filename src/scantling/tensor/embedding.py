@@ -1,0 +1,396 @@
+"""TTMEmbedding and TTMEmbeddingBag: tables of rows as tensor-train matrices.
+
+    E[(i_1..i_d), (e_1..e_d)] = F_1[:, i_1, e_1, :] F_2[:, i_2, e_2, :] ... F_d[:, i_d, e_d, :]
+
+A core F_t has the shape (r_{t-1}, m_t, n_t, r_t), m_t the modes of the rows, n_t those of the columns (CoMERA, arXiv
+2405.14377, section 3). The digits of an id come from divisions, no index tables are kept; an id that occurs more than
+once is looked up once. Neighbouring cores are merged into tables as far as that is cheaper than multiplying row by row,
+which depends on the number of distinct ids: `contraction.py` decides.
+
+Cost: `num_parameters()` numbers; `plan(n)` says what n distinct ids take. The output layer of a language model that is
+tied to such a table takes `logits`, which never holds the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod, sqrt
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from scantling.errors import UserError
+from scantling.groups import MatrixDims, Role
+from scantling.tensor.contraction import Head, Lookup, Plan, Step, best_plan, cores_of, merged, orders
+from scantling.tensor.cores import clip_ranks, dense, num_parameters, random_cores, tt_svd
+from scantling.tensor.lazy import LazyWeight
+from scantling.tensor.modes import boxes, check_modes, split
+
+Orders: TypeAlias = tuple[tuple[int, tuple[Step, ...]], ...]
+
+
+class TTMEmbedding(nn.Module):
+    """`nn.Embedding` with its table as cores.
+
+    Args:
+        num_embeddings, embedding_dim: as of `nn.Embedding`.
+        rank: of every bond between cores, or one for each; clipped to what the modes can carry.
+        num_modes: how many cores, where modes are not given.
+        row_modes, col_modes: of the rows and columns, as many of either; their products may be larger than the
+            dimensions.
+        padding_idx: the row of this id is zero and stays so.
+        device, dtype: of the parameters.
+
+    Attributes:
+        cores: `nn.ParameterList` of (r, row mode, column mode, r') tensors.
+
+    Raises:
+        UserError: ranks, modes or a padding_idx that do not fit.
+
+    Example:
+        >>> table = sc.TTMEmbedding(30522, 768, rank=32, row_modes=(16, 20, 10, 10), col_modes=(4, 4, 8, 6))
+        >>> table.ranks, table.num_parameters()
+        ((1, 32, 32, 32, 1), 167808)
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        rank: int | Sequence[int],
+        *,
+        num_modes: int = 4,
+        row_modes: Sequence[int] | None = None,
+        col_modes: Sequence[int] | None = None,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        if row_modes is not None:
+            num_modes = len(tuple(row_modes))
+        elif col_modes is not None:
+            num_modes = len(tuple(col_modes))
+        self.row_modes = (
+            split(num_embeddings, num_modes)
+            if row_modes is None
+            else check_modes(row_modes, num_embeddings, "row_modes")
+        )
+        self.col_modes = (
+            split(embedding_dim, num_modes)[::-1]  # the large ones beside the small ones of the rows
+            if col_modes is None
+            else check_modes(col_modes, embedding_dim, "col_modes")
+        )
+        if len(self.row_modes) != len(self.col_modes):
+            raise UserError(
+                f"row_modes and col_modes must be as many as each other; given {self.row_modes} and {self.col_modes}"
+            )
+        self.padding_idx = _checked_padding(padding_idx, num_embeddings)
+        shapes = self._shapes()
+        ranks = clip_ranks(rank, [prod(shape) for shape in shapes])
+        self.cores = nn.ParameterList(
+            torch.empty(left, *shape, right, device=device, dtype=dtype)
+            for left, shape, right in zip(ranks[:-1], shapes, ranks[1:], strict=True)
+        )
+        if self.cores[0].device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self, norm: float | None = None, generator: torch.Generator | None = None) -> None:
+        """Draw the cores anew.
+
+        Args:
+            norm: Frobenius norm of the table, exact; default that of `nn.Embedding`, whose entries have variance 1.
+            generator: of the draw.
+        """
+        norm = sqrt(self.num_embeddings * self.embedding_dim) if norm is None else norm
+        valid = [
+            list(zip(rows, cols, strict=True))
+            for rows in boxes(self.num_embeddings, self.row_modes)
+            for cols in boxes(self.embedding_dim, self.col_modes)
+        ]
+        drawn = random_cores(self._shapes(), self.ranks, norm, valid, generator=generator)
+        with torch.no_grad():
+            for core, value in zip(self.cores, drawn, strict=True):
+                core.copy_(value)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of all bonds, the outer ones (1) included."""
+        return (1, *(core.shape[-1] for core in self.cores))
+
+    @property
+    def network(self) -> Lookup:
+        """Modes and ranks, as the search for an order of contraction takes them."""
+        return Lookup(self.row_modes, self.col_modes, self.ranks)
+
+    @property
+    def weight(self) -> Tensor:
+        """The table, (num_embeddings, embedding_dim), as of `nn.Embedding`.
+
+        To ask for its dtype, device or shape costs nothing; any operation on it builds the table.
+        """
+        if torch.compiler.is_compiling():
+            return self.dense_weight()  # dropped by the compiler where only the dtype is read
+        return LazyWeight(self.dense_weight, (self.num_embeddings, self.embedding_dim), self.cores[0])
+
+    def dense_weight(self) -> Tensor:
+        """The table, built from the cores: (num_embeddings, embedding_dim), the row of `padding_idx` zero."""
+        num = len(self.cores)
+        order = [*range(0, 2 * num, 2), *range(1, 2 * num, 2)]
+        whole = dense(list(self.cores)).permute(order).reshape(prod(self.row_modes), prod(self.col_modes))
+        table = whole[: self.num_embeddings, : self.embedding_dim]
+        if self.padding_idx is None:
+            return table
+        kept = torch.ones(self.num_embeddings, 1, dtype=table.dtype, device=table.device)
+        kept[self.padding_idx] = 0
+        return table * kept
+
+    def plan(self, num_ids: int) -> Plan:
+        """How so many distinct ids are looked up; print it."""
+        return best_plan(self.network, num_ids)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the table: (n) ids to (n, embedding_dim), each id looked up by itself."""
+        cores = list(self.cores)
+        strides = [prod(self.row_modes[place + 1 :]) for place in range(len(cores))]
+        num_ids = ids.numel()
+        found: Tensor | None = None
+        for step in _chosen(self._lookups(), num_ids):
+            places = cores_of(step.tree)
+            table = merged(cores, step.tree)  # (r, rows, columns, r')
+            digits = ids.div(strides[places[-1]], rounding_mode="floor").remainder(table.shape[1])
+            flat = table.transpose(0, 1).reshape(table.shape[1], -1)
+            block = nn.functional.embedding(digits, flat).view(num_ids, step.inner, step.width)
+            found = block if found is None else found @ block
+            found = found.view(num_ids, step.before * table.shape[2], table.shape[3])
+        assert found is not None
+        values = found.reshape(num_ids, prod(self.col_modes))[:, : self.embedding_dim]
+        if self.padding_idx is None:
+            return values
+        return values.masked_fill((ids == self.padding_idx).unsqueeze(1), 0.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Rows of the table: (...) integer ids to (..., embedding_dim).
+
+        Raises:
+            IndexError: an id below 0 or not below `num_embeddings`; on a GPU a device-side assertion.
+        """
+        _check_ids(ids, self.num_embeddings)
+        if torch.compiler.is_compiling():  # the number of distinct ids is data
+            return self.rows(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
+        distinct, inverse = torch.unique(ids, return_inverse=True)
+        return nn.functional.embedding(inverse, self.rows(distinct))
+
+    def logits(self, hidden: Tensor, most_numbers: int = 1 << 24) -> Tensor:
+        """h E^T without the table: (..., embedding_dim) to (..., num_embeddings).
+
+        Args:
+            hidden: what is multiplied with every row.
+            most_numbers: of what is held at once beside the result; tokens are taken in parts to keep to it.
+        """
+        flat = hidden.reshape(-1, self.embedding_dim)
+        flat = nn.functional.pad(flat, (0, prod(self.col_modes) - self.embedding_dim))
+        steps = _chosen(self._products(), flat.shape[0])
+        cores = list(self.cores)
+        with torch.autocast(cores[0].device.type, enabled=False):
+            blocks = [merged(cores, step.tree) for step in steps]
+        matrices = [
+            block.transpose(1, 2).reshape(step.inner, step.width) for block, step in zip(blocks, steps, strict=True)
+        ]
+        widest = max(step.before * step.width * step.behind for step in steps)
+        parts = [
+            _products(part, matrices, steps, prod(self.row_modes))
+            for part in torch.split(flat, max(1, most_numbers // widest))
+        ]
+        values = torch.cat(parts)[:, : self.num_embeddings] if len(parts) > 1 else parts[0][:, : self.num_embeddings]
+        if self.padding_idx is not None:
+            values = values.index_fill(1, torch.tensor([self.padding_idx], device=values.device), 0.0)
+        return values.reshape(*hidden.shape[:-1], self.num_embeddings)
+
+    @classmethod
+    def from_dense(
+        cls,
+        embedding: nn.Embedding | nn.EmbeddingBag,
+        rank: int | Sequence[int] | None = None,
+        *,
+        error: float = 0.0,
+        num_modes: int = 4,
+        row_modes: Sequence[int] | None = None,
+        col_modes: Sequence[int] | None = None,
+        **options: Any,
+    ) -> TTMEmbedding:
+        """The closest table of cores that TT-SVD finds.
+
+        Args:
+            embedding: its weight is split.
+            rank: most ranks, as of the constructor; None for as much as the error needs.
+            error: relative Frobenius error of the table that may be made, from 0 to 1.
+            num_modes, row_modes, col_modes: as of the constructor.
+            options: further arguments of the constructor.
+
+        Raises:
+            UserError: neither a rank nor an error, or what the constructor refuses.
+        """
+        if rank is None and error <= 0.0:
+            raise UserError("from_dense needs a rank, an error above 0, or both")
+        weight = embedding.weight.detach()
+        made = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            1 if rank is None else rank,
+            num_modes=num_modes,
+            row_modes=row_modes,
+            col_modes=col_modes,
+            padding_idx=embedding.padding_idx,
+            device="meta",
+            dtype=weight.dtype,
+            **options,
+        )
+        padding = (0, prod(made.col_modes) - made.embedding_dim, 0, prod(made.row_modes) - made.num_embeddings)
+        whole = nn.functional.pad(weight, padding).reshape(*made.row_modes, *made.col_modes)
+        num = len(made.row_modes)
+        whole = whole.permute([place for pair in range(num) for place in (pair, num + pair)])
+        found = tt_svd(whole, made._shapes(), None if rank is None else made.ranks, error)
+        made.cores = nn.ParameterList(core.clone() for core in found)
+        return made.train(embedding.training)
+
+    def to_dense(self) -> nn.Embedding:
+        """An `nn.Embedding` with the same rows."""
+        made = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.cores[0].requires_grad)
+        return made.train(self.training)
+
+    def num_parameters(self) -> int:
+        """Numbers in the cores."""
+        return num_parameters([prod(shape) for shape in self._shapes()], self.ranks)
+
+    def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
+        """A core is a matrix of (r * row mode) x (column mode * r'), see `scantling.param_groups`."""
+        return {f"cores.{index}": ("embedding", ((0, 1), (2, 3))) for index in range(len(self.cores))}
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, row_modes={self.row_modes}, col_modes={self.col_modes}, "
+            f"ranks={self.ranks}, padding_idx={self.padding_idx}"
+        )
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _lookups(self) -> Orders:
+        return orders(self.network)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _products(self) -> Orders:
+        return orders(Head(self.network))
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return list(zip(self.row_modes, self.col_modes, strict=True))
+
+
+class TTMEmbeddingBag(TTMEmbedding):
+    """`nn.EmbeddingBag` with its table as cores: sums or means of rows, bag by bag.
+
+    Args:
+        num_embeddings, embedding_dim, rank: as of `TTMEmbedding`, and what it takes by keyword.
+        mode: "sum" or "mean".
+        include_last_offset: whether `offsets` ends with the number of ids.
+
+    Raises:
+        UserError: another mode, or what `TTMEmbedding` refuses.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        rank: int | Sequence[int],
+        *,
+        mode: Literal["sum", "mean"] = "mean",
+        include_last_offset: bool = False,
+        **options: Any,
+    ) -> None:
+        if mode not in ("sum", "mean"):
+            raise UserError(f"mode must be sum or mean; given {mode!r}")
+        super().__init__(num_embeddings, embedding_dim, rank, **options)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Bags of rows, as of `nn.EmbeddingBag`.
+
+        Args:
+            ids: (bags, length), or (n) with offsets.
+            offsets: (bags), where each bag begins.
+            per_sample_weights: of the shape of `ids`, for sums.
+
+        Returns:
+            (bags, embedding_dim).
+        """
+        _check_ids(ids, self.num_embeddings)
+        if torch.compiler.is_compiling():
+            rows, inverse = self.rows(ids.reshape(-1)), torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+        else:
+            distinct, inverse = torch.unique(ids, return_inverse=True)
+            rows = self.rows(distinct)
+        padding = None
+        if self.padding_idx is not None:  # a bag's mean is not over padding: give it a row of its own
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+            padding = rows.shape[0] - 1
+            inverse = inverse.masked_fill(ids == self.padding_idx, padding)
+        return nn.functional.embedding_bag(
+            inverse,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
+
+    def to_dense(self) -> nn.EmbeddingBag:  # type: ignore[override]
+        """An `nn.EmbeddingBag` with the same rows."""
+        made = nn.EmbeddingBag(
+            self.num_embeddings,
+            self.embedding_dim,
+            mode=self.mode,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+            device="meta",
+        )
+        made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.cores[0].requires_grad)
+        return made.train(self.training)
+
+
+def _products(flat: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], num_rows: int) -> Tensor:
+    """Like `contract`, but that what a step adds to the result lies before what is left: (tokens, rows)."""
+    state = flat
+    for step, matrix in zip(steps, matrices, strict=True):
+        state = matrix.t() @ state.reshape(-1, step.inner, step.behind)
+    return state.reshape(flat.shape[0], num_rows)
+
+
+def _chosen(known: Orders, number: int) -> tuple[Step, ...]:
+    """By comparisons alone, which a compiled graph holds for a range of numbers."""
+    for limit, steps in known:
+        if number <= limit:
+            return steps
+    return known[-1][1]
+
+
+def _check_ids(ids: Tensor, num_embeddings: int) -> None:
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise UserError(f"ids must be integers; given {ids.dtype}")
+    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(((ids >= 0) & (ids < num_embeddings)).all())
+        return
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < num_embeddings):
+        worst = ids.min() if int(ids.min()) < 0 else ids.max()
+        raise IndexError(f"id {int(worst)} is out of range: this table has the rows 0 to {num_embeddings - 1}")
+
+
+def _checked_padding(padding_idx: int | None, num_embeddings: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise UserError(f"padding_idx must be within the {num_embeddings} rows; given {padding_idx}")
+    return padding_idx % num_embeddings

@@ -1,0 +1,174 @@
+"""TTMEmbedding and TTMEmbeddingBag: equal to tables of their rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
+
+TABLES: list[dict[str, Any]] = [
+    {"num_embeddings": 97, "embedding_dim": 13, "rank": 5, "padding_idx": 3},
+    {"num_embeddings": 200, "embedding_dim": 24, "rank": [3, 4], "num_modes": 3},
+    {"num_embeddings": 50, "embedding_dim": 8, "rank": 3, "num_modes": 1},
+    {"num_embeddings": 64, "embedding_dim": 8, "rank": 1, "num_modes": 5, "padding_idx": -1},
+    {"num_embeddings": 60, "embedding_dim": 12, "rank": 6, "row_modes": (4, 15), "col_modes": (6, 2)},
+]
+
+
+def table_of(options: dict[str, Any], kind: type[TTMEmbedding] = TTMEmbedding, **more: Any) -> TTMEmbedding:
+    torch.manual_seed(0)
+    return kind(**options, **more).double()
+
+
+@pytest.mark.parametrize("options", TABLES, ids=str)
+@pytest.mark.parametrize("shape", [(7, 11), (1,), (), (0, 3), (400,)], ids=str)
+def test_rows_are_those_of_its_dense_form(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    table = table_of(options)
+    dense = table.to_dense()
+    ids = torch.randint(0, options["num_embeddings"], shape)
+    torch.testing.assert_close(table(ids), dense(ids))
+    torch.testing.assert_close(table.rows(ids.flatten()), dense(ids.flatten()))
+
+
+@pytest.mark.parametrize("options", TABLES, ids=str)
+def test_gradients_are_those_of_its_dense_form(options: dict[str, Any]) -> None:
+    table = table_of(options)
+    ids = torch.randint(0, options["num_embeddings"], (30,))
+    weights = torch.randn(30, options["embedding_dim"], dtype=torch.float64)
+    (table(ids) * weights).sum().backward()
+    found = [core.grad for core in table.cores]
+    table.zero_grad()
+    (nn.functional.embedding(ids, table.dense_weight()) * weights).sum().backward()
+    for grad, core in zip(found, table.cores, strict=True):
+        torch.testing.assert_close(grad, core.grad)
+
+
+def test_numbers_of_the_documented_table() -> None:
+    table = sc.TTMEmbedding(30522, 768, rank=32, row_modes=(16, 20, 10, 10), col_modes=(4, 4, 8, 6))
+    assert table.ranks == (1, 32, 32, 32, 1)
+    assert table.num_parameters() == sum(core.numel() for core in table.cores) == 167_808
+
+
+@pytest.mark.parametrize("options", [o for o in TABLES if "padding_idx" not in o], ids=str)
+def test_a_new_table_has_entries_of_variance_1(options: dict[str, Any]) -> None:
+    assert table_of(options).dense_weight().square().mean().item() == pytest.approx(1.0, rel=1e-6)
+
+
+def test_ten_million_rows_take_no_index_memory() -> None:
+    table = sc.TTMEmbedding(10_131_227, 32, rank=16)
+    assert list(table.buffers()) == []
+    assert sum(core.numel() for core in table.cores) < 100_000
+    ids = torch.tensor([0, 10_131_226, 5_000_000, 0])
+    rows = table(ids)
+    assert torch.equal(rows[0], rows[3])
+    rows.sum().backward()
+    assert all(core.grad is not None for core in table.cores)
+
+
+def test_an_id_that_occurs_often_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = TTMEmbedding(1000, 8, rank=4)
+    seen: list[int] = []
+    original = table.rows
+    monkeypatch.setattr(table, "rows", lambda ids: seen.append(ids.numel()) or original(ids))
+    table(torch.tensor([[5, 5, 5], [7, 5, 7]]))
+    assert seen == [2]
+
+
+@pytest.mark.parametrize("options", TABLES, ids=str)
+@pytest.mark.parametrize("most_numbers", [1 << 24, 50])
+def test_logits_are_products_with_all_rows(options: dict[str, Any], most_numbers: int) -> None:
+    table = table_of(options)
+    hidden = torch.randn(3, 5, options["embedding_dim"], dtype=torch.float64)
+    torch.testing.assert_close(table.logits(hidden, most_numbers), hidden @ table.dense_weight().t())
+
+
+def test_gradients_of_logits() -> None:
+    table = table_of({"num_embeddings": 11, "embedding_dim": 6, "rank": 2, "num_modes": 2})
+    hidden = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+
+    def of_all(hidden: Tensor, *cores: Tensor) -> Tensor:
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = table
+
+            def forward(self, hidden: Tensor) -> Tensor:
+                return self.table.logits(hidden)
+
+        values = {f"table.cores.{index}": core for index, core in enumerate(cores)}
+        return torch.func.functional_call(Tied(), values, (hidden,))
+
+    assert torch.autograd.gradcheck(of_all, (hidden, *table.cores))
+
+
+@pytest.mark.parametrize("options", TABLES, ids=str)
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_are_those_of_its_dense_form(options: dict[str, Any], mode: str) -> None:
+    bag = table_of(options, TTMEmbeddingBag, mode=mode)
+    dense = bag.to_dense()
+    ids = torch.randint(0, options["num_embeddings"], (6, 5))
+    torch.testing.assert_close(bag(ids), dense(ids))
+    offsets = torch.tensor([0, 4, 4, 29])
+    torch.testing.assert_close(bag(ids.flatten(), offsets), dense(ids.flatten(), offsets))
+    if mode == "sum":
+        weights = torch.rand(6, 5, dtype=torch.float64)
+        torch.testing.assert_close(bag(ids, per_sample_weights=weights), dense(ids, per_sample_weights=weights))
+
+
+def test_a_bag_of_padding_alone_is_zero() -> None:
+    bag = TTMEmbeddingBag(20, 4, rank=2, mode="mean", padding_idx=0)
+    assert not bag(torch.zeros(1, 3, dtype=torch.int64)).any()
+    torch.testing.assert_close(bag(torch.tensor([[0, 5, 0]])), bag(torch.tensor([[5]])))
+
+
+@pytest.mark.parametrize("kind", [TTMEmbedding, TTMEmbeddingBag])
+def test_it_compiles_whole(kind: type[TTMEmbedding]) -> None:
+    table = kind(100, 12, rank=4, padding_idx=0)
+    ids = torch.randint(0, 100, (4, 9))
+    compiled = torch.compile(table, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids), table(ids))
+
+
+@pytest.mark.parametrize("ids", [[100], [-1], [3, 1 << 40]], ids=str)
+def test_ids_out_of_range_are_refused(ids: list[int]) -> None:
+    with pytest.raises(IndexError, match="this table has the rows 0 to 99"):
+        TTMEmbedding(100, 4, rank=2)(torch.tensor(ids))
+
+
+def test_ids_that_are_no_integers_are_refused() -> None:
+    with pytest.raises(UserError, match="integers"):
+        TTMEmbedding(100, 4, rank=2)(torch.zeros(3))
+
+
+@pytest.mark.parametrize("num_modes", [1, 2, 4])
+def test_from_dense_gives_the_table_back(num_modes: int) -> None:
+    embedding = nn.Embedding(45, 14, padding_idx=2).double()
+    table = TTMEmbedding.from_dense(embedding, error=1e-9, num_modes=num_modes)
+    torch.testing.assert_close(table.dense_weight(), embedding.weight)
+    assert table.padding_idx == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank must be"),
+        ({"rank": 2, "row_modes": (2, 3)}, "row_modes=.* hold 6 indices"),
+        ({"rank": 2, "row_modes": (10, 10), "col_modes": (2, 2, 2)}, "as many as each other"),
+        ({"rank": 2, "padding_idx": 100}, "within the 100 rows"),
+    ],
+    ids=str,
+)
+def test_wrong_tables_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TTMEmbedding(100, 8, **options)
+
+
+def test_groups_take_its_cores_as_embeddings() -> None:
+    groups = sc.param_groups(nn.Sequential(TTMEmbedding(100, 8, rank=2)))
+    assert [(group["role"], group["matrix_dims"]) for group in groups] == [("embedding", ((0, 1), (2, 3)))]
