@@ -24,7 +24,10 @@ class RunError(ScantlingError):
 
 
 class NonFiniteError(RunError):
-    """A NaN or an Inf was found before an update; the parameters are those of the step before."""
+    """A NaN or an Inf was found before an update; the parameters are those of the step before.
+
+    Not so where gradients are released: other parameters may have taken the step. Nothing of it is saved.
+    """
 
 
 @dataclass(frozen=True)

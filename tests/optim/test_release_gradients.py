@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
 from scantling.groups import param_groups
@@ -60,6 +61,81 @@ def test_the_result_is_that_of_ordinary_steps(accumulation: int) -> None:
     handle.remove()
     released(batches(1)[0]).backward()
     assert all(param.grad is not None for param in released.parameters())
+
+
+def test_parameters_that_not_every_pass_uses() -> None:
+    """The layers take turns, so that some have their gradients from an earlier pass when the last one ends."""
+    ordinary, optimizer = make()
+    released, other = make()
+    release_gradients(released, other, accumulation=3)
+    for number, ids in enumerate(batches(9)):
+        for model in (ordinary, released):
+            layer = model.layers[number % 4]
+            (nn.functional.cross_entropy(model.head(layer(model.embed(ids))).flatten(0, 1), ids.flatten())).backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(param.grad is None for param in released.parameters())
+    for (name, a), b in zip(ordinary.named_parameters(), released.named_parameters(), strict=True):
+        assert torch.equal(a, b[1]), name
+
+
+def test_an_accumulation_that_is_broken_off_is_stepped_by_hand() -> None:
+    ordinary, optimizer = make()
+    released, other = make()
+    release_gradients(released, other, accumulation=3)
+    for count in (3, 1, 3, 2):
+        for ids in batches(count):
+            ordinary(ids).backward()
+            released(ids).backward()
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(ordinary.parameters(), released.parameters(), strict=True))
+
+
+def test_a_look_at_each_gradient_before_its_step() -> None:
+    ordinary, _ = make()
+    released, optimizer = make()
+    norms = {}
+    release_gradients(released, optimizer, before_step=lambda p: norms.update({id(p): float(p.grad.norm())}))
+    ordinary(batches(1)[0]).backward()
+    released(batches(1)[0]).backward()
+    assert [norms[id(p)] for p in released.parameters()] == [float(p.grad.norm()) for p in ordinary.parameters()]
+
+
+def test_a_pass_that_failed_does_not_count() -> None:
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("failed")
+
+    model, optimizer = make()
+    release_gradients(model, optimizer, accumulation=2)
+    handle = model.embed.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="failed"):
+        model(batches(1)[0]).backward()
+    handle.remove()
+    model.zero_grad()
+    for number in range(2):
+        assert not optimizer.state
+        model(batches(2)[number]).backward()
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
+def test_checkpoints_are_used_once_or_refused() -> None:
+    """With use_reentrant=True each segment is a backward pass of its own, with a part of a shared gradient."""
+    for reentrant in (False, True):
+        layer = nn.Linear(32, 32)
+        optimizer = CAME([layer.weight, layer.bias])
+        release_gradients(layer, optimizer)
+        x = torch.ones(2, 32, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(layer, x, use_reentrant=reentrant)
+        if reentrant:
+            with pytest.raises(UserError, match="use_reentrant=True"):
+                x.sum().backward()
+        else:
+            x.sum().backward()
+            assert all(int(state["step"]) == 1 for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize("release", [False, True])

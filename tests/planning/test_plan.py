@@ -36,6 +36,11 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-10m": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 8}},
     "bert-6-encoder": {"model": {"preset": "bert-6-encoder", "task": "masked-lm"}, "train": {"batch_size": 4}},
     "micro-batches": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 4, "micro_batch_size": 1}},
+    "released": {
+        "model": {"preset": "llama-10m"},
+        "optim": {"name": "came", "release_gradients": True},
+        "train": {"batch_size": 1, "clip": None},
+    },
     "t5-small": {"model": {"preset": "t5-small"}, "train": {"batch_size": 4}},
     "checkpointing": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 8, "activation_checkpointing": True}},
 }
@@ -53,6 +58,7 @@ print(json.dumps([plan, dict(result.metrics)]))
     [
         ("llama-1m", False),
         ("micro-batches", True),
+        ("released", True),
         *(pytest.param(case, tight, marks=pytest.mark.slow) for case in CASES for tight in (False, True)),
     ],
 )
@@ -65,8 +71,7 @@ def test_peak_memory(tmp_path: Path, case: str, tight: bool) -> None:
     recipe = tiny_recipe(
         tmp_path,
         data={"seq_len": 256},
-        optim={"name": "adamw"},
-        **{**CASES[case], "model": {"overrides": {}, **CASES[case]["model"]}},
+        **{"optim": {"name": "adamw"}, **CASES[case], "model": {"overrides": {}, **CASES[case]["model"]}},
     )
     recipe["train"] |= {"steps": 2, "eval_samples": 2}
     environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": "65536"} if tight else {})
@@ -122,6 +127,24 @@ def test_gradients_that_are_there_before_a_pass_are_counted(tmp_path: Path) -> N
     assert alone.activation_bytes == cut.activation_bytes == shared.activation_bytes
     assert working(cut) == working(shared)
     assert working(cut) - working(alone) > alone.gradient_bytes / 2
+
+
+def test_released_gradients_are_not_held(tmp_path: Path) -> None:
+    """One sequence, so that weights matter more than activations; several micro-batches add to gradients that stay."""
+    recipe = tiny_recipe(
+        tmp_path, model={"overrides": {}}, optim={"name": "came"}, train={"batch_size": 2, "clip": None}
+    )
+    kept = sc.plan(recipe)
+    released = sc.plan(recipe, settings=["optim.release_gradients=true"])
+    assert released.gradient_bytes < kept.gradient_bytes / 4
+    assert released.peak_memory_bytes is not None
+    assert kept.peak_memory_bytes is not None
+    assert kept.peak_memory_bytes - released.peak_memory_bytes > kept.gradient_bytes / 4
+    cut = sc.plan(recipe, settings=["train.micro_batch_size=1"])
+    cut_too = sc.plan(recipe, settings=["train.micro_batch_size=1", "optim.release_gradients=true"])
+    assert cut_too.gradient_bytes == cut.gradient_bytes
+    assert any("micro_batch_size keeps all gradients" in note for note in cut_too.notes)
+    assert sc.plan(recipe, world_size=2).gradient_bytes == kept.gradient_bytes
 
 
 def test_a_document_mask_takes_memory(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ MINIMAL: dict[str, Any] = {
     "data": {"corpus": "python-stdlib", "seq_len": 64},
     "train": {"steps": 10, "batch_size": 4},
 }
+RELEASE = {"name": "came", "release_gradients": True}
 
 
 def changed(**sections: dict[str, Any]) -> dict[str, Any]:
@@ -90,12 +91,28 @@ def test_unknown_key_lists_the_allowed_ones() -> None:
         ({"model": {"task": "classification"}, "data": {"document_mask": True}}, "data.document_mask", "to causal-lm"),
         ({"train": {"steps": True}}, "train.steps", "not true or false"),
         ({"comm": {"name": "demo"}}, "comm.name", "'allreduce'"),
+        ({"optim": RELEASE}, "optim.release_gradients", "set train.clip: null"),
+        ({"optim": RELEASE}, "optim.release_gradients", "given train.clip: 1.0, the default"),
+        ({"optim": RELEASE, "train": {"clip": 0.5}}, "optim.release_gradients", "given train.clip: 0.5"),
+        ({"optim": {**RELEASE, "name": "adamw"}, "train": {"clip": None}}, "optim.release_gradients", "'adamw'"),
+        ({"optim": {"release_gradients": True}, "train": {"clip": None}}, "optim.release_gradients", "name: came"),
+        (
+            {"optim": RELEASE, "train": {"clip": None}, "precision": {"compute": "fp16"}},
+            "optim.release_gradients",
+            "set precision.compute: bf16; given precision.compute: fp16",
+        ),
     ],
 )
 def test_impossible_combinations(sections: dict[str, Any], path: str, text: str) -> None:
     found = faults(changed(**sections))
     assert path in found, found
     assert text in found[path]
+
+
+def test_released_gradients_without_a_clip() -> None:
+    recipe = load_recipe(changed(optim=RELEASE, train={"clip": None}))
+    assert recipe.optim.release_gradients
+    assert recipe.optim.options == {}
 
 
 def test_one_fault_is_reported_once() -> None:

@@ -22,6 +22,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +122,13 @@ class Trace:
     peak_bytes: int
 
 
-def trace_step(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *, gradients_held: bool = False) -> Trace:
+def trace_step(
+    model: nn.Module,
+    loss: Callable[[nn.Module], torch.Tensor],
+    *,
+    gradients_held: bool = False,
+    step_bytes: int | None = None,
+) -> Trace:
     """Trace the forward and backward pass of one micro-batch without memory or arithmetic.
 
     Kernels are chosen as on a CPU. What a kernel allocates and frees inside is not seen.
@@ -132,6 +139,8 @@ def trace_step(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *, g
             tensors.
         gradients_held: whether the gradients have their memory already, as with gradient accumulation; it is then not
             part of `peak_bytes`.
+        step_bytes: where an optimizer steps each parameter within the backward pass and frees its gradient, what it
+            allocates for that; None where all gradients stay.
 
     Raises:
         UserError: the model does something that cannot be traced, such as a choice that depends on values.
@@ -148,6 +157,9 @@ def trace_step(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *, g
             if gradients_held:
                 for parameter in parameters:
                     parameter.grad = torch.empty_like(parameter)
+            if step_bytes is not None:
+                for parameter in parameters:
+                    parameter.register_post_accumulate_grad_hook(partial(_step_and_free, num_bytes=step_bytes))  # type: ignore[no-untyped-call]
             gradients = [p.grad for p in parameters if p.grad is not None]
             meter = _Meter([*model.parameters(), *model.buffers(), *gradients])
             with _stated_flops(model, meter), meter:
@@ -158,6 +170,11 @@ def trace_step(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *, g
         lines = str(error).splitlines() or [type(error).__name__]
         raise UserError(f"this model cannot be traced: {lines[0]}") from None
     return Trace(flops, activations, meter.peak_bytes)
+
+
+def _step_and_free(parameter: torch.Tensor, *, num_bytes: int) -> None:
+    torch.empty(num_bytes, dtype=torch.uint8)
+    parameter.grad = None
 
 
 @contextlib.contextmanager

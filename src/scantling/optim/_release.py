@@ -3,27 +3,44 @@
 Only the gradients of the layer at hand are ever alive, instead of all of them. What that rules out is everything that
 looks at all gradients before the update: a global norm to clip by (CAME clips each parameter's update by its own RMS
 instead), a check of all gradients for NaN, a loss scale.
+
+Under FSDP2 the parameters of one `fully_shard` call get their gradients together, when these have been
+reduce-scattered, one after the other on every rank alike. They are stepped together, so that a group takes at most
+three all-reduces and not each of its parameters: with the last of them, or, where some were not used in this pass, when
+the next group comes or the pass ends. FSDP2 itself hangs where ranks have gradients of different parameters, unless
+`set_reduce_scatter_unused_params` makes zeros of those that lack; so the ranks agree here without asking each other.
+
+PyTorch calls the hooks of FSDP2's parameters from `foreach_reduce`, on the stream of the reduction.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.checkpoint import CheckpointFunction
 
 from scantling.errors import UserError
 from scantling.optim.came import CAME
+
+_NO_PASS = -1
+"""What autograd calls no pass: a pipeline schedule has FSDP2 exchange gradients after the last of them."""
 
 
 class ReleaseHandle:
     """Takes gradient release back: `remove()`, or leaving a `with` block."""
 
-    def __init__(self, hooks: list[RemovableHandle]) -> None:
-        self._hooks = hooks
+    def __init__(self, undo: list[Callable[[], Any]]) -> None:
+        self._undo = undo
 
     def remove(self) -> None:
         """From now on gradients stay until `optimizer.step()`; a second call does nothing."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        while self._undo:
+            self._undo.pop()()
 
     def __enter__(self) -> ReleaseHandle:
         return self
@@ -32,25 +49,40 @@ class ReleaseHandle:
         self.remove()
 
 
-def release_gradients(model: nn.Module, optimizer: CAME, *, accumulation: int = 1) -> ReleaseHandle:
+def release_gradients(
+    model: nn.Module,
+    optimizer: CAME,
+    *,
+    accumulation: int = 1,
+    before_step: Callable[[Tensor], None] | None = None,
+) -> ReleaseHandle:
     """Let `loss.backward()` step each parameter of `model` and free its gradient.
 
-    `optimizer.step()` may still be called (by a loop that does not know) and finds nothing to do. A learning rate has
-    to be set before the backward pass it is meant for. Tied parameters are stepped once, with the sum of their
-    gradients.
+    `optimizer.step()` may still be called (by a loop that does not know): it steps what was left, which is nothing but
+    after an accumulation that was broken off. A learning rate has to be set before the backward pass it is meant for.
+    Tied parameters are stepped once, with the sum of their gradients.
+
+    Collectives: with parameters sharded by FSDP2 at most three all-reduces in the backward pass for each group, that is
+    each call of `fully_shard`; with other sharded parameters (tensor parallelism) at most three for each parameter, of
+    which all ranks must then have a gradient.
 
     Args:
-        model: not wrapped in DistributedDataParallel or FullyShardedDataParallel: both read gradients later.
+        model: not wrapped in DistributedDataParallel or FullyShardedDataParallel: both read gradients later. FSDP2's
+            `fully_shard` comes before.
         optimizer: over parameters of the model; others in it are left to `optimizer.step()`.
         accumulation: backward passes whose gradients are summed before the step. With more than one the gradients
-            stay in between, and only the last pass frees them.
+            stay in between, and only the last pass frees them. Under FSDP2 passes without `set_requires_gradient_sync`
+            count too.
+        before_step: called with each parameter whose gradient is complete, before its step, such as to look at the
+            gradient.
 
     Returns:
         A handle with `remove()`.
 
     Raises:
         UserError: a wrapped model, no common parameter, a parameter that is released already, or an accumulation
-            below 1.
+            below 1. From the backward pass: a gradient that CAME cannot use, one that comes twice in a pass, and
+            checkpoints with `use_reentrant=True`, which are backward passes of their own.
 
     Example:
         >>> handle = sc.optim.release_gradients(model, optimizer)
@@ -73,18 +105,144 @@ def release_gradients(model: nn.Module, optimizer: CAME, *, accumulation: int = 
         raise UserError("the optimizer has no parameter of this model")
     if any(getattr(param, "_post_accumulate_grad_hooks", None) for param in params):
         raise UserError("a parameter has a post-accumulate hook already; remove the earlier handle first")
-    return ReleaseHandle([_release(param, optimizer, accumulation) for param in params])
+    groups = _fsdp_groups(model, params)
+    passes = _Passes(optimizer, params, groups, accumulation, before_step)
+    ids = {id(param) for param in params}
+    optimizer.released |= ids
+    undo: list[Callable[[], Any]] = [lambda: optimizer.released.difference_update(ids)]
+    undo += [param.register_post_accumulate_grad_hook(passes.arrived).remove for param in params]  # type: ignore[no-untyped-call]
+    undo.append(optimizer.register_step_post_hook(lambda *_: passes.forget()).remove)
+    if groups and accumulation > 1:
+        undo.append(model.register_forward_hook(passes.announce).remove)
+    return ReleaseHandle(undo)
 
 
-def _release(param: Tensor, optimizer: CAME, accumulation: int) -> RemovableHandle:
-    passes = 0
+class _Passes:
+    """Steps parameters when their gradients arrive in the last backward pass of an accumulation.
 
-    def step_and_free(param: Tensor) -> None:
-        nonlocal passes
-        passes += 1
-        if passes == accumulation:
-            passes = 0
-            optimizer.step_parameter(param)
+    Args:
+        groups: those of parameters that get their gradients together, by the ids of the parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: CAME,
+        params: Sequence[Tensor],
+        groups: dict[int, list[Tensor]],
+        accumulation: int,
+        before_step: Callable[[Tensor], None] | None,
+    ) -> None:
+        self._optimizer, self._params, self._groups = optimizer, params, groups
+        self._accumulation, self._before_step = accumulation, before_step
+        self._number = 0  # of the pass in the accumulation, from 0
+        self._task: int | None = None  # autograd's name for the pass that goes on
+        self._waiting: list[Tensor] = []  # of one group, for the rest of it
+        self._stepped: set[int] = set()
+
+    def arrived(self, param: Tensor) -> None:
+        """The gradient of a parameter is there."""
+        self._begin()
+        if self._number + 1 < self._accumulation:
+            return
+        group = self._groups.get(id(param), [param])
+        if len(group) > 1:
+            if self._waiting and self._groups[id(self._waiting[0])] is not group:
+                self._step(self._waiting)
+            self._waiting.append(param)
+            if len(self._waiting) == len(group):
+                self._step(self._waiting)
+        else:
+            self._step([param])
+
+    def announce(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Count the backward pass from this output too if it leaves no gradient, as FSDP2's without exchange do not."""
+        for tensor in torch.utils._pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._begin())  # type: ignore[no-untyped-call]
+
+    def forget(self) -> None:
+        """`optimizer.step()` has used all gradients."""
+        self._number = 0
+        self._waiting = []
+
+    def _begin(self) -> None:
+        """Note which pass goes on, and ask to be called at its end."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        _refuse_reentrant()
+        self._task, self._waiting = task, []
+        self._stepped.clear()
+        if task != _NO_PASS:
+            _at_the_end(lambda: _at_the_end(self._end))  # FSDP2 reduces at the end too, for what has no input gradient
+
+    def _end(self) -> None:
+        if self._waiting:
+            self._step(self._waiting)
+        self._number += 1
+        if self._number == self._accumulation:
+            self._number = 0
+            left = [param for param in self._params if param.grad is not None]
+            if left:  # of earlier passes
+                self._step(left)
+
+    def _step(self, params: list[Tensor]) -> None:
+        """Step parameters together and free their gradients."""
+        self._waiting = []
+        again = [param for param in params if id(param) in self._stepped and self._task != _NO_PASS]
+        if again:
+            raise UserError(
+                f"a parameter of shape {tuple(again[0].shape)} got a gradient in a backward pass that had stepped it "
+                "already: under FSDP2's set_reduce_scatter_unused_params a module must be called once a pass. Do "
+                "without release_gradients, or without that setting"
+            )
+        self._stepped.update(id(param) for param in params)
+        if self._before_step is not None:
+            for param in params:
+                self._before_step(param)
+        self._optimizer.step_parameters(params)
+        for param in params:
             param.grad = None
 
-    return param.register_post_accumulate_grad_hook(step_and_free)  # type: ignore[no-any-return, no-untyped-call]
+
+def _at_the_end(call: Callable[[], None]) -> None:
+    """Call once autograd is through with this pass, after what has been queued before."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _refuse_reentrant() -> None:
+    """Raise a UserError inside a checkpoint whose segment is a backward pass of its own, with a part of the gradients.
+
+    Nothing says so but the stack; it is walked once a pass.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            raise UserError(
+                "gradients cannot be released under checkpoints with use_reentrant=True, which hand them over in "
+                "parts; give torch.utils.checkpoint, or gradient_checkpointing_kwargs of transformers, "
+                "use_reentrant=False"
+            )
+        frame = frame.f_back
+
+
+def _fsdp_groups(model: nn.Module, params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    """For the id of each parameter that FSDP2 manages, all those that one `fully_shard` manages on one mesh."""
+    left = {id(param): param for param in params if hasattr(param, "device_mesh")}
+    if not left:
+        return {}
+    from torch.distributed.fsdp import FSDPModule
+
+    groups: dict[Hashable, list[Tensor]] = {}
+
+    def walk(module: nn.Module, manager: Any) -> None:
+        if isinstance(module, FSDPModule):
+            manager = module._get_fsdp_state()
+        for child in module.children():
+            walk(child, manager)
+        for param in module.parameters(recurse=False) if manager is not None else ():
+            if left.pop(id(param), None) is not None:
+                groups.setdefault((id(manager), param.device_mesh), []).append(param)  # type: ignore[attr-defined]
+
+    walk(model, None)
+    return {id(param): group for group in groups.values() for param in group}

@@ -52,7 +52,7 @@ at most three all-reduces a step and process group, of the row and column statis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -144,11 +144,13 @@ class CAME(torch.optim.Optimizer):
         }
         check_hyper(defaults)
         self._places: dict[int, tuple[int, int]] | None = None
+        self.released: set[int] = set()  # ids of parameters that the backward pass steps
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._places = None  # of the parameters' ids, which a copy does not share
+        self.released = set()
         for group in self.param_groups:
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
@@ -185,7 +187,8 @@ class CAME(torch.optim.Optimizer):
         Collectives: none without sharded parameters. With them at most three all-reduces for each process group over
         which they are sharded, see `_sharded.py`: every rank must call this, with its sharded parameters in the same
         order and the same of them requiring gradients. A gradient not placed as its parameter is redistributed first,
-        and must be there on all ranks.
+        and must be there on all ranks. Parameters that `release_gradients` steps in the backward pass take part only
+        with a gradient that it left; without any, there is no collective for them.
 
         Args:
             closure: computes the loss again; called with gradients enabled.
@@ -201,36 +204,38 @@ class CAME(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         check_grads(self.param_groups)
+        jobs: list[Job] = []
         ordinal = 0
-        whole: list[Job] = []
-        sharded: list[Job] = []
         for group in self.param_groups:
             hyper = Hyper.of(group)
             for param in group["params"]:
-                if param.numel() and plan_of(param).cuts:
-                    if param.requires_grad:
-                        sharded.append(self.job(group, param, ordinal, hyper))
-                elif param.numel() and param.grad is not None:
-                    whole.append(self.job(group, param, ordinal, hyper))
+                if self._takes_part(param):
+                    jobs.append(self.job(group, param, ordinal, hyper))
                 ordinal += 1
-        step_all(whole)
-        step_sharded(sharded)
+        _take(jobs)
         return loss
 
     @torch.no_grad()
-    def step_parameter(self, param: Tensor) -> None:
-        """Take the step of one parameter with the gradient it has, as `release_gradients` does.
+    def step_parameters(self, params: Sequence[Tensor]) -> None:
+        """Take the step of some parameters with the gradients they have, as `release_gradients` does.
 
-        Collectives: for a sharded parameter those of `step`, for it alone.
+        Collectives: for sharded parameters those of `step`, for these alone: every rank must call this with the same of
+        them, in the same order, and have gradients of the same.
 
         Raises:
             UserError: a sparse or complex gradient, or a parameter that is not in this optimizer.
         """
-        group, ordinal = self._place(param)
-        check_grads([{"params": [param]}])
-        if param.grad is not None and param.numel():
-            take = step_sharded if plan_of(param).cuts else step_all
-            take([self.job(group, param, ordinal)])
+        check_grads([{"params": params}])
+        placed = [(param, *self._place(param)) for param in params if param.grad is not None and param.numel()]
+        _take([self.job(group, param, ordinal) for param, group, ordinal in placed])
+
+    def _takes_part(self, param: Tensor) -> bool:
+        """Whether a step is taken for a parameter: for a sharded one on all ranks alike, gradient or not."""
+        if not param.numel():
+            return False
+        if not plan_of(param).cuts:
+            return param.grad is not None
+        return param.requires_grad and (param.grad is not None or id(param) not in self.released)
 
     def parameters(self) -> Iterator[Tensor]:
         """All parameters, group by group."""
@@ -326,6 +331,11 @@ class CAME(torch.optim.Optimizer):
                         f"{key}={group[key]!r}; build it with the same"
                     )
         load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
+
+
+def _take(jobs: Sequence[Job]) -> None:
+    step_all([job for job in jobs if not job.plan.cuts])
+    step_sharded([job for job in jobs if job.plan.cuts])
 
 
 def _needed(group: dict[str, Any], param: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -1,8 +1,15 @@
-"""What a process on a CPU holds beside its tensors: the libraries, and what the allocator keeps."""
+"""Memory that no trace shows: gradients between passes, and on a CPU the libraries and what the allocator keeps."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from scantling.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
 
 MIB = 2**20
 _TUNED = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
@@ -24,3 +31,15 @@ def allocator_bytes(working_bytes: int) -> int:
     if any(name in os.environ for name in _TUNED):
         return 0
     return min(working_bytes, 100 * MIB) + working_bytes // 10
+
+
+def frees_gradients(recipe: Recipe, *, world_size: int = 1) -> bool:
+    """Whether the step frees each gradient as it comes: not where several micro-batches add to it."""
+    share = recipe.batch_size // world_size
+    return recipe.optim.release_gradients and (recipe.train.micro_batch_size or share) >= share
+
+
+def held_gradient_bytes(recipe: Recipe, parameters: Iterable[torch.Tensor], *, world_size: int = 1) -> int:
+    """Gradients that a process holds through a step: all, or the largest where each is freed as it comes."""
+    sizes = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
+    return max(sizes, default=0) if frees_gradients(recipe, world_size=world_size) else sum(sizes)

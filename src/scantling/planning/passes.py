@@ -32,7 +32,7 @@ class Passes:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_passes(recipe: Recipe, task: Task, model: Any, *, world_size: int) -> Passes:
+def plan_passes(recipe: Recipe, task: Task, model: Any, *, world_size: int, step_bytes: int | None = None) -> Passes:
     """Take one micro-batch through the model without memory.
 
     From the second micro-batch on, the gradients of those before are there. With several processes they always are,
@@ -43,6 +43,7 @@ def plan_passes(recipe: Recipe, task: Task, model: Any, *, world_size: int) -> P
         task: gives a batch and the loss.
         model: on the meta device, and of no further use.
         world_size: number of processes, which share the batch evenly.
+        step_bytes: what the step of a parameter allocates, where it is taken within the backward pass.
     """
     seq_len = recipe.data.seq_len
     share = recipe.batch_size // world_size
@@ -58,7 +59,7 @@ def plan_passes(recipe: Recipe, task: Task, model: Any, *, world_size: int) -> P
 
     try:
         with nullcontext() if recipe.data.document_mask else no_packed_documents():
-            trace = trace_step(model, loss, gradients_held=gradients_held)
+            trace = trace_step(model, loss, gradients_held=gradients_held, step_bytes=step_bytes)
     except UserError as error:
         notes = [f"activations and peak memory are not known: {error}"]
         if from_shapes is None:

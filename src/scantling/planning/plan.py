@@ -7,7 +7,9 @@ A figure that cannot be known is None, with a note that says why; nothing is gue
 
 What the passes take is followed through a micro-batch without memory: the gradients come while the activations are
 freed, so the most there is at once is less than the sum. Where gradients are there before the pass, from an earlier
-micro-batch or because the buckets of an exchange hold them, they are added. `base` is what a process with the
+micro-batch or because the buckets of an exchange hold them, they are added. Where the optimizer steps each parameter
+within the pass and frees its gradient, the trace does so too, and the temporaries of the update are part of the pass.
+`base` is what a process with the
 libraries loaded holds on a CPU, measured in this one; on a GPU, where only allocated memory counts, it is 0.
 
 `allocator` is what glibc keeps of freed blocks on a CPU, the one figure that is fitted to measurements and not counted.
@@ -38,7 +40,8 @@ class Plan:
     Attributes:
         num_parameters: all of the model; `num_trainable` those that get a gradient.
         parameters_by_role: trainable parameters that are matrices, embeddings and vectors.
-        weight_bytes, gradient_bytes, optimizer_state_bytes: held through a step.
+        weight_bytes, gradient_bytes, optimizer_state_bytes: held through a step; of gradients that are released, the
+            largest.
         activation_bytes: held between the forward and the backward pass of one micro-batch.
         temporary_bytes: what the passes or the update hold beside the larger of activations and gradients.
         base_bytes: what the process holds before there is a model.
@@ -155,7 +158,7 @@ def plan(
 
     Raises:
         RecipeError: the recipe is wrong.
-        UserError: the model cannot be built, or the batch cannot be shared by the processes.
+        UserError: the model cannot be built, or the number of processes does not fit the recipe.
     """
     import torch
 
@@ -164,13 +167,12 @@ def plan(
     from scantling.models.build import build_model, checkpoint_activations, default_task, quiet
     from scantling.models.costs import BACKWARD
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
-    from scantling.planning.memory import allocator_bytes, resident_bytes
+    from scantling.planning.memory import allocator_bytes, frees_gradients, held_gradient_bytes, resident_bytes
     from scantling.planning.passes import plan_passes
     from scantling.tasks import get_task
 
     recipe = load_recipe(recipe, settings)
-    if recipe.batch_size % world_size:
-        raise UserError(f"the batch of {recipe.batch_size} sequences cannot be shared evenly by {world_size} processes")
+    check_world_size(recipe, world_size)
     task = get_task(recipe.model.task or default_task(recipe.model))
     notes: list[str] = []
     if task_data is not None:
@@ -193,7 +195,10 @@ def plan(
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
     weight_bytes = sum(p.nbytes for p in parameters)
-    gradient_bytes = sum(p.nbytes for p in trainable)
+    gradient_bytes = held_gradient_bytes(recipe, parameters, world_size=world_size)
+    released = frees_gradients(recipe, world_size=world_size)
+    if recipe.optim.release_gradients and not released:
+        notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, where they are released")
     num_parameters, num_trainable = (sum(p.numel() for p in each) for each in (parameters, trainable))
     groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
     roles: dict[str, int] = {}
@@ -204,7 +209,7 @@ def plan(
         notes.append(f"the state of {recipe.optim.name} is not known before it has taken a step")
     of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **recipe.optim.options})
     with quiet():
-        passes = plan_passes(recipe, task, model, world_size=world_size)
+        passes = plan_passes(recipe, task, model, world_size=world_size, step_bytes=of_optimizer if released else None)
     notes += passes.notes
     if on_gpu and passes.peak_bytes is not None:
         notes.append("the memory of the passes is that of a CPU's kernels; a GPU's may keep less")
@@ -230,13 +235,27 @@ def plan(
         base_bytes=base,
         allocator_bytes=kept,
         peak_memory_bytes=peak,
-        wire_bytes=allreduce_wire_bytes(gradient_bytes, world_size),
+        wire_bytes=allreduce_wire_bytes(sum(p.nbytes for p in trainable), world_size),
         flops_per_step=flops,
         flops_per_token=None if flops is None else flops / tokens,
         tokens_per_step=tokens,
         total_tokens=tokens * recipe.train.steps,
         notes=tuple(notes),
     )
+
+
+def check_world_size(recipe: Recipe, world_size: int) -> None:
+    """Raise a UserError where a recipe cannot run on this number of processes."""
+    if recipe.batch_size % world_size:
+        raise UserError(
+            f"the batch of {recipe.batch_size} sequences cannot be shared evenly by {world_size} processes; "
+            "change train.batch_size, train.batch_tokens or the number of processes"
+        )
+    if recipe.optim.release_gradients and world_size > 1:
+        raise UserError(
+            "optim.release_gradients steps each parameter before the processes could average its gradient; given "
+            f"{world_size} processes. Run one, or leave the key out"
+        )
 
 
 def _vocabulary(recipe: Recipe, task: Task) -> int:

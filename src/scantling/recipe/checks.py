@@ -183,6 +183,28 @@ def _check_optim(content: Content) -> Iterator[Fault]:
         yield Fault(f"optim.{path}", problem)
 
 
+def _check_release(content: Content) -> Iterator[Fault]:
+    optim, train, precision = (_section(content, name) for name in ("optim", "train", "precision"))
+    if optim.get("release_gradients") is not True:
+        return
+    key = "optim.release_gradients"
+    name = optim.get("name", OptimSection.model_fields["name"].default)
+    if isinstance(name, str) and name.lower() != "came":
+        yield Fault(key, "is for optim.name: came; take that, or leave the key out", f"the optimizer '{name}'")
+    clip = train.get("clip", TrainSection.model_fields["clip"].default)
+    if train and clip is not None:
+        how = "" if "clip" in train else ", the default"
+        yield Fault(
+            key,
+            "frees gradients before their global norm is known, so that they cannot be clipped by it; set train.clip: "
+            "null (came limits the update of each parameter, see clip_threshold)",
+            f"train.clip: {clip}{how}",
+        )
+    if precision.get("compute") == "fp16":
+        problem = "takes steps before an overflow of fp16 gradients is known; set precision.compute: bf16"
+        yield Fault(key, problem, "precision.compute: fp16")
+
+
 CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_name,
     _check_model,
@@ -191,4 +213,5 @@ CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_batch,
     _check_schedule,
     _check_optim,
+    _check_release,
 )

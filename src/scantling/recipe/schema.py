@@ -140,6 +140,8 @@ class OptimSection(Section):
     """Peak learning rate."""
     weight_decay: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
     """Decay of matrices and embeddings, decoupled where the optimizer has it so; vectors are never decayed."""
+    release_gradients: bool = False
+    """`came` on one process: step each parameter within the backward pass and free its gradient. Needs `clip: null`."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from scantling.files import write_json
 from scantling.groups import param_groups
 from scantling.models.build import build_model, checkpoint_activations
 from scantling.optim.registry import build_optimizer
-from scantling.planning.plan import plan
+from scantling.planning.memory import held_gradient_bytes
+from scantling.planning.plan import check_world_size, plan
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
 from scantling.recipe.schema import CommSection
@@ -39,6 +40,7 @@ from scantling.training.distributed import Place, joined
 from scantling.training.evaluate import evaluate
 from scantling.training.loop import Loop, Outcome, Schedule, out_of_memory
 from scantling.training.meters import EnergyMeter, MemoryMeter
+from scantling.training.release import GradientRelease
 from scantling.training.rundir import InUseError, RunDir
 from scantling.training.schedule import lr_factor
 from scantling.training.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
@@ -188,11 +190,7 @@ def _claim_free(base: Path) -> RunDir:
 def _train(
     recipe: Recipe, folder: RunDir, place: Place, *, resume: bool, sinks: Sequence[Sink], progress: Progress | None
 ) -> RunResult:
-    if recipe.batch_size % place.world_size:
-        raise UserError(
-            f"the batch of {recipe.batch_size} sequences cannot be shared evenly by {place.world_size} processes; "
-            "change train.batch_size, train.batch_tokens or the number of processes"
-        )
+    check_world_size(recipe, place.world_size)
     checkpointer = Checkpointer(folder.checkpoints, place, keep=recipe.train.keep_checkpoints)
     checkpoint = checkpointer.newest() if resume else None
     if resume and checkpoint is None:
@@ -269,6 +267,7 @@ def build_loop(
         place,
         clip=settings.clip,
         compute=recipe.precision.compute,
+        release=GradientRelease(model, optimizer) if recipe.optim.release_gradients else None,
     )
     batch_size = recipe.batch_size
     micro = settings.micro_batch_size or batch_size // place.world_size
@@ -300,7 +299,7 @@ def build_loop(
     facts = {
         "num_parameters": sum(p.numel() for p in weights),
         "weight_bytes": sum(p.nbytes for p in weights),
-        "gradient_bytes": sum(p.nbytes for p in weights if p.requires_grad),
+        "gradient_bytes": held_gradient_bytes(recipe, weights, world_size=place.world_size),
     }
     held_out = None if data.heldout is None else partial(run_evaluation, recipe, model, task, data, place)
     return Loop(

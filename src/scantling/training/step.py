@@ -7,6 +7,7 @@ update does not depend on how the batch was cut into micro-batches and processes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from scantling.tasks.base import Task
 from scantling.training.distributed import Place
 from scantling.training.meters import Stopwatch
 from scantling.training.methods import Method
+from scantling.training.release import GradientRelease
 from scantling.training.scaler import SharedGradScaler
 
 
@@ -48,6 +50,7 @@ class Stepper:
     Args:
         model: the bare model; the exchange wraps it.
         clip: largest global gradient norm, or None.
+        release: where not None, it takes the step within the backward pass, with one process, and without clip or fp16.
         compute: "fp32", "bf16" or "fp16".
     """
 
@@ -62,10 +65,11 @@ class Stepper:
         methods: Sequence[Method] = (),
         clip: float | None = 1.0,
         compute: str = "fp32",
+        release: GradientRelease | None = None,
     ) -> None:
         self.model, self.task, self.optimizer, self.exchange, self.place = model, task, optimizer, exchange, place
         self.methods = list(methods)
-        self.clip, self.compute = clip, compute
+        self.clip, self.compute, self.release = clip, compute, release
         self.scaler = SharedGradScaler(place.device.type, enabled=compute == "fp16")
         self.forward_model = exchange.prepare(model)
         self.watch = Stopwatch(place.device)
@@ -74,7 +78,8 @@ class Stepper:
         """Take step `step` (counted from 1).
 
         Raises:
-            NonFiniteError: the loss or a gradient is NaN or Inf; nothing was updated.
+            NonFiniteError: the loss or a gradient is NaN or Inf; nothing was updated, but where gradients are released
+                perhaps other parameters, see `GradientRelease`.
         """
         device = self.place.device
         for method in self.methods:
@@ -85,23 +90,26 @@ class Stepper:
         counts = self.place.sum(counts.to(device, torch.float32 if device.type == "mps" else torch.float64))
         share = self.place.world_size / counts[0].float()  # the exchange takes the mean over processes
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
-            batch = batch.to(device, non_blocking=True)
-            self.watch.lap("data")
-            with self.exchange.accumulate(last=index == len(batches) - 1):
-                with autocast(self.compute, device):
-                    loss = self.task.loss(self.forward_model, batch).loss
-                loss_sum += loss.detach()
-                scaled = loss * share
-                for method in self.methods:
-                    scaled = method.extra_loss(scaled)
-                self.watch.lap("forward")
-                self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
-                self.watch.lap("backward")
+        with nullcontext() if self.release is None else self.release.during(step, len(batches)):
+            for index, batch in enumerate(batches):
+                batch = batch.to(device, non_blocking=True)
+                last = index == len(batches) - 1
+                self.watch.lap("data")
+                with self.exchange.accumulate(last=last):
+                    with autocast(self.compute, device):
+                        loss = self.task.loss(self.forward_model, batch).loss
+                    loss_sum += loss.detach()
+                    scaled = loss * share
+                    for method in self.methods:
+                        scaled = method.extra_loss(scaled)
+                    self.watch.lap("forward")
+                    if self.release is not None and last and not torch.isfinite(loss_sum):
+                        self._refuse(step, loss_sum)  # the backward pass would take the step
+                    self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
+                    self.watch.lap("backward")
         self.exchange.exchange()
         self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = self._total_norm()
         figures = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
         own_loss = loss_sum.clone()
         stopping = torch.tensor([float(stop())], dtype=torch.float64, device=device)
@@ -136,12 +144,19 @@ class Stepper:
         self.exchange.exchange()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def _total_norm(self) -> torch.Tensor:
+        if self.release is not None:
+            return self.release.total_norm()
+        return torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+
     def _clip(self, norm: torch.Tensor) -> None:
         if self.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
 
     def _refuse(self, step: int, own_loss: torch.Tensor) -> None:
         """Say where the first NaN or Inf is, on which rank, and stop; the parameters are untouched."""
+        if self.release is not None:
+            self.release.check()
         found: str | None = None
         if not torch.isfinite(own_loss):
             found = f"the loss is {float(own_loss)}"
