@@ -67,8 +67,10 @@ def train_line(spec: Spec, recipe: dict[str, Any], *, run_dir: Path | None = Non
         place = run_dir or Path(folder) / "run"
         resume = any((place / "checkpoints").glob("step-*"))
         try:
-            metrics = dict(sc.train(recipe, run_dir=place, resume=resume, force=not resume).metrics)
-            outcome = _outcome(metrics, place / "metrics.jsonl")
+            result = sc.train(recipe, run_dir=place, resume=resume, force=not resume)
+            if result.status != "done":
+                raise SystemExit(f"stopped by a signal after step {result.step}")  # which is no result
+            outcome = _outcome(dict(result.metrics), place / "metrics.jsonl")
         except NonFiniteError as error:
             outcome = {"eval_loss": None, "failure": str(error)}
         if resume:

@@ -123,3 +123,17 @@ def test_every_small_recipe_is_valid() -> None:
         check_recipe(recipe, "tasks")
     for name in quality.LONGER:
         check_recipe(quality.recipe_of(quality.longer_spec("python", name, 1e-3, 10_000_000)), "longer")
+
+
+def test_a_run_that_a_signal_stopped_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from small_models import train_line
+
+    import scantling as sc
+    from scantling.training.run import RunResult
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.setattr(sc, "train", lambda *_, **__: RunResult(folder, "stopped", 3, {}))
+    with pytest.raises(SystemExit, match="after step 3"):
+        train_line({"lr": 1.0}, {}, run_dir=folder)
+    assert folder.exists()  # to go on from
