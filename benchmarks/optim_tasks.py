@@ -1,0 +1,200 @@
+"""Steps that CAME needs to reach Adafactor's final value, in masked LM (BERT) and span corruption (T5) at small size.
+
+    python benchmarks/optim_tasks.py sweep              one grid of learning rates for each of four optimizers, one seed
+    python benchmarks/optim_tasks.py seeds              each at its best rate, seeds 0, 1 and 2
+    python benchmarks/optim_tasks.py report             steps to reach, from the raw lines alone
+
+CAME's authors (arXiv 2307.02047) train BERT-Large and T5 and report that CAME is where Adafactor ends after about half
+of its steps. Here half a million parameters learn from real text, with a held-out evaluation at 20 points of a run;
+between two points the loss is taken to be linear. All runs of a model have the same length, schedule and data order, so
+that an optimizer reaches the value at a higher learning rate than Adafactor has there: as in the paper. There is no
+dropout, since no text is seen twice.
+
+The encoder is BERT with rotary positions (RoFormer, arXiv 2104.09864). With the learned positions of BERT itself, a
+model of this size hardly gets past the frequencies of the tokens in a run of minutes (14 % of the masked ones right
+after 4 million tokens; with rotary positions 31 % after 1 million), so that there is little to compare. `--model bert`
+runs it all the same; without `--model`, `bert-rotary` and `t5` are run. Results: one line a run in
+benchmarks/results/optim-tasks.jsonl, none is run twice.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resumable import (
+    Grid,
+    Ledger,
+    Line,
+    Spec,
+    command_line,
+    interval,
+    key_of,
+    side_by_side,
+    steps_to_reach,
+    threads_a_job,
+)
+from small_models import OPTIMIZERS, RESULTS, printed, text, train_line
+
+BERT = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+T5 = {"d_model": 96, "d_ff": 320, "d_kv": 24, "num_heads": 4, "num_layers": 2, "dropout_rate": 0.0}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, and what is fixed for all its runs.
+
+    Attributes:
+        model: the recipe's model section.
+        seq_len: tokens in a sequence; 16 of them are a batch.
+        tokens: of a run, for five to eight minutes on one thread.
+    """
+
+    model: dict[str, Any]
+    seq_len: int
+    tokens: int
+
+
+SETTINGS = {
+    "bert-rotary": Setting(
+        {"task": "masked-lm", "hf": str(Path(__file__).with_name("bert-rotary.json")), "attention": "eager"},
+        64,
+        3_000_000,
+    ),
+    "t5": Setting({"preset": "t5-small", "overrides": T5}, 128, 4_000_000),
+    "bert": Setting({"preset": "bert-6-encoder", "overrides": BERT}, 64, 4_000_000),
+}
+BATCH, POINTS = 16, 20
+GRID = Grid([0.125e-3, 0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3], start=4)
+COMPARED = ("adafactor", "adamw", "came-reference", "came")
+SEEDS = (0, 1, 2)
+
+
+def run_spec(model: str, optimizer: str, lr: float, seed: int, *, data: str, tokens: int | None = None) -> Spec:
+    """One run, as plain values: what is in it decides whether it has been run."""
+    optim = {**OPTIMIZERS[optimizer], "lr": lr, "weight_decay": 0.01}
+    tokens = tokens or SETTINGS[model].tokens
+    return {"model": model, "data": data, "optimizer": optimizer, "optim": optim, "seed": seed, "tokens": tokens}
+
+
+def recipe_of(spec: Spec) -> dict[str, Any]:
+    setting = SETTINGS[spec["model"]]
+    steps = spec["tokens"] // (BATCH * setting.seq_len)
+    return {
+        "name": "tasks",
+        "model": setting.model,
+        "data": {**text(spec["data"]), "tokenizer": {"bpe": 512}, "seq_len": setting.seq_len},
+        "optim": spec["optim"],
+        "train": {
+            "steps": steps,
+            "batch_size": BATCH,
+            "warmup": 0.05,
+            "eval_every": max(1, steps // POINTS),
+            "eval_samples": 512,
+            "seed": spec["seed"],
+            "device": "cpu",
+        },
+    }
+
+
+class Comparison:
+    """The runs of one model on one text with one budget."""
+
+    def __init__(self, model: str, data: str, tokens: int | None) -> None:
+        self.model, self.data, self.tokens = model, data, tokens or SETTINGS[model].tokens
+
+    def spec(self, optimizer: str, lr: float, seed: int) -> Spec:
+        return run_spec(self.model, optimizer, lr, seed, data=self.data, tokens=self.tokens)
+
+    def swept(self, lines: dict[str, Line], optimizer: str) -> list[float | None]:
+        """The last held-out loss of each rate with seed 0."""
+        return GRID.results(lines, lambda rate: self.spec(optimizer, rate, 0), "eval_loss")
+
+    def sweep(self, ledger: Ledger, optimizer: str) -> None:
+        GRID.sweep(ledger, lambda rate: self.spec(optimizer, rate, 0), "eval_loss")
+
+    def finalists(self, lines: dict[str, Line], seed: int) -> dict[str, Spec]:
+        """The run at the best rate of each optimizer whose sweep has ended."""
+        rates = {name: GRID.best(self.swept(lines, name)) for name in COMPARED}
+        return {name: self.spec(name, rate, seed) for name, rate in rates.items() if rate is not None}
+
+    def report(self, lines: dict[str, Line]) -> None:
+        print(f"\n{self.model}, {self.data}, {self.tokens / 1e6:g} M tokens: last held-out loss by rate, seed 0")
+        print(GRID.header())
+        for name in COMPARED:
+            print(GRID.row(name, self.swept(lines, name)))
+        by_seed = []
+        for seed in SEEDS:
+            runs = {name: lines.get(key_of(spec)) for name, spec in self.finalists(lines, seed).items()}
+            found = {name: line for name, line in runs.items() if line is not None and line["eval_loss"] is not None}
+            if "adafactor" in found:
+                by_seed.append(found)
+        for measure, sign in (("heldout", 1.0), ("accuracy", -1.0)):
+            for target in ("adafactor", "adamw"):
+                for name in COMPARED:
+                    self._shares(by_seed, name, target, measure, sign)
+
+    def _shares(self, by_seed: list[dict[str, Line]], name: str, target: str, measure: str, sign: float) -> None:
+        """Print the share of its steps that `name` needs to be where `target` ends, and both last values."""
+        shares, texts = [], []
+        for runs in by_seed:
+            if name == target or not all(measure in runs.get(each, {}) for each in (name, target)):
+                continue
+            goal, final = runs[target][measure][-1][1], runs[name][measure][-1][1]
+            falling = [(step, sign * value) for step, value in runs[name][measure]]
+            reached = steps_to_reach(falling, sign * goal)
+            share = None if reached is None else reached / falling[-1][0]
+            texts.append(f"{'never' if share is None else f'{share:.2f}'} ({final:.4f}, {goal:.4f})")
+            shares.append(share)
+        if not texts:
+            return
+        known = [share for share in shares if share is not None]
+        mean = ""
+        if len(known) == len(shares) > 1:
+            value, width = interval(known)
+            mean = f"   mean {value:.3f} ± {width:.3f}"
+        what = "loss" if measure == "heldout" else measure
+        print(f"{name:16} reaches {target}'s last {what} after: " + "  ".join(texts) + mean)
+
+
+def main() -> int:
+    parser = command_line(__doc__, ["sweep", "seeds", "report"], RESULTS / "optim-tasks.jsonl")
+    parser.add_argument("--model", choices=list(SETTINGS), action="append", help="bert-rotary and t5 unless given")
+    parser.add_argument("--data", choices=["python", "novels"], default="python")
+    parser.add_argument("--tokens", type=int, help="tokens of a run")
+    options = parser.parse_args()
+    if options.phase == "one":
+        spec = json.loads(options.spec)
+        printed(train_line(spec, recipe_of(spec)))
+        return 0
+    ledger = Ledger(options.results, Path(__file__), threads_a_job(options.jobs))
+    comparisons = [Comparison(model, options.data, options.tokens) for model in options.model or ("bert-rotary", "t5")]
+    if options.phase == "report":
+        for comparison in comparisons:
+            comparison.report(ledger.lines())
+    elif options.phase == "sweep":
+        pairs = [(comparison, name) for comparison in comparisons for name in COMPARED]
+        side_by_side(options.jobs, lambda pair: pair[0].sweep(ledger, pair[1]), pairs)
+    else:
+        lines = ledger.lines()
+        runs = [spec for each in comparisons for seed in SEEDS for spec in each.finalists(lines, seed).values()]
+        if not runs:
+            raise SystemExit("run the sweep first")
+        side_by_side(options.jobs, ledger.run, runs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Runs that are done once, and learning rates that are swept outwards.
+
+A run is a specification of plain values. Its result is one line of a JSON-lines file, known by the hash of the
+specification, so that a script can be stopped at any time and started again. A script keeps to this form by having a
+command `one SPEC` that prints the line of a specification; each run is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+Spec = dict[str, Any]
+Line = dict[str, Any]
+Item = TypeVar("Item")
+
+
+def key_of(spec: Spec) -> str:
+    """What a run is known by."""
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A file of results, and the script that makes them.
+
+    Attributes:
+        path: one JSON object a line.
+        script: its command `one` takes a specification and prints the line of it last.
+        threads: of each run.
+    """
+
+    path: Path
+    script: Path
+    threads: int = 1
+
+    def lines(self) -> dict[str, Line]:
+        """All results by their keys."""
+        if not self.path.exists():
+            return {}
+        return {line["key"]: line for line in map(json.loads, self.path.read_text(encoding="utf-8").splitlines())}
+
+    def run(self, spec: Spec) -> bool:
+        """Run a specification that has no line yet and append its line; False when its process failed."""
+        if key_of(spec) in self.lines():
+            return True
+        command = [sys.executable, str(self.script), "one", json.dumps(spec)]
+        settings = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+        finished = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
+        if finished.returncode:
+            print(f"failed: {spec}\n{finished.stderr[-2000:]}", flush=True)
+            return False
+        line = finished.stdout.splitlines()[-1]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        found = json.loads(line)
+        print(f"{spec} -> {found.get('eval_loss')} in {found.get('seconds')} s", flush=True)
+        return True
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Learning rates, ascending, and which of them every sweep begins with."""
+
+    rates: Sequence[float]
+    start: int
+
+    def results(self, lines: dict[str, Line], spec_of: Callable[[float], Spec], score: str) -> list[float | None]:
+        """The score of each rate, lower being better: infinite where the run failed, None where it was not run."""
+        found = [lines.get(key_of(spec_of(rate))) for rate in self.rates]
+        return [None if line is None else float("inf") if line[score] is None else line[score] for line in found]
+
+    def next(self, results: Sequence[float | None]) -> int | None:
+        """Which rate to run next: the start, then the neighbours of the best one; None when both are known."""
+        known = {index: result for index, result in enumerate(results) if result is not None}
+        if not known:
+            return self.start
+        best = min(known, key=lambda index: (known[index], index))  # everything failed: go down
+        wanted = (index for index in (best - 1, best + 1) if 0 <= index < len(self.rates) and index not in known)
+        return next(wanted, None)
+
+    def best(self, results: Sequence[float | None]) -> float | None:
+        """The rate with the lowest score, or None where the sweep has not ended or every run failed."""
+        if self.next(results) is not None:
+            return None
+        score, rate = min((s, rate) for s, rate in zip(results, self.rates, strict=True) if s is not None)
+        return rate if score < float("inf") else None
+
+    def sweep(self, ledger: Ledger, spec_of: Callable[[float], Spec], score: str) -> None:
+        """Run rates until the best one stands between two worse ones, or at an end of the grid."""
+        while (index := self.next(self.results(ledger.lines(), spec_of, score))) is not None:
+            if not ledger.run(spec_of(self.rates[index])):
+                return
+
+    def row(self, name: str, results: Sequence[float | None]) -> str:
+        """One line of a table of a sweep."""
+        return f"{name:16}" + "".join("        -" if result is None else f"{result:9.4f}" for result in results)
+
+    def header(self) -> str:
+        """The first line of that table."""
+        return " " * 16 + "".join(f"{rate:9.1e}" for rate in self.rates)
+
+
+def side_by_side(jobs: int, work: Callable[[Item], object], items: Iterable[Item]) -> None:
+    """Do several things at once, in the order given."""
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(work, items))
+
+
+def threads_a_job(jobs: int) -> int:
+    """How many threads a run has when several run at once."""
+    return max(1, len(os.sched_getaffinity(0)) // jobs)
+
+
+def command_line(description: str | None, phases: Sequence[str], results: Path) -> argparse.ArgumentParser:
+    """The arguments that all such scripts have: a phase, `one SPEC`, `--jobs`, `--results`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("phase", choices=[*phases, "one"])
+    parser.add_argument("spec", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once, each with its share of the cores")
+    parser.add_argument("--results", type=Path, default=results, help="the file of the lines")
+    return parser
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and the half-width of its 95 % interval (Student's t); the width of one value alone is infinite."""
+    from scipy.stats import t
+
+    mean, count = float(np.mean(values)), len(values)
+    if count < 2:
+        return mean, float("inf")
+    return mean, float(t.ppf(0.975, count - 1)) * float(np.std(values, ddof=1)) / count**0.5
+
+
+def steps_to_reach(curve: Sequence[Sequence[float]], target: float) -> float | None:
+    """The step at which a falling curve first reaches a value, linear between its points.
+
+    Args:
+        curve: (step, value) pairs, ascending in the step.
+        target: the value.
+
+    Returns:
+        None where it never does; the first step where the curve begins at the value or below, since what came before
+        is not known.
+    """
+    before: Sequence[float] | None = None
+    for point in curve:
+        step, value = point[0], point[1]
+        if value <= target:
+            if before is None:
+                return float(step)
+            share = (before[1] - target) / (before[1] - value)
+            return float(before[0] + share * (step - before[0]))
+        before = point
+    return None

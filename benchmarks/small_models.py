@@ -1,0 +1,118 @@
+"""What the benchmarks of quality train with: the optimizers compared, the text, and one run of a recipe as a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peers import register
+from resumable import Line, Spec, key_of
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+CONFIDENT = [0.9, 0.95, 0.995]
+CAME = {"name": "came", "debias": True, "betas": CONFIDENT}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", "betas": [0.9, 0.95]},
+    "adafactor": {"name": "adafactor"},
+    "came-reference": {"name": "came", "factor": "last2"},
+    "came": CAME,
+    "came-int8": {**CAME, "momentum": "int8"},
+    "came-int4": {**CAME, "momentum": "int4"},
+    "muon": {"name": "muon"},
+    "scale-like": {"name": "scalelike"},
+    "apollo-mini": {"name": "apollomini"},
+    "lamb": {"name": "lamb", "betas": [0.9, 0.95]},
+}
+
+
+def data_folder() -> Path:
+    """The folder of real data."""
+    return Path(os.environ.get("SCANTLING_DATA", ROOT.parent / "shared" / "data"))
+
+
+def text(data: str) -> dict[str, Any]:
+    """The source of a recipe's data section: `python` or `novels`."""
+    if data == "novels":
+        folder = data_folder()
+        return {
+            "text": str(folder / "lm" / "english_novels_train.txt.xz"),
+            "validation": str(folder / "lm" / "english_novels_valid.txt.xz"),
+            "document_separator": "<|doc|>",
+            "max_bytes": 40_000_000,
+        }
+    return {"corpus": "python-stdlib", "max_bytes": 30_000_000}
+
+
+def train_line(spec: Spec, recipe: dict[str, Any], *, run_dir: Path | None = None) -> Line:
+    """Train in this process and return the line of the result.
+
+    Args:
+        spec: what the run is known by.
+        recipe: what it does. With `train.eval_every`, the line has the held-out curve.
+        run_dir: where a long run keeps its checkpoints, to go on from them; it is removed at the end.
+    """
+    import scantling as sc
+    from scantling.errors import NonFiniteError
+
+    register()
+    began = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        place = run_dir or Path(folder) / "run"
+        resume = any((place / "checkpoints").glob("step-*"))
+        try:
+            result = sc.train(recipe, run_dir=place, resume=resume, force=not resume)
+            if result.status != "done":
+                raise SystemExit(f"stopped by a signal after step {result.step}")  # which is no result
+            outcome = _outcome(dict(result.metrics), place / "metrics.jsonl")
+        except NonFiniteError as error:
+            outcome = {"eval_loss": None, "failure": str(error)}
+        if resume:
+            outcome["resumed"] = True  # the seconds are then those of the last part
+    if run_dir is not None:
+        shutil.rmtree(run_dir)
+    return {"key": key_of(spec), **spec, **outcome, **facts(began)}
+
+
+def _outcome(metrics: dict[str, Any], path: Path) -> dict[str, Any]:
+    from scantling.reporting.runs import read_records
+
+    records = read_records(path)
+    outcome = {key: metrics.get(key) for key in ("eval_loss", "bits_per_byte", "loss", "optimizer_state_bytes")}
+    losses = np.array([record["loss"] for record in records])
+    outcome["curve"] = [round(float(np.mean(part)), 4) for part in np.array_split(losses, min(50, len(losses)))]
+    outcome["num_parameters"] = metrics["num_parameters"]
+    evaluated = [record for record in records if "eval_loss" in record]
+    if len(evaluated) > 1:
+        outcome["heldout"] = [[record["step"], record["eval_loss"]] for record in evaluated]
+    if "accuracy" in evaluated[-1]:
+        outcome["accuracy"] = [[record["step"], record["accuracy"]] for record in evaluated]
+    return outcome
+
+
+def facts(began: float) -> dict[str, Any]:
+    """When and where a run was made, and how long it took."""
+    import torch
+
+    from scantling.training.rundir import environment
+
+    found = environment()
+    return {
+        "seconds": round(time.time() - began),
+        "date": time.strftime("%Y-%m-%d"),
+        "threads": torch.get_num_threads(),
+        "versions": found["versions"],
+        "cpu": found["hardware"]["cpu"],
+        "git_commit": found["git_commit"],
+    }
+
+
+def printed(line: Line) -> None:
+    """Print a line as the last thing a process says."""
+    print(json.dumps(line), flush=True)

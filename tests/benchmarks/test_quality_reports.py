@@ -1,0 +1,74 @@
+"""The reports of the quality benchmarks say what the lines say, on lines with a known answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_steps_to_reach_adafactor(capsys: pytest.CaptureFixture[str]) -> None:
+    """CAME falls twice as fast as Adafactor, AdamW ends above it; the best of three rates is the middle one."""
+    import optim_tasks as tasks
+    from resumable import key_of
+
+    comparison = tasks.Comparison("bert-rotary", "python", 1000)
+    ends = {"adafactor": 2.0, "adamw": 3.0, "came-reference": 2.0, "came": 0.0}
+    start = tasks.GRID.start
+    lines: dict[str, dict[str, Any]] = {}
+    for name, end in ends.items():
+        for seed in tasks.SEEDS:
+            for index in (start - 1, start, start + 1):
+                final = end + abs(index - start)
+                spec = comparison.spec(name, tasks.GRID.rates[index], seed)
+                curve = [[step, 4.0 + (final - 4.0) * step / 100] for step in range(10, 101, 10)]
+                accuracy = [[step, 1.0 - loss / 4.0] for step, loss in curve]
+                lines[key_of(spec)] = {**spec, "eval_loss": final, "heldout": curve, "accuracy": accuracy}
+    assert {spec["optim"]["lr"] for spec in comparison.finalists(lines, 0).values()} == {tasks.GRID.rates[start]}
+    comparison.report(lines)
+    printed = [line for line in capsys.readouterr().out.splitlines() if "reaches adafactor's last" in line]
+    assert len(printed) == 6  # three optimizers, by loss and by accuracy
+    found = {(line.split()[0], line.split()[4]): line for line in printed}
+    for measure in ("loss", "accuracy"):
+        assert found["came", measure].count(" 0.50 (") == 3
+        assert "mean 0.500 ± 0.000" in found["came", measure]
+        assert found["came-reference", measure].count(" 1.00 (") == 3
+        assert found["adamw", measure].count("never") == 3
+
+
+def test_fine_tuning_against_adamw(capsys: pytest.CaptureFixture[str]) -> None:
+    import optim_finetune as finetune
+    from resumable import key_of
+
+    comparison = finetune.Comparison("banking77", {})
+    start = finetune.GRID.start
+    lines: dict[str, dict[str, Any]] = {}
+    for name in finetune.COMPARED:
+        for seed in finetune.SEEDS:
+            for index in (start - 1, start, start + 1):
+                spec = finetune.run_spec("banking77", name, finetune.GRID.rates[index], seed)
+                accuracy = 0.8 + seed / 100 + (0.02 if name.startswith("came") else 0.0)
+                lines[key_of(spec)] = {
+                    **spec,
+                    "dev_error": 0.1 + abs(index - start) / 10,
+                    "eval_loss": 1.0,
+                    "accuracy": {"banking77": accuracy},
+                    "optimizer_state_bytes": 2**20,
+                }
+    comparison.report(lines)
+    rows = [line for line in capsys.readouterr().out.splitlines() if "seeds)" in line]
+    assert [row.split()[0] for row in rows] == list(finetune.COMPARED)
+    assert "81.00 ± 2.48 % (3 seeds)" in rows[0]  # ± 4.303 x 1 % / sqrt(3)
+    assert "minus adamw" not in rows[0]
+    assert "minus adamw   0.00 ± 0.00 %" in rows[1]
+    for row in rows[2:]:
+        assert "83.00 ± 2.48 %" in row
+        assert "minus adamw   2.00 ± 0.00 %" in row
