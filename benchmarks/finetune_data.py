@@ -18,7 +18,7 @@ from small_models import data_folder
 from scantling.data.hashing import key64
 from scantling.errors import UserError
 
-HELD_OUT = 2000
+DEV, TEST = 1000, 2000
 """Most examples of the dev set and of each test set."""
 
 
@@ -80,8 +80,8 @@ TASKS: dict[str, Callable[[int], Data]] = {"banking77": banking77, "nli": nli}
 
 
 def _data(train: list[Example], dev: list[Example], tests: dict[str, list[Example]], examples: int) -> Data:
-    few = {name: _take(rows, HELD_OUT) for name, rows in tests.items()}
-    return Data(sorted({row.label for row in train}), _take(train, examples), _take(dev, HELD_OUT), few)
+    few = {name: _take(rows, TEST) for name, rows in tests.items()}
+    return Data(sorted({row.label for row in train}), _take(train, examples), _take(dev, DEV), few)
 
 
 def _take(rows: Iterable[Example], count: int) -> list[Example]:
