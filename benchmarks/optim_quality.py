@@ -2,7 +2,7 @@
 
     python benchmarks/optim_quality.py sweep            one grid of learning rates for every optimizer, one seed
     python benchmarks/optim_quality.py seeds            the finalists at their best rate, 8 seeds, the same data order
-    python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4
+    python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4 (a quarter of it)
     python benchmarks/optim_quality.py batch            batch x1, x4, x16 at equal tokens
     python benchmarks/optim_quality.py longer           3 million parameters, over an hour a run, with a held-out curve
     python benchmarks/optim_quality.py report           what the results say, from the raw lines alone
@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +40,41 @@ LONGER_TOKENS = 10_000_000
 SEQ_LEN, BATCH = 128, 32
 GRID = Grid([0.125e-3, 0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3], start=5)
 SWEPT = ("adamw", "came", "came-reference", "adafactor", "muon", "scale-like", "apollo-mini")
+SEEDS = 8
 FINALISTS = ("adamw", "came", "came-int8", "came-int4")
 LONGER = ("adamw", "came-int8", "came")
 Lines = dict[str, Line]
+ABLATION_TOKENS = TOKENS // 4
 ABLATIONS: dict[str, dict[str, Any]] = {
     "came": {},
-    "betas (0.9, 0.999, 0.9999)": {"betas": [0.9, 0.999, 0.9999]},
-    "betas (0.9, 0.99, 0.999)": {"betas": [0.9, 0.99, 0.999]},
-    "betas (0.9, 0.95, 0.95)": {"betas": [0.9, 0.95, 0.95]},
-    "no update clip": {"clip_threshold": 1e9},
-    "no debias": {"debias": False},
+    "betas (0.9, 0.999, 0.9999)": {"optim": {"betas": [0.9, 0.999, 0.9999]}},
+    "betas (0.9, 0.99, 0.999)": {"optim": {"betas": [0.9, 0.99, 0.999]}},
+    "betas (0.9, 0.95, 0.95)": {"optim": {"betas": [0.9, 0.95, 0.95]}},
+    "betas (0.95, 0.95, 0.995)": {"optim": {"betas": [0.95, 0.95, 0.995]}},
+    "no confidence": {"optim": {"name": "cameunconfident"}},
+    "no debias": {"optim": {"debias": False}},
+    "no clip at all": {"optim": {"clip_threshold": 1e9}, "clip": None},
+    "update clip alone": {"clip": None},
+    "gradient norm alone": {"optim": {"clip_threshold": 1e9}},
+    "int4": {"optim": {"momentum": "int4"}},
+    "int4, to the nearest": {"optim": {"name": "camenearest", "momentum": "int4"}},
+    "adamw": {"optimizer": "adamw"},
 }
+ABLATION_SEEDS = 3
 
 
 def run_spec(data: str, optimizer: str, lr: float, seed: int, *, batch: int = 1, **changes: Any) -> Spec:
     """One run, as plain values: what is in it decides whether it has been run."""
     optim = {**OPTIMIZERS[optimizer], "lr": lr, "weight_decay": 0.1, **changes}
     return {"data": data, "optimizer": optimizer, "optim": optim, "seed": seed, "batch": batch, "tokens": TOKENS}
+
+
+def ablation_spec(data: str, change: str, lr: float, seed: int) -> Spec:
+    """One run of the phase `ablations`: CAME with one thing changed, on a quarter of the tokens."""
+    changed = ABLATIONS[change]
+    spec = run_spec(data, changed.get("optimizer", "came"), lr, seed, **changed.get("optim", {}))
+    clip = {"clip": changed["clip"]} if "clip" in changed else {}
+    return {**spec, **clip, "tokens": ABLATION_TOKENS}
 
 
 def longer_spec(data: str, optimizer: str, lr: float, tokens: int) -> Spec:
@@ -76,6 +94,8 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
         "seed": spec["seed"],
         "device": "cpu",
     }
+    if "clip" in spec:
+        train["clip"] = spec["clip"]
     if "model" in spec:
         train |= {"eval_every": max(1, steps // 20), "eval_samples": 500, "checkpoint_every": max(1, steps // 20)}
     return {
@@ -108,10 +128,12 @@ def sweep(ledger: Ledger, data: str, optimizer: str, **changes: Any) -> None:
 def specs(phase: str, lines: Lines, data: str) -> Iterator[Spec]:
     """The runs of a phase that need no result of each other."""
     if phase == "seeds":
-        yield from (run_spec(data, n, best_rate(lines, data, n), seed) for seed in range(8) for n in FINALISTS)
+        yield from (run_spec(data, n, best_rate(lines, data, n), seed) for seed in range(SEEDS) for n in FINALISTS)
     elif phase == "ablations":
-        rate = best_rate(lines, data, "came")
-        yield from (run_spec(data, "came", rate, s, **change) for s in range(3) for change in ABLATIONS.values())
+        for seed in range(ABLATION_SEEDS):
+            for change in ABLATIONS:
+                name = ABLATIONS[change].get("optimizer", "came")
+                yield ablation_spec(data, change, best_rate(lines, data, name), seed)
 
 
 def run_one(spec: Spec) -> Line:
@@ -130,18 +152,35 @@ def report(lines: Lines, data: str) -> None:
             curve = " ".join(f"{loss:.3f}" for _, loss in line["heldout"])
             size = f"{line['num_parameters'] / 1e6:.1f} M parameters, {line['tokens'] / 1e6:.0f} M tokens"
             print(f"longer, {size}, {line['optimizer']} at {line['optim']['lr']:g}: {curve}")
-    if not any(line["seed"] for line in lines.values()):
+    if None in (GRID.best(swept(lines, data, name)) for name in ("adamw", "came")):
         return
+
+    def seeded(name: str, seed: int) -> Spec:
+        return run_spec(data, name, best_rate(lines, data, name), seed)
+
+    def ablated(change: str, seed: int) -> Spec:
+        return ablation_spec(data, change, best_rate(lines, data, ABLATIONS[change].get("optimizer", "came")), seed)
+
     for name in FINALISTS[1:]:
-        pairs = []
-        for seed in range(8):
-            two = [lines.get(key_of(run_spec(data, n, best_rate(lines, data, n), seed))) for n in (name, "adamw")]
-            if all(two):
-                pairs.append(two[0]["eval_loss"] - two[1]["eval_loss"])  # type: ignore[index]
-        if len(pairs) > 1:
-            mean, width = interval(pairs)
-            bounds = f"[{mean - width:+.4f}, {mean + width:+.4f}]"
-            print(f"{name} - adamw: {mean:+.4f} {bounds} over {len(pairs)} seeds")
+        differences(lines, name, "adamw", seeded, SEEDS)
+    print(f"ablations, {ABLATION_TOKENS / 1e6:.1f} M tokens")
+    for change in list(ABLATIONS)[1:]:
+        differences(lines, change, "came", ablated, ABLATION_SEEDS)
+
+
+def differences(lines: Lines, name: str, base: str, spec_of: Callable[[str, int], Spec], seeds: int) -> None:
+    """One line: the held-out loss of one kind of run less that of another, paired by seed."""
+    pairs = []
+    for seed in range(seeds):
+        ours, theirs = lines.get(key_of(spec_of(name, seed))), lines.get(key_of(spec_of(base, seed)))
+        if ours is not None and theirs is not None:
+            if ours["eval_loss"] is None:
+                print(f"{name:27} failed at seed {seed}: {ours['failure']}")
+                return
+            pairs.append(ours["eval_loss"] - theirs["eval_loss"])
+    if pairs:
+        mean, width = interval(pairs)
+        print(f"{name:27} - {base}: {mean:+.4f} [{mean - width:+.4f}, {mean + width:+.4f}] over {len(pairs)} seeds")
 
 
 def main() -> int:

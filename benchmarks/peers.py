@@ -1,6 +1,6 @@
 """Optimizers that CAME is compared with and that no installed package has.
 
-LAMB, a SCALE-like rule, APOLLO-Mini, and CAME without its confidence.
+LAMB, a SCALE-like rule, APOLLO-Mini, CAME without its confidence, and CAME whose codes are rounded to the nearest.
 
 Written from the papers, for comparison only. `register()` makes them known to recipes by name, as torch.optim is.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import scantling as sc
+from scantling.optim import _eager
 
 
 class _Peer(torch.optim.Optimizer):
@@ -144,9 +145,24 @@ class CameUnconfident(sc.CAME):
                 group["lr"], group["weight_decay"] = lr, weight_decay
 
 
+class CameNearest(sc.CAME):
+    """CAME whose codes of 4 bits are rounded to the nearest: without a seed there is no noise."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, lr=lr, foreach=False, **options)  # the tiles, which look the seed up by name
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        kept = _eager.seed_of
+        _eager.seed_of = lambda *_: None  # type: ignore[assignment]
+        try:
+            return super().step(closure)
+        finally:
+            _eager.seed_of = kept
+
+
 def register() -> None:
-    """Let `optim.name` of a recipe be `lamb`, `scalelike`, `apollomini` or `cameunconfident`."""
-    for peer in (Lamb, ScaleLike, ApolloMini, CameUnconfident):
+    """Let `optim.name` of a recipe be one of these, in lower case."""
+    for peer in (Lamb, ScaleLike, ApolloMini, CameUnconfident, CameNearest):
         setattr(torch.optim, peer.__name__, peer)
         if peer.__name__ not in torch.optim.__all__:
             torch.optim.__all__.append(peer.__name__)
