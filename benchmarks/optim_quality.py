@@ -2,7 +2,7 @@
 
     python benchmarks/optim_quality.py sweep            one grid of learning rates for every optimizer, one seed
     python benchmarks/optim_quality.py seeds            the finalists at their best rate, 8 seeds, the same data order
-    python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4 (a quarter of it)
+    python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4: on fewer tokens
     python benchmarks/optim_quality.py batch            batch x1, x4, x16 at equal tokens
     python benchmarks/optim_quality.py longer           3 million parameters, over an hour a run, with a held-out curve
     python benchmarks/optim_quality.py report           what the results say, from the raw lines alone
