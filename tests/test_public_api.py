@@ -12,6 +12,7 @@ import scantling as sc
 PUBLIC = [
     "CAME",
     "Plan",
+    "RankAdapter",
     "RunResult",
     "TTLinear",
     "TTMEmbedding",

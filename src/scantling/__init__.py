@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from scantling.planning.plan import Plan, plan
     from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
     from scantling.tensor.linear import TTLinear
+    from scantling.tensor.ranks import RankAdapter
     from scantling.training.run import RunResult, train
 
 _HOMES = {
     "CAME": "scantling.optim.came",
     "Plan": "scantling.planning.plan",
+    "RankAdapter": "scantling.tensor.ranks",
     "RunResult": "scantling.training.run",
     "TTLinear": "scantling.tensor.linear",
     "TTMEmbedding": "scantling.tensor.embedding",
@@ -36,6 +38,7 @@ _MODULES = {"hf": "scantling.integrations.hf"}
 __all__ = [
     "CAME",
     "Plan",
+    "RankAdapter",
     "RunResult",
     "TTLinear",
     "TTMEmbedding",

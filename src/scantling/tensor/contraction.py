@@ -240,6 +240,27 @@ def plan_of(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
     )
 
 
+def factors_of(chain: Network, plan: Plan) -> list[tuple[float, tuple[int, ...]]]:
+    """The multiplications of a plan as products: (what does not depend on ranks, the bonds whose ranks multiply it)."""
+    found: list[tuple[float, tuple[int, ...]]] = []
+    ranks = chain.ranks
+
+    def merging(tree: Tree) -> None:
+        if isinstance(tree, int):
+            return
+        first, cut, last = cores_of(tree)[0], cores_of(tree[1])[0], cores_of(tree)[-1]
+        found.append((prod(chain.sizes[first : last + 1]), (first, cut, last + 1)))
+        for part in tree:
+            merging(part)
+
+    for step in plan.steps:
+        block = cores_of(step.tree)
+        bonds = block[0], block[-1] + 1
+        found.append((plan.num_tokens * step.macs / max(1, ranks[bonds[0]] * ranks[bonds[1]]), bonds))
+        merging(step.tree)
+    return found
+
+
 def _dense_macs(chain: Network) -> int:
     """Multiplications for each token with the whole matrix; a lookup takes none."""
     return 0 if isinstance(chain, Lookup) else prod(chain.sizes)
@@ -285,11 +306,11 @@ def merged(cores: Sequence[Tensor], tree: Tree) -> Tensor:
     if isinstance(tree, int):
         return cores[tree]
     left, right = merged(cores, tree[0]), merged(cores, tree[1])
-    product = left.reshape(-1, left.shape[-1]) @ right.reshape(right.shape[0], -1)
+    product = left.flatten(0, -2) @ right.flatten(1)
     if left.ndim == 3:
-        return product.view(left.shape[0], -1, right.shape[-1])
+        return product.view(left.shape[0], left.shape[1] * right.shape[1], right.shape[-1])
     pairs = product.view(*left.shape[:-1], *right.shape[1:]).transpose(2, 3)
-    return pairs.reshape(left.shape[0], left.shape[1] * right.shape[1], -1, right.shape[-1])
+    return pairs.reshape(left.shape[0], left.shape[1] * right.shape[1], left.shape[2] * right.shape[2], right.shape[-1])
 
 
 def matrix_of(cores: Sequence[Tensor], step: Step) -> Tensor:
@@ -312,9 +333,9 @@ def contract(x: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], out_s
     num_tokens = x.shape[0]
     for step, matrix in zip(steps, matrices, strict=True):
         if step.behind == 1:
-            x = x.reshape(-1, step.inner) @ matrix
+            x = x.reshape(num_tokens * step.before, step.inner) @ matrix
         else:
-            x = matrix.t() @ x.reshape(-1, step.inner, step.behind)
+            x = matrix.t() @ x.reshape(num_tokens * step.before, step.inner, step.behind)
     return x.reshape(num_tokens, out_size)
 
 
