@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract, matrix_of, orders
+from scantling.tensor.contraction import Chain, Plan, best_plan, contract
 from scantling.tensor.cores import clip_ranks, dense, num_parameters, random_cores, tt_svd
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.lazy import LazyWeight
@@ -138,28 +138,10 @@ class TTLinear(CoreLayer):
         if padding:
             flat = nn.functional.pad(flat, (0, padding))
         steps = self._order(flat.shape[0])
-        y = contract(flat, self._matrices(steps), steps, prod(self.out_modes))[:, : self.out_features]
+        y = contract(flat, self.blocks(steps), steps, prod(self.out_modes))[:, : self.out_features]
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
-
-    def _matrices(self, steps: Sequence[Step]) -> list[Tensor]:
-        """Blocks merged in the dtype of the cores: autocast rounds what x is multiplied with, not what is merged."""
-        cores = self.gated()
-        with torch.autocast(cores[0].device.type, enabled=False):
-            return [matrix_of(cores, step) for step in steps]
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _orders(self) -> tuple[tuple[int, tuple[Step, ...]], ...]:
-        return orders(self.network)
-
-    def _order(self, num_tokens: int) -> tuple[Step, ...]:
-        """By comparisons alone, which a compiled graph holds for a range of tokens."""
-        known: tuple[tuple[int, tuple[Step, ...]], ...] = self._orders()
-        for limit, steps in known:
-            if num_tokens <= limit:
-                return steps
-        return known[-1][1]
 
     @classmethod
     def from_dense(
