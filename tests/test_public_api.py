@@ -16,9 +16,11 @@ PUBLIC = [
     "TTLinear",
     "TTMEmbedding",
     "TTMEmbeddingBag",
+    "densify",
     "hf",
     "param_groups",
     "plan",
+    "tensorize",
     "train",
 ]
 
