@@ -17,9 +17,11 @@ PUBLIC = [
     "TTLinear",
     "TTMEmbedding",
     "TTMEmbeddingBag",
+    "densify",
     "hf",
     "param_groups",
     "plan",
+    "tensorize",
     "train",
 ]
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from scantling.integrations import hf
     from scantling.optim.came import CAME
     from scantling.planning.plan import Plan, plan
+    from scantling.tensor.convert import densify, tensorize
     from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
     from scantling.tensor.linear import TTLinear
     from scantling.tensor.ranks import RankAdapter
@@ -28,8 +29,10 @@ _HOMES = {
     "TTLinear": "scantling.tensor.linear",
     "TTMEmbedding": "scantling.tensor.embedding",
     "TTMEmbeddingBag": "scantling.tensor.embedding",
+    "densify": "scantling.tensor.convert",
     "param_groups": "scantling.groups",
     "plan": "scantling.planning.plan",
+    "tensorize": "scantling.tensor.convert",
     "train": "scantling.training.run",
 }
 
@@ -43,9 +46,11 @@ __all__ = [
     "TTLinear",
     "TTMEmbedding",
     "TTMEmbeddingBag",
+    "densify",
     "hf",
     "param_groups",
     "plan",
+    "tensorize",
     "train",
 ]
 
