@@ -16,6 +16,7 @@ from torch import Tensor
 
 import scantling as sc
 from scantling.optim import _eager
+from scantling.optim._codec import Momentum
 
 
 class _Peer(torch.optim.Optimizer):
@@ -129,9 +130,14 @@ class CameUnconfident(sc.CAME):
     K = 1e3
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, eps: tuple[float, float] = (1e-30, 1e-16), **options: Any
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        debias: bool = False,
     ) -> None:
-        super().__init__(params, lr=lr, eps=(eps[0], self.K**2), **options)
+        super().__init__(params, lr, betas, (1e-30, self.K**2), weight_decay=weight_decay, debias=debias)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         matrices = [group for group in self.param_groups if group["role"] != "vector"]
@@ -148,8 +154,17 @@ class CameUnconfident(sc.CAME):
 class CameNearest(sc.CAME):
     """CAME whose codes of 4 bits are rounded to the nearest: without a seed there is no noise."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
-        super().__init__(params, lr=lr, foreach=False, **options)  # the tiles, which look the seed up by name
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        debias: bool = False,
+        momentum: Momentum = "int4",
+    ) -> None:
+        options: dict[str, Any] = {"weight_decay": weight_decay, "debias": debias, "momentum": momentum}
+        super().__init__(params, lr, betas, foreach=False, **options)  # the tiles, which look the seed up by name
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         kept = _eager.seed_of

@@ -332,7 +332,7 @@ def test_micro_batches_are_one_step() -> None:
     for number in range(4):
         for part in range(3):
             ids, wanted = batch(3 * number + part)
-            adapter.loss(nn.functional.cross_entropy(model(ids), wanted)).backward()
+            adapter.loss(nn.functional.cross_entropy(model(ids), wanted) / 3, share=1 / 3).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert adapter.step == 3  # the last step is counted by the loss after it
@@ -350,12 +350,12 @@ def test_what_cannot_be_is_refused() -> None:
         RankAdapter(model, size_target=0.001)
     assert model.first.controls is None
     for options, message in (
-        ({"size_target": -1.0}, "size_target must be above 0; given -1.0"),
+        ({"size_target": -1.0}, "size_target must be above 0.0; given -1.0"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"schedule": "late"}, "schedule must be controlled or paper; given 'late'"),
         ({"unit": "MB"}, "unit must be parameters, flops or bytes"),
-        ({"stepps": 3}, "given stepps"),
-        ({"threshold": 1.0}, "threshold must be between 0 and 1"),
+        ({"stepps": 3}, "stepps is not known .did you mean"),
+        ({"threshold": 1.0}, "threshold must be below 1"),
     ):
         with pytest.raises(UserError, match=message):
             RankAdapter(model, **options)  # type: ignore[arg-type]

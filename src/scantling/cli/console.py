@@ -14,7 +14,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from scantling.reporting.format import format_bytes, format_number
+from scantling.reporting.format import format_bytes, format_number, format_percent
 from scantling.training.sinks import Sink
 
 if TYPE_CHECKING:
@@ -77,6 +77,9 @@ class ConsoleSink(Sink):
         figures.append(f"peak {format_bytes(record['peak_memory_bytes'])}")
         if record["wire_bytes"]:
             figures.append(f"sent {format_bytes(record['wire_bytes'])}/step")
+        if "tensor_size" in record:
+            cores = format_number(record["tensor_parameters"])
+            figures.append(f"cores {cores} ({format_percent(record['tensor_size'], 0)})")
         figures.append(f"optimizer {format_bytes(record['optimizer_state_bytes'])} (plan {self._planned})")
         figures.append(f"lr {record['lr']:.1e}")
         if self._live is not None and self._task is not None:

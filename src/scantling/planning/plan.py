@@ -170,6 +170,8 @@ def plan(
     from scantling.planning.memory import allocator_bytes, frees_gradients, held_gradient_bytes, resident_bytes
     from scantling.planning.passes import plan_passes
     from scantling.tasks import get_task
+    from scantling.tensor.convert import tensorize
+    from scantling.tensor.ranks import RankAdapter
 
     recipe = load_recipe(recipe, settings)
     check_world_size(recipe, world_size)
@@ -188,6 +190,13 @@ def plan(
         seed=0,
         device="meta",
     )
+    if recipe.tensor is not None:
+        tensorize(model, recipe.tensor.rank, num_modes=recipe.tensor.num_modes)
+        if recipe.tensor.size_target is not None:
+            options = recipe.tensor.rank_options(recipe.train.steps)
+            adapter = RankAdapter(model, **options)
+            target = f"{format_number(adapter.target)} {adapter.options.unit}"
+            notes.append(f"planned at the first ranks; the cores come down to {target} by step {adapter.options.steps}")
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
     on_gpu = device == "cuda" or (device == "auto" and recipe.train.device != "cpu" and torch.cuda.is_available())

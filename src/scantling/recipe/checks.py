@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from scantling.errors import Fault, did_you_mean
-from scantling.recipe.schema import SOURCES, TASKS, DataSection, Fields, OptimSection, TrainSection
+from scantling.recipe.schema import SOURCES, TASKS, DataSection, Fields, OptimSection, TensorSection, TrainSection
 
 Content = Mapping[str, Any]
 KEYS_OF_TASKS = {
@@ -171,6 +171,29 @@ def _check_schedule(content: Content) -> Iterator[Fault]:
         yield Fault("train.min_lr_ratio", "has no meaning for the schedule 'constant'")
 
 
+def _check_tensor(content: Content) -> Iterator[Fault]:
+    from scantling.tensor.options import RankOptions
+
+    tensor, train = _section(content, "tensor"), _section(content, "train")
+    if not tensor:
+        return
+    adapter = tensor.get("adapter")
+    if tensor.get("size_target") is None:
+        for key in ("unit", "adapt", "truncate_every", "adapter"):
+            if _changed(tensor, TensorSection, key):
+                yield Fault(f"tensor.{key}", "has no effect without tensor.size_target")
+        return
+    steps, adapt = train.get("steps"), tensor.get("adapt")
+    if isinstance(steps, int) and isinstance(adapt, int | float) and adapt > max(1, steps):
+        yield Fault("tensor.adapt", f"is longer than the run of {steps} steps", str(adapt))
+    if isinstance(adapter, Mapping):
+        for key, problem, given in RankOptions.problems(adapter):
+            yield Fault(f"tensor.adapter.{key}", problem, given)
+        for key in ("size_target", "unit", "steps"):
+            if key in adapter:
+                yield Fault(f"tensor.adapter.{key}", f"belongs to tensor.{'adapt' if key == 'steps' else key}")
+
+
 def _check_optim(content: Content) -> Iterator[Fault]:
     from scantling.optim.registry import check_options
 
@@ -212,6 +235,7 @@ CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_task,
     _check_batch,
     _check_schedule,
+    _check_tensor,
     _check_optim,
     _check_release,
 )

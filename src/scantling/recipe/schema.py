@@ -149,6 +149,32 @@ class OptimSection(Section):
         return dict(self.model_extra or {})
 
 
+class TensorSection(Section):
+    """CoMERA: layers live as tensor-train cores, whose ranks can come down to a size target while training."""
+
+    rank: int | list[int] | dict[str, int | list[int] | dict[str, Any]] = 32
+    """Ranks of the cores: one for all, or by pattern over the names of layers, see `scantling.tensorize`."""
+    num_modes: int = Field(default=3, ge=1, le=5)
+    """Into how many modes the inputs and outputs of linear layers are split."""
+    init: Literal["random", "svd"] = "random"
+    """`random`: drawn to the norm of the weights replaced; `svd`: the closest cores (for pretrained weights)."""
+    size_target: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """What the cores are to come down to: up to 1 a share of their size, above 1 a size in `unit`. Default: none."""
+    unit: Literal["parameters", "flops", "bytes"] = "parameters"
+    """Of the size target: numbers in the cores, FLOPs a token (forward and backward), or bytes of training state."""
+    adapt: float = Field(default=0.5, gt=0.0, allow_inf_nan=False)
+    """When the target is reached: a number of steps, or a share of all steps when at most 1."""
+    truncate_every: int = Field(default=50, ge=1)
+    """Steps between removals of ranks that have come to be shut, until the target is reached."""
+    adapter: dict[str, Any] = Field(default_factory=dict)
+    """Further settings of the adapter, such as `{schedule: paper, gamma: 0.1}`; see `RankOptions`."""
+
+    def rank_options(self, steps: int) -> dict[str, Any]:
+        """The arguments of the `RankAdapter` in a run of so many steps."""
+        adapt = round(self.adapt * steps) if self.adapt <= 1.0 else round(self.adapt)
+        return {"size_target": self.size_target, "unit": self.unit, "steps": max(1, adapt), **self.adapter}
+
+
 class CommSection(Section):
     """What the processes of one run exchange."""
 
@@ -217,6 +243,8 @@ class Recipe(Section):
     """Which model is trained."""
     data: DataSection
     """What it is trained on."""
+    tensor: TensorSection | None = None
+    """Layers as tensor-train cores. Default: dense layers."""
     optim: OptimSection = Field(default_factory=OptimSection)
     """The optimizer."""
     comm: CommSection = Field(default_factory=CommSection)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -52,6 +53,8 @@ PARTS = {
 _INK, _FAINT, _GRID = "#1c2430", "#5b6675", "#e4e8ee"
 _WIDTH, _HEIGHT = 5.0, 3.0
 _MOST_POINTS = 1000
+_MOST_LAYERS, _RANK_CELLS = 60, 60
+_RANK_COLORS = mpl.colormaps["Blues"]
 
 Parts = list[tuple[float, str, str]]
 """The parts of a bar: value, label, colour."""
@@ -190,6 +193,43 @@ def memory_chart(runs: Sequence[Run]) -> str | None:
         if rows
         else None
     )
+
+
+def rank_chart(run: Run) -> str | None:
+    """Ranks of each layer of cores over the steps: a row a layer, the darker the more of its first ranks it has."""
+    if len(run.ranks) < 2:
+        return None
+    names = list(run.ranks[0][1])[:_MOST_LAYERS]
+    last = int(run.steps[-1])
+    edges = np.unique(np.linspace(run.ranks[0][0] - 1, last, _RANK_CELLS + 1).astype(int))
+    at = [
+        next(ranks for step, ranks in reversed(run.ranks) if step <= max(edge, run.ranks[0][0])) for edge in edges[1:]
+    ]
+    shares = np.array([[_inner(ranks[name]) / max(1, _inner(run.ranks[0][1][name])) for ranks in at] for name in names])
+
+    def draw(axes: Axes) -> None:
+        for row, (name, values) in enumerate(zip(names, shares, strict=True)):
+            starts = [0, *(np.flatnonzero(np.diff(values)) + 1), len(values)]
+            spans = [(edges[a], edges[b] - edges[a]) for a, b in itertools.pairwise(starts)]
+            colors = [_RANK_COLORS(0.08 + 0.8 * values[a]) for a in starts[:-1]]
+            axes.broken_barh(spans, (row - 0.42, 0.84), facecolors=colors, linewidth=0)
+            axes.text(last * 1.01, row, f"{_inner(at[-1][name]):g}", va="center", fontsize=8)
+        axes.set_yticks(range(len(names)), [_short(name[-26:]) for name in names], fontsize=8, parse_math=False)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlim(edges[0], last * 1.06)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+
+    ends = ", ".join(f"{name} {_inner(at[-1][name]):g}" for name in names)
+    return _svg(
+        "ranks", f"Mean rank of each layer at the end: {ends}", draw, height=max(_HEIGHT, 0.7 + 0.2 * len(names))
+    )
+
+
+def _inner(ranks: Sequence[int]) -> float:
+    """The mean of the ranks between cores, the outer ones left out."""
+    return float(np.mean(ranks[1:-1])) if len(ranks) > 2 else 1.0
 
 
 def phase_seconds(run: Run) -> dict[str, float]:

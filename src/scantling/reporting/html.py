@@ -179,6 +179,15 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
             f"Planned and measured ({measured})." if measured else "Planned and measured.",
             charts.memory_chart(runs),
         ),
+        ("Size of the cores", "Share of what it was at first.", charts.curve_chart(runs, "tensor_size", "share")),
+        *(
+            (
+                f"Ranks of {run.name}" if len(runs) > 1 else "Ranks",
+                "Mean rank of each layer: dark as at first, light as little is left; at the right where it ends.",
+                charts.rank_chart(run),
+            )
+            for run in runs
+        ),
         ("Gradient norm", f"{smoothed} Before clipping.", charts.curve_chart(runs, "grad_norm", "gradient norm")),
     ]
     return [Chart(title, caption, Markup(svg)) for title, caption, svg in made if svg is not None]

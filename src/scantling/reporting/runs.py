@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Run:
         plan: what `scantling plan` said before the run; empty where the file is missing.
         result: the figures of `result.json`; worked out from the records where the run has not written it.
         columns: each numeric key of `metrics.jsonl` as an array over the steps, NaN where a step has no value.
+        ranks: (step, ranks of every layer of cores) where they changed; empty where they do not.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Run:
     plan: Mapping[str, Any]
     result: Mapping[str, Any]
     columns: Mapping[str, Column] = field(repr=False)
+    ranks: Sequence[tuple[int, Mapping[str, Sequence[int]]]] = field(repr=False, default=())
 
     @property
     def steps(self) -> Column:
@@ -126,6 +128,7 @@ def read_run(run_dir: str | Path) -> Run:
         plan=_read_object(path / "plan.json"),
         result={"status": "done", **result, "name": str(name)},
         columns=_columns(records),
+        ranks=[(record["step"], record["ranks"]) for record in records if isinstance(record.get("ranks"), dict)],
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
@@ -174,7 +175,7 @@ class TTMEmbedding(CoreLayer):
             IndexError: an id below 0 or not below `num_embeddings`; on a GPU a device-side assertion.
         """
         _check_ids(ids, self.num_embeddings)
-        if torch.compiler.is_compiling():  # the number of distinct ids is data
+        if _is_unknown(ids):
             return self.rows(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
         distinct, inverse = torch.unique(ids, return_inverse=True)
         return nn.functional.embedding(inverse, self.rows(distinct))
@@ -256,6 +257,10 @@ class TTMEmbedding(CoreLayer):
         made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.cores[0].requires_grad)
         return made.train(self.training)
 
+    def flops(self, tokens: int) -> int:
+        """Floating-point operations of a lookup of so many ids, all of them different as far as there are so many."""
+        return 2 * self.plan(min(tokens, self.num_embeddings)).macs
+
     def num_parameters(self) -> int:
         """Numbers in the cores."""
         return num_parameters([prod(shape) for shape in self._shapes()], self.ranks)
@@ -309,7 +314,7 @@ class TTMEmbeddingBag(TTMEmbedding):
             (bags, embedding_dim).
         """
         _check_ids(ids, self.num_embeddings)
-        if torch.compiler.is_compiling():
+        if _is_unknown(ids):
             rows, inverse = self.rows(ids.reshape(-1)), torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         else:
             distinct, inverse = torch.unique(ids, return_inverse=True)
@@ -351,9 +356,16 @@ def _products(flat: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], n
     return state.reshape(flat.shape[0], num_rows)
 
 
+def _is_unknown(ids: Tensor) -> bool:
+    """Whether the number of distinct ids is not to be had: while compiling, or without memory."""
+    return torch.compiler.is_compiling() or ids.is_meta or isinstance(ids, FakeTensor)
+
+
 def _check_ids(ids: Tensor, num_embeddings: int) -> None:
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise UserError(f"ids must be integers; given {ids.dtype}")
+    if isinstance(ids, FakeTensor) or ids.is_meta:
+        return
     if ids.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(((ids >= 0) & (ids < num_embeddings)).all())
         return

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from scantling.tensor.contraction import Head, best_plan
 from scantling.tensor.embedding import TTMEmbedding
 
 
@@ -58,6 +59,10 @@ class TTMHead(nn.Module):
         """(..., in_features) to (..., out_features)."""
         logits = self.table.logits(hidden)
         return logits if self.bias is None else logits + self.bias.to(logits.dtype)
+
+    def flops(self, tokens: int) -> int:
+        """Floating-point operations of a forward pass over so many tokens, cores merged for it alone."""
+        return 2 * best_plan(Head(self.table.network), tokens).macs
 
     def to_dense(self, weight: nn.Parameter | None = None) -> nn.Linear:
         """An `nn.Linear` that computes the same.

@@ -197,6 +197,10 @@ class TTLinear(CoreLayer):
             linear.bias = nn.Parameter(self.bias.detach().clone(), requires_grad=self.bias.requires_grad)
         return linear.train(self.training)
 
+    def flops(self, tokens: int) -> int:
+        """Floating-point operations of a forward pass over so many tokens, cores merged for it alone."""
+        return 2 * self.plan(tokens).macs
+
     def num_parameters(self) -> int:
         """Numbers in cores and bias."""
         own = num_parameters((*self.in_modes, *self.out_modes), self.ranks)

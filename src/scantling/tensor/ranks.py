@@ -29,8 +29,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,85 +39,11 @@ from scantling.errors import UserError
 from scantling.tensor._cut import cut_parameter
 from scantling.tensor.cores import num_parameters
 from scantling.tensor.layer import CoreLayer, gate
+from scantling.tensor.options import RankOptions
 from scantling.tensor.sizes import SizePolynomial, flop_terms, number_terms
-
-Unit: TypeAlias = Literal["parameters", "flops", "bytes"]
-Schedule: TypeAlias = Literal["controlled", "paper"]
 
 _MARGIN = 5.0
 """How far from the threshold, in thresholds, a control is put that is shut or opened: not to flip back at once."""
-
-
-@dataclass(frozen=True)
-class RankOptions:
-    """How a `RankAdapter` adapts; all but the first six are for those who want to change the method.
-
-    Attributes:
-        size_target: up to 1 a fraction of the size at the start, above 1 a size in the unit.
-        unit: `parameters` (numbers in the cores), `flops` (a token, forward and backward) or `bytes` (of training
-            state: parameters times `bytes_per_parameter`).
-        steps: over how many optimizer steps the size comes down to the target; half a run is a good choice.
-        begin: steps before it starts to.
-        schedule: `controlled`, or the paper's.
-        tolerance: by how much the size may be off its path, relative; the size at the end is within it.
-        threshold: under which a control is shut.
-        beta: weight of the squared norm of the cores.
-        price: at the start (`controlled`), of the whole size in units of the loss.
-        price_rate: growth of the price a step where the size is twice what it should be, in natural logarithms.
-        interval: steps between two looks at the ranks.
-        tokens: of a step, for `flops`.
-        bytes_per_parameter: of weight, gradient and optimizer state, for `bytes`; 16 is AdamW in fp32.
-        gamma: price of the early stage (`paper`).
-        early_steps: of the early stage (`paper`); default all of `steps`, which means no late stage.
-        loss_target: L_0; default the mean loss when the late stage begins.
-        loss_weight, size_weight, rho: w1, w2 and rho of the late stage.
-        memory: of the mean loss, as the share kept from one step to the next.
-        hold: whether the size is held to the target from `steps` on (`paper`; `controlled` always does).
-    """
-
-    size_target: float = 0.2
-    unit: Unit = "parameters"
-    steps: int = 200
-    begin: int = 0
-    schedule: Schedule = "controlled"
-    tolerance: float = 0.01
-    threshold: float = 1e-2
-    beta: float = 0.0
-    price: float = 0.01
-    price_rate: float = 0.5
-    interval: int = 1
-    tokens: int = 4096
-    bytes_per_parameter: float = 16.0
-    gamma: float = 0.01
-    early_steps: int | None = None
-    loss_target: float | None = None
-    loss_weight: float = 1.0
-    size_weight: float = 1.0
-    rho: float = 0.1
-    memory: float = 0.98
-    hold: bool = True
-
-    def check(self) -> None:
-        """Raise `UserError` for a value out of range."""
-        for what, wrong, allowed in (
-            ("size_target", not self.size_target > 0.0, "above 0"),
-            ("unit", self.unit not in ("parameters", "flops", "bytes"), "parameters, flops or bytes"),
-            ("steps", self.steps < 1, "at least 1"),
-            ("begin", not 0 <= self.begin < self.steps, f"from 0 to below steps={self.steps}"),
-            ("schedule", self.schedule not in ("controlled", "paper"), "controlled or paper"),
-            ("tolerance", not 0.0 < self.tolerance < 1.0, "between 0 and 1"),
-            ("threshold", not 0.0 < self.threshold < 1.0, "between 0 and 1, where controls begin"),
-            ("interval", self.interval < 1, "at least 1"),
-            ("memory", not 0.0 <= self.memory < 1.0, "from 0 to below 1"),
-            ("tokens", self.tokens < 1, "at least 1"),
-            ("bytes_per_parameter", not self.bytes_per_parameter > 0.0, "above 0"),
-            *(
-                (name, not getattr(self, name) >= 0.0, "at least 0")
-                for name in ("beta", "price", "price_rate", "gamma", "loss_weight", "size_weight", "rho")
-            ),
-        ):
-            if wrong:
-                raise UserError(f"RankAdapter: {what} must be {allowed}; given {getattr(self, what)!r}")
 
 
 class RankAdapter:
@@ -150,12 +76,7 @@ class RankAdapter:
     """
 
     def __init__(self, model: nn.Module, *, size_target: float = 0.2, **options: Any) -> None:
-        unknown = options.keys() - {field.name for field in fields(RankOptions)}
-        if unknown:
-            known = ", ".join(field.name for field in fields(RankOptions))
-            raise UserError(f"RankAdapter takes {known}; given {', '.join(sorted(unknown))}")
-        self.options = RankOptions(size_target=size_target, **options)
-        self.options.check()
+        self.options = RankOptions.of(size_target=size_target, **options)
         self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CoreLayer)}
         if not self.layers:
             raise UserError(
@@ -171,13 +92,14 @@ class RankAdapter:
         self._seen: tuple[int, ...] | None = None
         self._refresh()
         self._device = self._controls[0].device
-        self._initial = self._size(self._l0()).item()
+        counted = self._counted
+        self._initial = float(counted(torch.tensor([len(control) for control in self._controls], dtype=torch.float64)))
         self._target = self._absolute_target()
         self._price = torch.tensor(self.options.price, device=self._device)
         self._mean_loss = torch.zeros((), device=self._device)
         self._weight = torch.zeros((), device=self._device)
         self._reference = torch.zeros((), device=self._device)
-        least = self._size(torch.ones(len(self._controls), dtype=torch.float64)).item()
+        least = float(counted(torch.ones(len(self._controls), dtype=torch.float64)))
         if self._target < least:
             for layer in self.layers.values():
                 layer.controls = None
@@ -186,23 +108,25 @@ class RankAdapter:
                 f"{len(self.layers)} layers takes {least:,.0f} already; {least / self._initial:.4f} is the least"
             )
 
-    def loss(self, task_loss: Tensor) -> Tensor:
+    def loss(self, task_loss: Tensor, share: float = 1.0) -> Tensor:
         """The objective: the loss of the task and what the schedule adds to it.
 
         Call it for every micro-batch; a new step is counted once the optimizer has changed the controls.
 
         Args:
             task_loss: 0-D.
+            share: of a micro-batch in the loss of its step, 1 / k where the losses of k are added up; what is added is
+                this share of it.
         """
         if not torch.is_grad_enabled():
             return task_loss
         if not torch.compiler.is_compiling():
-            self._observe(task_loss.detach())
+            self._observe(task_loss.detach() / share)
         relaxed = self._size(self._l1()) / self._initial
-        total = task_loss + self.options.beta * self._norm() if self.options.beta else task_loss
+        norm = self.options.beta * self._norm() if self.options.beta else 0.0
         if self.options.schedule == "controlled":
-            return total + self._price.to(relaxed.dtype) * relaxed.to(self._device)
-        return self._paper(task_loss, relaxed) + (total - task_loss)
+            return task_loss + share * (norm + self._price * relaxed)
+        return share * norm + self._paper(task_loss, relaxed, share)
 
     @torch.no_grad()
     def truncate(self, optimizer: torch.optim.Optimizer | None = None) -> int:
@@ -256,8 +180,11 @@ class RankAdapter:
     def ranks(self) -> dict[str, tuple[int, ...]]:
         """Live ranks of all bonds of each layer, the outer ones (1) included; all 0 in between where one is."""
         found = {}
+        if not self._controls:
+            return {name: layer.ranks for name, layer in self.layers.items()}
+        counts = iter(self._per_bond((self._flat().detach() > self.options.threshold).long()).tolist())
         for name, layer in self.layers.items():
-            inner = [int(live.sum()) for live in layer.live()]
+            inner = list(islice(counts, len(layer.cores) - 1))
             found[name] = (1, *(inner if all(inner) else [0] * len(inner)), 1)
         return found
 
@@ -328,7 +255,8 @@ class RankAdapter:
             first += len(layer.cores) - 1
         if self.options.unit == "bytes":
             terms = [(constant * self.options.bytes_per_parameter, bonds) for constant, bonds in terms]
-        self._size = SizePolynomial.of(terms, len(self._controls)).to(device)
+        self._counted = SizePolynomial.of(terms, len(self._controls))  # on the CPU
+        self._size = self._counted.to(device)
 
     def _per_bond(self, values: Tensor) -> Tensor:
         """Sums of what each rank has, bond by bond: (bonds)."""
@@ -406,19 +334,19 @@ class RankAdapter:
         share = min(1.0, max(0.0, (self.step - options.begin) / (options.steps - options.begin)))
         return self._initial + (self._target - self._initial) * share
 
-    def _paper(self, task_loss: Tensor, relaxed: Tensor) -> Tensor:
+    def _paper(self, task_loss: Tensor, relaxed: Tensor, share: float) -> Tensor:
         options = self.options
         if self.step < self._early_steps:
-            return task_loss + options.gamma * relaxed
+            return task_loss + share * options.gamma * relaxed
         target = self._target / self._initial
         mean_loss = self._mean_loss / self._weight.clamp(min=1e-12)
         by_loss = options.loss_weight * (mean_loss - self._reference)
         by_size = options.size_weight * (self._size(self._l0()) / self._initial - target)
-        both = options.rho * (task_loss + relaxed)
+        both = options.rho * (task_loss + share * relaxed)
         return both + torch.where(
             by_loss >= by_size,
-            options.loss_weight * (task_loss - self._reference),
-            options.size_weight * (relaxed - target),
+            options.loss_weight * (task_loss - share * self._reference),
+            options.size_weight * share * (relaxed - target),
         )
 
     @torch.no_grad()
@@ -428,7 +356,7 @@ class RankAdapter:
         One rank stays on every bond. Where a rank less is a rank too many, smaller ones are opened again.
         """
         device = torch.device("cpu")
-        flat, bond_of, size = self._flat().to(device), self._bond_of.to(device), self._size.to(device)
+        flat, bond_of, size = self._flat().to(device), self._bond_of.to(device), self._counted
         live = flat > self.options.threshold
         counts = torch.zeros(len(self._controls), dtype=torch.float64).index_add(0, bond_of, live.double())
         value = torch.cat(list(self._contributions())).to(device, torch.float64)

@@ -78,7 +78,7 @@ class Loop:
         checkpointer: where checkpoints go.
         sink: receives the records, on rank 0.
         memory, energy: meters made before the model was built.
-        facts: figures that do not change, added to each record (`num_parameters`, `weight_bytes`, ...).
+        facts: gives figures of the model as it is, added to each record (`num_parameters`, `weight_bytes`, ...).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Loop:
         sink: Sink,
         memory: MemoryMeter,
         energy: EnergyMeter,
-        facts: dict[str, Any],
+        facts: Callable[[], dict[str, Any]],
     ) -> None:
         self.stepper, self.batches, self.schedule = stepper, batches, schedule
         self.evaluate, self.checkpointer, self.sink = evaluate, checkpointer, sink
@@ -160,7 +160,7 @@ class Loop:
             "base_memory_bytes": self.memory.base_bytes,
             "optimizer_state_bytes": state_bytes(optimizer),
             "wire_bytes": self.stepper.exchange.wire_bytes,
-            **self.facts,
+            **self.facts(),
         }
         if result.skipped:
             record["skipped"] = True
@@ -231,16 +231,12 @@ class Loop:
                 f"the data is not what {path} was trained on: a file, a tokenizer or the split has changed; "
                 "put it back, or start a new run"
             )
+        load_methods(self.methods, path)
         if self.place.world_size > 1:
             self.model.train()
-            self.stepper.rehearse(self.batches.next_step()[-1])
+            self.stepper.reshape(self.batches.next_step()[-1])
         load_model(self.model, path)
         load_optimizer(self.stepper.optimizer, self.model, path)
-        for method in self.methods:
-            prefix = f"method/{method.name}/"
-            tensors = load_tensors(path, prefix)
-            stored = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
-            method.load_state_dict(stored | values.get("methods", {}).get(method.name, {}))
         self.batches.load_state_dict(values["data"])
         if values["scaler"]:
             self.stepper.scaler.load_state_dict(values["scaler"])
@@ -250,6 +246,17 @@ class Loop:
         if same:
             load_rng(path, self.place)
         return same
+
+
+def load_methods(methods: Sequence[Method], path: Path) -> None:
+    """Give each method its state from a checkpoint; those of the model and the optimizer come after it."""
+    values = read_manifest(path)["values"].get("methods", {})
+    for method in methods:
+        prefix = f"method/{method.name}/"
+        stored: dict[str, Any] = {
+            key.removeprefix(prefix): tensor for key, tensor in load_tensors(path, prefix).items()
+        }
+        method.load_state_dict(stored | values.get(method.name, {}))
 
 
 def _due(step: int, every: int | None) -> bool:

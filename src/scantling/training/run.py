@@ -38,8 +38,9 @@ from scantling.tasks.base import Task, TaskData
 from scantling.training.checkpoint import Checkpointer, load_model
 from scantling.training.distributed import Place, joined
 from scantling.training.evaluate import evaluate
-from scantling.training.loop import Loop, Outcome, Schedule, out_of_memory
+from scantling.training.loop import Loop, Outcome, Schedule, load_methods, out_of_memory
 from scantling.training.meters import EnergyMeter, MemoryMeter
+from scantling.training.methods import Method
 from scantling.training.release import GradientRelease
 from scantling.training.rundir import InUseError, RunDir
 from scantling.training.schedule import lr_factor
@@ -249,7 +250,10 @@ def build_loop(
 ) -> Loop:
     """Model, optimizer, exchange, batches and schedule from their sections, as one loop at step 0."""
     settings = recipe.train
-    model = build_run_model(recipe, task, data).to(place.device)
+    methods = build_methods(recipe)
+    model = build_run_model(recipe, task, data, methods).to(place.device)
+    for method in methods:
+        method.attach(model)
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:
@@ -265,6 +269,7 @@ def build_loop(
         optimizer,
         build_exchange(recipe.comm, place),
         place,
+        methods=methods,
         clip=settings.clip,
         compute=recipe.precision.compute,
         release=GradientRelease(model, optimizer) if recipe.optim.release_gradients else None,
@@ -295,12 +300,15 @@ def build_loop(
         eval_every=settings.eval_every,
         checkpoint_every=settings.checkpoint_every,
     )
-    weights = list(model.parameters())
-    facts = {
-        "num_parameters": sum(p.numel() for p in weights),
-        "weight_bytes": sum(p.nbytes for p in weights),
-        "gradient_bytes": held_gradient_bytes(recipe, weights, world_size=place.world_size),
-    }
+
+    def facts() -> dict[str, Any]:
+        weights = list(model.parameters())
+        return {
+            "num_parameters": sum(p.numel() for p in weights),
+            "weight_bytes": sum(p.nbytes for p in weights),
+            "gradient_bytes": held_gradient_bytes(recipe, weights, world_size=place.world_size),
+        }
+
     held_out = None if data.heldout is None else partial(run_evaluation, recipe, model, task, data, place)
     return Loop(
         stepper,
@@ -315,9 +323,18 @@ def build_loop(
     )
 
 
-def build_run_model(recipe: Recipe, task: Task, data: TaskData) -> Any:
+def build_methods(recipe: Recipe) -> list[Method]:
+    """The methods that take part in a run."""
+    if recipe.tensor is None:
+        return []
+    from scantling.training.tensor import TensorMethod
+
+    return [TensorMethod(recipe.tensor, steps=recipe.train.steps, merges=not recipe.optim.release_gradients)]
+
+
+def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequence[Method]) -> Any:
     """The model of a run on the CPU, with the weights it starts from."""
-    return build_model(
+    model = build_model(
         recipe.model,
         task,
         vocab_size=data.vocab_size,
@@ -325,6 +342,9 @@ def build_run_model(recipe: Recipe, task: Task, data: TaskData) -> Any:
         config_overrides=task.config_overrides(data),
         seed=recipe.train.seed,
     )
+    for method in methods:
+        model = method.prepare(model)
+    return model
 
 
 def run_evaluation(
@@ -365,8 +385,14 @@ def load_trained(run_dir: str | Path, *, device: str = "cpu") -> tuple[Recipe, T
         raise UserError(f"{folder.path} has no whole checkpoint; train it first")
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=None)
-    model = build_run_model(recipe, task, data)
+    methods = build_methods(recipe)
+    model = build_run_model(recipe, task, data, methods)
+    for method in methods:
+        method.attach(model)
+    load_methods(methods, checkpoint)
     load_model(model, checkpoint)
+    for method in methods:
+        method.detach(model)
     return recipe, task, data, model.to(place.device), checkpoint
 
 

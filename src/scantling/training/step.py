@@ -7,7 +7,7 @@ update does not depend on how the batch was cut into micro-batches and processes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -90,23 +90,34 @@ class Stepper:
         counts = self.place.sum(counts.to(device, torch.float32 if device.type == "mps" else torch.float64))
         share = self.place.world_size / counts[0].float()  # the exchange takes the mean over processes
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        with nullcontext() if self.release is None else self.release.during(step, len(batches)):
+        with ExitStack() as around:
+            if self.release is not None:
+                around.enter_context(self.release.during(step, len(batches)))
+            # an exchange wants all gradients of the last pass in that pass
+            shared = around.enter_context(ExitStack())
+            together = len(batches) if self.place.world_size == 1 else len(batches) - 1
+            for method in self.methods:
+                shared.enter_context(method.passes(self.model, together))
             for index, batch in enumerate(batches):
                 batch = batch.to(device, non_blocking=True)
                 last = index == len(batches) - 1
                 self.watch.lap("data")
+                if index == together:
+                    shared.close()
+                    self.watch.lap("backward")
                 with self.exchange.accumulate(last=last):
                     with autocast(self.compute, device):
                         loss = self.task.loss(self.forward_model, batch).loss
                     loss_sum += loss.detach()
                     scaled = loss * share
                     for method in self.methods:
-                        scaled = method.extra_loss(scaled)
+                        scaled = method.extra_loss(scaled, 1.0 / len(batches))
                     self.watch.lap("forward")
                     if self.release is not None and last and not torch.isfinite(loss_sum):
                         self._refuse(step, loss_sum)  # the backward pass would take the step
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     self.watch.lap("backward")
+        self.watch.lap("backward")
         self.exchange.exchange()
         self.scaler.unscale_(self.optimizer)
         norm = self._total_norm()
@@ -124,12 +135,19 @@ class Stepper:
         self.scaler.update()
         if overflow and self.scaler.get_scale() < 2.0**-16:
             raise NonFiniteError(f"step {step}: fp16 gradients overflow at any loss scale; use bf16 or a lower lr")
-        for method in self.methods:
-            method.after_step(step, self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
+        reshaped = [method.after_step(step, self.optimizer) for method in self.methods]
+        if any(reshaped):
+            self.reshape(batches[-1])
         self.watch.lap("optimizer")
         targets, tokens = counts.tolist()
         return StepResult(total / targets, float(norm), int(tokens), overflow, stops > 0)
+
+    def reshape(self, batch: Batch) -> None:
+        """Let the exchange see the parameters anew: some have other shapes. Collectives: those of `rehearse`."""
+        if self.place.world_size > 1:
+            self.forward_model = self.exchange.prepare(self.model)
+            self.rehearse(batch)
 
     def rehearse(self, batch: Batch) -> None:
         """Pass a batch through the model and the exchange, and throw the gradients away.

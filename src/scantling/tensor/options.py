@@ -1,0 +1,108 @@
+"""How a `RankAdapter` adapts. Knows nothing of torch, so that recipes can be checked without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, get_args
+
+from scantling.errors import UserError, did_you_mean
+
+Unit: TypeAlias = Literal["parameters", "flops", "bytes"]
+Schedule: TypeAlias = Literal["controlled", "paper"]
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How a `RankAdapter` adapts; all but the first six are for those who want to change the method.
+
+    Attributes:
+        size_target: up to 1 a fraction of the size at the start, above 1 a size in the unit.
+        unit: `parameters` (numbers in the cores), `flops` (a token, forward and backward) or `bytes` (of training
+            state: parameters times `bytes_per_parameter`).
+        steps: over how many optimizer steps the size comes down to the target; half a run is a good choice.
+        begin: steps before it starts to.
+        schedule: `controlled`, or the paper's.
+        tolerance: by how much the size may be off its path, relative; the size at the end is within it.
+        threshold: under which a control is shut.
+        beta: weight of the squared norm of the cores.
+        price: at the start (`controlled`), of the whole size in units of the loss.
+        price_rate: growth of the price a step where the size is twice what it should be, in natural logarithms.
+        interval: steps between two looks at the ranks.
+        tokens: of a step, for `flops`.
+        bytes_per_parameter: of weight, gradient and optimizer state, for `bytes`; 16 is AdamW in fp32.
+        gamma: price of the early stage (`paper`).
+        early_steps: of the early stage (`paper`); default all of `steps`, which means no late stage.
+        loss_target: L_0; default the mean loss when the late stage begins.
+        loss_weight, size_weight, rho: w1, w2 and rho of the late stage.
+        memory: of the mean loss, as the share kept from one step to the next.
+        hold: whether the size is held to the target from `steps` on (`paper`; `controlled` always does).
+    """
+
+    size_target: float = 0.2
+    unit: Unit = "parameters"
+    steps: int = 200
+    begin: int = 0
+    schedule: Schedule = "controlled"
+    tolerance: float = 0.01
+    threshold: float = 1e-2
+    beta: float = 0.0
+    price: float = 0.01
+    price_rate: float = 0.5
+    interval: int = 5
+    tokens: int = 4096
+    bytes_per_parameter: float = 16.0
+    gamma: float = 0.01
+    early_steps: int | None = None
+    loss_target: float | None = None
+    loss_weight: float = 1.0
+    size_weight: float = 1.0
+    rho: float = 0.1
+    memory: float = 0.98
+    hold: bool = True
+
+    @classmethod
+    def of(cls, **values: Any) -> RankOptions:
+        """From values by name.
+
+        Raises:
+            UserError: a name that is not known, or a value out of range.
+        """
+        for problem in cls.problems(values):
+            raise UserError(f"RankAdapter: {problem[0]} {problem[1]}; given {problem[2]}")
+        return cls(**values)
+
+    @classmethod
+    def problems(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+        """(name, what is wrong, what was given) for each value that cannot be."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                yield (
+                    name,
+                    f"is not known{f' ({hint})' if hint else ''}; there are {', '.join(known)}",
+                    repr(values[name]),
+                )
+        given = cls(**{name: value for name, value in values.items() if name in known})
+        numbers = [
+            *(("size_target", 0.0, False), ("bytes_per_parameter", 0.0, False), ("threshold", 0.0, False)),
+            *(("steps", 1, True), ("interval", 1, True), ("tokens", 1, True), ("begin", 0, True)),
+            *((name, 0.0, True) for name in ("beta", "price", "price_rate", "gamma", "memory", "tolerance")),
+            *((name, 0.0, True) for name in ("loss_weight", "size_weight", "rho")),
+        ]
+        for name, least, reached in numbers:
+            value = getattr(given, name)
+            if not isinstance(value, int | float) or not (value >= least if reached else value > least):
+                yield name, f"must be {'at least' if reached else 'above'} {least}", repr(value)
+                return
+        for name, wrong, allowed in (
+            ("unit", given.unit not in get_args(Unit), "parameters, flops or bytes"),
+            ("schedule", given.schedule not in get_args(Schedule), "controlled or paper"),
+            ("begin", given.begin >= given.steps, f"below steps={given.steps}"),
+            ("threshold", given.threshold >= 1.0, "below 1, where controls begin"),
+            ("tolerance", given.tolerance >= 1.0, "below 1"),
+            ("memory", given.memory >= 1.0, "below 1"),
+        ):
+            if wrong:
+                yield name, f"must be {allowed}", repr(getattr(given, name))

@@ -1,0 +1,80 @@
+"""CoMERA in a run: layers as cores, merged once a step, with ranks that come down to the recipe's target."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from scantling.recipe.schema import TensorSection
+from scantling.tensor.convert import tensorize
+from scantling.tensor.layer import merge_once
+from scantling.tensor.ranks import RankAdapter
+from scantling.training.methods import Method
+
+
+class TensorMethod(Method):
+    """Makes the layers of a model cores and, where there is a size target, adapts their ranks.
+
+    Args:
+        section: of the recipe.
+        steps: of the run.
+        merges: whether cores are merged once for all micro-batches of a step; not where gradients are released, which
+            counts the passes of each parameter.
+    """
+
+    name = "tensor"
+
+    def __init__(self, section: TensorSection, *, steps: int, merges: bool = True) -> None:
+        self._section, self._steps, self._merges = section, steps, merges
+        self.adapter: RankAdapter | None = None
+        self._recorded: dict[str, tuple[int, ...]] | None = None
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        section = self._section
+        return tensorize(model, section.rank, num_modes=section.num_modes, init=section.init)
+
+    def attach(self, model: nn.Module) -> None:
+        if self._section.size_target is not None:
+            self.adapter = RankAdapter(model, **self._section.rank_options(self._steps))
+
+    def detach(self, model: nn.Module) -> None:
+        if self.adapter is not None:
+            self.adapter.truncate()
+            self.adapter.detach()
+            self.adapter = None
+
+    def passes(self, model: nn.Module, number: int) -> AbstractContextManager[None]:
+        return merge_once(model, number) if self._merges and number > 1 else nullcontext()
+
+    def extra_loss(self, loss: torch.Tensor, share: float) -> torch.Tensor:
+        return loss if self.adapter is None else self.adapter.loss(loss, share)
+
+    def after_step(self, step: int, optimizer: torch.optim.Optimizer) -> bool:
+        adapter = self.adapter
+        if adapter is None:
+            return False
+        due = step % self._section.truncate_every == 0 and adapter.step <= adapter.options.steps
+        if not (due or step == self._steps):
+            return False
+        return adapter.truncate(optimizer) > 0
+
+    def metrics(self) -> dict[str, Any]:
+        """Size and compression; the ranks of every layer where they have changed since the last record."""
+        if self.adapter is None:
+            return {}
+        figures: dict[str, Any] = dict(self.adapter.metrics())
+        ranks = self.adapter.ranks()
+        if ranks != self._recorded:
+            self._recorded = ranks
+            figures["ranks"] = {name: list(layer) for name, layer in ranks.items()}
+        return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.adapter is None else self.adapter.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.adapter is not None:
+            self.adapter.load_state_dict(state)

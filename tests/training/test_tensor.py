@@ -1,0 +1,131 @@
+"""The `tensor` section of a recipe: cores in a run, ranks that come down, the same bits after a stop."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import scantling as sc
+from scantling.errors import RecipeError, UserError
+from scantling.tensor.layer import CoreLayer
+from scantling.training.checkpoint import load_tensors
+from scantling.training.run import load_trained
+from tests.runs import records, scantling, tiny_recipe, write_recipe
+
+ADAPTING = {"rank": 6, "size_target": 0.5, "adapt": 8, "truncate_every": 3}
+CAME = {"name": "came", "lr": 0.003, "debias": True, "betas": [0.9, 0.95, 0.995], "momentum": "int8"}
+
+
+def recipe(folder: Path, **sections: Any) -> dict[str, Any]:
+    train = {"steps": 12, "micro_batch_size": 1, "checkpoint_every": 3, "keep_checkpoints": 4}
+    return tiny_recipe(
+        folder, **{"tensor": ADAPTING, "optim": CAME, **sections, "train": {**train, **sections.get("train", {})}}
+    )
+
+
+def test_the_planned_size_is_the_first_and_the_target_the_last(tmp_path: Path) -> None:
+    result = sc.train(recipe(tmp_path), run_dir=tmp_path / "run")
+    lines = records(result.run_dir)
+    plan = json.loads((result.run_dir / "plan.json").read_text())
+    assert lines[0]["num_parameters"] == plan["num_parameters"]
+    assert lines[0]["optimizer_state_bytes"] == plan["optimizer_state_bytes"]
+    assert lines[0]["tensor_size"] == 1.0
+    assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
+    assert lines[-1]["num_parameters"] < lines[0]["num_parameters"]
+    assert lines[-1]["optimizer_state_bytes"] < lines[0]["optimizer_state_bytes"]
+    assert any("come down to" in note for note in plan["notes"])
+    ranks = [line["ranks"] for line in lines if "ranks" in line]
+    assert len(ranks) > 2
+    assert sum(map(sum, ranks[-1].values())) < sum(map(sum, ranks[0].values()))
+    page = (result.run_dir / "report.html").read_text()
+    assert "Size of the cores" in page
+    assert "Mean rank of each layer at the end" in page
+
+    _, task, data, model, _ = load_trained(result.run_dir)
+    layers = [layer for layer in model.modules() if isinstance(layer, CoreLayer)]
+    assert layers
+    assert all(layer.controls is None for layer in layers)
+    assert sum(core.numel() for layer in layers for core in layer.cores) == lines[-1]["tensor_parameters"]
+    assert task.name == "causal-lm"
+    assert data.heldout is not None
+    evaluated = scantling("eval", result.run_dir)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert f"{lines[-1]['eval_loss']:.4f}" in evaluated.stdout
+
+
+@pytest.mark.parametrize("schedule", ["controlled", "paper"])
+def test_resume_is_bitwise_across_a_removal(tmp_path: Path, schedule: str) -> None:
+    adapter = {"schedule": schedule, "interval": 1}
+    if schedule == "paper":
+        adapter |= {"early_steps": 4, "gamma": 1.0}
+    given = recipe(tmp_path, tensor={**ADAPTING, "adapter": adapter})
+    straight = sc.train(given, run_dir=tmp_path / "straight").run_dir
+    broken = tmp_path / "broken"
+    shutil.copytree(straight, broken)
+    for later in (9, 12):  # ranks are removed before step 6 and after it
+        shutil.rmtree(broken / "checkpoints" / f"step-{later}")
+    sc.train(broken, resume=True)
+    same_bits(straight, broken, 12)
+
+
+@pytest.mark.dist
+def test_two_processes_remove_the_same_ranks_and_go_on_to_the_bit(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", recipe(tmp_path, train={"batch_size": 8}))
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    done = scantling("train", path, "--run-dir", straight, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = records(straight)
+    assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
+    assert lines[-1]["wire_bytes"] == lines[-1]["gradient_bytes"]
+    assert lines[-1]["wire_bytes"] < lines[0]["wire_bytes"]
+    shutil.copytree(straight, broken)
+    for later in (9, 12):
+        shutil.rmtree(broken / "checkpoints" / f"step-{later}")
+    done = scantling("train", broken, "--resume", processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    same_bits(straight, broken, 12)
+
+
+def same_bits(one: Path, other: Path, step: int) -> None:
+    for want, got in zip(records(one), records(other), strict=True):
+        for key in ("step", "loss", "grad_norm", "num_parameters", "tensor_size", "rank_price"):
+            assert want[key] == got[key], (want["step"], key)
+    wanted, given = (load_tensors(run / "checkpoints" / f"step-{step}") for run in (one, other))
+    assert wanted.keys() == given.keys()
+    assert all(torch.equal(tensor, given[key]) for key, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_cores_without_a_target_keep_their_ranks(tmp_path: Path, release: bool) -> None:
+    optim = {**CAME, "release_gradients": release}
+    result = sc.train(recipe(tmp_path, tensor={"rank": 4}, optim=optim, train={"clip": None}), run_dir=tmp_path / "run")
+    lines = records(result.run_dir)
+    assert lines[0]["num_parameters"] == lines[-1]["num_parameters"]
+    assert "tensor_size" not in lines[-1]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_faults_of_the_section_are_found_when_the_recipe_is_read(tmp_path: Path) -> None:
+    for tensor, message in (
+        ({"rank": 4, "adapt": 0.3}, "tensor.adapt: has no effect without tensor.size_target"),
+        ({"size_target": 0.5, "adapt": 100}, "tensor.adapt: is longer than the run of 12 steps"),
+        ({"size_target": 0.5, "adapter": {"gama": 1.0}}, "tensor.adapter.gama: is not known .did you mean 'gamma'"),
+        ({"size_target": 0.5, "adapter": {"beta": -1.0}}, "tensor.adapter.beta: must be at least 0.0; given -1.0"),
+        ({"size_target": 0.5, "adapter": {"steps": 9}}, "tensor.adapter.steps: belongs to tensor.adapt"),
+        ({"num_modes": 6}, "tensor.num_modes"),
+        ({"ranks": 4}, "tensor.ranks: .*did you mean 'rank'"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            sc.train(recipe(tmp_path, tensor={"rank": 4, **tensor}), run_dir=tmp_path / "run")
+    for tensor, message in (
+        ({"rank": {"*nowhere*": 4}}, "choose none of its .* layers"),
+        ({"rank": 4, "size_target": 1e-6}, "one rank on every bond"),
+    ):
+        with pytest.raises(UserError, match=message):
+            sc.train({**recipe(tmp_path), "tensor": tensor}, run_dir=tmp_path / "run")
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
