@@ -19,6 +19,7 @@ PUBLIC = [
     "TTMEmbeddingBag",
     "densify",
     "hf",
+    "load",
     "param_groups",
     "plan",
     "tensorize",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scantling.tensor.convert import densify, tensorize
     from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
     from scantling.tensor.linear import TTLinear
+    from scantling.tensor.pretrained import load
     from scantling.tensor.ranks import RankAdapter
     from scantling.training.run import RunResult, train
 
@@ -30,6 +31,7 @@ _HOMES = {
     "TTMEmbedding": "scantling.tensor.embedding",
     "TTMEmbeddingBag": "scantling.tensor.embedding",
     "densify": "scantling.tensor.convert",
+    "load": "scantling.tensor.pretrained",
     "param_groups": "scantling.groups",
     "plan": "scantling.planning.plan",
     "tensorize": "scantling.tensor.convert",
@@ -48,6 +50,7 @@ __all__ = [
     "TTMEmbeddingBag",
     "densify",
     "hf",
+    "load",
     "param_groups",
     "plan",
     "tensorize",

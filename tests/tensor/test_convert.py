@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ import scantling as sc
 from scantling.errors import UserError
 from scantling.tensor.experts import TTExperts
 from scantling.tensor.head import TTMHead
-from scantling.tensor.layers import layers_of_cores
+from scantling.tensor.replace import layers_of_cores
 
 RANK = 4
 ALL = {"filter_fn": lambda name, module: True}
@@ -85,33 +82,6 @@ def test_training(family: str) -> None:
         for name, _ in layer.named_parameters():
             if "cores" in name:
                 assert any(role == wanted for path, role in roles.items() if path.endswith(name))
-
-
-def test_reload_in_a_new_process(tmp_path: Path) -> None:
-    """A state dict goes into a model that another process converts, for every family; logits are equal to the bit."""
-    for family in FAMILIES:
-        model = sc.tensorize(made(family), RANK)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model(**batch()).loss.backward()
-        optimizer.step()
-        saved = {"state": model.state_dict(), "logits": logits(model)}
-        torch.save(saved, tmp_path / f"{family}.pt")
-    code = f"""
-import sys
-import torch
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import scantling as sc
-from families import FAMILIES, logits, made
-for family in FAMILIES:
-    saved = torch.load(f"{tmp_path}/{{family}}.pt", weights_only=True)
-    model = sc.tensorize(made(family, seed=7), {RANK})
-    assert not torch.equal(logits(model), saved["logits"]), family
-    model.load_state_dict(saved["state"])
-    assert torch.equal(logits(model), saved["logits"]), family
-print("equal", len(FAMILIES))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == f"equal {len(FAMILIES)}", done.stderr
 
 
 def test_the_same_seed_gives_the_same_cores() -> None:

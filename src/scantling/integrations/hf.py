@@ -1,4 +1,6 @@
-"""Scantling's optimizers in the Trainer of Hugging Face transformers.
+"""Scantling in Hugging Face transformers: optimizers in its Trainer, models of cores in `from_pretrained`.
+
+To import this module registers the cores, so that the Auto classes load what `save_pretrained` wrote.
 
 `Trainer(optimizer_cls_and_kwargs=(first, kwargs))` has two forms. With an `Optimizer` class, the Trainer groups the
 parameters itself, by their names, and no group says what its parameters are. Anything else is a factory, called as
@@ -19,6 +21,9 @@ from scantling.optim._codec import Momentum
 from scantling.optim._factor import Factor
 from scantling.optim._rounding import Rounding
 from scantling.optim.came import CAME
+from scantling.tensor import pretrained  # registers the cores
+
+load = pretrained.load
 
 
 class CAMEFactory:

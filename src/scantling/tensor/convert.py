@@ -21,7 +21,7 @@ from scantling.errors import UserError
 from scantling.tensor.choice import Choice, Filter, Ranks
 from scantling.tensor.experts import is_fused_experts
 from scantling.tensor.head import TTMHead
-from scantling.tensor.layers import Init, as_dense, filled, install, layers_of_cores, put, shaped
+from scantling.tensor.replace import Init, as_dense, filled, install, layers_of_cores, put, shaped
 from scantling.tensor.sites import Site, find_sites, is_linear
 from scantling.tensor.ties import carry_ties, note_ties, restore_ties
 
@@ -99,6 +99,10 @@ def tensorize(
     for site, layer in made:
         install(model, site, layer)
     carry_ties(noted)
+    if any(hasattr(module, "save_pretrained") for module in model.modules()):
+        from scantling.tensor.pretrained import attach
+
+        attach(model)
     return model
 
 
@@ -128,6 +132,10 @@ def densify(model: nn.Module) -> nn.Module:
     for layer, dense in made.items():
         put(model, found[layer], layer, dense)
     restore_ties(model)
+    if any(hasattr(module, "save_pretrained") for module in model.modules()):
+        from scantling.tensor.pretrained import detach
+
+        detach(model)
     return model
 
 

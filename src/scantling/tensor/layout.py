@@ -1,0 +1,154 @@
+"""What a model's layers of cores are, as JSON, and the same layers again on a dense skeleton without values.
+
+One entry for each layer, by its first name in the model:
+
+    {"in_modes": [8, 4], "out_modes": [4, 8], "ranks": [1, 8, 16, 8, 1]}                    a linear layer
+    {"row_modes": [...], "col_modes": [...], "ranks": [...], "padding_idx": 0,
+     "names": [...], "heads": [...]}                                                        a table, what shares it
+    {"up": [...], "down": [...]}                                                            experts, an entry for each
+
+Ranks are taken as they are, also where a truncation left more on a bond than its neighbours can carry. A layer whose
+ranks adapt has "threshold", that of its controls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from scantling.errors import UserError
+from scantling.tensor.embedding import TTMEmbedding
+from scantling.tensor.experts import TTExperts, is_fused_experts
+from scantling.tensor.head import TTMHead
+from scantling.tensor.layer import CoreLayer
+from scantling.tensor.linear import TTLinear
+from scantling.tensor.replace import Layer, filled, install, layers_of_cores, shaped
+from scantling.tensor.sites import Site, is_linear, is_table
+
+Entry: TypeAlias = dict[str, Any]
+
+
+def describe(model: nn.Module) -> dict[str, Entry]:
+    """The entries of all layers of cores, by name."""
+    found = layers_of_cores(model)
+    entries: dict[str, Entry] = {}
+    for layer, names in found.items():
+        if isinstance(layer, TTExperts):
+            entries[names[0]] = {part: [_linear(one) for one in getattr(layer, part)] for part in ("up", "down")}
+        elif isinstance(layer, TTLinear):
+            entries[names[0]] = _linear(layer)
+        elif isinstance(layer, TTMEmbedding):
+            heads = [own for head, own in found.items() if isinstance(head, TTMHead) and head.table is layer]
+            entries[names[0]] = {
+                "row_modes": list(layer.row_modes),
+                "col_modes": list(layer.col_modes),
+                **_bonds(layer),
+                "padding_idx": layer.padding_idx,
+                "names": names,
+                "heads": [name for own in heads for name in own],
+            }
+    return entries
+
+
+def _linear(layer: TTLinear) -> Entry:
+    return {"in_modes": list(layer.in_modes), "out_modes": list(layer.out_modes), **_bonds(layer)}
+
+
+def _bonds(layer: CoreLayer) -> Entry:
+    ranks: Entry = {"ranks": list(layer.ranks)}
+    return ranks if layer.controls is None else {**ranks, "threshold": layer.threshold}
+
+
+def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
+    """Put layers of the given shapes into a model of dense layers.
+
+    Args:
+        model: whose parameters are on the meta device.
+        entries: from `describe`, of this model or of one that has other parts in common with it; what this model has
+            not is left out.
+
+    Raises:
+        UserError: an entry that does not fit its layer, or not one layer that is there.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tied = _noted(model)
+    sites = []
+    for first, entry in entries.items():
+        names = [name for name in entry.get("names", [first]) if name in modules]
+        if not names:
+            continue
+        names += [name for name in tied.get(names[0], []) if is_table(modules[name]) and name not in names]
+        heads = {name for name in (*entry.get("heads", []), *tied.get(names[0], [])) if name in modules} - {*names}
+        site = Site(modules[names[0]], names)
+        site.heads = [(head, [name]) for name in sorted(heads) if isinstance(head := modules[name], nn.Linear)]
+        sites.append((site, _checked(site, entry)))
+    if not sites:
+        raise UserError(f"none of the layers of cores ({', '.join([*entries][:3])}) is in this {type(model).__name__}")
+    for site, layer in sites:
+        install(model, site, filled(site, layer, "random"))
+
+
+def _noted(model: nn.Module) -> dict[str, list[str]]:
+    """Modules that transformers ties to another one, by that one's name; on a skeleton they are not tied yet."""
+    pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    found: dict[str, list[str]] = {}
+    for target, source in pairs.items():
+        (path, _, name), (source_path, _, source_name) = target.rpartition("."), source.rpartition(".")
+        if name == source_name == "weight":
+            found.setdefault(source_path, []).append(path)
+    return found
+
+
+def _checked(site: Site, entry: Entry) -> Layer:
+    kind = [is_linear(site.module), is_table(site.module), is_fused_experts(site.module)]
+    if kind != ["in_modes" in entry, "row_modes" in entry, "up" in entry]:
+        raise UserError(f"{site.name} is a {type(site.module).__name__}, which these cores do not stand for: {entry}")
+    try:
+        return _of_entry(site, entry)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{site.name}: cores cannot be made of {entry}: {error}") from None
+
+
+def _of_entry(site: Site, entry: Entry) -> Layer:
+    if "up" not in entry:
+        layer = shaped(site, _options(entry))
+        assert isinstance(layer, TTLinear | TTMEmbedding)
+        _set_bonds(layer, entry)
+        if isinstance(layer, TTMEmbedding):
+            layer.padding_idx = entry["padding_idx"]
+        return layer
+    layer = shaped(site, {part: _options(entry[part][0]) for part in ("up", "down")})
+    assert isinstance(layer, TTExperts)
+    for part in ("up", "down"):
+        layers = getattr(layer, part)
+        if len(layers) != len(entry[part]):
+            raise UserError(f"{site.name} has {len(layers)} experts; there are cores for {len(entry[part])}")
+        for one, own in zip(layers, entry[part], strict=True):
+            one.in_modes, one.out_modes = tuple(own["in_modes"]), tuple(own["out_modes"])
+            _set_bonds(one, own)
+    return layer
+
+
+def _options(entry: Entry) -> Entry:
+    modes = {key: tuple(value) for key, value in entry.items() if key.endswith("_modes")}
+    return {**modes, "rank": [max(1, rank) for rank in entry["ranks"][1:-1]]}
+
+
+def _set_bonds(layer: TTLinear | TTMEmbedding, entry: Entry) -> None:
+    """Cores of these ranks, without values, and controls where there were any; a rank of 0 is a bond that is dead."""
+    ranks = entry["ranks"]
+    shapes: list[tuple[int, ...]]
+    if isinstance(layer, TTLinear):
+        shapes = [(mode,) for mode in (*layer.in_modes, *layer.out_modes)]
+    else:
+        shapes = [*zip(layer.row_modes, layer.col_modes, strict=True)]
+    like = layer.cores[0]
+    layer.cores = nn.ParameterList(
+        torch.empty(left, *shape, right, device=like.device, dtype=like.dtype)
+        for left, shape, right in zip(ranks[:-1], shapes, ranks[1:], strict=True)
+    )
+    if "threshold" in entry:
+        layer.attach_controls(float(entry["threshold"]))

@@ -1,0 +1,198 @@
+"""Models of cores in `save_pretrained` and `from_pretrained` of transformers.
+
+transformers lets a quantization method replace layers of the skeleton before weights are loaded into it by name; the
+cores use that door. `config.quantization_config` holds what the layers are (`layout.py`), written anew at every save,
+so that it is right after ranks have changed. To import this module registers the method.
+
+A process that has not imported it must not take such a checkpoint for a dense one: transformers would warn and start
+with new weights. So the file also holds a guard, one number under the name of a dense weight: transformers refuses it
+for its shape.
+
+Limit: where the Trainer gathers sharded parameters itself before it saves (FSDP), what it gathered is not used; keep
+cores replicated.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from scantling.errors import UserError
+from scantling.tensor.convert import densify
+from scantling.tensor.head import TTMHead
+from scantling.tensor.layer import CoreLayer
+from scantling.tensor.layout import Entry, describe, rebuild
+from scantling.tensor.replace import layers_of_cores
+from scantling.tensor.ties import carry_ties, note_ties
+
+METHOD = "scantling"
+FORMAT = 1
+
+
+@register_quantization_config(METHOD)
+class CoresConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What `config.quantization_config` says of a model of cores.
+
+    Args:
+        layers: from `layout.describe`.
+        guard: name of the tensor that stops who does not know the method, for the reader of the file.
+        format: of all this, for later.
+    """
+
+    def __init__(self, layers: dict[str, Entry] | None = None, guard: str = "", format: int = FORMAT, **_: Any) -> None:
+        if format > FORMAT:
+            raise UserError(f"saved by a newer scantling, in format {format}; known here is {FORMAT}: upgrade")
+        self.quant_method = METHOD
+        self.layers, self.guard, self.format = layers or {}, guard, format
+
+
+@register_quantizer(METHOD)
+class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Builds layers of cores before transformers loads their values, and describes them before it saves them."""
+
+    quantization_config: CoresConfig
+    is_trainable = True
+    is_qat_trainable = True
+    is_compileable = True
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        if not self.pre_quantized:
+            raise UserError("cores are not made while a model is loaded; load it, and then call scantling.tensorize")
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The state with a guard in it; the configuration is brought up to date on the way."""
+        layers = describe(model)
+        guard = _guard_of(model, layers)
+        model.config.quantization_config = self.quantization_config = CoresConfig(layers, guard)
+        return {**model.state_dict(), guard: torch.zeros(1, dtype=model.dtype)}, {}
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+        noted = note_ties(model)
+        here, config = _names_here(model), self.quantization_config
+        rebuild(model, _renamed(config.layers, here))
+        carry_ties(noted)
+        if any(layer.controls is not None for layer in model.modules() if isinstance(layer, CoreLayer)):
+            model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "controls"}
+        path, name = config.guard.rpartition(".")[::2]
+        known = set(model._keys_to_ignore_on_load_unexpected or ())
+        guards = {f"^{re.escape(f'{each}.{name}')}$" for each in (path, here(path))}
+        model._keys_to_ignore_on_load_unexpected = known | guards
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        for layer, names in layers_of_cores(model).items():
+            for name, parameter in layer.named_parameters():
+                if getattr(parameter, "_is_hf_initialized", False):
+                    continue
+                if not isinstance(layer, TTMHead):
+                    raise UserError(f"the checkpoint holds no values for {names[0]}.{name}")
+                nn.init.zeros_(parameter)  # of a head that is new, on a base model
+        model.is_quantized = False  # nothing is: .half() and the like stay possible
+        attach(model)
+        return model
+
+    def _dequantize(self, model: Any, **_: Any) -> Any:
+        return densify(model)
+
+
+def attach(model: nn.Module) -> None:
+    """Let models of transformers in here save their cores."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and layers_of_cores(module):
+            if not isinstance(getattr(module, "hf_quantizer", None), CoresQuantizer):
+                module.hf_quantizer = CoresQuantizer(CoresConfig())
+            module.register_load_state_dict_pre_hook(_without_guard)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`, where there are no cores left."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and isinstance(getattr(module, "hf_quantizer", None), CoresQuantizer):
+            module.hf_quantizer.remove_quantization_config(module)
+            hooks = module._load_state_dict_pre_hooks
+            for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is _without_guard]:
+                del hooks[key]
+
+
+def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: Any = None) -> Any:
+    """Load a model that `save_pretrained` wrote, dense or of cores, as the class that was saved.
+
+    With `from scantling import hf`, which registers the cores, the Auto classes of transformers do the same.
+
+    Args:
+        folder: with `config.json` and the weights.
+        dtype: of the parameters; default that of the file.
+        device_map: as of `from_pretrained`.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        UserError: no such folder, a class that transformers does not have, or weights that are missing.
+
+    Example:
+        >>> model = sc.load("my-model")  # doctest: +SKIP
+    """
+    import transformers
+
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot load {folder}: {error.strerror or error}; give a folder of save_pretrained") from None
+    except ValueError as error:
+        raise UserError(f"cannot load {folder}: its config.json is no JSON ({error})") from None
+    name = next(iter(config.get("architectures") or ()), None)
+    made_by: Any = getattr(transformers, str(name), None)
+    if not hasattr(made_by, "from_pretrained"):
+        raise UserError(f"cannot load {folder}: transformers {transformers.__version__} has no model class {name!r}")
+    options = {"dtype": "auto" if dtype is None else dtype, "device_map": device_map, "local_files_only": True}
+    model, report = made_by.from_pretrained(folder, output_loading_info=True, **options)
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise UserError(f"{folder} holds no values for {len(missing)} parameters, such as {', '.join(missing[:3])}")
+    return model
+
+
+def _guard_of(model: Any, layers: dict[str, Entry]) -> str:
+    """A dense weight that is not there any more: of the base model if possible, which all architectures share."""
+    prefix = f"{model.base_model_prefix}."
+    first = min(layers, key=lambda name: ("up" in layers[name], not name.startswith(prefix), name))
+    return f"{first}.down_proj" if "up" in layers[first] else f"{first}.weight"
+
+
+def _without_guard(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Drop the guard from a state read from a file, so that it can be loaded strictly."""
+    layers = describe(module)
+    if layers:
+        state.pop(prefix + _guard_of(module, layers), None)
+
+
+def _names_here(model: Any) -> Callable[[str], str]:
+    """Names of the saved model as they are in this one, which may be the base of it or be built on it."""
+    prefix = f"{model.base_model_prefix}."
+    own = {name for name, _ in model.named_modules(remove_duplicate=False)}
+
+    def here(name: str) -> str:
+        return next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in own), name)
+
+    return here
+
+
+def _renamed(layers: dict[str, Entry], here: Callable[[str], str]) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for name, entry in layers.items():
+        shared: Entry = {key: [here(each) for each in entry[key]] for key in ("names", "heads") if key in entry}
+        found[here(name)] = {**entry, **shared}
+    return found

@@ -1,0 +1,295 @@
+"""Models of cores in the folders of transformers: saved, loaded again, and refused by who does not know them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, batch, logits, made
+from safetensors.torch import load_file
+from torch import nn
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.tensor.replace import layers_of_cores
+
+RANK = 4
+
+
+def converted(family: str) -> Any:
+    """A model of cores that has been trained for one step."""
+    model = sc.tensorize(made(family), RANK)
+    model(**batch()).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+    model.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loaded_models_are_equal_to_the_bit(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = converted(family)
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "one")
+    loaded = sc.load(tmp_path / "one")
+    assert type(loaded) is type(model)
+    assert torch.equal(logits(loaded), wanted)
+    assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in model.named_parameters()]
+    loaded.save_pretrained(tmp_path / "two")
+    assert torch.equal(logits(sc.load(tmp_path / "two")), wanted)
+    assert "LOAD REPORT" not in caplog.text, "transformers reports keys that are missing or too many"
+    copy.deepcopy(loaded).half().float()
+    sc.densify(loaded)
+    assert not hasattr(loaded, "hf_quantizer")
+    loaded.save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    dense = type(loaded).from_pretrained(tmp_path / "dense")
+    assert torch.equal(logits(dense), logits(loaded))
+
+
+def started(code: str) -> subprocess.Popen[str]:
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n" + code
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_new_process_and_one_that_does_not_know_cores(tmp_path: Path) -> None:
+    """A state goes into a model that is converted anew, a folder into any Auto class: the same bits.
+
+    Where cores were not registered, transformers raises: it must not start with new weights.
+    """
+    for family in FAMILIES:
+        model = converted(family)
+        torch.save({"state": model.state_dict(), "logits": logits(model)}, tmp_path / f"{family}.pt")
+        model.save_pretrained(tmp_path / family)
+    knowing = started(f"""
+import torch
+from families import FAMILIES, logits, made
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+import scantling as sc
+from scantling import hf
+for family in FAMILIES:
+    saved = torch.load(f"{tmp_path}/{{family}}.pt", weights_only=True)
+    model = sc.tensorize(made(family, seed=7), {RANK})
+    assert not torch.equal(logits(model), saved["logits"]), family
+    model.load_state_dict(saved["state"])
+    assert torch.equal(logits(model), saved["logits"]), family
+    auto = {{"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM, "roberta": AutoModelForMaskedLM}}
+    loaded = auto.get(family, AutoModelForCausalLM).from_pretrained(f"{tmp_path}/{{family}}")
+    assert torch.equal(logits(loaded), saved["logits"]), family
+print("equal", len(FAMILIES))
+""")
+    ignorant = started(f"""
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+classes = {{"t5": (AutoModelForSeq2SeqLM, AutoModel), "mixtral": (AutoModelForCausalLM,)}}
+for name, autos in {{**classes, "llama-tied": (AutoModelForCausalLM, AutoModel)}}.items():
+    for auto in autos:
+        try:
+            auto.from_pretrained(f"{tmp_path}/{{name}}")
+        except RuntimeError as error:
+            print("refused", "size" in str(error))
+        else:
+            print(name, auto.__name__, "took it")
+assert "scantling" not in sys.modules
+""")
+    out, errors = knowing.communicate()
+    assert out.strip() == f"equal {len(FAMILIES)}", errors
+    out, errors = ignorant.communicate()
+    assert out.splitlines() == ["refused True"] * 5, errors
+    assert "got scantling" in errors, "nothing says what is missing"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
+def test_experts_alone_are_refused_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.quantizers import auto
+
+    model = sc.tensorize(made(family), {"*experts": RANK})
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(sc.load(tmp_path)), logits(model))
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "scantling")
+    with pytest.raises(RuntimeError):
+        type(model).from_pretrained(tmp_path)
+
+
+def test_a_base_model_and_models_built_on_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = converted("bert")
+    model.save_pretrained(tmp_path / "lm")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "lm", add_pooling_layer=False)
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        wanted = model.bert(ids).last_hidden_state
+        assert torch.equal(base(ids).last_hidden_state, wanted)
+        classifier = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm", num_labels=3)
+        assert torch.equal(classifier.bert(ids).last_hidden_state, wanted)
+        assert type(classifier.classifier) is nn.Linear
+        assert "embeddings" not in caplog.text, "the guard is reported"
+
+        model.bert.save_pretrained(tmp_path / "base")
+        alone = transformers.AutoModel.from_pretrained(tmp_path / "base", add_pooling_layer=False)
+        assert torch.equal(alone(ids).last_hidden_state, wanted)
+        on_top = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "base")
+        assert torch.equal(on_top.bert(ids).last_hidden_state, wanted)
+        assert on_top.cls.predictions.decoder.table is on_top.bert.embeddings.word_embeddings
+        assert not on_top.cls.predictions.decoder.bias.any()
+
+
+def test_ranks_that_have_changed_since(tmp_path: Path) -> None:
+    """The folder holds the ranks of the moment, also where a neighbour could carry fewer, or a bond is dead."""
+    model = converted("llama-tied")
+    model.save_pretrained(tmp_path)
+    layer, dead = model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.down_proj
+    table = model.model.embed_tokens
+    with torch.no_grad():
+        layer.cores = nn.ParameterList([layer.cores[0], layer.cores[1][..., :1], layer.cores[2][:1], *layer.cores[3:]])
+        table.cores = nn.ParameterList([table.cores[0][..., 1:], table.cores[1][1:], *table.cores[2:]])
+        dead.cores = nn.ParameterList([*dead.cores[:2], dead.cores[2][..., :0], dead.cores[3][:0], *dead.cores[4:]])
+    assert (layer.in_modes, layer.ranks[2:4]) == ((4, 4, 2), (1, 4)), "the mode of 2 could carry 2"
+    model.save_pretrained(tmp_path)
+    loaded = sc.load(tmp_path)
+    assert loaded.model.layers[0].mlp.up_proj.ranks == layer.ranks
+    assert loaded.model.layers[0].mlp.down_proj.ranks == dead.ranks
+    assert loaded.model.embed_tokens.ranks == table.ranks
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_that_are_being_adapted(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = made("mixtral").to(dtype)
+    sc.tensorize(model, RANK)
+    adapter = sc.RankAdapter(model, size_target=0.7)
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for control in layer.controls:
+                control.uniform_(-0.3, 1.0)
+                control[0] = 1.0
+    adapter.truncate()
+    with torch.no_grad():
+        next(iter(adapter.layers.values())).controls[0][0] = 0.123456
+    model.save_pretrained(tmp_path)
+    loaded = sc.load(tmp_path)
+    assert {name: parameter.dtype for name, parameter in loaded.named_parameters()} == {
+        name: parameter.dtype for name, parameter in model.named_parameters()
+    }
+    assert torch.equal(logits(loaded), logits(model))
+    sc.densify(loaded)
+    scale = logits(model).abs().max()
+    assert (logits(loaded) - logits(model)).abs().max() <= (1e-5 if dtype == torch.float32 else 3e-2) * scale
+
+
+def test_what_is_in_the_folder(tmp_path: Path) -> None:
+    model = converted("llama-tied")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "scantling"
+    assert config["layers"]["model.embed_tokens"]["heads"] == ["lm_head"]
+    assert config["layers"]["model.layers.0.mlp.up_proj"]["ranks"] == list(model.model.layers[0].mlp.up_proj.ranks)
+    state = load_file(tmp_path / "model.safetensors")
+    assert state[config["guard"]].shape == (1,)
+    assert state.keys() - {config["guard"]} == model.state_dict().keys()
+    model.load_state_dict(state)
+    stranger = copy.deepcopy(made("llama-tied"))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        stranger.load_state_dict(state, strict=False)
+
+
+def test_dtype_and_shards(tmp_path: Path) -> None:
+    model = converted("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = sc.load(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(logits(loaded), logits(model))
+    assert sc.load(tmp_path, dtype=torch.float32).lm_head.cores[0].dtype == torch.float32
+
+
+def test_dense_models_are_loaded_as_they_are(tmp_path: Path) -> None:
+    model = made("bert")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(sc.load(tmp_path)), logits(model))
+
+
+def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file or directory; give a folder of save_pretrained"):
+        sc.load(tmp_path / "nothing")
+    model = converted("llama-tied")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+
+    def refused(changed: dict[str, Any], message: str) -> None:
+        path.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=message):
+            sc.load(tmp_path)
+
+    refused({**config, "architectures": ["LlamaForNothing"]}, "no model class 'LlamaForNothing'")
+    quantization = config["quantization_config"]
+    refused({**config, "quantization_config": {**quantization, "format": 99}}, "newer scantling, in format 99")
+    layers = copy.deepcopy(quantization["layers"])
+    layers["model.norm"] = layers.pop("model.layers.0.mlp.up_proj")
+    refused({**config, "quantization_config": {**quantization, "layers": layers}}, "model.norm is a LlamaRMSNorm")
+    layers = copy.deepcopy(quantization["layers"])
+    layers["model.layers.0.mlp.up_proj"]["in_modes"] = [2, 2]
+    refused({**config, "quantization_config": {**quantization, "layers": layers}}, r"up_proj: in_modes=\(2, 2\) hold 4")
+    path.write_text("{")
+    with pytest.raises(UserError, match="no JSON"):
+        sc.load(tmp_path)
+
+    from safetensors.torch import save_file
+
+    path.write_text(json.dumps(config))
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.cores.2"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"no values for model\.layers\.0\.mlp\.up_proj\.cores\.2"):
+        sc.load(tmp_path)
+
+    converted("bert").save_pretrained(tmp_path / "bert")
+    weights = load_file(tmp_path / "bert" / "model.safetensors")
+    del weights["bert.encoder.layer.0.output.dense.bias"]
+    save_file(weights, tmp_path / "bert" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"no values for bert\.encoder\.layer\.0\.output\.dense\.bias"):
+        sc.load(tmp_path / "bert")
+
+
+class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {key: value[0] for key, value in batch(1, seed=index).items()}
+
+
+def trainer(model: Any, folder: Path, steps: int) -> transformers.Trainer:
+    settings = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        save_steps=2,
+        per_device_train_batch_size=4,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return transformers.Trainer(
+        model=model, args=settings, train_dataset=Sequences(), optimizer_cls_and_kwargs=sc.hf.came(lr=1e-2)
+    )
+
+
+def test_in_the_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its checkpoints are folders like others, a model from one can be trained, and a run resumes."""
+    straight = trainer(converted("llama-tied"), tmp_path / "straight", 4)
+    straight.train()
+    middle = sc.load(tmp_path / "straight" / "checkpoint-2")
+    end = sc.load(tmp_path / "straight" / "checkpoint-4")
+    assert torch.equal(logits(end), logits(straight.model.eval()))
+    assert not torch.equal(logits(middle), logits(end))
+
+    resumed = trainer(middle, tmp_path / "resumed", 4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
+    assert torch.equal(logits(resumed.model.eval()), logits(end))
+    assert "unexpected keys" not in caplog.text
+    assert all(layer.training is False for layer in layers_of_cores(resumed.model))
