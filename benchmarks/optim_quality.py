@@ -39,7 +39,7 @@ TOKENS = 20 * 492_384  # 20 for each parameter of MODEL
 LONGER_TOKENS = 10_000_000
 SEQ_LEN, BATCH = 128, 32
 GRID = Grid([0.125e-3, 0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3], start=5)
-SWEPT = ("adamw", "came", "came-reference", "adafactor", "muon", "scale-like", "apollo-mini")
+SWEPT = ("came-slow", "adamw-slow", "adamw", "came", "came-reference", "adafactor", "muon", "scale-like", "apollo-mini")
 SEEDS = 8
 FINALISTS = ("adamw", "came", "came-int8", "came-int4")
 LONGER = ("adamw", "came-int8", "came")
@@ -59,6 +59,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "int4": {"optim": {"momentum": "int4"}},
     "int4, to the nearest": {"optim": {"name": "camenearest", "momentum": "int4"}},
     "adamw": {"optimizer": "adamw"},
+    "adamw, betas (0.9, 0.99)": {"optimizer": "adamw", "optim": {"betas": [0.9, 0.99]}},
 }
 ABLATION_SEEDS = 3
 

@@ -20,6 +20,8 @@ CONFIDENT = [0.9, 0.95, 0.995]
 CAME = {"name": "came", "debias": True, "betas": CONFIDENT}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "betas": [0.9, 0.95]},
+    "adamw-slow": {"name": "adamw", "betas": [0.9, 0.99]},
+    "came-slow": {**CAME, "betas": [0.9, 0.99, 0.999]},
     "adafactor": {"name": "adafactor"},
     "came-reference": {"name": "came", "factor": "last2"},
     "came": CAME,
