@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -125,6 +128,27 @@ def test_errors_of_workers_are_raised() -> None:
     with pytest.raises(ValueError, match="broken example"):
         source.next_step()
     source.close()
+
+
+def test_workers_that_are_left_end_with_their_parent_and_with_no_other_signal() -> None:
+    """An error may keep a source alive until the process exits, which then waits for its workers."""
+    script = textwrap.dedent(
+        """
+        import os, signal, time
+        from tests.data.test_loader import Sampler, Squares, collate, BatchSource
+        source = BatchSource(Squares(), collate, Sampler(37, batch_size=8, seed=5), micro_batch_size=8, workers=1)
+        source.next_step()
+        child = int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[-1])
+        os.system(f"kill -TERM {child}; kill -INT {child}")
+        time.sleep(0.5)
+        for _ in range(8):
+            source.next_step()
+        print("still there", flush=True)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "still there\n"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -132,9 +134,20 @@ def _load(dataset: Dataset, collate: Collate, keys: Any, *, workers: int, pin_me
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:
-    """A signal to the whole process group must not end a worker before the step and its checkpoint are done."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    """A signal to the whole process group must not end a worker before the step and its checkpoint are done.
+
+    One from the parent must: at its exit it ends the workers that are left, and waits for them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_the_parent_says, daemon=True).start()
+
+
+def _end_when_the_parent_says() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _load_here(dataset: Dataset, collate: Collate, keys: Any, *, pin_memory: bool) -> Iterator[Batch]:
