@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from interleaved import ratio, take_turns
 
 import scantling as sc
 from scantling.training.rundir import environment
@@ -90,23 +89,10 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     found, missing = peers()
     optimizers = {name: prepared(*peer) for name, peer in found.items()}
-    times: dict[str, list[float]] = {name: [] for name in optimizers}
-    order = random.Random(0)
-    for number in range(options.rounds + 3):
-        for name in order.sample(list(optimizers), len(optimizers)):
-            began = time.perf_counter()
-            optimizers[name].step()
-            if number >= 3:
-                times[name].append(time.perf_counter() - began)
-    control = np.array(times[CONTROL])
-    generator = np.random.default_rng(0)
-    rows = {}
-    for name, own in times.items():
-        ratios = np.array(own) / control
-        draws = np.median(ratios[generator.integers(0, len(ratios), (2000, len(ratios)))], axis=1)
-        low, high = np.percentile(draws, [2.5, 97.5])
-        rows[name] = {"ratio": float(np.median(ratios)), "ratio_95": [float(low), float(high)], "raw_s": own}
-        print(f"{name:38} {np.median(ratios):6.2f}x  [{low:.2f}, {high:.2f}]")
+    times = take_turns({name: optimizer.step for name, optimizer in optimizers.items()}, options.rounds)
+    rows = {name: ratio(own, times[CONTROL]) for name, own in times.items()}
+    for name, row in rows.items():
+        print(f"{name:38} {row['ratio']:6.2f}x  [{row['ratio_95'][0]:.2f}, {row['ratio_95'][1]:.2f}]")
     report = {
         "command": ["python", "benchmarks/optim_step.py", *sys.argv[1:]],
         "date": time.strftime("%Y-%m-%d"),

@@ -1,0 +1,186 @@
+"""Speed of layers of cores on a CPU, forward and backward, beside dense layers and plain low rank.
+
+    python benchmarks/tensor_layers.py layers     TTLinear, nn.Linear and two thin matrices, in fp32 and bf16
+    python benchmarks/tensor_layers.py grid       60 cases: the order that is chosen against each that could be
+    python benchmarks/tensor_layers.py lookup     a table of 10 million rows
+
+All of a case take turns (`interleaved.py`). Speed-ups are the dense layer's time over the own, both of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleaved import ratio, take_turns
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.tensor.contraction import Chain, Step, best_plan, contract, in_blocks, merged, plan_of
+from scantling.training.rundir import environment
+
+RESULTS = Path(__file__).parent / "results"
+LAYERS = [((768, 768), 30), ((768, 3072), 30), ((4096, 4096), 64)]
+TOKENS = (32, 512, 4096)
+GRID_SHAPES = [(768, 768), (768, 3072), (3072, 768), (1024, 4096), (2048, 2048)]
+GRID_RANKS = (8, 30, 64)
+GRID_TOKENS = (1, 32, 256, 2048)
+AIMS = {
+    ("768x3072", 4096, "float32"): 6.0,
+    ("4096x4096", 512, "float32"): 15.0,
+    **{(shape, 32, "float32"): 1.0 for shape in ("768x768", "768x3072", "4096x4096")},
+    ("768x768", 32, "bfloat16"): 1 / 1.25,
+}
+
+
+def passes(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    """A forward and a backward pass, gradients thrown away."""
+    wanted = torch.randn_like(model(x))
+
+    def run() -> None:
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        model(x).backward(wanted)
+
+    return run
+
+
+def layers(rounds: int) -> dict[str, Any]:
+    """Times of each layer, tokens and dtype."""
+    rows = {}
+    for ((inputs, outputs), rank), dtype, tokens in product(LAYERS, (torch.float32, torch.bfloat16), TOKENS):
+        torch.manual_seed(0)
+        x = torch.randn(tokens, inputs, dtype=dtype, requires_grad=True)
+        low_rank = nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs)).to(dtype)
+        cores = sc.TTLinear(inputs, outputs, rank, dtype=dtype)
+        dense = nn.Linear(inputs, outputs, dtype=dtype)
+        work = {name: passes(layer, x) for name, layer in (("dense", dense), ("low rank", low_rank), ("cores", cores))}
+        work["dense again"] = passes(nn.Linear(inputs, outputs, dtype=dtype), x)
+        times = take_turns(work, rounds, least_s=0.02)
+        name = str(dtype).removeprefix("torch.")
+        key = f"{inputs}x{outputs} rank {rank}, {tokens} tokens, {name}"
+        rows[key] = {
+            "parameters": {"dense": inputs * outputs, "cores": cores.num_parameters() - outputs},
+            "plan": str(cores.plan(tokens)),
+            **{one: ratio(times["dense"], own) for one, own in times.items()},
+        }
+        aim = AIMS.get((f"{inputs}x{outputs}", tokens, name))
+        faster = {one: rows[key][one]["ratio"] for one in ("cores", "low rank", "dense again")}
+        verdict = "" if aim is None else f"   aim {aim:g}: {'met' if faster['cores'] >= aim else 'MISSED'}"
+        print(f"{key:46} " + "  ".join(f"{one} {value:6.2f}x" for one, value in faster.items()) + verdict, flush=True)
+    return rows
+
+
+class InOrder(nn.Module):
+    """The cores of a layer, contracted in a given order."""
+
+    def __init__(self, layer: sc.TTLinear, steps: tuple[Step, ...]) -> None:
+        super().__init__()
+        self.cores, self.steps, self.outputs = layer.cores, steps, layer.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        cores = list(self.cores)
+        return contract(x, [merged(cores, step.tree) for step in self.steps], self.steps, self.outputs)
+
+
+def orders_of(chain: Chain) -> dict[str, tuple[Step, ...]]:
+    """The three orders that everybody knows."""
+    cores, middle = len(chain.modes), chain.num_inputs
+    return {
+        "merged": in_blocks(chain, [middle]),
+        "one by one": in_blocks(chain, range(1, cores)),
+        "whole": in_blocks(chain, []),
+    }
+
+
+def grid(rounds: int) -> dict[str, Any]:
+    """FLOPs and times of the order that is chosen, over the best of dense and the three known orders."""
+    rows = {}
+    worst_flops, worst_time = 0.0, 0.0
+    for (inputs, outputs), rank, tokens in product(GRID_SHAPES, GRID_RANKS, GRID_TOKENS):
+        torch.manual_seed(0)
+        layer = sc.TTLinear(inputs, outputs, rank, bias=False)
+        chain = layer.network
+        known = orders_of(chain)
+        chosen = best_plan(chain, tokens)
+        macs = {name: plan_of(chain, tokens, steps).macs for name, steps in known.items()}
+        macs["dense"] = tokens * inputs * outputs
+        x = torch.randn(tokens, inputs, requires_grad=True)
+        work = {name: passes(InOrder(layer, steps), x) for name, steps in known.items()}
+        work |= {"dense": passes(nn.Linear(inputs, outputs, bias=False), x), "chosen": passes(layer, x)}
+        times = take_turns(work, rounds, warmup=1, least_s=0.01)
+        found = {name: ratio(own, times["dense"]) for name, own in times.items()}
+        best = min(known.keys() | {"dense"}, key=lambda name: found[name]["ratio"])
+        against = ratio(times["chosen"], times[best])
+        flops = chosen.macs / min(macs.values())
+        worst_flops, worst_time = max(worst_flops, flops), max(worst_time, against["ratio"])
+        key = f"{inputs}x{outputs} rank {rank}, {tokens} tokens"
+        rows[key] = {"macs": {**macs, "chosen": chosen.macs}, "best": best, "over_best": against, **found}
+        print(f"{key:34} FLOPs {flops:5.3f}  time {against['ratio']:5.2f} of {best}", flush=True)
+    verdict = "met" if worst_flops <= 1.05 and worst_time <= 1.25 else "MISSED"
+    print(
+        f"the most over the best: {worst_flops:.3f} in FLOPs, {worst_time:.2f} in time; aims 1.05 and 1.25: {verdict}"
+    )
+    return rows
+
+
+def lookup(rounds: int) -> dict[str, Any]:
+    """A table of ten million rows: its numbers, its indices, the memory of a step, and duplicates looked up once."""
+    torch.manual_seed(0)
+    table = sc.TTMEmbedding(10_000_000, 64, rank=32)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    ids = (torch.rand(10_000) ** 4 * 10_000_000).long()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(3):
+        table(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+    def every_id() -> None:
+        table.rows(ids).sum().backward()
+
+    times = take_turns({"distinct": lambda: table(ids).sum().backward(), "every id": every_id}, rounds)
+    row = {
+        "numbers": table.num_parameters(),
+        "index_bytes": sum(buffer.nbytes for buffer in table.buffers()),
+        "step_kib": held,
+        "distinct_ids": int(ids.unique().numel()),
+        "times_over_every_id": ratio(times["distinct"], times["every id"]),
+    }
+    print({key: value for key, value in row.items() if key != "times_over_every_id"})
+    return {"10,000,000 x 64, rank 32, 10,000 ids": row}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("phase", choices=["layers", "grid", "lookup"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = {"layers": layers, "grid": grid, "lookup": lookup}[options.phase](options.rounds)
+    report = {
+        "command": ["python", "benchmarks/tensor_layers.py", *sys.argv[1:]],
+        "date": time.strftime("%Y-%m-%d"),
+        "threads": options.threads,
+        **environment(),
+        "results": rows,
+    }
+    out = options.out or RESULTS / f"tensor-{options.phase}-cpu-{report['date']}.json"
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
