@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,5 +183,18 @@ def test_the_flights_recipe_runs(tmp_path: Path, data_folder: Path) -> None:
     with gzip.open(data_folder / "recsys" / "nycflights13_jan_oct.csv.gz", "rt") as source:
         (tmp_path / "flights.csv").write_text(next(source) + "".join(islice(source, 0, None, 20)))
     settings = [f"data.csv={tmp_path / 'flights.csv'}", "train.steps=60", "train.batch_size=256", "optim.lr=0.01"]
+    metrics = sc.train(recipe, run_dir=tmp_path / "run", settings=[*settings, "train.device=cpu"]).metrics
+    assert metrics["auc"] > 0.6
+
+
+def test_the_criteo_recipe_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from zipf_clicks import CRITEO_KAGGLE, ZipfClicks, write_criteo
+
+    clicks = ZipfClicks(cardinalities=[min(size, 100) for size in CRITEO_KAGGLE])
+    write_criteo(tmp_path / "train.txt", 3000, clicks=clicks)
+    settings: list[Any] = [f"data.criteo={tmp_path / 'train.txt'}", "train.steps=60", "train.batch_size=128"]
+    settings += ["model.overrides={embedding_dim: 4, bottom_mlp: [16], top_mlp: [16]}", "optim.lr=0.01"]
+    recipe = ROOT / "recipes" / "papers" / "criteo-dlrm.yaml"
     metrics = sc.train(recipe, run_dir=tmp_path / "run", settings=[*settings, "train.device=cpu"]).metrics
     assert metrics["auc"] > 0.6
