@@ -12,13 +12,16 @@ import scantling as sc
 PUBLIC = [
     "CAME",
     "Plan",
+    "RankAdapter",
     "RunResult",
     "TTLinear",
     "TTMEmbedding",
     "TTMEmbeddingBag",
+    "densify",
     "hf",
     "param_groups",
     "plan",
+    "tensorize",
     "train",
 ]
 

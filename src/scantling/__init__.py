@@ -15,19 +15,24 @@ if TYPE_CHECKING:
     from scantling.integrations import hf
     from scantling.optim.came import CAME
     from scantling.planning.plan import Plan, plan
+    from scantling.tensor.convert import densify, tensorize
     from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
     from scantling.tensor.linear import TTLinear
+    from scantling.tensor.ranks import RankAdapter
     from scantling.training.run import RunResult, train
 
 _HOMES = {
     "CAME": "scantling.optim.came",
     "Plan": "scantling.planning.plan",
+    "RankAdapter": "scantling.tensor.ranks",
     "RunResult": "scantling.training.run",
     "TTLinear": "scantling.tensor.linear",
     "TTMEmbedding": "scantling.tensor.embedding",
     "TTMEmbeddingBag": "scantling.tensor.embedding",
+    "densify": "scantling.tensor.convert",
     "param_groups": "scantling.groups",
     "plan": "scantling.planning.plan",
+    "tensorize": "scantling.tensor.convert",
     "train": "scantling.training.run",
 }
 
@@ -36,13 +41,16 @@ _MODULES = {"hf": "scantling.integrations.hf"}
 __all__ = [
     "CAME",
     "Plan",
+    "RankAdapter",
     "RunResult",
     "TTLinear",
     "TTMEmbedding",
     "TTMEmbeddingBag",
+    "densify",
     "hf",
     "param_groups",
     "plan",
+    "tensorize",
     "train",
 ]
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scantling.tensor.contraction import Chain, Step, best_plan, contract, in_blocks, matrix_of, orders, plan_of
+from scantling.tensor.contraction import Chain, Step, best_plan, contract, in_blocks, merged, orders, plan_of
 from scantling.tensor.cores import dense
 
 
@@ -29,7 +29,7 @@ def cores_of(chain: Chain) -> list[torch.Tensor]:
 
 
 def assert_contracts(x: torch.Tensor, cores: list[torch.Tensor], steps: tuple[Step, ...], wanted: torch.Tensor) -> None:
-    y = contract(x, [matrix_of(cores, step) for step in steps], steps, wanted.shape[1])
+    y = contract(x, [merged(cores, step.tree) for step in steps], steps, wanted.shape[1])
     torch.testing.assert_close(y, wanted)
 
 

@@ -197,21 +197,26 @@ def best_plan(chain: Network, num_tokens: int, merges: float = 1.0) -> Plan:
     return plan_of(chain, num_tokens, found[-1][1])
 
 
+Orders: TypeAlias = tuple[tuple[int, tuple[Step, ...]], ...]
 MOST_TOKENS = 1 << 22
 """Beyond these the order does not change any more."""
 
 
 @lru_cache(maxsize=4096)
-def orders(chain: Network) -> tuple[tuple[int, tuple[Step, ...]], ...]:
+def orders(chain: Network, merges: float = 1.0) -> Orders:
     """The best order for every number of tokens: (up to how many tokens, steps), ascending.
 
     The cost of an order is a line over the tokens, that of the best one the lower envelope of all: it has few corners,
     found by halving wherever both ends differ.
+
+    Args:
+        chain: modes and ranks.
+        merges: as of `best_plan`.
     """
     found: list[tuple[int, tuple[Step, ...]]] = []
 
     def between(low: int, high: int) -> None:
-        first, last = best_plan(chain, low).steps, best_plan(chain, high).steps
+        first, last = best_plan(chain, low, merges).steps, best_plan(chain, high, merges).steps
         if first == last or high - low <= 1:
             found.append((low if first != last else high, first))
             return
@@ -220,7 +225,7 @@ def orders(chain: Network) -> tuple[tuple[int, tuple[Step, ...]], ...]:
         between(middle, high)
 
     between(1, MOST_TOKENS)
-    found.append((MOST_TOKENS, best_plan(chain, MOST_TOKENS).steps))
+    found.append((MOST_TOKENS, best_plan(chain, MOST_TOKENS, merges).steps))
     return tuple(
         (limit, steps)
         for (limit, steps), following in zip(found, [*found[1:], (0, None)], strict=True)
@@ -238,6 +243,27 @@ def plan_of(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
         num_tokens * sum(step.macs for step in steps),
         num_tokens * _dense_macs(chain),
     )
+
+
+def factors_of(chain: Network, plan: Plan) -> list[tuple[float, tuple[int, ...]]]:
+    """The multiplications of a plan as products: (what does not depend on ranks, the bonds whose ranks multiply it)."""
+    found: list[tuple[float, tuple[int, ...]]] = []
+    ranks = chain.ranks
+
+    def merging(tree: Tree) -> None:
+        if isinstance(tree, int):
+            return
+        first, cut, last = cores_of(tree)[0], cores_of(tree[1])[0], cores_of(tree)[-1]
+        found.append((prod(chain.sizes[first : last + 1]), (first, cut, last + 1)))
+        for part in tree:
+            merging(part)
+
+    for step in plan.steps:
+        block = cores_of(step.tree)
+        bonds = block[0], block[-1] + 1
+        found.append((plan.num_tokens * step.macs / max(1, ranks[bonds[0]] * ranks[bonds[1]]), bonds))
+        merging(step.tree)
+    return found
 
 
 def _dense_macs(chain: Network) -> int:
@@ -285,24 +311,19 @@ def merged(cores: Sequence[Tensor], tree: Tree) -> Tensor:
     if isinstance(tree, int):
         return cores[tree]
     left, right = merged(cores, tree[0]), merged(cores, tree[1])
-    product = left.reshape(-1, left.shape[-1]) @ right.reshape(right.shape[0], -1)
+    product = left.flatten(0, -2) @ right.flatten(1)
     if left.ndim == 3:
-        return product.view(left.shape[0], -1, right.shape[-1])
+        return product.view(left.shape[0], left.shape[1] * right.shape[1], right.shape[-1])
     pairs = product.view(*left.shape[:-1], *right.shape[1:]).transpose(2, 3)
-    return pairs.reshape(left.shape[0], left.shape[1] * right.shape[1], -1, right.shape[-1])
+    return pairs.reshape(left.shape[0], left.shape[1] * right.shape[1], left.shape[2] * right.shape[2], right.shape[-1])
 
 
-def matrix_of(cores: Sequence[Tensor], step: Step) -> Tensor:
-    """The block of a step as its matrix: (K, Q)."""
-    return merged(cores, step.tree).reshape(step.inner, step.width)
-
-
-def contract(x: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], out_size: int) -> Tensor:
+def contract(x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step], out_size: int) -> Tensor:
     """x with the blocks, in order.
 
     Args:
         x: (tokens, in_size).
-        matrices: of the steps, from `matrix_of`.
+        blocks: of the steps, merged.
         steps: of the plan.
         out_size: product of the modes of the output.
 
@@ -310,11 +331,12 @@ def contract(x: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], out_s
         (tokens, out_size).
     """
     num_tokens = x.shape[0]
-    for step, matrix in zip(steps, matrices, strict=True):
+    for step, block in zip(steps, blocks, strict=True):
+        matrix = block.reshape(step.inner, step.width)
         if step.behind == 1:
-            x = x.reshape(-1, step.inner) @ matrix
+            x = x.reshape(num_tokens * step.before, step.inner) @ matrix
         else:
-            x = matrix.t() @ x.reshape(-1, step.inner, step.behind)
+            x = matrix.t() @ x.reshape(num_tokens * step.before, step.inner, step.behind)
     return x.reshape(num_tokens, out_size)
 
 

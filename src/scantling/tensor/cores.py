@@ -71,7 +71,8 @@ def merge(cores: Sequence[Tensor]) -> Tensor:
     merged = cores[0].flatten(1, -2)
     for core in cores[1:]:
         flat = core.flatten(1, -2)
-        merged = (merged.flatten(0, 1) @ flat.flatten(1)).view(merged.shape[0], -1, flat.shape[-1])
+        product = merged.flatten(0, 1) @ flat.flatten(1)
+        merged = product.view(merged.shape[0], merged.shape[1] * flat.shape[1], flat.shape[2])
     return merged
 
 

@@ -15,22 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod, sqrt
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.tensor.contraction import Head, Lookup, Plan, Step, best_plan, cores_of, merged, orders
+from scantling.tensor.contraction import Lookup, Plan, Step, best_plan, cores_of
 from scantling.tensor.cores import clip_ranks, dense, num_parameters, random_cores, tt_svd
+from scantling.tensor.layer import CoreLayer
 from scantling.tensor.lazy import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, split
 
-Orders: TypeAlias = tuple[tuple[int, tuple[Step, ...]], ...]
 
-
-class TTMEmbedding(nn.Module):
+class TTMEmbedding(CoreLayer):
     """`nn.Embedding` with its table as cores.
 
     Args:
@@ -53,6 +52,9 @@ class TTMEmbedding(nn.Module):
         >>> table.ranks, table.num_parameters()
         ((1, 32, 32, 32, 1), 167808)
     """
+
+    core_role: Role = "embedding"
+    core_dims: MatrixDims = ((0, 1), (2, 3))
 
     def __init__(
         self,
@@ -116,11 +118,6 @@ class TTMEmbedding(nn.Module):
                 core.copy_(value)
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of all bonds, the outer ones (1) included."""
-        return (1, *(core.shape[-1] for core in self.cores))
-
-    @property
     def network(self) -> Lookup:
         """Modes and ranks, as the search for an order of contraction takes them."""
         return Lookup(self.row_modes, self.col_modes, self.ranks)
@@ -139,7 +136,7 @@ class TTMEmbedding(nn.Module):
         """The table, built from the cores: (num_embeddings, embedding_dim), the row of `padding_idx` zero."""
         num = len(self.cores)
         order = [*range(0, 2 * num, 2), *range(1, 2 * num, 2)]
-        whole = dense(list(self.cores)).permute(order).reshape(prod(self.row_modes), prod(self.col_modes))
+        whole = dense(self.gated()).permute(order).reshape(prod(self.row_modes), prod(self.col_modes))
         table = whole[: self.num_embeddings, : self.embedding_dim]
         if self.padding_idx is None:
             return table
@@ -153,15 +150,14 @@ class TTMEmbedding(nn.Module):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the table: (n) ids to (n, embedding_dim), each id looked up by itself."""
-        cores = list(self.cores)
-        strides = [prod(self.row_modes[place + 1 :]) for place in range(len(cores))]
+        strides = [prod(self.row_modes[place + 1 :]) for place in range(len(self.cores))]
         num_ids = ids.numel()
         found: Tensor | None = None
-        for step in _chosen(self._lookups(), num_ids):
+        steps = self._order(num_ids)
+        for step, table in zip(steps, self.blocks(steps), strict=True):
             places = cores_of(step.tree)
-            table = merged(cores, step.tree)  # (r, rows, columns, r')
             digits = ids.div(strides[places[-1]], rounding_mode="floor").remainder(table.shape[1])
-            flat = table.transpose(0, 1).reshape(table.shape[1], -1)
+            flat = table.transpose(0, 1).flatten(1)
             block = nn.functional.embedding(digits, flat).view(num_ids, step.inner, step.width)
             found = block if found is None else found @ block
             found = found.view(num_ids, step.before * table.shape[2], table.shape[3])
@@ -192,12 +188,10 @@ class TTMEmbedding(nn.Module):
         """
         flat = hidden.reshape(-1, self.embedding_dim)
         flat = nn.functional.pad(flat, (0, prod(self.col_modes) - self.embedding_dim))
-        steps = _chosen(self._products(), flat.shape[0])
-        cores = list(self.cores)
-        with torch.autocast(cores[0].device.type, enabled=False):
-            blocks = [merged(cores, step.tree) for step in steps]
+        steps = self._order(flat.shape[0], of_head=True)
         matrices = [
-            block.transpose(1, 2).reshape(step.inner, step.width) for block, step in zip(blocks, steps, strict=True)
+            block.transpose(1, 2).reshape(step.inner, step.width)
+            for block, step in zip(self.blocks(steps), steps, strict=True)
         ]
         widest = max(step.before * step.width * step.behind for step in steps)
         parts = [
@@ -266,23 +260,11 @@ class TTMEmbedding(nn.Module):
         """Numbers in the cores."""
         return num_parameters([prod(shape) for shape in self._shapes()], self.ranks)
 
-    def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
-        """A core is a matrix of (r * row mode) x (column mode * r'), see `scantling.param_groups`."""
-        return {f"cores.{index}": ("embedding", ((0, 1), (2, 3))) for index in range(len(self.cores))}
-
     def extra_repr(self) -> str:
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, row_modes={self.row_modes}, col_modes={self.col_modes}, "
             f"ranks={self.ranks}, padding_idx={self.padding_idx}"
         )
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _lookups(self) -> Orders:
-        return orders(self.network)
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _products(self) -> Orders:
-        return orders(Head(self.network))
 
     def _shapes(self) -> list[tuple[int, ...]]:
         return list(zip(self.row_modes, self.col_modes, strict=True))
@@ -365,16 +347,8 @@ def _products(flat: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], n
     """Like `contract`, but that what a step adds to the result lies before what is left: (tokens, rows)."""
     state = flat
     for step, matrix in zip(steps, matrices, strict=True):
-        state = matrix.t() @ state.reshape(-1, step.inner, step.behind)
+        state = matrix.t() @ state.reshape(flat.shape[0] * step.before, step.inner, step.behind)
     return state.reshape(flat.shape[0], num_rows)
-
-
-def _chosen(known: Orders, number: int) -> tuple[Step, ...]:
-    """By comparisons alone, which a compiled graph holds for a range of numbers."""
-    for limit, steps in known:
-        if number <= limit:
-            return steps
-    return known[-1][1]
 
 
 def _check_ids(ids: Tensor, num_embeddings: int) -> None:

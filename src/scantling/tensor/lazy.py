@@ -27,6 +27,8 @@ class LazyWeight(Tensor):
     """
 
     _build: Callable[[], Tensor]
+    _is_hf_initialized = True
+    """Tells transformers to draw no values into it: they would go into a matrix that is dropped at once."""
 
     @staticmethod
     def __new__(cls, build: Callable[[], Tensor], shape: tuple[int, ...], like: Tensor) -> LazyWeight:

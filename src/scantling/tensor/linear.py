@@ -15,20 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod, sqrt
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract, matrix_of, orders
-from scantling.tensor.cores import clip_ranks, dense, gram, num_parameters, random_cores, tt_svd
+from scantling.tensor.contraction import Chain, Plan, best_plan, contract
+from scantling.tensor.cores import clip_ranks, dense, num_parameters, random_cores, tt_svd
+from scantling.tensor.layer import CoreLayer
 from scantling.tensor.lazy import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, split
 
 
-class TTLinear(nn.Module):
+class TTLinear(CoreLayer):
     """`nn.Linear` with its weight as tensor-train cores.
 
     Args:
@@ -51,6 +51,9 @@ class TTLinear(nn.Module):
         >>> layer.ranks, sum(core.numel() for core in layer.cores)
         ((1, 12, 30, 30, 30, 12, 1), 20448)
     """
+
+    core_role: Role = "matrix"
+    core_dims: MatrixDims = ((0, 1), (2,))
 
     def __init__(
         self,
@@ -104,12 +107,7 @@ class TTLinear(nn.Module):
                 self.bias.uniform_(-bound, bound, generator=generator)
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of all bonds, the outer ones (1) included."""
-        return (1, *(core.shape[-1] for core in self.cores))
-
-    @property
-    def chain(self) -> Chain:
+    def network(self) -> Chain:
         """Modes and ranks, as the search for an order of contraction takes them."""
         return Chain((*self.in_modes, *self.out_modes), self.ranks, len(self.in_modes))
 
@@ -126,12 +124,12 @@ class TTLinear(nn.Module):
 
     def dense_weight(self) -> Tensor:
         """W transposed, built from the cores: (out_features, in_features)."""
-        whole = dense(list(self.cores)).reshape(prod(self.in_modes), prod(self.out_modes))
+        whole = dense(self.gated()).reshape(prod(self.in_modes), prod(self.out_modes))
         return whole[: self.in_features, : self.out_features].t()
 
     def plan(self, num_tokens: int) -> Plan:
         """The order in which so many tokens are contracted with the cores; print it."""
-        return best_plan(self.chain, num_tokens)
+        return best_plan(self.network, num_tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x W + bias: (..., in_features) to (..., out_features)."""
@@ -140,28 +138,10 @@ class TTLinear(nn.Module):
         if padding:
             flat = nn.functional.pad(flat, (0, padding))
         steps = self._order(flat.shape[0])
-        y = contract(flat, self._matrices(steps), steps, prod(self.out_modes))[:, : self.out_features]
+        y = contract(flat, self.blocks(steps), steps, prod(self.out_modes))[:, : self.out_features]
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
-
-    def _matrices(self, steps: Sequence[Step]) -> list[Tensor]:
-        """Blocks merged in the dtype of the cores: autocast rounds what x is multiplied with, not what is merged."""
-        cores = list(self.cores)
-        with torch.autocast(cores[0].device.type, enabled=False):
-            return [matrix_of(cores, step) for step in steps]
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _orders(self) -> tuple[tuple[int, tuple[Step, ...]], ...]:
-        return orders(self.chain)
-
-    def _order(self, num_tokens: int) -> tuple[Step, ...]:
-        """By comparisons alone, which a compiled graph holds for a range of tokens."""
-        known: tuple[tuple[int, tuple[Step, ...]], ...] = self._orders()
-        for limit, steps in known:
-            if num_tokens <= limit:
-                return steps
-        return known[-1][1]
 
     @classmethod
     def from_dense(
@@ -217,35 +197,16 @@ class TTLinear(nn.Module):
             linear.bias = nn.Parameter(self.bias.detach().clone(), requires_grad=self.bias.requires_grad)
         return linear.train(self.training)
 
-    def squared_norm(self) -> Tensor:
-        """Sum of squares of W, padding included, from the cores alone: 0-D."""
-        return gram(list(self.cores))
-
     def num_parameters(self) -> int:
         """Numbers in cores and bias."""
         own = num_parameters((*self.in_modes, *self.out_modes), self.ranks)
         return own + (0 if self.bias is None else self.out_features)
-
-    def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
-        """A core is a matrix of (r * mode) x r', see `scantling.param_groups`."""
-        return {f"cores.{index}": ("matrix", ((0, 1), (2,))) for index in range(len(self.cores))}
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, in_modes={self.in_modes}, "
             f"out_modes={self.out_modes}, ranks={self.ranks}, bias={self.bias is not None}"
         )
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for index, core in enumerate(self.cores):
-            given = state_dict.get(f"{prefix}cores.{index}")
-            if given is not None and given.shape != core.shape:
-                where = prefix.rstrip(".") or type(self).__name__
-                raise UserError(
-                    f"{where}: core {index + 1} of the checkpoint has the shape {tuple(given.shape)}, that of this "
-                    f"layer {tuple(core.shape)} (ranks {self.ranks}); build it with the ranks of the checkpoint"
-                )
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _modes(size: int, num_modes: int, modes: Sequence[int] | None, what: str) -> tuple[int, ...]:

@@ -1,0 +1,77 @@
+"""Cutting a parameter along a dim together with its gradient and what an optimizer keeps of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def cut_parameter(param: nn.Parameter, dim: int, index: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+    """Keep only some positions of one dim of a parameter, in place: the optimizer and the module keep their object.
+
+    Args:
+        param: that is cut.
+        dim: of the parameter.
+        index: positions that stay, 1-D int64.
+        optimizer: whose state of the parameter is cut along; None for none.
+    """
+    if optimizer is not None:
+        _cut_state(optimizer, param, dim, index)
+    grad = param.grad
+    param.grad = None
+    kept = param.data.index_select(dim, index)
+    # autograd remembers the shape of a leaf while an old graph is alive; another dtype makes it forget
+    param.data = kept.to(torch.float32 if kept.dtype == torch.float64 else torch.float64)
+    param.data = kept
+    if grad is not None:
+        param.grad = grad.index_select(dim, index)
+
+
+def _cut_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, dim: int, index: Tensor) -> None:
+    owner = _owner(optimizer, param)
+    if owner is None:
+        return
+    if callable(getattr(owner, "slice_state", None)):
+        owner.slice_state(param, dim, index)  # type: ignore[attr-defined]
+        return
+    state = owner.state.get(param)
+    if not state:
+        return
+    cut = {key: _cut_value(value, param, dim, index) for key, value in state.items()}
+    if any(value is None and state[key] is not None for key, value in cut.items()):
+        logger.warning(
+            "%s keeps state that cannot be cut along a dim of its parameter %s; what it kept of it is dropped",
+            type(owner).__name__,
+            tuple(param.shape),
+        )
+        owner.state.pop(param)
+        return
+    state.update(cut)
+
+
+def _cut_value(value: Any, param: Tensor, dim: int, index: Tensor) -> Any:
+    """What is left of one entry of a state: None where it is not clear what belongs to which position."""
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, int | float | bool | str) else None
+    if type(value) is Tensor and value.ndim == param.ndim > 0 and value.shape[dim] == param.shape[dim]:
+        return value.index_select(dim, index)
+    is_shared = value.ndim == 0 or value.numel() == 1 or (value.ndim == param.ndim and value.shape[dim] == 1)
+    return value if type(value) is Tensor and is_shared else None
+
+
+def _owner(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.optim.Optimizer | None:
+    """The optimizer that steps a parameter: one of several that form one, or the one given; None for neither."""
+    for member in getattr(optimizer, "members", ()):
+        found = _owner(member, param)
+        if found is not None:
+            return found
+    if hasattr(optimizer, "members"):
+        return None
+    held = any(other is param for group in optimizer.param_groups for other in group["params"])
+    return optimizer if held else None

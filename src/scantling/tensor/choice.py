@@ -1,0 +1,78 @@
+"""Which layers become cores, and with what ranks and modes: the `rank` and `filter_fn` of `tensorize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from scantling.errors import UserError, did_you_mean
+
+Rank: TypeAlias = int | Sequence[int]
+Ranks: TypeAlias = Rank | Mapping[str, Rank | Mapping[str, Any]]
+Filter: TypeAlias = Callable[[str, nn.Module], bool]
+
+LINEAR_OPTIONS = ("rank", "num_modes", "in_modes", "out_modes")
+TABLE_OPTIONS = ("rank", "num_modes", "row_modes", "col_modes")
+
+
+class Choice:
+    """What the user wants of each layer.
+
+    Args:
+        rank: for all layers, or by pattern; see `scantling.tensorize`.
+        filter_fn: says of a name and its module whether it is to be replaced; None for all.
+
+    Raises:
+        UserError: a rank, a pattern or options of the wrong form.
+    """
+
+    def __init__(self, rank: Ranks, filter_fn: Filter | None = None) -> None:
+        if filter_fn is not None and not callable(filter_fn):
+            raise UserError(f"filter_fn must be a function of a name and a module; given {filter_fn!r}")
+        by_pattern = rank if isinstance(rank, Mapping) else {"*": rank}
+        if not by_pattern:
+            raise UserError("rank is a mapping without patterns; give one, such as {'*': 32}")
+        self._options = {pattern: _as_options(pattern, value) for pattern, value in by_pattern.items()}
+        self._filter = filter_fn
+        self._met: set[str] = set()
+
+    def options(self, names: Iterable[str], module: nn.Module) -> dict[str, Any] | None:
+        """Arguments for a layer that has these names, of the first pattern that matches one; None: leave it alone."""
+        wanted = [name for name in names if self._filter is None or self._filter(name, module)]
+        for pattern, options in self._options.items():
+            if any(fnmatchcase(name, pattern) for name in wanted):
+                self._met.add(pattern)
+                return dict(options)
+        return None
+
+    def unmet(self) -> list[str]:
+        """Patterns that decided nothing."""
+        return [pattern for pattern in self._options if pattern not in self._met]
+
+
+def check_options(options: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """Refuse arguments that a layer does not take.
+
+    Raises:
+        UserError: with what was meant, where that is clear.
+    """
+    for key in options:
+        if key not in allowed:
+            hint = did_you_mean(key, allowed)
+            raise UserError(f"{key!r} must be one of {', '.join(allowed)}" + (f" ({hint})" if hint else ""))
+
+
+def _as_options(pattern: Any, value: Any) -> dict[str, Any]:
+    if not isinstance(pattern, str):
+        raise UserError(f"a pattern over the names of layers must be a string; given {pattern!r}")
+    options = dict(value) if isinstance(value, Mapping) else {"rank": value}
+    rank = options.get("rank")
+    ranks = [rank] if isinstance(rank, int) else rank
+    numbers = ranks if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
+    if not numbers or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in numbers):
+        where = "rank" if pattern == "*" else f"rank of the pattern {pattern!r}"
+        raise UserError(f"{where} must be a positive integer or a sequence of them; given {rank!r}")
+    return options

@@ -1,0 +1,164 @@
+"""A model's layers become cores, and back: `tensorize` and `densify`.
+
+    nn.Linear, GPT-2's Conv1D        TTLinear
+    nn.Embedding, nn.EmbeddingBag    TTMEmbedding, TTMEmbeddingBag
+    experts of transformers 5        TTExperts: a TTLinear for each expert and projection
+    heads tied to an embedding       TTMHead, which has no weight of its own
+
+All layers are built before the first is replaced: what fails leaves the model as it was. A weight that several modules
+share stays shared; biases stay the parameters they were.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from torch import nn
+
+from scantling.errors import UserError
+from scantling.tensor.choice import Choice, Filter, Ranks
+from scantling.tensor.experts import is_fused_experts
+from scantling.tensor.head import TTMHead
+from scantling.tensor.layers import Init, as_dense, filled, install, layers_of_cores, put, shaped
+from scantling.tensor.sites import Site, find_sites, is_linear
+from scantling.tensor.ties import carry_ties, note_ties, restore_ties
+
+logger = logging.getLogger(__name__)
+
+
+def tensorize(
+    model: nn.Module,
+    rank: Ranks,
+    *,
+    num_modes: int = 3,
+    init: Init = "random",
+    filter_fn: Filter | None = None,
+) -> nn.Module:
+    """Replace the linear layers, embeddings and experts of a model by layers of cores, in place.
+
+    Left alone are subclasses of the layers named above, since they may compute more than the layer does, and, unless
+    `filter_fn` is given, layers whose cores would hold at least as many numbers as the dense weight.
+
+    dtype, device, `requires_grad`, hooks and `padding_idx` stay; on the meta device the cores are there, too. A head
+    that is tied to an embedding becomes cores with it and only with it: name the embedding.
+
+    Args:
+        model: any module that holds layers; of transformers or not.
+        rank: of all bonds: an integer; a sequence, one for each bond of every layer; or a mapping of patterns over the
+            names of layers (`fnmatch`, the first that matches decides, layers that none matches are left alone) to
+            either, or to a mapping of arguments: `rank`, `num_modes`, and `in_modes`, `out_modes` of linear layers or
+            `row_modes`, `col_modes` of embeddings. The projections of experts have the names of the experts with
+            `.up` and `.down`. Ranks are clipped to what the modes can carry.
+        num_modes: of the inputs and outputs of linear layers, 1 to 5. Embeddings have 4 cores, where a pattern does not
+            say otherwise.
+        init: `random`: cores are drawn from torch's generator and scaled to the norm of the weight they replace. `svd`:
+            the closest cores that TT-SVD finds.
+        filter_fn: says of the name of a layer and the layer whether to replace it, whatever its size.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: nothing to replace, cores that are there already, ranks or modes that do not fit a layer, a weight
+            with NaN, or `svd` of weights on the meta device.
+
+    Source: CoMERA, arXiv 2405.14377.
+
+    Example:
+        >>> model = sc.tensorize(model, rank={"*mlp*": 32, "*embed*": {"rank": 16, "num_modes": 3}})
+    """
+    if init not in get_args(Init):
+        raise UserError(f"init must be one of {', '.join(get_args(Init))}; given {init!r}")
+    for names in layers_of_cores(model).values():
+        raise UserError(f"{names[0] or 'the model'} is made of cores already; densify the model first")
+    choice = Choice(rank, filter_fn)
+    sites, refused = find_sites(model)
+    chosen, larger = [], {}
+    for site in sites:
+        options = _options(site, choice, num_modes)
+        if options is None:
+            continue
+        layer = shaped(site, options)
+        numbers, dense = layer.num_parameters(), sum(weight.numel() for weight in site.weights)
+        if filter_fn is None and numbers >= dense:
+            larger[site.name] = f"its cores would hold {numbers} numbers, the dense weight holds {dense}"
+        else:
+            chosen.append((site, layer))
+    if not chosen:
+        raise UserError(_nothing(model, sites, refused, larger))
+    if chosen[0][0].name == "":
+        raise UserError(f"the model is itself a {type(model).__name__}; make the layer with from_dense")
+    for pattern in choice.unmet():
+        logger.warning("tensorize: the pattern %r decides on no layer", pattern)
+    for name, why in (refused | larger).items():
+        logger.info("tensorize leaves %s alone: %s", name, why)
+    made = [(site, filled(site, layer, init)) for site, layer in chosen]
+    noted = note_ties(model)
+    for site, layer in made:
+        install(model, site, layer)
+    carry_ties(noted)
+    return model
+
+
+def densify(model: nn.Module) -> nn.Module:
+    """Replace layers of cores by the dense layers that compute the same, in place: the way back from `tensorize`.
+
+    Modules have the classes they had, so that the model's own format of checkpoints is what it was. A model without
+    cores stays as it is.
+
+    Args:
+        model: with layers of cores, on any device but meta.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: the model is itself a layer; it has `to_dense()`.
+    """
+    found = layers_of_cores(model)
+    if model in found:
+        raise UserError(f"the model is itself a {type(model).__name__}; it has to_dense()")
+    made = {layer: as_dense(layer) for layer in found if not isinstance(layer, TTMHead)}
+    for head in found:
+        if isinstance(head, TTMHead):
+            table = made.get(head.table)
+            made[head] = head.to_dense(None if table is None else table.get_parameter("weight"))
+    for layer, dense in made.items():
+        put(model, found[layer], layer, dense)
+    restore_ties(model)
+    return model
+
+
+def _options(site: Site, choice: Choice, num_modes: int) -> dict[str, Any] | None:
+    """Arguments of a layer for this place; None where it is to be left alone."""
+    if is_fused_experts(site.module):
+        parts: dict[str, Any] = {}
+        for part in ("up", "down"):
+            found = choice.options([*site.names, *(f"{name}.{part}" for name in site.names)], site.module)
+            if found is None:
+                return None
+            parts[part] = {"num_modes": num_modes, **found}
+        return parts
+    found = choice.options(site.names, site.module)
+    return {"num_modes": num_modes, **found} if found is not None and is_linear(site.module) else found
+
+
+def _nothing(model: nn.Module, sites: list[Site], refused: Mapping[str, str], larger: Mapping[str, str]) -> str:
+    """Why there is nothing to replace, and what to do."""
+    text = f"tensorize: nothing to replace in this {type(model).__name__}"
+    if larger:
+        return f"{text}: {_some(larger)}; lower the rank, or choose layers with filter_fn, whatever their size"
+    if not sites and refused:
+        return f"{text}: {_some(refused)}"
+    if not sites:
+        return f"{text}: it has no linear layers, embeddings or experts (subclasses of them are left alone)"
+    heads = [name for site in sites for _, names in site.heads for name in names]
+    tied = f"; {', '.join(heads)} can only follow the embedding it is tied to" if heads else ""
+    names = [site.name for site in sites]
+    return f"{text}: rank and filter_fn choose none of its {len(names)} layers, such as {', '.join(names[:3])}{tied}"
+
+
+def _some(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:3])

@@ -1,0 +1,142 @@
+"""TTExperts: the fused experts of a mixture, one tensor train for each expert and projection.
+
+In transformers 5 the experts of a layer are one module with 3-D parameters, `gate_up_proj` (or `up_proj`) and
+`down_proj`, and a forward pass over (tokens, chosen experts, their weights):
+
+    y_t = sum over the chosen e of  w_{t,e} down_e(gate(up_e(x_t)))
+
+TTExperts takes the place of such a module: it keeps whatever the module held but those two parameters (biases,
+activation, gate function), and routes in the same way. An expert that no token chose takes no part in a step, so that
+its cores have no gradient then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scantling.tensor.linear import TTLinear
+
+DOWN = "down_proj"
+_UPS = ("gate_up_proj", "up_proj")
+_MARKS = ("num_experts", "has_gate", "has_bias", "is_transposed")
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Whether this is a module of experts in the form of transformers."""
+    weights = [module._parameters.get(name) for name in (up_name(module), DOWN)]
+    marked = all(hasattr(module, mark) for mark in _MARKS)
+    return marked and all(weight is not None and weight.ndim == 3 for weight in weights)
+
+
+def up_name(module: nn.Module) -> str:
+    """Name of the first projection."""
+    return next((name for name in _UPS if module._parameters.get(name) is not None), _UPS[0])
+
+
+def as_linears(experts: nn.Module, name: str) -> Iterator[nn.Linear]:
+    """One projection of each expert as a layer without a bias, which shares its memory."""
+    for weight in experts.get_parameter(name):
+        matrix = weight.t() if experts.is_transposed else weight
+        linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(matrix.detach(), requires_grad=weight.requires_grad)
+        yield linear.train(experts.training)
+
+
+class TTExperts(nn.Module):
+    """Experts as tensor trains.
+
+    Args:
+        experts: the module whose place it takes; it is not changed.
+        up: (in, gate and up) of each expert, without a bias.
+        down: (inner, out) of each expert, without a bias.
+
+    Attributes:
+        up, down: `nn.ModuleList` of `TTLinear`.
+        dense_class: the class of `experts`.
+    """
+
+    up: nn.ModuleList
+    down: nn.ModuleList
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
+
+    def __init__(self, experts: nn.Module, up: list[TTLinear], down: list[TTLinear]) -> None:
+        super().__init__()
+        self.dense_class = type(experts)
+        self.up_name = up_name(experts)
+        _share(experts, self, without=(self.up_name, DOWN))
+        self.up, self.down = nn.ModuleList(up), nn.ModuleList(down)
+        self.train(experts.training)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of the chosen experts.
+
+        Args:
+            hidden: (tokens, width).
+            chosen: (tokens, k) numbers of experts; one that is not below `num_experts` is none.
+            weights: (tokens, k).
+
+        Returns:
+            (tokens, width).
+        """
+        result = torch.zeros_like(hidden)
+        for number in torch.unique(chosen).tolist():
+            if number >= self.num_experts:
+                continue
+            tokens, places = torch.where(chosen == number)
+            inner = self._biased(self.up[number](hidden[tokens]), self.up_name, number)
+            out = self._biased(self.down[number](self._gated(inner)), DOWN, number)
+            if getattr(self, "has_post_expert_norm", False):
+                out = self.post_expert_norm(out)
+            result = result.index_add(0, tokens, (out * weights[tokens, places, None]).to(result.dtype))
+        return result
+
+    def to_dense(self) -> nn.Module:
+        """A module of the class that was replaced; it shares with this one what is no tensor train."""
+        made: nn.Module = self.dense_class.__new__(self.dense_class)
+        nn.Module.__init__(made)
+        _share(self, made, without=("up", "down"))
+        for name, parts in ((self.up_name, self.up), (DOWN, self.down)):
+            layers = [part for part in parts if isinstance(part, TTLinear)]
+            matrices = [layer.dense_weight().detach() for layer in layers]
+            whole = torch.stack([matrix.t() if self.is_transposed else matrix for matrix in matrices])
+            made.register_parameter(name, nn.Parameter(whole, requires_grad=layers[0].cores[0].requires_grad))
+        del made.dense_class, made.up_name
+        return made.train(self.training)
+
+    def num_parameters(self) -> int:
+        """Numbers in the cores of all experts."""
+        return sum(part.num_parameters() for part in (*self.up, *self.down) if isinstance(part, TTLinear))
+
+    def _biased(self, values: Tensor, name: str, number: int) -> Tensor:
+        return values + self.get_parameter(f"{name}_bias")[number] if self.has_bias else values
+
+    def _gated(self, values: Tensor) -> Tensor:
+        gate: Callable[[Any, Tensor], Tensor] | None = getattr(self.dense_class, "_apply_gate", None)
+        return gate(self, values) if self.has_gate and gate is not None else self.act_fn(values)
+
+
+_OF_A_MODULE = frozenset(vars(nn.Module()))
+
+
+def _share(source: nn.Module, target: nn.Module, without: tuple[str, ...]) -> None:
+    """Give a module what another one holds: attributes, parameters, buffers and modules, but for some."""
+    for name, value in vars(source).items():
+        if name not in _OF_A_MODULE:
+            target.__dict__[name] = value
+    for name, parameter in source._parameters.items():
+        if name not in without:
+            target.register_parameter(name, parameter)
+    for name, buffer in source._buffers.items():
+        target.register_buffer(name, buffer, persistent=name not in source._non_persistent_buffers_set)
+    for name, module in source._modules.items():
+        if name not in without:
+            target.add_module(name, module)

@@ -1,0 +1,74 @@
+"""TTMHead: the output layer of a language model whose weight is the table of its embedding.
+
+    logits = h E^T + bias
+
+The dense table is never built (`TTMEmbedding.logits`). The head holds the table without registering it: the cores
+belong to the embedding and are in a state dict once. Whatever copies or moves the model treats both as one, since the
+head holds the module and no tensors of it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from scantling.tensor.embedding import TTMEmbedding
+
+
+class TTMHead(nn.Module):
+    """A linear layer without parameters but a bias, tied to a `TTMEmbedding`.
+
+    Args:
+        table: the embedding, registered somewhere else in the model.
+        bias: (num_embeddings,), taken as it is, so that it stays tied to what it is tied to; None for none.
+
+    Attributes:
+        bias: as given.
+
+    Example:
+        >>> table = sc.TTMEmbedding(30522, 768, rank=32)
+        >>> TTMHead(table)(torch.randn(2, 768)).shape
+        torch.Size([2, 30522])
+    """
+
+    def __init__(self, table: TTMEmbedding, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self._tied = (table,)  # in a tuple: a module would be registered, and its cores saved twice
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", bias)
+
+    @property
+    def table(self) -> TTMEmbedding:
+        """The embedding it is tied to."""
+        return self._tied[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.table.embedding_dim
+
+    @property
+    def out_features(self) -> int:
+        return self.table.num_embeddings
+
+    @property
+    def weight(self) -> Tensor:
+        """The table, (out_features, in_features); see `TTMEmbedding.weight`."""
+        return self.table.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features)."""
+        logits = self.table.logits(hidden)
+        return logits if self.bias is None else logits + self.bias.to(logits.dtype)
+
+    def to_dense(self, weight: nn.Parameter | None = None) -> nn.Linear:
+        """An `nn.Linear` that computes the same.
+
+        Args:
+            weight: of the dense embedding, to be tied to it; default a copy of the table.
+        """
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(self.table.dense_weight().detach()) if weight is None else weight
+        linear.register_parameter("bias", self.bias)
+        return linear.train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -1,0 +1,230 @@
+"""What all layers of cores share: ranks, controls on the bonds, and their physical removal.
+
+A control is one number for each rank of a bond, a gate on the core at its left (CoMERA, arXiv 2405.14377, section 4):
+
+    W = G_1 D_1 G_2 D_2 ... D_{n-1} G_n,    D_t = diag(gate(d_t)),    gate(d) = d where d > threshold, else 0
+
+so that W does not change when a rank whose gate is 0 is cut out of both of its cores. The gradient passes the gate as
+if it were open: a rank that is shut may come back, until it is removed. There are no controls unless a `RankAdapter`
+attaches them.
+
+Blocks of neighbouring cores are merged before anything is contracted with them. What is merged does not depend on the
+tokens: `merge_once` does it once for several passes, and a model in evaluation mode keeps it until a core changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from scantling.errors import UserError
+from scantling.groups import MatrixDims, Role
+from scantling.tensor.contraction import Head, Lookup, Network, Orders, Step, Tree, merged, orders
+
+Cut: TypeAlias = tuple[nn.Parameter, int, Tensor]
+"""A parameter, one of its dims, and the positions of it that stay."""
+_State: TypeAlias = tuple[tuple[int, int, torch.Size], ...]
+
+
+class CoreLayer(nn.Module):
+    """A layer whose weight is a chain of cores.
+
+    Attributes:
+        cores: (r, modes..., r') parameters.
+        controls: (r) parameters, one for each inner bond, in fp32 or wider; None where no adapter is attached.
+        threshold: under which a control counts as 0.
+    """
+
+    core_role: Role
+    core_dims: MatrixDims
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cores = nn.ParameterList()
+        self.controls: nn.ParameterList | None = None
+        self.threshold = 0.0
+        self._shared: dict[Tree, tuple[Tensor, Tensor]] | None = None  # while `merge_once` is in force
+        self._kept: tuple[_State, dict[Tree, Tensor]] = ((), {})  # in evaluation mode
+        self._passes = 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of all bonds, the outer ones (1) included."""
+        return (self.cores[0].shape[0], *(core.shape[-1] for core in self.cores))
+
+    @property
+    def network(self) -> Network:
+        """Modes and ranks, as the search for an order of contraction takes them."""
+        raise NotImplementedError
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each core beside its bonds."""
+        return tuple(core.shape[1:-1].numel() for core in self.cores)
+
+    def gated(self) -> list[Tensor]:
+        """The cores with the controls in them."""
+        cores = list(self.cores)
+        if self.controls is None:
+            return cores
+        gates = [gate(control, self.threshold) for control in self.controls]
+        return [*(core * one.to(core.dtype) for core, one in zip(cores, gates, strict=False)), cores[-1]]
+
+    def blocks(self, steps: Sequence[Step]) -> list[Tensor]:
+        """The blocks of an order of contraction, merged in the dtype of the cores even under autocast.
+
+        Each is (r, modes as one, r'), or (r, row modes, column modes, r').
+        """
+        trees = [step.tree for step in steps]
+        with torch.autocast(self.cores[0].device.type, enabled=False):
+            if torch.compiler.is_compiling():
+                return self._merged(trees)
+            if self._shared is not None and torch.is_grad_enabled():
+                return self._merged_once(self._shared, trees)
+            if self._is_kept():
+                return self._merged_and_kept(trees)
+            return self._merged(trees)
+
+    def _merged(self, trees: Sequence[Tree]) -> list[Tensor]:
+        cores = self.gated()
+        return [merged(cores, tree) for tree in trees]
+
+    def _merged_once(self, shared: dict[Tree, tuple[Tensor, Tensor]], trees: Sequence[Tree]) -> list[Tensor]:
+        missing = [tree for tree in trees if tree not in shared]
+        for tree, block in zip(missing, self._merged(missing) if missing else [], strict=True):
+            shared[tree] = block, block.detach().requires_grad_(block.requires_grad)
+        return [shared[tree][1] for tree in trees]
+
+    def _merged_and_kept(self, trees: Sequence[Tree]) -> list[Tensor]:
+        parts = [*self.cores, *(self.controls or ())]
+        state = tuple((part.data_ptr(), part._version, part.shape) for part in parts)
+        if self._kept[0] != state:
+            self._kept = state, {}
+        kept = self._kept[1]
+        missing = [tree for tree in trees if tree not in kept]
+        kept.update(zip(missing, self._merged(missing) if missing else [], strict=True))
+        return [kept[tree] for tree in trees]
+
+    def _is_kept(self) -> bool:
+        """Whether merged blocks stay for the next pass: in evaluation mode, without gradients."""
+        return not (self.training or torch.is_grad_enabled() or self.cores[0].is_inference())
+
+    def _order(self, num_tokens: int, *, of_head: bool = False) -> tuple[Step, ...]:
+        """The best order, by comparisons alone, which a compiled graph holds for a range of tokens."""
+        compiling = torch.compiler.is_compiling()
+        merges: Literal["once", "kept", "shared"] = "once"
+        if not compiling and self._shared is not None and torch.is_grad_enabled():
+            merges = "shared"
+        elif not compiling and self._is_kept():
+            merges = "kept"
+        known: Orders = self._orders(merges, of_head)
+        for limit, steps in known:
+            if num_tokens <= limit:
+                return steps
+        return known[-1][1]
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _orders(self, merges: Literal["once", "kept", "shared"], of_head: bool) -> Orders:
+        network = self.network
+        if of_head and isinstance(network, Lookup):
+            network = Head(network)
+        return orders(network, {"once": 1.0, "kept": 0.0, "shared": 1.0 / self._passes}[merges])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shared": None, "_kept": ((), {})}
+
+    def attach_controls(self, threshold: float) -> None:
+        """Put a control of 1 on every rank of every inner bond; the layer computes what it did."""
+        self.threshold = threshold
+        self.controls = nn.ParameterList(
+            torch.ones(core.shape[-1], dtype=torch.promote_types(core.dtype, torch.float32), device=core.device)
+            for core in self.cores[:-1]
+        )
+
+    def live(self) -> list[Tensor]:
+        """For each inner bond which of its ranks count: bool (r)."""
+        if self.controls is None:
+            return [torch.ones(rank, dtype=torch.bool, device=self.cores[0].device) for rank in self.ranks[1:-1]]
+        return [control.detach() > self.threshold for control in self.controls]
+
+    def cuts(self, kept: Sequence[Tensor]) -> list[Cut]:
+        """What must be cut so that only some ranks are left.
+
+        Args:
+            kept: for each inner bond the positions that stay, 1-D int64. Where one bond keeps none the weight is 0, and
+                nothing is kept of any other either.
+        """
+        if any(len(index) == 0 for index in kept):
+            kept = [index[:0] for index in kept]
+        found: list[Cut] = []
+        for bond, index in enumerate(kept):
+            if len(index) == self.ranks[bond + 1]:
+                continue
+            found += [(self.cores[bond], self.cores[bond].ndim - 1, index), (self.cores[bond + 1], 0, index)]
+            if self.controls is not None:
+                found.append((self.controls[bond], 0, index))
+        return found
+
+    @torch.no_grad()
+    def fold_controls(self) -> None:
+        """Multiply the controls into the cores and drop them; the layer computes what it did."""
+        if self.controls is not None:
+            for core, value in zip(self.cores, self.gated(), strict=True):
+                core.copy_(value)
+            self.controls = None
+
+    def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
+        """A core is a matrix whose rows are its left bond and first mode, see `scantling.param_groups`."""
+        roles: dict[str, tuple[Role, MatrixDims | None]] = {
+            f"cores.{place}": (self.core_role, self.core_dims) for place in range(len(self.cores))
+        }
+        return roles | {f"controls.{bond}": ("vector", None) for bond in range(len(self.controls or ()))}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for place, core in enumerate(self.cores):
+            given = state_dict.get(f"{prefix}cores.{place}")
+            if given is not None and given.shape != core.shape:
+                where = prefix.rstrip(".") or type(self).__name__
+                raise UserError(
+                    f"{where}: core {place + 1} of the checkpoint has the shape {tuple(given.shape)}, that of this "
+                    f"layer {tuple(core.shape)} (ranks {self.ranks}); build it with the ranks of the checkpoint"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@contextmanager
+def merge_once(model: nn.Module, passes: int) -> Iterator[None]:
+    """Merge the cores of a model once for several forward and backward passes, such as the micro-batches of a step.
+
+    The gradients of the cores, and of their controls, are there when the context ends, in one pass back through what
+    was merged; gradients of everything else come as ever. Nothing may change the cores meanwhile.
+
+    Args:
+        model: with any number of layers of cores.
+        passes: how many there will be; orders of contraction that merge more pay off with more passes.
+
+    Raises:
+        RuntimeError: within another such context on the same model.
+    """
+    layers = [module for module in model.modules() if isinstance(module, CoreLayer)]
+    if any(layer._shared is not None for layer in layers):
+        raise RuntimeError("merge_once is in force on this model already")
+    for layer in layers:
+        layer._shared, layer._passes = {}, passes
+    try:
+        yield
+        pairs = [pair for layer in layers for pair in (layer._shared or {}).values() if pair[1].grad is not None]
+        if pairs:
+            torch.autograd.backward([block for block, _ in pairs], [used.grad for _, used in pairs])
+    finally:
+        for layer in layers:
+            layer._shared, layer._passes = None, 1
+
+
+def gate(control: Tensor, threshold: float) -> Tensor:
+    """The control where it is above the threshold, else 0; its gradient is that of the control itself."""
+    return control + (control.where(control > threshold, 0.0) - control).detach()

@@ -1,0 +1,513 @@
+"""RankAdapter: ranks that come down to a size target while the model trains.
+
+Every inner bond gets controls, one number a rank (see `layer.py`), and the loss a price on the size they span:
+
+    loss + price * P^ / P_0 + beta * sum |G|^2
+
+P is the size at the ranks whose controls are above the threshold, P_0 that at the start, P^ its relaxation with l1
+norms of the controls for the ranks (CoMERA, arXiv 2405.14377, section 4; the beta term keeps the cores from growing
+while the controls shrink). Two schedules:
+
+`controlled`: P follows a path that falls to the target. The price is raised while P is above the path and lowered while
+it is below; what it does not bring about in time is done: the ranks that contribute least for what they cost are shut,
+or the ones that would contribute most opened again, so that the size is on the path within the tolerance at every step.
+
+`paper`: `early_steps` steps with the fixed price gamma, then achievement scalarisation with the reference point
+(L_0, P_0 target):
+
+    w1 (L - L_0) >= w2 (P - P_target) / P_0:   w1 (L - L_0) + rho (L + P^ / P_0) + beta |G|^2
+    else:                                      w2 (P^ - P_target) / P_0 + rho (L + P^ / P_0) + beta |G|^2
+
+The test takes the true size and the mean loss of recent steps, so that one batch does not decide. It ends near the
+target, not at it, unless the size is held to it at the end (`hold`).
+
+What a rank contributes is its share of the squared norm of the weight, from the Gram matrices of the chain on either
+side: a function of the parameters alone, so that replicas decide alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from scantling.errors import UserError
+from scantling.tensor._cut import cut_parameter
+from scantling.tensor.cores import num_parameters
+from scantling.tensor.layer import CoreLayer, gate
+from scantling.tensor.sizes import SizePolynomial, flop_terms, number_terms
+
+Unit: TypeAlias = Literal["parameters", "flops", "bytes"]
+Schedule: TypeAlias = Literal["controlled", "paper"]
+
+_MARGIN = 5.0
+"""How far from the threshold, in thresholds, a control is put that is shut or opened: not to flip back at once."""
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How a `RankAdapter` adapts; all but the first six are for those who want to change the method.
+
+    Attributes:
+        size_target: up to 1 a fraction of the size at the start, above 1 a size in the unit.
+        unit: `parameters` (numbers in the cores), `flops` (a token, forward and backward) or `bytes` (of training
+            state: parameters times `bytes_per_parameter`).
+        steps: over how many optimizer steps the size comes down to the target; half a run is a good choice.
+        begin: steps before it starts to.
+        schedule: `controlled`, or the paper's.
+        tolerance: by how much the size may be off its path, relative; the size at the end is within it.
+        threshold: under which a control is shut.
+        beta: weight of the squared norm of the cores.
+        price: at the start (`controlled`), of the whole size in units of the loss.
+        price_rate: growth of the price a step where the size is twice what it should be, in natural logarithms.
+        interval: steps between two looks at the ranks.
+        tokens: of a step, for `flops`.
+        bytes_per_parameter: of weight, gradient and optimizer state, for `bytes`; 16 is AdamW in fp32.
+        gamma: price of the early stage (`paper`).
+        early_steps: of the early stage (`paper`); default all of `steps`, which means no late stage.
+        loss_target: L_0; default the mean loss when the late stage begins.
+        loss_weight, size_weight, rho: w1, w2 and rho of the late stage.
+        memory: of the mean loss, as the share kept from one step to the next.
+        hold: whether the size is held to the target from `steps` on (`paper`; `controlled` always does).
+    """
+
+    size_target: float = 0.2
+    unit: Unit = "parameters"
+    steps: int = 200
+    begin: int = 0
+    schedule: Schedule = "controlled"
+    tolerance: float = 0.01
+    threshold: float = 1e-2
+    beta: float = 0.0
+    price: float = 0.01
+    price_rate: float = 0.5
+    interval: int = 1
+    tokens: int = 4096
+    bytes_per_parameter: float = 16.0
+    gamma: float = 0.01
+    early_steps: int | None = None
+    loss_target: float | None = None
+    loss_weight: float = 1.0
+    size_weight: float = 1.0
+    rho: float = 0.1
+    memory: float = 0.98
+    hold: bool = True
+
+    def check(self) -> None:
+        """Raise `UserError` for a value out of range."""
+        for what, wrong, allowed in (
+            ("size_target", not self.size_target > 0.0, "above 0"),
+            ("unit", self.unit not in ("parameters", "flops", "bytes"), "parameters, flops or bytes"),
+            ("steps", self.steps < 1, "at least 1"),
+            ("begin", not 0 <= self.begin < self.steps, f"from 0 to below steps={self.steps}"),
+            ("schedule", self.schedule not in ("controlled", "paper"), "controlled or paper"),
+            ("tolerance", not 0.0 < self.tolerance < 1.0, "between 0 and 1"),
+            ("threshold", not 0.0 < self.threshold < 1.0, "between 0 and 1, where controls begin"),
+            ("interval", self.interval < 1, "at least 1"),
+            ("memory", not 0.0 <= self.memory < 1.0, "from 0 to below 1"),
+            ("tokens", self.tokens < 1, "at least 1"),
+            ("bytes_per_parameter", not self.bytes_per_parameter > 0.0, "above 0"),
+            *(
+                (name, not getattr(self, name) >= 0.0, "at least 0")
+                for name in ("beta", "price", "price_rate", "gamma", "loss_weight", "size_weight", "rho")
+            ),
+        ):
+            if wrong:
+                raise UserError(f"RankAdapter: {what} must be {allowed}; given {getattr(self, what)!r}")
+
+
+class RankAdapter:
+    """Adapt the ranks of all layers of cores in a model to a size target.
+
+    Attach it before the optimizer is built, so that the optimizer steps the controls, too. In the training loop:
+
+        loss = adapter.loss(task_loss)
+        loss.backward()
+        optimizer.step()
+        adapter.truncate(optimizer)       # now and then, and at the end
+
+    Args:
+        model: with at least one layer of cores, none of which has controls.
+        size_target: up to 1 a fraction of the numbers in the cores now, above 1 their number; see `RankOptions.unit`.
+        options: further fields of `RankOptions`.
+
+    Attributes:
+        options: a `RankOptions`.
+        layers: the layers of cores by their names in the model.
+        step: optimizer steps so far.
+
+    Raises:
+        UserError: no such layer, an adapter there already, an option out of range, a target below what one rank on
+            every bond gives.
+
+    Example:
+        >>> adapter = sc.RankAdapter(model, size_target=0.2, steps=1000)
+        >>> optimizer = sc.CAME(sc.param_groups(model), lr=1e-3)
+    """
+
+    def __init__(self, model: nn.Module, *, size_target: float = 0.2, **options: Any) -> None:
+        unknown = options.keys() - {field.name for field in fields(RankOptions)}
+        if unknown:
+            known = ", ".join(field.name for field in fields(RankOptions))
+            raise UserError(f"RankAdapter takes {known}; given {', '.join(sorted(unknown))}")
+        self.options = RankOptions(size_target=size_target, **options)
+        self.options.check()
+        self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CoreLayer)}
+        if not self.layers:
+            raise UserError(
+                f"{type(model).__name__} has no layer of cores whose ranks could adapt; call sc.tensorize first"
+            )
+        for name, layer in self.layers.items():
+            if layer.controls is not None:
+                raise UserError(f"'{name}' has rank controls already: another RankAdapter is attached to this model")
+        for layer in self.layers.values():
+            layer.attach_controls(self.options.threshold)
+        self.step = 0
+        self._controls: list[nn.Parameter] = []
+        self._seen: tuple[int, ...] | None = None
+        self._refresh()
+        self._device = self._controls[0].device
+        self._initial = self._size(self._l0()).item()
+        self._target = self._absolute_target()
+        self._price = torch.tensor(self.options.price, device=self._device)
+        self._mean_loss = torch.zeros((), device=self._device)
+        self._weight = torch.zeros((), device=self._device)
+        self._reference = torch.zeros((), device=self._device)
+        least = self._size(torch.ones(len(self._controls), dtype=torch.float64)).item()
+        if self._target < least:
+            for layer in self.layers.values():
+                layer.controls = None
+            raise UserError(
+                f"size_target={size_target} is {self._target:,.0f} {self.options.unit}, but one rank on every bond of "
+                f"{len(self.layers)} layers takes {least:,.0f} already; {least / self._initial:.4f} is the least"
+            )
+
+    def loss(self, task_loss: Tensor) -> Tensor:
+        """The objective: the loss of the task and what the schedule adds to it.
+
+        Call it for every micro-batch; a new step is counted once the optimizer has changed the controls.
+
+        Args:
+            task_loss: 0-D.
+        """
+        if not torch.is_grad_enabled():
+            return task_loss
+        if not torch.compiler.is_compiling():
+            self._observe(task_loss.detach())
+        relaxed = self._size(self._l1()) / self._initial
+        total = task_loss + self.options.beta * self._norm() if self.options.beta else task_loss
+        if self.options.schedule == "controlled":
+            return total + self._price.to(relaxed.dtype) * relaxed.to(self._device)
+        return self._paper(task_loss, relaxed) + (total - task_loss)
+
+    @torch.no_grad()
+    def truncate(self, optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Remove the ranks that are shut from cores, controls, gradients and the optimizer's state.
+
+        What the model computes changes by rounding alone. Parameters stay the objects they are, with new shapes: a
+        DistributedDataParallel around the model has to be made anew, compiled code and CUDA graphs are captured anew.
+
+        Args:
+            optimizer: that steps the model; anything with `slice_state(param, dim, index)`, or any other whose state
+                has the shape of its parameter.
+
+        Returns:
+            How many ranks were removed.
+
+        Raises:
+            UserError: an optimizer that does not hold the controls.
+        """
+        self._check_optimizer(optimizer)
+        before = sum(map(len, self._controls))
+        for layer in self.layers.values():
+            for param, dim, index in layer.cuts([live.nonzero().flatten() for live in layer.live()]):
+                cut_parameter(param, dim, index, optimizer)
+        removed = before - sum(map(len, self._controls))
+        if removed:
+            self._refresh()
+        return removed
+
+    def detach(self) -> None:
+        """Multiply the controls into the cores and drop them: the model computes what it did, and no adapter is left.
+
+        Truncate first. The optimizer must be built anew after it: its state is that of cores with controls beside them.
+        """
+        for layer in self.layers.values():
+            layer.fold_controls()
+        self._controls = []
+
+    def num_parameters(self) -> int:
+        """Numbers in the cores at the ranks that are live: what is left after `truncate`."""
+        return sum(num_parameters(self.layers[name].sizes, ranks) for name, ranks in self.ranks().items())
+
+    def size(self) -> float:
+        """The size at the ranks that are live, in the unit of the target."""
+        return float(self._size(self._l0()))
+
+    @property
+    def target(self) -> float:
+        """The size target, in its unit."""
+        return self._target
+
+    def ranks(self) -> dict[str, tuple[int, ...]]:
+        """Live ranks of all bonds of each layer, the outer ones (1) included; all 0 in between where one is."""
+        found = {}
+        for name, layer in self.layers.items():
+            inner = [int(live.sum()) for live in layer.live()]
+            found[name] = (1, *(inner if all(inner) else [0] * len(inner)), 1)
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """What a log of the run shows of it."""
+        size = self.size()
+        return {
+            "tensor_parameters": self.num_parameters(),
+            "tensor_size": size / self._initial,
+            "rank_price": float(self._price) if self.options.schedule == "controlled" else self.options.gamma,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the parameters: plain values and tensors."""
+        return {
+            "step": self.step,
+            "initial": self._initial,
+            "target": self._target,
+            "price": self._price.clone(),
+            "mean_loss": self._mean_loss.clone(),
+            "weight": self._weight.clone(),
+            "reference": self._reference.clone(),
+            "started": self._seen is not None,
+            "ranks": {name: list(layer.ranks) for name, layer in self.layers.items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; cores and controls get the shapes they had, so that the model's can be loaded next.
+
+        Raises:
+            UserError: the state of another model.
+        """
+        if state["ranks"].keys() != self.layers.keys():
+            missing = sorted(state["ranks"].keys() ^ self.layers.keys())
+            raise UserError(f"the state of the RankAdapter is one of other layers; '{missing[0]}' is in one alone")
+        for name, layer in self.layers.items():
+            wanted = state["ranks"][name]
+            if len(wanted) != len(layer.ranks) or any(new > old for new, old in zip(wanted, layer.ranks, strict=True)):
+                raise UserError(
+                    f"'{name}' has the ranks {layer.ranks}; those of the state, {wanted}, do not come of them"
+                )
+            for param, dim, index in layer.cuts([torch.arange(rank, device=self._device) for rank in wanted[1:-1]]):
+                cut_parameter(param, dim, index, None)
+        self.step, self._initial, self._target = state["step"], state["initial"], state["target"]
+        for name in ("price", "mean_loss", "weight", "reference"):
+            getattr(self, f"_{name}").copy_(state[name])
+        self._seen = () if state["started"] else None
+        self._refresh()
+
+    # what the ranks are
+
+    def _refresh(self) -> None:
+        """After the shapes have changed: the controls in one row, and the size as a function of the ranks."""
+        self._controls = [control for layer in self.layers.values() for control in layer.controls or ()]
+        counts = torch.tensor([len(control) for control in self._controls])
+        device = self._controls[0].device if self._controls else torch.device("cpu")
+        self._bond_of = torch.repeat_interleave(torch.arange(len(counts)), counts).to(device)
+        terms: list[tuple[float, list[int]]] = []
+        first = 0
+        bonds_of = torch.tensor([len(layer.cores) - 1 for layer in self.layers.values()])
+        self._layer_of = torch.repeat_interleave(torch.arange(len(bonds_of)), bonds_of).to(device)
+        for layer in self.layers.values():
+            if self.options.unit == "flops":
+                terms += flop_terms(layer.network, self.options.tokens, first)
+            else:
+                terms += number_terms(layer.sizes, first)
+            first += len(layer.cores) - 1
+        if self.options.unit == "bytes":
+            terms = [(constant * self.options.bytes_per_parameter, bonds) for constant, bonds in terms]
+        self._size = SizePolynomial.of(terms, len(self._controls)).to(device)
+
+    def _per_bond(self, values: Tensor) -> Tensor:
+        """Sums of what each rank has, bond by bond: (bonds)."""
+        return values.new_zeros(len(self._controls)).index_add(0, self._bond_of, values)
+
+    def _flat(self) -> Tensor:
+        return torch.cat(list(self._controls))
+
+    def _l0(self) -> Tensor:
+        """Live ranks of the bonds, float64; where one bond of a layer has none, neither have the others."""
+        live = self._per_bond((self._flat().detach() > self.options.threshold).double())
+        alive = live.new_ones(len(self.layers)).scatter_reduce(0, self._layer_of, live.clamp(max=1.0), "amin")
+        return live * alive[self._layer_of]
+
+    def _l1(self) -> Tensor:
+        return self._per_bond(self._flat().clamp(min=0.0))
+
+    def _norm(self) -> Tensor:
+        cores = [core for layer in self.layers.values() for core in layer.cores]
+        return torch.stack(list(torch._foreach_norm(cores))).square().sum()
+
+    def _absolute_target(self) -> float:
+        given = self.options.size_target
+        return given * self._initial if given <= 1.0 else float(given)
+
+    # the schedules
+
+    def _observe(self, task_loss: Tensor) -> None:
+        """Count a step where the controls have changed since the last call, and let the schedule act on it."""
+        versions = tuple(control._version for control in self._controls)
+        if versions == self._seen:
+            return
+        if self._seen is not None:
+            self.step += 1
+        self._remember(task_loss)
+        if self.step % self.options.interval == 0 or self.step == self.options.steps:
+            self._act()
+        self._seen = tuple(control._version for control in self._controls)
+
+    def _remember(self, task_loss: Tensor) -> None:
+        """The mean loss of recent steps, over all replicas."""
+        if self.options.schedule != "paper":
+            return
+        value = task_loss.to(self._device, torch.float32, copy=True)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(value)
+            value /= torch.distributed.get_world_size()
+        self._mean_loss.mul_(self.options.memory).add_(value, alpha=1.0 - self.options.memory)
+        self._weight.mul_(self.options.memory).add_(1.0 - self.options.memory)
+        if self.step == self._early_steps:
+            given = self.options.loss_target
+            self._reference.copy_(self._mean_loss / self._weight if given is None else torch.tensor(given))
+
+    @property
+    def _early_steps(self) -> int:
+        return self.options.steps if self.options.early_steps is None else self.options.early_steps
+
+    def _act(self) -> None:
+        """Bring the size to its path, by the price and, where that is too slow, by the ranks themselves."""
+        size, wanted = float(self._size(self._l0())), self._path()
+        if self.options.schedule == "controlled":
+            if self.step >= self.options.steps:
+                self._price.zero_()
+            elif self.step >= self.options.begin:
+                error = min(1.0, max(-1.0, size / wanted - 1.0))
+                self._price.mul_(torch.tensor(self.options.price_rate * error * self.options.interval).exp())
+        elif self.step < self.options.steps or not self.options.hold:
+            return
+        if abs(size - wanted) > self.options.tolerance * wanted:
+            self._bring_to(wanted, shut=size > wanted)
+
+    def _path(self) -> float:
+        """The size that is wanted at this step."""
+        options = self.options
+        share = min(1.0, max(0.0, (self.step - options.begin) / (options.steps - options.begin)))
+        return self._initial + (self._target - self._initial) * share
+
+    def _paper(self, task_loss: Tensor, relaxed: Tensor) -> Tensor:
+        options = self.options
+        if self.step < self._early_steps:
+            return task_loss + options.gamma * relaxed
+        target = self._target / self._initial
+        mean_loss = self._mean_loss / self._weight.clamp(min=1e-12)
+        by_loss = options.loss_weight * (mean_loss - self._reference)
+        by_size = options.size_weight * (self._size(self._l0()) / self._initial - target)
+        both = options.rho * (task_loss + relaxed)
+        return both + torch.where(
+            by_loss >= by_size,
+            options.loss_weight * (task_loss - self._reference),
+            options.size_weight * (relaxed - target),
+        )
+
+    @torch.no_grad()
+    def _bring_to(self, wanted: float, *, shut: bool) -> None:
+        """Shut the ranks that contribute least for what they cost, or open those that would contribute most.
+
+        One rank stays on every bond. Where a rank less is a rank too many, smaller ones are opened again.
+        """
+        device = torch.device("cpu")
+        flat, bond_of, size = self._flat().to(device), self._bond_of.to(device), self._size.to(device)
+        live = flat > self.options.threshold
+        counts = torch.zeros(len(self._controls), dtype=torch.float64).index_add(0, bond_of, live.double())
+        value = torch.cat(list(self._contributions())).to(device, torch.float64)
+        value = value / size.slopes(counts.clamp(min=1.0))[bond_of].clamp(min=1e-30)
+        if shut:
+            value = value.masked_fill(~live, torch.inf)
+            best = torch.full((len(self._controls),), -torch.inf, dtype=torch.float64)
+            best = best.scatter_reduce(0, bond_of, value.masked_fill(~live, -torch.inf), "amax")
+            value = value.masked_fill(live & (value == best[bond_of]), torch.inf)  # the last of its bond
+            order = value.argsort()[: int((value < torch.inf).sum())]
+        else:
+            order = value.masked_fill(live, -torch.inf).argsort(descending=True)[: int((~live).sum())]
+        lowest, highest = wanted * (1.0 - self.options.tolerance), wanted * (1.0 + self.options.tolerance)
+        number = 0
+        if shut:
+            number = bisect_left(
+                range(len(order)), -highest, key=lambda first: -float(size(_without(counts, bond_of[order[:first]])))
+            )
+            counts = _without(counts, bond_of[order[:number]])
+        opened = _filled(counts, order[:number].flip(0) if shut else order, bond_of, size, lowest, highest)
+        chosen = torch.zeros_like(live).index_fill(0, order[:number], True)
+        chosen[opened] = not shut
+        value_of_shut = -1.0 if self.step >= self.options.steps else -_MARGIN * self.options.threshold
+        changed = value_of_shut if shut else _MARGIN * self.options.threshold
+        marks = torch.split(chosen, [len(control) for control in self._controls])
+        for control, mark in zip(self._controls, marks, strict=True):
+            control.masked_fill_(mark.to(control.device), changed)
+
+    @torch.no_grad()
+    def _contributions(self) -> Iterator[Tensor]:
+        """Bond by bond the share of each rank in the squared norm of the weight; of one that is shut, if it opened."""
+        for layer in self.layers.values():
+            if layer.controls is None:
+                continue
+            cores = [core.detach().float().flatten(1, -2) for core in layer.cores]
+            gates = [gate(control, self.options.threshold).float() for control in layer.controls]
+            left = right = cores[0].new_ones(1, 1)
+            lefts: list[Tensor] = []
+            rights: list[Tensor] = []
+            for core, one in zip(cores, gates, strict=False):
+                lefts.append(torch.einsum("ab,amc,bmd->cd", left, core, core))
+                left = lefts[-1] * one * one[:, None]
+            for core, one in zip(cores[:0:-1], [torch.ones(()), *gates[:0:-1]], strict=True):
+                right = torch.einsum("amc,cd,bmd->ab", core * one, right, core * one)
+                rights.insert(0, right)
+            total = (left * rights[-1]).sum().clamp(min=1e-30)
+            for before, behind, control in zip(lefts, rights, layer.controls, strict=True):
+                opened = control.detach().float().clamp(min=self.options.threshold)
+                yield before.diagonal() * behind.diagonal() * opened.square() / total
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is None or not self._controls:
+            return
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        missing = [name for name, layer in self.layers.items() for each in layer.controls or () if id(each) not in held]
+        if missing:
+            raise UserError(
+                f"the optimizer does not step the rank controls of '{missing[0]}'; attach the RankAdapter before the "
+                "optimizer is built"
+            )
+
+
+def _without(counts: Tensor, bonds: Tensor) -> Tensor:
+    """Ranks of the bonds after one less for each entry of `bonds`."""
+    return counts.index_add(0, bonds, counts.new_full((len(bonds),), -1.0))
+
+
+def _filled(
+    counts: Tensor, candidates: Tensor, bond_of: Tensor, size: SizePolynomial, lowest: float, highest: float
+) -> list[int]:
+    """Which of the ranks to open, first come, first served, to get to `lowest` and not over `highest`."""
+    opened: list[int] = []
+    counts = counts.clone()
+    for rank, bond in zip(candidates.tolist(), bond_of[candidates].tolist(), strict=True):
+        if float(size(counts)) >= lowest:
+            break
+        counts[bond] += 1.0
+        if float(size(counts)) > highest:
+            counts[bond] -= 1.0
+        else:
+            opened.append(rank)
+    return opened

@@ -1,0 +1,121 @@
+"""Where a model holds layers that can become cores, with what shares their weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from scantling.tensor.experts import DOWN, is_fused_experts, up_name
+
+Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
+
+
+@dataclass
+class Site:
+    """Modules that become one layer of cores, and the heads that are tied to it.
+
+    Attributes:
+        module: the first of the modules.
+        names: of these modules in the model.
+        heads: linear layers whose weight is that of `module`, with their names.
+    """
+
+    module: nn.Module
+    names: list[str]
+    heads: list[tuple[nn.Linear, list[str]]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """What the cores replace."""
+        if is_fused_experts(self.module):
+            return [self.module.get_parameter(name) for name in (up_name(self.module), DOWN)]
+        return [self.module.get_parameter("weight")]
+
+
+def find_sites(model: nn.Module) -> tuple[list[Site], dict[str, str]]:
+    """All layers that can become cores.
+
+    Only the classes themselves count, since the forward pass of a subclass may do more.
+
+    Returns:
+        Sites in the order of the model, and for linear layers and tables that cannot become cores, why.
+    """
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    owners: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in names:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)].append(module)
+
+    sites: list[Site] = []
+    refused: dict[str, str] = {}
+    tied: set[nn.Module] = set()
+    for module in names:
+        if module in tied or not (is_linear(module) or is_table(module) or is_fused_experts(module)):
+            continue
+        site = Site(module, names[module])
+        sharing = [each for weight in site.weights for each in owners[id(weight)] if each is not module]
+        if is_linear(module) and any(is_table(each) for each in sharing):
+            continue  # a head comes with its table, wherever that is
+        reason = _why_not(module, site.weights) or _why_not_tied(module, sharing)
+        if reason:
+            refused |= {name: reason for each in (module, *sharing) for name in names[each]}
+            continue
+        for each in sharing:
+            if isinstance(each, nn.Linear):
+                site.heads.append((each, names[each]))
+            else:
+                site.names.extend(names[each])
+        tied.update(sharing)
+        sites.append(site)
+    return sites, refused
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is the linear layer of GPT-2, whose weight is (in, out)."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+def is_table(module: nn.Module) -> bool:
+    return type(module) in (nn.Embedding, nn.EmbeddingBag)
+
+
+def _why_not(module: nn.Module, weights: list[nn.Parameter]) -> str | None:
+    """What keeps a module from being replaced; None for nothing."""
+    for weight in weights:
+        if type(weight.data) is not Tensor:
+            return f"its weight is a {type(weight.data).__name__}; convert the model before it is sharded or quantized"
+        if not weight.is_floating_point() or weight.is_complex():
+            return f"its weight is {weight.dtype}"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm or module.scale_grad_by_freq):
+        return "max_norm and scale_grad_by_freq need the rows of a dense table"
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        return "bags of cores take sums and means, no maxima"
+    return None
+
+
+def _why_not_tied(module: nn.Module, sharing: list[nn.Module]) -> str | None:
+    for each in sharing:
+        if not is_table(module) or not (is_table(each) or type(each) is nn.Linear):
+            return f"its weight is also that of a {type(each).__name__}, which cannot share cores with it"
+        if is_table(each) and _settings(each) != _settings(module):
+            return "its weight is also that of a table with other settings"
+    return None
+
+
+def _settings(table: nn.Module) -> tuple[object, ...]:
+    keys = ("padding_idx", "max_norm", "scale_grad_by_freq", "mode", "include_last_offset")
+    return type(table), *(getattr(table, key, None) for key in keys)

@@ -1,0 +1,68 @@
+"""What transformers notes about tied weights, kept true when their modules become cores and when they come back.
+
+A `PreTrainedModel` says in `_tied_weights_keys` and `all_tied_weights_keys` which parameter, by its name, is another
+one: {"lm_head.weight": "model.embed_tokens.weight"}. It ties by these names after loading, and leaves one of each pair
+out of what it saves. With cores the names are others: a head has no weight of its own, and two embeddings that are one
+share each core.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from scantling.tensor.embedding import TTMEmbedding
+from scantling.tensor.head import TTMHead
+from scantling.tensor.linear import TTLinear
+
+_NOTES = ("_tied_weights_keys", "all_tied_weights_keys")
+_KEPT = "_ties_of_dense_weights"
+
+
+def note_ties(model: nn.Module) -> dict[nn.Module, dict[str, dict[str, str]]]:
+    """Names of tied parameters, by the submodule that notes them; to be asked before anything is replaced."""
+    noted = {}
+    for module in model.modules():
+        expand = getattr(module, "get_expanded_tied_weights_keys", None)
+        if callable(expand) and hasattr(module, _NOTES[1]):
+            noted[module] = {_NOTES[0]: expand(all_submodels=False), _NOTES[1]: dict(getattr(module, _NOTES[1]))}
+    return noted
+
+
+def carry_ties(noted: dict[nn.Module, dict[str, dict[str, str]]]) -> None:
+    """Write the names of the cores where those of tables were; the former notes are kept for `restore_ties`."""
+    for module, notes in noted.items():
+        changed = {note: _renamed(module, pairs) for note, pairs in notes.items()}
+        if changed == notes:
+            continue
+        own = {note: vars(module)[note] for note in _NOTES if note in vars(module)}
+        setattr(module, _KEPT, own)
+        for note, pairs in changed.items():
+            setattr(module, note, pairs)
+
+
+def restore_ties(model: nn.Module) -> None:
+    """Write back the names that `carry_ties` replaced."""
+    for module in model.modules():
+        own: dict[str, Any] | None = vars(module).pop(_KEPT, None)
+        if own is not None:
+            for note in _NOTES:
+                vars(module).pop(note, None)
+            vars(module).update(own)
+
+
+def _renamed(module: nn.Module, pairs: dict[str, str]) -> dict[str, str]:
+    found = {}
+    for target, source in pairs.items():
+        (path, _, name), (source_path, _, source_name) = target.rpartition("."), source.rpartition(".")
+        owner, source_owner = module.get_submodule(path), module.get_submodule(source_path)
+        if not (_made_of_cores(owner, name) or _made_of_cores(source_owner, source_name)):
+            found[target] = source
+        elif owner is source_owner and path != source_path:
+            found |= {f"{path}.cores.{core}": f"{source_path}.cores.{core}" for core in range(len(owner.cores))}  # type: ignore[arg-type]
+    return found
+
+
+def _made_of_cores(owner: nn.Module, name: str) -> bool:
+    return name == "weight" and isinstance(owner, TTLinear | TTMEmbedding | TTMHead)

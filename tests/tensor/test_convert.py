@@ -1,0 +1,442 @@
+"""Models become cores and back: the families of transformers, and models of one's own."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB, batch, logits, made
+from torch import nn
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.tensor.experts import TTExperts
+from scantling.tensor.head import TTMHead
+from scantling.tensor.layers import layers_of_cores
+
+RANK = 4
+ALL = {"filter_fn": lambda name, module: True}
+
+
+def notes(model: Any) -> list[dict[str, str]]:
+    return [dict(model._tied_weights_keys or {}), dict(model.all_tied_weights_keys)]
+
+
+def classes(model: nn.Module) -> dict[str, type[nn.Module]]:
+    return {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_rank_computes_the_same_and_comes_back(family: str) -> None:
+    model = made(family)
+    dense = copy.deepcopy(model)
+    wanted = logits(model)
+    assert sc.tensorize(model, 64, init="svd", **ALL) is model
+    found = logits(model)
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    assert not any(isinstance(module, nn.Linear | nn.Embedding) for module in model.modules())
+
+    model.tie_weights()
+    model.init_weights()
+    assert torch.equal(logits(model), found), "tying or initialising again changed the cores"
+
+    assert sc.densify(model) is model
+    assert (logits(model) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    assert classes(model) == classes(dense)
+    shapes = {name: tensor.shape for name, tensor in dense.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == shapes
+    assert notes(model) == notes(dense)
+    names = [name for name, _ in dense.named_parameters()]
+    assert sorted(name for name, _ in model.named_parameters()) == sorted(names), "not tied as before"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training(family: str) -> None:
+    model = made(family).train()
+    before = sum(parameter.numel() for parameter in model.parameters())
+    sc.tensorize(model, RANK)
+    assert sum(parameter.numel() for parameter in model.parameters()) < before / 2
+    groups = sc.param_groups(model)
+    roles = {name: group["role"] for group in groups for name, _ in group["params"]}
+    optimizer = sc.CAME(groups, lr=1e-2, debias=True)
+    losses = []
+    for step in range(20):
+        loss = model(**batch(8)).loss
+        loss.backward()
+        if step == 0:
+            for name, parameter in model.named_parameters():
+                if "cores" in name:
+                    assert parameter.grad is not None, f"{name} has no gradient"
+                    assert parameter.grad.abs().max() > 0, f"{name} has no gradient"
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses[-1] < losses[0] - 0.1
+    for layer in layers_of_cores(model):
+        wanted = "embedding" if isinstance(layer, sc.TTMEmbedding) else "matrix"
+        for name, _ in layer.named_parameters():
+            if "cores" in name:
+                assert any(role == wanted for path, role in roles.items() if path.endswith(name))
+
+
+def test_reload_in_a_new_process(tmp_path: Path) -> None:
+    """A state dict goes into a model that another process converts, for every family; logits are equal to the bit."""
+    for family in FAMILIES:
+        model = sc.tensorize(made(family), RANK)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model(**batch()).loss.backward()
+        optimizer.step()
+        saved = {"state": model.state_dict(), "logits": logits(model)}
+        torch.save(saved, tmp_path / f"{family}.pt")
+    code = f"""
+import sys
+import torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import scantling as sc
+from families import FAMILIES, logits, made
+for family in FAMILIES:
+    saved = torch.load(f"{tmp_path}/{{family}}.pt", weights_only=True)
+    model = sc.tensorize(made(family, seed=7), {RANK})
+    assert not torch.equal(logits(model), saved["logits"]), family
+    model.load_state_dict(saved["state"])
+    assert torch.equal(logits(model), saved["logits"]), family
+print("equal", len(FAMILIES))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == f"equal {len(FAMILIES)}", done.stderr
+
+
+def test_the_same_seed_gives_the_same_cores() -> None:
+    one, other, third = (made("llama-tied") for _ in range(3))
+    for model, seed in ((one, 3), (other, 3), (third, 4)):
+        torch.manual_seed(seed)
+        sc.tensorize(model, RANK)
+    assert torch.equal(logits(one), logits(other))
+    assert not torch.equal(logits(one), logits(third))
+
+
+def test_experts_are_routed_as_before() -> None:
+    """Numbers of experts beyond the last stand for none, and biases and gates are those of the class."""
+    experts = made("gpt-oss").model.layers[0].mlp.experts
+    nn.init.normal_(experts.gate_up_proj_bias)
+    nn.init.normal_(experts.down_proj_bias)
+    holder = nn.ModuleDict({"experts": copy.deepcopy(experts)})
+    sc.tensorize(holder, 64, init="svd", **ALL)
+    cores = holder["experts"]
+    assert isinstance(cores, TTExperts)
+    hidden, weights = torch.randn(9, 32), torch.rand(9, 2)
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(9)])
+    assert torch.allclose(cores(hidden, chosen, weights), experts(hidden, chosen, weights), atol=1e-5)
+    chosen[:, 1] = cores.num_experts
+    alone = weights.clone()
+    alone[:, 1] = 0
+    chosen_zero = chosen.clone()
+    chosen_zero[:, 1] = 0
+    assert torch.allclose(cores(hidden, chosen, weights), experts(hidden, chosen_zero, alone), atol=1e-5)
+
+
+class Own(nn.Module):
+    """A language model of one's own: a tied head, a block used twice, a layer of torch that reads weights itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.layers = nn.ModuleList([self.block, self.block])
+        self.head = nn.Linear(32, VOCAB)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def own() -> Own:
+    torch.manual_seed(0)
+    return Own().eval()
+
+
+def test_a_model_of_ones_own() -> None:
+    model, ids = own(), torch.randint(0, VOCAB, (3, 7))
+    dense = copy.deepcopy(model)
+    with torch.no_grad():
+        wanted = model(ids)
+        sc.tensorize(model, 64, init="svd", **ALL)
+        assert (model(ids) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    assert isinstance(model.block.linear1, sc.TTLinear)
+    assert model.layers[1].linear1 is model.block.linear1
+    assert type(model.block.self_attn.out_proj).__name__ == "NonDynamicallyQuantizableLinear", "a subclass"
+    assert isinstance(model.head, TTMHead)
+    assert model.head.table is model.embed
+    assert [name for name in model.state_dict() if name.startswith("head")] == ["head.bias"]
+    sc.densify(model)
+    assert model.head.weight is model.embed.weight
+    assert model.layers[1].linear1 is model.block.linear1
+    assert model.state_dict().keys() == dense.state_dict().keys()
+    with torch.no_grad():
+        assert (model(ids) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_embeddings_that_share_a_weight_become_one() -> None:
+    model = sc.tensorize(made("t5"), RANK)
+    assert model.shared is model.encoder.embed_tokens
+    assert model.shared is model.decoder.embed_tokens
+    assert model.lm_head.table is model.shared
+    assert model.get_input_embeddings() is model.shared
+    assert model.get_output_embeddings() is model.lm_head
+    sc.densify(model)
+    assert model.shared.weight is model.encoder.embed_tokens.weight
+    assert model.shared.weight is model.lm_head.weight
+
+
+def test_a_tied_bias_stays_tied() -> None:
+    model = sc.tensorize(made("bert"), RANK)
+    assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
+    model.tie_weights()
+    assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
+    sc.densify(model)
+    assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
+
+
+def test_a_copy_is_tied_to_its_own_table() -> None:
+    model = sc.tensorize(made("llama-tied"), RANK)
+    before = logits(model)
+    twin = copy.deepcopy(model)
+    assert twin.lm_head.table is twin.model.embed_tokens
+    with torch.no_grad():
+        twin.model.embed_tokens.cores[0].mul_(2)
+    assert not torch.allclose(logits(twin), before)
+    assert torch.equal(logits(model), before)
+    assert model.state_dict().keys() == twin.state_dict().keys()
+
+
+def test_a_weight_shared_with_something_else_is_left_alone() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) * 2
+
+    model = nn.ModuleDict({"embed": Scaled(96, 32), "head": nn.Linear(32, 96), "other": nn.Linear(32, 96)})
+    model["head"].weight = model["embed"].weight
+    sc.tensorize(model, RANK)
+    assert type(model["head"]) is nn.Linear
+    assert model["head"].weight is model["embed"].weight
+    assert isinstance(model["other"], sc.TTLinear)
+
+    twins = nn.ModuleDict({"one": nn.Linear(32, 96), "two": nn.Linear(32, 96)})
+    twins["two"].weight = twins["one"].weight
+    with pytest.raises(UserError, match="one: its weight is also that of a Linear"):
+        sc.tensorize(twins, RANK)
+
+
+def test_ranks_by_pattern() -> None:
+    model = made("llama")
+    sc.tensorize(
+        model,
+        {
+            "*layers.0.self_attn.q_proj": [1, 2, 3, 2, 1],
+            "*self_attn*": 3,
+            "*mlp.up_proj": {"rank": 5, "in_modes": (8, 4), "out_modes": [8, 8]},
+            "*embed*": {"rank": 2, "num_modes": 2},
+        },
+    )
+    layer = model.model.layers[0]
+    assert layer.self_attn.q_proj.ranks == (1, 1, 2, 3, 2, 1, 1)
+    assert max(layer.self_attn.k_proj.ranks) == 3
+    assert (layer.mlp.up_proj.in_modes, layer.mlp.up_proj.out_modes) == ((8, 4), (8, 8))
+    assert layer.mlp.up_proj.ranks == (1, 5, 5, 5, 1)
+    assert len(model.model.embed_tokens.cores) == 2
+    assert type(layer.mlp.down_proj) is nn.Linear
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_ranks_of_experts_by_pattern() -> None:
+    model = sc.tensorize(made("mixtral"), {"*.experts.up": 3, "*.experts": {"rank": 5, "num_modes": 2}})
+    experts = model.model.layers[0].mlp.experts
+    assert max(experts.up[2].ranks) == 3
+    assert max(experts.down[2].ranks) == 5
+    assert len(experts.down[2].cores) == 4
+
+
+def test_a_pattern_that_decides_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="scantling"):
+        sc.tensorize(made("llama"), {"*q_proj": 4, "*foo": 8})
+    assert [record.getMessage() for record in caplog.records] == ["tensorize: the pattern '*foo' decides on no layer"]
+
+
+def test_layers_that_would_grow_are_left_alone() -> None:
+    model = nn.ModuleDict({"wide": nn.Linear(64, 64), "classifier": nn.Linear(64, 2)})
+    sc.tensorize(model, 8)
+    assert isinstance(model["wide"], sc.TTLinear)
+    assert type(model["classifier"]) is nn.Linear
+    sc.tensorize(nn.ModuleDict({"classifier": nn.Linear(64, 2)}), 8, **ALL)
+
+
+def test_what_a_layer_keeps() -> None:
+    model = nn.ModuleDict(
+        {
+            "linear": nn.Linear(32, 48).to(torch.bfloat16),
+            "table": nn.Embedding(96, 32, padding_idx=5, sparse=True),
+            "bag": nn.EmbeddingBag(96, 32, mode="sum", include_last_offset=True, padding_idx=1),
+        }
+    )
+    linear = model["linear"]
+    bias = linear.bias
+    linear.weight.requires_grad_(False)
+    linear.eval()
+    calls: list[int] = []
+    handle = linear.register_forward_hook(lambda *_: calls.append(1))
+    norms = {name: module.weight.detach().double().norm().item() for name, module in model.items()}
+    sc.tensorize(model, RANK)
+    cores = model["linear"]
+    assert cores.bias is bias
+    assert bias.requires_grad
+    assert {(core.dtype, core.requires_grad) for core in cores.cores} == {(torch.bfloat16, False)}
+    assert not cores.training
+    assert model["table"].training
+    assert model["table"].padding_idx == 5
+    assert (model["bag"].mode, model["bag"].include_last_offset, model["bag"].padding_idx) == ("sum", True, 1)
+    for name, module in model.items():
+        tolerance = 2e-2 if name == "linear" else 1e-5  # cores in bf16 are rounded
+        assert module.dense_weight().detach().double().norm().item() == pytest.approx(norms[name], rel=tolerance)
+    cores(torch.randn(2, 32, dtype=torch.bfloat16))
+    handle.remove()
+    cores(torch.randn(2, 32, dtype=torch.bfloat16))
+    assert calls == [1]
+
+    sc.densify(model)
+    assert model["linear"].bias is bias
+    assert not model["linear"].weight.requires_grad
+    assert not model["linear"].training
+    assert (model["table"].padding_idx, model["table"].sparse) == (5, True)
+
+
+def test_a_padding_row_that_holds_values_is_kept_by_svd() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(96, 32, padding_idx=5)})
+    nn.init.normal_(model["table"].weight)
+    wanted = model["table"].weight.detach().clone()
+    sc.tensorize(model, 1024, init="svd", **ALL)
+    assert torch.allclose(model["table"](torch.tensor([5])), wanted[5], atol=1e-5)
+    sc.densify(model)
+    assert model["table"].padding_idx == 5
+    assert torch.allclose(model["table"].weight, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["random", "svd"])
+def test_a_weight_of_zeros_stays_zero_and_can_learn(init: Any) -> None:
+    model = nn.ModuleDict({"linear": nn.Linear(32, 48)})
+    nn.init.zeros_(model["linear"].weight)
+    sc.tensorize(model, RANK, init=init)
+    layer = model["linear"]
+    assert not layer.dense_weight().any()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x, y = torch.randn(64, 32), torch.randn(64, 48)
+    losses = []
+    for _ in range(50):
+        loss = (layer(x) - y).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert all(core.any() for core in layer.cores)
+
+
+def test_models_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = FAMILIES["llama-tied"]()
+    sc.tensorize(model, RANK)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.lm_head.table is model.model.embed_tokens
+    model.to_empty(device="cpu")
+    state = sc.tensorize(made("llama-tied"), RANK).state_dict()
+    model.load_state_dict(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    with torch.device("meta"):
+        model = FAMILIES["llama"]()
+    with pytest.raises(UserError, match=r"model.embed_tokens: init='svd' needs the weight.*meta device"):
+        sc.tensorize(model, RANK, init="svd")
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
+def test_gradient_checkpointing_and_autocast() -> None:
+    model = sc.tensorize(made("llama-tied").train(), RANK)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(**batch()).loss.backward()
+    plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(**batch()).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, plain[name]), name
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no rank": ({"rank": 0}, "rank must be a positive integer or a sequence"),
+    "a word": ({"rank": "8"}, "rank must be a positive integer or a sequence"),
+    "no patterns": ({"rank": {}}, "mapping without patterns"),
+    "an option": (
+        {"rank": {"*q_proj": {"rank": 4, "modes": 2}}},
+        r"self_attn.q_proj: 'modes' must be one of rank",
+    ),
+    "an option of tables": (
+        {"rank": {"*q_proj": {"rank": 4, "row_modes": (8, 4)}}},
+        r"q_proj: 'row_modes' must be",
+    ),
+    "no rank in a pattern": ({"rank": {"*q_proj": {"num_modes": 2}}}, r"rank of the pattern '\*q_proj' must be a"),
+    "ranks that do not fit": ({"rank": [2, 2, 2]}, "layers.0.self_attn.q_proj: rank must be .* each of the 5 bonds"),
+    "modes that do not fit": (
+        {"rank": {"*q_proj": {"rank": 4, "in_modes": (3, 3)}}},
+        r"q_proj: in_modes=\(3, 3\) hold",
+    ),
+    "too many modes": ({"rank": 4, "num_modes": 6}, "q_proj: num_modes must be from 1 to 5; given 6"),
+    "an init": ({"rank": 4, "init": "zeros"}, "init must be one of random, svd"),
+    "a filter that is none": ({"rank": 4, "filter_fn": "*q_proj"}, "filter_fn must be a function"),
+    "a filter for nothing": (
+        {"rank": 4, "filter_fn": lambda n, m: "foo" in n},
+        "choose none of its 8 layers, such",
+    ),
+    "a pattern for nothing": ({"rank": {"*foo": 4}}, r"lm_head can only follow the embedding it is tied to"),
+    "all too large": ({"rank": 500}, "its cores would hold .* lower the rank"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_arguments_are_refused_and_change_nothing(case: str) -> None:
+    arguments, message = REFUSED[case]
+    model = made("llama-tied")
+    before = classes(model)
+    with pytest.raises(UserError, match=message):
+        sc.tensorize(model, **arguments)
+    assert classes(model) == before
+
+
+def test_models_that_cannot_be_converted() -> None:
+    model = sc.tensorize(made("llama"), RANK)
+    with pytest.raises(UserError, match=r"model.embed_tokens is made of cores already; densify"):
+        sc.tensorize(model, RANK)
+    with pytest.raises(UserError, match="has no linear layers"):
+        sc.tensorize(nn.Sequential(nn.LayerNorm(8)), RANK)
+    with pytest.raises(UserError, match="the model is itself a Linear"):
+        sc.tensorize(nn.Linear(64, 64), RANK)
+    with pytest.raises(UserError, match=r"to_dense\(\)"):
+        sc.densify(sc.TTLinear(64, 64, RANK))
+    broken = nn.Sequential(nn.Linear(64, 64))
+    with torch.no_grad():
+        broken[0].weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match="0: its weight holds NaN"):
+        sc.tensorize(broken, RANK)
+    with pytest.raises(UserError, match="bags of cores take sums and means"):
+        sc.tensorize(nn.Sequential(nn.EmbeddingBag(96, 32, mode="max")), RANK)
+    plain = own()
+    assert sc.densify(plain) is plain

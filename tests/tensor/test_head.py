@@ -1,0 +1,77 @@
+"""The output layer that is tied to a table of cores."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import scantling as sc
+from scantling.tensor.head import TTMHead
+
+
+class Tied(nn.Module):
+    def __init__(self, bias: bool = True, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.table = sc.TTMEmbedding(50, 12, 4, padding_idx=padding_idx)
+        self.head = TTMHead(self.table, nn.Parameter(torch.randn(50)) if bias else None)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_values_and_gradients_are_those_of_a_dense_head(bias: bool, padding_idx: int | None) -> None:
+    torch.manual_seed(0)
+    model = Tied(bias, padding_idx).double()
+    hidden = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
+    found = model.head(hidden)
+    dense = nn.functional.linear(hidden, model.table.dense_weight(), model.head.bias)
+    assert torch.allclose(found, dense)
+    inputs = [hidden, *model.parameters()]
+    weights = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad((found * weights).sum(), inputs),
+        torch.autograd.grad((dense * weights).sum(), inputs),
+        strict=True,
+    ):
+        assert torch.allclose(one, other)
+
+
+def test_the_cores_are_there_once() -> None:
+    model = Tied()
+    assert [name for name, _ in model.named_parameters()] == [*(f"table.cores.{n}" for n in range(4)), "head.bias"]
+    assert len(model.state_dict()) == 5
+    assert len(list(model.head.parameters())) == 1
+
+
+def test_copies_are_tied_to_their_own_table() -> None:
+    model = Tied()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert twin.head.table is twin.table
+        assert twin.table is not model.table
+
+
+def test_it_moves_with_the_table() -> None:
+    model = Tied().to(torch.bfloat16)
+    assert model.head.weight.dtype == torch.bfloat16
+    assert model.head(torch.randn(3, 12, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert (model.head.in_features, model.head.out_features) == (12, 50)
+    assert model.head.weight.shape == (50, 12)
+
+
+def test_to_dense() -> None:
+    model, hidden = Tied(), torch.randn(3, 12)
+    alone = model.head.to_dense()
+    assert torch.allclose(alone(hidden), model.head(hidden), atol=1e-6)
+    dense = model.table.to_dense()
+    assert model.head.to_dense(dense.weight).weight is dense.weight
+
+
+def test_a_weight_cannot_be_put_in_its_place() -> None:
+    with pytest.raises((KeyError, AttributeError)):
+        Tied().head.weight = nn.Parameter(torch.zeros(50, 12))

@@ -1,0 +1,129 @@
+"""Blocks of cores merged once: for several passes of a step, and in evaluation mode."""
+
+from __future__ import annotations
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.tensor import layer as layer_module
+from scantling.tensor.layer import merge_once
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = sc.TTMEmbedding(60, 48, 6, num_modes=3)
+        self.linear = sc.TTLinear(48, 48, 9)
+        self.dense = nn.Linear(48, 48)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table.logits(self.dense(torch.tanh(self.linear(self.table(ids)))))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def backward(model: Net, passes: int) -> None:
+    for number in range(passes):
+        ids = torch.randint(60, (30 + number, 7), generator=torch.Generator().manual_seed(number))
+        nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+
+
+@pytest.mark.parametrize("with_controls", [False, True])
+def test_gradients_are_those_of_every_pass_by_itself(with_controls: bool) -> None:
+    model = net()
+    if with_controls:
+        sc.RankAdapter(model)
+    twin = copy.deepcopy(model)
+    backward(model, 5)
+    with merge_once(twin, 5):
+        backward(twin, 5)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_it_merges_once() -> None:
+    model = net()
+    merges: list[int] = []
+
+    def counted(self: layer_module.CoreLayer) -> list[Tensor]:
+        merges.append(1)
+        return list(self.cores)
+
+    with patch.object(layer_module.CoreLayer, "gated", counted):
+        backward(model, 4)
+        alone = len(merges)
+        merges.clear()
+        with merge_once(model, 4):
+            backward(model, 4)
+        assert alone == 4 * 3  # a lookup, a layer, a head
+        assert len(merges) <= 3 + 1  # more ids than before may take another order
+
+
+def test_nothing_is_left_of_it() -> None:
+    model = net()
+
+    def broken_off() -> None:
+        with merge_once(model, 2):
+            backward(model, 1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken_off()
+    assert model.linear.cores[0].grad is None
+    with merge_once(model, 1), pytest.raises(RuntimeError, match="in force"), merge_once(model, 1):
+        pass
+    with merge_once(model, 1):
+        pass
+    backward(model, 1)
+    assert model.linear.cores[0].grad is not None
+
+
+def test_evaluation_merges_once_until_a_core_changes() -> None:
+    model = net().eval()
+    ids = torch.arange(40).view(4, 10)
+    merges: list[int] = []
+    gated = layer_module.CoreLayer.gated
+
+    def counted(self: layer_module.CoreLayer) -> list[Tensor]:
+        merges.append(1)
+        return gated(self)
+
+    expected = model(ids).detach()
+    with patch.object(layer_module.CoreLayer, "gated", counted), torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(ids), expected)
+        assert 1 <= len(merges) <= 3  # a lookup and a head may take the same blocks
+        model.linear.cores[1].mul_(2.0)
+        merges.clear()
+        changed = model(ids)
+        assert len(merges) == 1
+    torch.testing.assert_close(changed, model(ids))
+    assert not torch.allclose(changed, expected)
+    with torch.no_grad():
+        model.linear.cores[1].data = model.linear.cores[1].data.clone().zero_()
+        torch.testing.assert_close(model(ids), model.to(torch.float64)(ids))
+        assert not torch.allclose(model(ids), changed)
+    assert copy.deepcopy(model).linear._kept == ((), {})
+
+
+def test_training_and_inference_mode_keep_nothing() -> None:
+    model = net()
+    ids = torch.arange(40).view(4, 10)
+    with torch.no_grad():
+        model(ids)
+    model.eval()
+    model(ids)
+    assert model.linear._kept == ((), {})
+    with torch.inference_mode():
+        one = model(ids)
+    torch.testing.assert_close(one, model(ids))
+    model.train()
+    backward(model, 1)  # what inference mode kept is not in the way

@@ -1,0 +1,426 @@
+"""RankAdapter: sizes, controls, schedules, physical removal with the optimizer's state, continuation."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.tensor._cut import cut_parameter
+from scantling.tensor.contraction import best_plan, factors_of
+from scantling.tensor.layer import CoreLayer, gate
+from scantling.tensor.ranks import RankAdapter
+from scantling.tensor.sizes import SizePolynomial, number_terms
+
+
+class Net(nn.Module):
+    """A table and two layers of cores, and a dense head."""
+
+    def __init__(self, width: int = 32, rank: int = 8) -> None:
+        super().__init__()
+        self.table = sc.TTMEmbedding(50, width, rank, num_modes=2)
+        self.first = sc.TTLinear(2 * width, 2 * width, rank)
+        self.second = sc.TTLinear(2 * width, width, rank, num_modes=2)
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.relu(self.second(torch.relu(self.first(self.table(ids).flatten(1))))))
+
+
+def net(seed: int = 0, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(50, (32, 2), generator=generator)
+    return ids, (ids[:, 0] + 3 * ids[:, 1]) % 50
+
+
+def steps(
+    model: Net, adapter: RankAdapter | None, optimizer: torch.optim.Optimizer, numbers: range, cut_every: int = 0
+) -> list[float]:
+    losses = []
+    for number in numbers:
+        ids, wanted = batch(number)
+        loss = nn.functional.cross_entropy(model(ids), wanted)
+        losses.append(loss.item())
+        (loss if adapter is None else adapter.loss(loss)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if adapter is not None and cut_every and number % cut_every == cut_every - 1:
+            adapter.truncate(optimizer)
+    return losses
+
+
+def numbers_in(model: nn.Module) -> int:
+    return sum(core.numel() for layer in model.modules() if isinstance(layer, CoreLayer) for core in layer.cores)
+
+
+def came(model: nn.Module, **options: Any) -> sc.CAME:
+    return sc.CAME(sc.param_groups(model), lr=3e-3, debias=True, betas=(0.9, 0.95, 0.995), **options)
+
+
+def test_there_are_no_controls_before_an_adapter_and_none_after_it() -> None:
+    model = net()
+    names = [name for name, _ in model.named_parameters()]
+    assert not any("control" in name for name in names)
+    ids = batch(0)[0]
+    before = model(ids)
+    adapter = RankAdapter(model)
+    torch.testing.assert_close(model(ids), before, rtol=0, atol=0)
+    controls = [name for name, _ in model.named_parameters() if "controls" in name]
+    assert len(controls) == 1 + 5 + 3
+    roles = {name: group["role"] for group in sc.param_groups(model) for name, _ in group["params"]}
+    assert {roles[name] for name in controls} == {"vector"}
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for control in layer.controls or ():
+                control.uniform_(-0.5, 1.5)
+    adapter.truncate()
+    before = model(ids)
+    adapter.detach()
+    torch.testing.assert_close(model(ids), before)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_a_gate_is_shut_below_its_threshold_and_passes_its_gradient() -> None:
+    control = torch.tensor([1.0, 0.011, 0.01, 0.0, -3.0], requires_grad=True)
+    value = gate(control, 0.01)
+    assert value.tolist() == pytest.approx([1.0, 0.011, 0.0, 0.0, 0.0])
+    value.backward(torch.arange(5.0))
+    assert control.grad is not None
+    assert control.grad.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_sizes_are_those_of_the_parameters_and_of_the_plan() -> None:
+    model = net()
+    layer, table = model.first, model.table
+    ranks = torch.tensor([*layer.ranks[1:-1], *table.ranks[1:-1]], dtype=torch.float64)
+    terms = number_terms(layer.sizes, 0) + number_terms(table.sizes, len(layer.cores) - 1)
+    size = SizePolynomial.of(terms, len(ranks))
+    assert size(ranks).item() == sum(core.numel() for core in [*layer.cores, *table.cores])
+    slope = size.slopes(ranks)
+    for bond in range(len(ranks)):
+        more = ranks.clone()
+        more[bond] += 1
+        assert (size(more) - size(ranks)).item() == pytest.approx(slope[bond].item())
+    for tokens in (1, 30, 5000):
+        for part in (layer, table):
+            network = part.network
+            plan = best_plan(network, tokens)
+            ranks_of = (1, *network.ranks[1:-1], 1)
+            total = 0.0
+            for macs, bonds in factors_of(network, plan):
+                product = macs
+                for bond in bonds:
+                    product *= ranks_of[bond]
+                total += product
+            assert total == pytest.approx(plan.macs)
+
+
+@pytest.mark.parametrize("target", [0.5, 0.2])
+@pytest.mark.parametrize("optimizer", ["came", "came-int8", "adamw", "sgd"])
+def test_the_size_comes_down_to_the_target(target: float, optimizer: str) -> None:
+    model = net(width=64, rank=12)
+    before = numbers_in(model)
+    adapter = RankAdapter(model, size_target=target, steps=60)
+    made: torch.optim.Optimizer
+    if optimizer.startswith("came"):
+        made = came(model, momentum="int8" if optimizer == "came-int8" else "fp32")
+    elif optimizer == "adamw":
+        made = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    else:
+        made = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    assert adapter.num_parameters() == before
+    losses = steps(model, adapter, made, range(70), cut_every=15)
+    adapter.truncate(made)
+    assert adapter.num_parameters() == numbers_in(model)
+    assert numbers_in(model) == pytest.approx(target * before, rel=0.02)
+    assert all(layer.ranks == adapter.ranks()[name] for name, layer in adapter.layers.items())
+    assert losses[-1] == losses[-1] < losses[0] + 0.5
+    assert steps(model, adapter, made, range(70, 75))[-1] < losses[0] + 0.5
+
+
+@pytest.mark.parametrize("unit", ["flops", "bytes"])
+def test_targets_in_other_units(unit: Any) -> None:
+    model = net(width=64, rank=12)
+    adapter = RankAdapter(model, size_target=0.4, unit=unit, steps=20, tokens=64)
+    initial = adapter.size()
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(25))
+    assert adapter.size() == pytest.approx(0.4 * initial, rel=0.02)
+    if unit == "bytes":
+        assert adapter.size() == 16 * adapter.num_parameters()
+    wanted = adapter.size() * 0.9
+    adapter.truncate(optimizer)
+    adapter.detach()
+    assert RankAdapter(model, size_target=wanted, unit=unit, tokens=64).target == wanted
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_schedule_of_the_paper_is_held_to_the_target_at_the_end(late: bool) -> None:
+    model = net(width=64, rank=12)
+    early = 30 if late else None
+    adapter = RankAdapter(model, size_target=0.3, schedule="paper", steps=60, early_steps=early, gamma=1.0, beta=1e-4)
+    optimizer = came(model)
+    initial = adapter.num_parameters()
+    steps(model, adapter, optimizer, range(59))
+    loss = nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1])
+    total = adapter.loss(loss)
+    assert torch.isfinite(total)
+    assert total != loss
+    steps(model, adapter, optimizer, range(60, 64))
+    assert adapter.num_parameters() == pytest.approx(0.3 * initial, rel=0.02)
+
+
+def test_the_late_stage_switches_by_the_true_size_and_the_mean_loss() -> None:
+    """Far above the target the size decides: the loss counts with rho alone; below it the loss does."""
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, schedule="paper", steps=9, early_steps=0, rho=0.1, hold=False)
+    loss = torch.tensor(2.0, requires_grad=True)
+    adapter.loss(loss).backward()
+    assert loss.grad is not None
+    assert loss.grad.item() == pytest.approx(0.1)
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for control in layer.controls or ():
+                control[1:] = 0.0
+    loss.grad = None
+    adapter.loss(loss).backward()
+    assert loss.grad.item() == pytest.approx(1.1)
+
+
+def test_removing_what_is_shut_changes_nothing_but_the_size() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    optimizer = came(model, momentum="int8")
+    kept_loss = nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1])  # an old graph that is still alive
+    steps(model, adapter, optimizer, range(5))
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for control in layer.controls or ():
+                control[::3] = 0.001
+    ids, wanted = batch(9)
+    nn.functional.cross_entropy(model(ids), wanted).backward()
+    before, size = model(ids), adapter.num_parameters()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    assert numbers_in(model) > size
+    assert adapter.truncate(optimizer) > 0
+    assert numbers_in(model) == size == adapter.num_parameters()
+    assert ((model(ids) - before).norm() / before.norm()).item() < 1e-6
+    for name, param in model.named_parameters():
+        grad = gradients[name]
+        assert param.grad is not None
+        assert grad is not None
+        assert param.grad.shape == param.shape
+        assert param.grad.abs().sum() <= grad.abs().sum() + 1e-6
+    for param in model.parameters():
+        for value in optimizer.state[param].values():
+            assert value.ndim == 0 or value.numel() <= 2 * param.numel() + 2
+    assert adapter.truncate(optimizer) == 0
+    steps(model, adapter, optimizer, range(10, 13))
+    assert kept_loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("optimizer", ["came", "adamw"])
+def test_the_step_after_removal_is_the_one_before_it(optimizer: str) -> None:
+    """What is left is stepped as if nothing had been removed: what was shut has no influence on the gradients."""
+    model = net()
+    adapter = RankAdapter(model)
+
+    def made(parameters: Net) -> torch.optim.Optimizer:
+        if optimizer == "came":
+            return came(parameters, clip_threshold=1e9)
+        return torch.optim.AdamW(parameters.parameters(), lr=1e-3)
+
+    stepped = made(model)
+    steps(model, adapter, stepped, range(5))
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for control in layer.controls or ():
+                control[:2] = -1.0
+    twin = copy.deepcopy(model)
+    twin_stepped = made(twin)
+    twin_stepped.load_state_dict(copy.deepcopy(stepped.state_dict()))
+    adapter.truncate(stepped)
+    steps(twin, None, twin_stepped, range(5, 6))
+    steps(model, None, stepped, range(5, 6))
+    ids = batch(7)[0]
+    if optimizer == "adamw":
+        torch.testing.assert_close(model(ids), twin(ids), rtol=1e-5, atol=1e-6)
+    else:  # the row and column means of new gradients lose what was removed
+        assert ((model(ids) - twin(ids)).norm() / twin(ids).norm()).item() < 0.05
+
+
+def test_a_dead_bond_leaves_the_bias() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(3))
+    with torch.no_grad():
+        controls = model.first.controls
+        assert controls is not None
+        controls[2].fill_(-1.0)
+    x = torch.randn(5, 64)
+    assert model.first.bias is not None
+    expected = model.first.bias.expand(5, 64)
+    torch.testing.assert_close(model.first(x), expected, rtol=0, atol=0)
+    assert adapter.ranks()["first"] == (1, 0, 0, 0, 0, 0, 1)
+    adapter.truncate(optimizer)
+    torch.testing.assert_close(model.first(x), expected, rtol=0, atol=0)
+    assert sum(core.numel() for core in model.first.cores) == 0
+    assert numbers_in(model) == adapter.num_parameters()
+    losses = steps(model, adapter, optimizer, range(5, 10))
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert all(torch.isfinite(param).all() for param in model.parameters())
+    torch.testing.assert_close(model.first.to_dense()(x), model.first(x))
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+
+
+def test_a_rank_that_is_shut_may_come_back() -> None:
+    model = net()
+    RankAdapter(model)
+    controls = model.first.controls
+    assert controls is not None
+    with torch.no_grad():
+        controls[1][0] = 0.009
+    nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    grad = controls[1].grad
+    assert grad is not None
+    assert grad[0] != 0.0
+    with torch.no_grad():
+        controls[1][0] -= 0.01 * grad[0].sign() * -1.0 if grad[0] > 0 else -0.01
+        controls[1][0] = max(controls[1][0].item(), 0.02)
+    assert bool(model.first.live()[1][0])
+
+
+@pytest.mark.parametrize("schedule", ["controlled", "paper"])
+def test_it_goes_on_to_the_bit_across_a_removal(schedule: Any) -> None:
+    options: dict[str, Any] = {"size_target": 0.3, "steps": 30, "schedule": schedule, "early_steps": 10, "gamma": 1.0}
+    model = net()
+    adapter = RankAdapter(model, **options)
+    optimizer = came(model, momentum="int4")
+    steps(model, adapter, optimizer, range(12), cut_every=4)
+    saved = copy.deepcopy((adapter.state_dict(), model.state_dict(), optimizer.state_dict()))
+    steps(model, adapter, optimizer, range(12, 40), cut_every=4)
+
+    again = net(seed=5)
+    resumed = RankAdapter(again, **options)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    stepped = came(again, momentum="int4")
+    stepped.load_state_dict(saved[2])
+    steps(again, resumed, stepped, range(12, 40), cut_every=4)
+    assert resumed.ranks() == adapter.ranks()
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_micro_batches_are_one_step() -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=10)
+    optimizer = came(model)
+    for number in range(4):
+        for part in range(3):
+            ids, wanted = batch(3 * number + part)
+            adapter.loss(nn.functional.cross_entropy(model(ids), wanted)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert adapter.step == 3  # the last step is counted by the loss after it
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1])
+        assert adapter.loss(loss) is loss
+    assert adapter.step == 3
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="Linear has no layer of cores"):
+        RankAdapter(nn.Linear(3, 3))
+    model = net()
+    with pytest.raises(UserError, match=r"size_target=0.001 is .* one rank on every bond of 3 layers takes"):
+        RankAdapter(model, size_target=0.001)
+    assert model.first.controls is None
+    for options, message in (
+        ({"size_target": -1.0}, "size_target must be above 0; given -1.0"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"schedule": "late"}, "schedule must be controlled or paper; given 'late'"),
+        ({"unit": "MB"}, "unit must be parameters, flops or bytes"),
+        ({"stepps": 3}, "given stepps"),
+        ({"threshold": 1.0}, "threshold must be between 0 and 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            RankAdapter(model, **options)  # type: ignore[arg-type]
+    adapter = RankAdapter(model)
+    with pytest.raises(UserError, match="'table' has rank controls already"):
+        RankAdapter(model)
+    too_early = torch.optim.AdamW([param for name, param in model.named_parameters() if "controls" not in name])
+    with pytest.raises(UserError, match="does not step the rank controls of 'table'"):
+        adapter.truncate(too_early)
+    with pytest.raises(UserError, match="other layers"):
+        adapter.load_state_dict({**adapter.state_dict(), "ranks": {"nowhere": [1, 1]}})
+    other = net(rank=4)
+    RankAdapter(other)
+    with pytest.raises(UserError, match=r"table: core 1 of the checkpoint has the shape"):
+        other.load_state_dict(model.state_dict())
+
+
+def test_state_that_cannot_be_cut_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]["projection"] = torch.zeros(3, 7)
+            return super().step(closure)
+
+    param = nn.Parameter(torch.ones(4, 5))
+    optimizer = Odd([param], lr=0.1)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    cut_parameter(param, 1, torch.tensor([0, 2]), optimizer)
+    assert param.shape == (4, 2)
+    assert "dropped" in caplog.text
+    assert param not in optimizer.state
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "RMSprop", "Adagrad", "NAdam"])
+def test_any_optimizer_goes_on_after_a_cut(name: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.4, steps=8)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+    steps(model, adapter, optimizer, range(14), cut_every=3)
+    assert numbers_in(model) == adapter.num_parameters()
+
+
+def test_gradients_released_within_the_backward_pass_go_on_after_a_cut() -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.4, steps=8)
+    optimizer = came(model)
+    handle = sc.optim.release_gradients(model, optimizer)
+    for number in range(14):
+        adapter.loss(nn.functional.cross_entropy(model(batch(number)[0]), batch(number)[1])).backward()
+        if number % 3 == 2:
+            adapter.truncate(optimizer)
+    handle.remove()
+    assert numbers_in(model) == adapter.num_parameters()
+
+
+def test_controls_compile_without_a_break() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for control in layer.controls or ():
+                control[::2] = 0.0
+    ids = batch(0)[0]
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids), model(ids))
