@@ -18,7 +18,7 @@ import scantling as sc
 from scantling.cli import run as run_cli
 from scantling.data.click_features import ClickFeatures
 from scantling.errors import UserError
-from scantling.models.dlrm import DLRM
+from scantling.models.dlrm import DLRM, DLRMConfig
 from scantling.recipe import load_recipe
 from scantling.training.checkpoint import load_tensors
 from scantling.training.run import load_trained
@@ -74,13 +74,18 @@ def test_an_exported_folder_predicts_new_rows(trained: Path, tmp_path: Path) -> 
     with torch.no_grad():
         # the run kept prices in fp32
         torch.testing.assert_close(model(**inputs).logits, own.eval()(**stored.inputs).logits, rtol=1e-4, atol=1e-5)
-    code = f"from transformers import AutoModel; AutoModel.from_pretrained({str(folder)!r})"
+
+
+@pytest.mark.slow
+def test_without_this_package_an_exported_folder_fails_loudly(tmp_path: Path) -> None:
+    DLRM(DLRMConfig(table_sizes=[5, 4])).save_pretrained(tmp_path)
+    code = f"from transformers import AutoModel; AutoModel.from_pretrained({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode != 0, "without this package its model type is unknown, and says so"
+    assert done.returncode != 0
     assert "dlrm" in done.stderr
 
 
-@pytest.mark.parametrize("optim", ["adamw", "came", "sgd"])
+@pytest.mark.parametrize("optim", ["adamw", "came"])
 def test_plan_is_exact_where_it_can_be(tmp_path: Path, optim: str) -> None:
     clicks = {**clicks_recipe(tmp_path)["data"]["clicks"], "table_size": {"user": 50, "shop": 20}}
     recipe = clicks_recipe(tmp_path, data={"clicks": clicks}, optim={"name": optim}, train={"steps": 2})
