@@ -74,7 +74,9 @@ def _type(field: dict[str, Any]) -> str:
     if "anyOf" in field:
         return " or ".join(dict.fromkeys(_type(choice) for choice in field["anyOf"] if choice.get("type") != "null"))
     if "$ref" in field:
-        return {"BpeTokenizer": "`{bpe: SIZE}`", "Fields": "mapping"}[field["$ref"].rpartition("/")[2]]
+        return {"BpeTokenizer": "`{bpe: SIZE}`", "Fields": "mapping", "Clicks": "mapping"}[
+            field["$ref"].rpartition("/")[2]
+        ]
     if field.get("type") == "array":
         return "list of " + {"text": "texts"}.get(_type(field["items"]), _type(field["items"]))
     limits = [f"{words} {field[key]:,}" for key, words in _LIMITS.items() if key in field]

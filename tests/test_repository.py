@@ -117,7 +117,7 @@ def test_constraints_pin_what_the_tests_need() -> None:
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.y*ml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.y*ml")), ids=lambda path: path.stem)
 def test_every_recipe_loads(path: Path) -> None:
     assert load_recipe(path).name == path.stem
 

@@ -109,6 +109,65 @@ def test_impossible_combinations(sections: dict[str, Any], path: str, text: str)
     assert text in found[path]
 
 
+CLICKS: dict[str, Any] = {
+    "model": {"preset": "dlrm"},
+    "data": {"csv": "a.csv", "clicks": {"label": "y", "numeric": ["n"], "categorical": ["c", "d"]}},
+    "train": {"steps": 10, "batch_size": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "text"),
+    [
+        ({"csv": None, "jsonl": "a.jsonl"}, "data", "reads criteo, csv, parquet; given 'jsonl'"),
+        ({"clicks": None}, "data.clicks", "needs the names of the columns"),
+        ({"fields": {"text": "a"}}, "data.fields", "in data.clicks"),
+        ({"seq_len": 64}, "data.seq_len", "no meaning for the task 'clicks'"),
+        ({"tokenizer": {"bpe": 300}}, "data.tokenizer", "no meaning for the task 'clicks'"),
+        ({"bucket": False}, "data.bucket", "no meaning for the task 'clicks'"),
+        ({"csv": None, "criteo": "a.txt"}, "data.clicks.label", "whose first column is the label"),
+        ({"clicks": {"categorical": ["c"]}}, "data.clicks.label", "missing"),
+        ({"clicks": {"label": "y"}}, "data.clicks.categorical", "missing"),
+        ({"clicks": {"label": "y", "categorical": ["c", "y"]}}, "data.clicks.categorical", "'y' is given already"),
+        ({"clicks": {"label": "y", "categorical": ["c", "c"]}}, "data.clicks.categorical", "'c' is given already"),
+        (
+            {"clicks": {"label": "y", "categorical": ["user"], "table_size": {"usr": 5}}},
+            "data.clicks.table_size.usr",
+            "did you mean 'user'?",
+        ),
+        (
+            {"clicks": {"label": "y", "categorical": ["c"], "table_size": 0}},
+            "data.clicks.table_size",
+            "greater than or equal to 1",
+        ),
+        (
+            {"clicks": {"label": "y", "categorical": ["c"], "table_size": 9, "min_count": 3}},
+            "data.clicks.min_count",
+            "all categories are hashed",
+        ),
+        ({"clicks": {"label": "y", "categorical": ["c"], "scaling": "log1p"}}, "data.clicks.scaling", "no effect"),
+        ({"clicks": {"label": "y", "categorical": ["c"], "scaling": "log"}}, "data.clicks.scaling", "'log1p'"),
+    ],
+)
+def test_faults_of_click_logs(changes: dict[str, Any], path: str, text: str) -> None:
+    found = faults({**CLICKS, "data": {**CLICKS["data"], **changes}})
+    assert path in found, found
+    assert text in found[path]
+
+
+def test_click_logs_belong_to_their_task(tmp_path: Path) -> None:
+    found = faults({**CLICKS, "model": {"preset": "llama-1m"}})
+    assert "belongs to clicks" in found["data.clicks"]
+    assert "data.criteo" in faults(changed(data={"corpus": None, "criteo": "train.txt"}))
+    assert "train.batch_tokens" in faults({**CLICKS, "train": {"steps": 3, "batch_tokens": 256}})
+    by_size = {**CLICKS["data"]["clicks"], "table_size": {"c": 100}}
+    for data in ({"criteo": "train.txt"}, {"csv": "a.csv", "clicks": by_size}):
+        recipe = load_recipe({**CLICKS, "data": data})
+        (tmp_path / "resolved.yaml").write_text(dump_recipe(recipe))
+        again = load_recipe(tmp_path / "resolved.yaml")
+        assert [line for line in differences(recipe, again) if not line.startswith("name")] == []
+
+
 def test_released_gradients_without_a_clip() -> None:
     recipe = load_recipe(changed(optim=RELEASE, train={"clip": None}))
     assert recipe.optim.release_gradients

@@ -47,7 +47,7 @@ class ConsoleSink(Sink):
         self._task: TaskID | None = None
         self._name, self._steps, self._first = "", 0, 1
         self._planned = ""
-        self._held_out: float | None = None
+        self._held_out: str | None = None
         self._began = self._last_line = 0.0
 
     def start(self, *, name: str, run_dir: Path, plan: Plan, first_step: int, last_step: int) -> None:
@@ -69,10 +69,12 @@ class ConsoleSink(Sink):
             self._live.start()
 
     def record(self, record: Mapping[str, Any]) -> None:
-        self._held_out = record.get("eval_loss", self._held_out)
+        if "eval_loss" in record:
+            auc = f" auc {record['auc']:.4f}" if "auc" in record else ""
+            self._held_out = f"held-out {record['eval_loss']:.3f}{auc}"
         figures = [f"loss {record['loss']:.3f}"]
         if self._held_out is not None:
-            figures.append(f"held-out {self._held_out:.3f}")
+            figures.append(self._held_out)
         figures.append(f"{format_number(record['tokens_per_s'])} tok/s")
         figures.append(f"peak {format_bytes(record['peak_memory_bytes'])}")
         if record["wire_bytes"]:

@@ -70,7 +70,7 @@ class JsonlSource(TableFiles):
                 problem = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
                 raise UserError(f"{where}: not valid JSON: {problem}{column}") from None
             if not isinstance(row, dict):
-                raise UserError(f"{where}: a line must be a JSON object; given {_kind(row)}")
+                raise UserError(f"{where}: a line must be a JSON object; given {shown_kind(row)}")
             yield where, row
 
 
@@ -80,24 +80,46 @@ class CsvSource(TableFiles):
     kind = "csv"
 
     def rows(self, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        csv.field_size_limit(1 << 28)  # the default of 128 KiB is too small for documents; the module has only this one
-        reader = csv.reader(read_lines(path), strict=True)
-        begin = 1
-        try:
+        lines = csv_rows(path)
+        _, header = next(lines)
+        for line, values in lines:
+            yield f"{path}:{line}", dict(zip(header, values, strict=True))
+
+
+def csv_rows(
+    path: Path, *, header: Sequence[str] | None = None, delimiter: str = ",", quoted: bool = True
+) -> Iterator[tuple[int, Sequence[str]]]:
+    """The rows of a file with the numbers of their lines; the first is the header. Empty lines are left out.
+
+    Args:
+        path: the file.
+        header: the names of the columns, of a file without a header line.
+        delimiter: between two values.
+        quoted: whether a value in double quotes may hold delimiters and newlines.
+
+    Raises:
+        UserError: the file cannot be read, has no header, or a line with another number of values.
+    """
+    csv.field_size_limit(1 << 28)  # the default of 128 KiB is too small for documents; the module has only this one
+    dialect: dict[str, Any] = {"delimiter": delimiter, "quoting": csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE}
+    reader = csv.reader(read_lines(path), strict=True, **dialect)
+    begin = 1
+    try:
+        if header is None:
             header = next(reader, [])
-            if not header:
-                raise UserError(f"{path}: no header line with the names of the columns")
             begin = reader.line_num + 1
-            for values in reader:
-                where = f"{path}:{begin}"
-                begin = reader.line_num + 1
-                if not values:
-                    continue
-                if len(values) != len(header):
-                    raise UserError(f"{where}: {len(values)} values for {len(header)} columns ({', '.join(header)})")
-                yield where, dict(zip(header, values, strict=True))
-        except csv.Error as error:
-            raise UserError(f"{path}:{begin}: not valid CSV: {error}") from None
+        if not header:
+            raise UserError(f"{path}: no header line with the names of the columns")
+        yield 1, header
+        for values in reader:
+            line, begin = begin, reader.line_num + 1
+            if not values:
+                continue
+            if len(values) != len(header):
+                raise UserError(f"{path}:{line}: {len(values)} values for {len(header)} columns ({', '.join(header)})")
+            yield line, values
+    except csv.Error as error:
+        raise UserError(f"{path}:{begin}: not valid CSV: {error}") from None
 
 
 class ParquetSource(TableFiles):
@@ -205,7 +227,7 @@ def to_piece(row: Mapping[str, Any], fields: Fields, where: str) -> Piece:
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row[name]
     if not isinstance(value, str):
-        raise UserError(f"{where}: column '{name}' must hold text; given {_kind(value)}")
+        raise UserError(f"{where}: column '{name}' must hold text; given {shown_kind(value)}")
     return value
 
 
@@ -214,10 +236,10 @@ def _label(value: Any, name: str, where: str) -> str:
         return str(value).lower()
     if isinstance(value, str | int) and value != "":
         return str(value)
-    raise UserError(f"{where}: column '{name}' must hold a label (text or a whole number); given {_kind(value)}")
+    raise UserError(f"{where}: column '{name}' must hold a label (text or a whole number); given {shown_kind(value)}")
 
 
-def _kind(value: Any) -> str:
+def shown_kind(value: Any) -> str:
     if value is None:
         return "null"
     kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}

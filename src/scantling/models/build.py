@@ -27,6 +27,8 @@ _POSITIONS_AFTER_PADDING = {
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 """Model types that count positions from the padding id on, so that they have that many fewer."""
+_OF_THE_DATA = ("num_numeric", "table_sizes")
+"""Keys of DLRM's configuration that nothing else than the data can say."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -46,6 +48,7 @@ def default_task(section: ModelSection) -> str:
         ("LMHeadModel", "causal-lm"),
         ("ForMaskedLM", "masked-lm"),
         ("ForSequenceClassification", "classification"),
+        ("DLRM", "clicks"),
     ):
         if any(str(name).endswith(ending) for name in architectures):
             return task
@@ -72,6 +75,9 @@ def build_config(
     """
     import transformers
 
+    from scantling.models.dlrm import register
+
+    register()
     if section.preset is not None:
         preset = PRESETS[section.preset]
         given: dict[str, Any] = dict(preset.config)
@@ -97,6 +103,8 @@ def build_config(
         if key.startswith("_") or not hasattr(plain, key) or callable(getattr(plain, key)):
             known = did_you_mean(key, plain.to_dict())
             raise UserError(f"model.overrides.{key}: {config_class.__name__} has no such key" + _hint(known))
+        if key in _OF_THE_DATA and key in config_overrides:
+            raise UserError(f"model.overrides.{key}: follows from the data; see data.clicks")
     if "hidden_size" in section.overrides and "head_dim" not in section.overrides:
         given.pop("head_dim", None)
     if not hasattr(plain, "use_cache"):

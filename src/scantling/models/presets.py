@@ -1,10 +1,11 @@
-"""Named architectures, as configurations of transformers. No torch and no transformers is imported here.
+"""Named architectures, as configurations of transformers or of DLRM. No torch and no transformers is imported here.
 
 The Llama shapes from 60 m on are those of the GaLore comparison (Zhao et al., arXiv 2403.03507), which most work on
 memory-efficient pre-training reports; `llama-1m` and `llama-10m` have about 1 and 10 million parameters with the byte
 vocabulary. Embeddings and output head are not tied. `t5-small` is the Small model of Raffel et al. (arXiv 1910.10683,
 section 3.7), of 60 million parameters with its vocabulary of 32,128. The vocabulary of a Llama or T5 preset is that of
 the tokenizer, rounded up to a multiple of 64; the encoders keep the vocabulary of the model they are named after.
+`dlrm` has the widths of the public DLRM's run on Criteo Kaggle; its features and tables are those of the data.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Preset:
 
     Attributes:
         task: what it is trained to do unless the recipe says otherwise.
-        model_type: transformers' name of the architecture.
+        model_type: transformers' name of the architecture, or our own.
         config: keys of the configuration that differ from transformers' defaults.
         fixed_vocab: whether the vocabulary is the preset's own rather than the tokenizer's.
     """
@@ -69,6 +70,11 @@ _T5_SMALL = {
     "num_layers": 6,
     "decoder_start_token_id": 0,
 }
+_DLRM = {
+    "embedding_dim": 16,
+    "bottom_mlp": [512, 256, 64],
+    "top_mlp": [512, 256],
+}
 
 PRESETS: dict[str, Preset] = {
     "llama-1m": _llama(128, 352, 5, 4),
@@ -80,4 +86,5 @@ PRESETS: dict[str, Preset] = {
     "bert-6-encoder": Preset("masked-lm", "bert", _BERT_6_ENCODER, fixed_vocab=True),
     "roberta-code": Preset("masked-lm", "roberta", _ROBERTA_CODE, fixed_vocab=True),
     "t5-small": Preset("seq2seq", "t5", _T5_SMALL),
+    "dlrm": Preset("clicks", "dlrm", _DLRM, fixed_vocab=True),
 }

@@ -180,7 +180,7 @@ def plan(
     if task_data is not None:
         vocab_size, overrides = task_data.vocab_size, task.config_overrides(task_data)
     else:
-        vocab_size, overrides = _vocabulary(recipe, task), _labels(recipe, task.name, notes)
+        vocab_size, overrides = _vocabulary(recipe, task), task.planned_overrides(recipe.data, notes)
     model = build_model(
         recipe.model,
         task,
@@ -228,7 +228,7 @@ def plan(
     temporary = None if working is None else working - max(passes.activation_bytes or 0, gradient_bytes)
     kept = 0 if on_gpu else None if working is None else allocator_bytes(working)
     peak = None if state is None or working is None else base + weight_bytes + state + working + (kept or 0)
-    tokens = recipe.batch_size * recipe.data.seq_len
+    tokens = recipe.batch_size * task.examples_to_tokens(recipe.data)
     flops = None if passes.forward_flops is None else (1 + BACKWARD) * passes.forward_flops
     return Plan(
         name=recipe.name or "recipe",
@@ -277,12 +277,3 @@ def _vocabulary(recipe: Recipe, task: Task) -> int:
         return setting.bpe + task.extra_ids(recipe.data, None)
     tokenizer = ByteTokenizer() if setting == "bytes" else load_tokenizer(setting)
     return tokenizer.vocab_size + task.extra_ids(recipe.data, tokenizer)
-
-
-def _labels(recipe: Recipe, task: str, notes: list[str]) -> dict[str, Any]:
-    if task != "classification":
-        return {}
-    if recipe.data.labels is None:
-        notes.append("the number of labels is not known before the data is read; 2 are assumed")
-        return {"num_labels": 2}
-    return {"num_labels": len(recipe.data.labels)}

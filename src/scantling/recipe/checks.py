@@ -12,11 +12,23 @@ from typing import Any
 from pydantic import BaseModel
 
 from scantling.errors import Fault, did_you_mean
-from scantling.recipe.schema import SOURCES, TASKS, DataSection, Fields, OptimSection, TensorSection, TrainSection
+from scantling.recipe.schema import (
+    CLICK_SOURCES,
+    SOURCES,
+    TASKS,
+    Clicks,
+    DataSection,
+    Fields,
+    OptimSection,
+    TensorSection,
+    TrainSection,
+)
 
 Content = Mapping[str, Any]
 KEYS_OF_TASKS = {
     "bucket": ("classification", "seq2seq"),
+    "clicks": ("clicks",),
+    "criteo": ("clicks",),
     "document_mask": ("causal-lm",),
     "mask_probability": ("masked-lm", "seq2seq"),
     "span_length": ("seq2seq",),
@@ -118,6 +130,8 @@ def _check_task(content: Content) -> Iterator[Fault]:
     model, data = _section(content, "model"), _section(content, "data")
     preset = PRESETS.get(str(model.get("preset")))
     task = model.get("task") or (preset.task if preset else None)
+    if task is None and _given(data, ("clicks", "criteo")):
+        task = "clicks"
     fields = data.get("fields")
     label = fields.get("label") if isinstance(fields, Mapping) else None
     if task == "classification":
@@ -131,6 +145,8 @@ def _check_task(content: Content) -> Iterator[Fault]:
             yield Fault("data.fields.label", f"has no meaning for the task '{task}'", repr(label))
         if data.get("labels"):
             yield Fault("data.labels", f"has no meaning for the task '{task}'")
+    if task == "clicks":
+        yield from _check_click_task(content)
     if task in TASKS:
         for key, tasks in KEYS_OF_TASKS.items():
             if task not in tasks and _changed(data, DataSection, key):
@@ -140,6 +156,57 @@ def _check_task(content: Content) -> Iterator[Fault]:
         for key in ("mask_probability", "span_length") if pairs else ("bucket",):
             if _changed(data, DataSection, key):
                 yield Fault(f"data.{key}", f"has no meaning for seq2seq {'with' if pairs else 'without'} pairs")
+
+
+def _check_click_task(content: Content) -> Iterator[Fault]:
+    """What has no meaning for rows of features, and what they need."""
+    data = _section(content, "data")
+    source = next(iter(_given(data, SOURCES)), None)
+    if source is not None and source not in CLICK_SOURCES:
+        yield Fault("data", f"the task 'clicks' reads {', '.join(CLICK_SOURCES)}", f"'{source}'")
+    if data and source != "criteo" and not data.get("clicks"):
+        yield Fault("data.clicks", "missing; the task 'clicks' needs the names of the columns")
+    for key in ("tokenizer", "seq_len", "max_bytes"):
+        if _changed(data, DataSection, key):
+            yield Fault(f"data.{key}", "has no meaning for the task 'clicks', whose rows have no text")
+    if _changed_fields(data):
+        yield Fault("data.fields", "has no meaning for the task 'clicks'; name the columns in data.clicks")
+    if _section(content, "train").get("batch_tokens") is not None:
+        yield Fault(
+            "train.batch_tokens", "has no meaning for the task 'clicks'; give the rows of a batch in batch_size"
+        )
+
+
+def _check_clicks(content: Content) -> Iterator[Fault]:
+    data = _section(content, "data")
+    clicks = data.get("clicks")
+    if not isinstance(clicks, Mapping):
+        return
+    criteo = data.get("criteo") is not None
+    for key in ("label", "label_above") if criteo else ():
+        if clicks.get(key) is not None:
+            yield Fault(f"data.clicks.{key}", "has no meaning for Criteo's files, whose first column is the label")
+    for key in () if criteo else ("label", "categorical"):
+        if not clicks.get(key):
+            yield Fault(f"data.clicks.{key}", "missing; name the column" + ("s" if key == "categorical" else ""))
+    features = {key: clicks[key] for key in ("numeric", "categorical") if isinstance(clicks.get(key), list)}
+    seen = {clicks.get("label"): "label"}
+    for key, names in features.items():
+        for name in filter(lambda name: isinstance(name, str), names):
+            if name in seen:
+                yield Fault(f"data.clicks.{key}", f"'{name}' is given already, in {seen[name]}")
+            seen[name] = key
+    sizes, categorical = clicks.get("table_size"), features.get("categorical")
+    if isinstance(sizes, Mapping) and categorical is not None:
+        for name in sizes:
+            if name not in categorical:
+                known = ", ".join(map(str, categorical))
+                hint = did_you_mean(str(name), map(str, categorical))
+                yield Fault(f"data.clicks.table_size.{name}", f"is no categorical column; they are {known}", None, hint)
+    if _changed(clicks, Clicks, "min_count") and isinstance(sizes, int):
+        yield Fault("data.clicks.min_count", "has no effect where all categories are hashed, by table_size")
+    if _changed(clicks, Clicks, "scaling") and not criteo and not clicks.get("numeric"):
+        yield Fault("data.clicks.scaling", "has no effect without numeric columns")
 
 
 def _check_batch(content: Content) -> Iterator[Fault]:
@@ -233,6 +300,7 @@ CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_model,
     _check_data,
     _check_task,
+    _check_clicks,
     _check_batch,
     _check_schedule,
     _check_tensor,

@@ -193,9 +193,12 @@ def _one_of(choices: Sequence[str]) -> str:
     return f"'{choices[0]}'" if len(choices) == 1 else "one of " + ", ".join(f"'{c}'" for c in choices)
 
 
+_UNION_TAGS = {"str", "int", "constrained-str", "constrained-int", "BpeTokenizer"}
+
+
 def _is_union_tag(part: str, location: tuple[int | str, ...]) -> bool:
     """Pydantic adds the name of the tried union member to the location; such a name is no key of the recipe."""
-    return "[" in part or (part in {"str", "constrained-str", "BpeTokenizer"} and location.index(part) > 0)
+    return "[" in part or (part in _UNION_TAGS and location.index(part) > 0)
 
 
 def _fields_at(location: Sequence[int | str]) -> list[str]:
@@ -232,7 +235,7 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
 
     data, model = content["data"], content["model"]
     kind_is_hf = data.get("hf") is not None
-    for key in ("text", "jsonl", "csv", "parquet", "bin"):
+    for key in ("text", "jsonl", "csv", "parquet", "bin", "criteo"):
         if key in data:
             data[key] = expand(data[key])
     if "validation" in data and not kind_is_hf:

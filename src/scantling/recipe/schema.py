@@ -20,8 +20,10 @@ Label = Annotated[
 ]
 Paths = Text | Annotated[list[Text], Field(min_length=1)]
 
-TASKS = ("causal-lm", "masked-lm", "seq2seq", "classification")
-SOURCES = ("corpus", "text", "jsonl", "csv", "parquet", "hf", "bin")
+TASKS = ("causal-lm", "masked-lm", "seq2seq", "classification", "clicks")
+SOURCES = ("corpus", "text", "jsonl", "csv", "parquet", "hf", "bin", "criteo")
+CLICK_SOURCES = ("criteo", "csv", "parquet")
+"""Sources that the task `clicks` reads."""
 
 
 class Section(BaseModel):
@@ -45,7 +47,7 @@ class ModelSection(Section):
     """A local folder with `config.json` (and weights, for fine-tuning), or a `config.json` file."""
     pretrained: bool | None = None
     """Load the weights found in the `hf` folder. Default: yes when the folder holds weights."""
-    task: Literal["causal-lm", "masked-lm", "seq2seq", "classification"] | None = None
+    task: Literal["causal-lm", "masked-lm", "seq2seq", "classification", "clicks"] | None = None
     """What the model is trained to do. Default: the preset's task, or what the configuration's architecture is for."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Keys of the transformers configuration to change, such as `{hidden_size: 128, num_hidden_layers: 2}`."""
@@ -62,6 +64,33 @@ class Fields(Section):
     """Column with the second sentence of a pair; for seq2seq the target."""
     label: Text | None = None
     """Column with the label, for classification."""
+
+
+Rows = Annotated[int, Field(ge=1, le=2**31 - 1)]
+ColumnNames = Annotated[list[Text], Field(min_length=1)]
+
+
+class Clicks(Section):
+    """Which columns of a click log are the label and the features, and how these become numbers and ids."""
+
+    label: Text | None = None
+    """Column with the label: 0 or 1. Criteo's files have theirs in place. Rows without a label are left out."""
+    label_above: float | None = Field(default=None, allow_inf_nan=False)
+    """The label is whether its column is above this number, such as 15 for minutes of delay."""
+    numeric: ColumnNames | None = None
+    """Columns with numbers. Default: none; of Criteo's files I1 to I13."""
+    categorical: ColumnNames | None = None
+    """Columns with categories, texts or numbers. Default: C1 to C26 of Criteo's files."""
+    scaling: Literal["standard", "log1p"] = "standard"
+    """Numbers less their mean over their deviation, of the training rows; or log(1 + x), 0 below 0. Missing: 0."""
+    table_size: Rows | dict[Text, Rows] | None = None
+    """Categories are hashed to so many ids, in all columns or by column. Where none is given, each has its own id."""
+    min_count: int = Field(default=1, ge=1)
+    """Where categories have their own ids: rarer ones, counted in the training rows, share the id of unknown ones."""
+
+    def rows_of(self, column: str) -> int | None:
+        """Ids that a column's categories are hashed to; None where each has its own."""
+        return self.table_size.get(column) if isinstance(self.table_size, dict) else self.table_size
 
 
 class BpeTokenizer(Section):
@@ -94,6 +123,10 @@ class DataSection(Section):
     """Flat files of token ids (uint16 or uint32, little endian) that were tokenised elsewhere."""
     bin_dtype: Literal["uint16", "uint32"] = "uint16"
     """Number format of the `bin` files."""
+    criteo: Paths | None = None
+    """Click logs in Criteo's layout, also compressed: a label, 13 numbers and 26 categories, with tabs between them."""
+    clicks: Clicks | None = None
+    """Columns of click logs: of `csv` and `parquet` they have to be named here."""
     fields: Fields = Field(default_factory=Fields)
     """Column names of structured sources."""
     labels: list[Label] | None = None
@@ -109,7 +142,7 @@ class DataSection(Section):
     document_mask: bool = False
     """Keep attention inside a document when several are packed into one sequence (slower)."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Share of the documents held out for evaluation, chosen by document, never by window."""
+    """Share of the documents held out for evaluation, chosen by document, never by window; of click logs, rows."""
     validation: Paths | None = None
     """Held-out files of the same kind as the source (for `hf`: the name of a split), instead of `heldout`."""
     max_bytes: int | None = Field(default=None, ge=1)

@@ -17,7 +17,7 @@ from scantling.errors import UserError
 
 Column = NDArray[np.float64]
 
-HELD_OUT = ("eval_loss", "perplexity", "bits_per_byte", "accuracy")
+HELD_OUT = ("eval_loss", "perplexity", "bits_per_byte", "accuracy", "auc", "normalized_entropy")
 """Figures that only steps with an evaluation have."""
 
 _CONSTANT = (

@@ -6,10 +6,13 @@ from scantling.errors import UserError, did_you_mean
 from scantling.tasks.base import LossSums, Task, TaskData
 from scantling.tasks.causal_lm import CausalLM
 from scantling.tasks.classification import Classification
+from scantling.tasks.clicks import ClickPrediction
 from scantling.tasks.masked_lm import MaskedLM
 from scantling.tasks.seq2seq import Seq2Seq
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (CausalLM, MaskedLM, Seq2Seq, Classification)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (CausalLM, MaskedLM, Seq2Seq, Classification, ClickPrediction)
+}
 
 
 def get_task(name: str) -> Task:

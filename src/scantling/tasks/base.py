@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from scantling.data.batch import IGNORED, Batch
+from scantling.data.click_features import ClickFeatures
 from scantling.data.loader import Collate
 from scantling.data.packing import Dataset
 from scantling.data.progress import Progress
@@ -38,6 +40,7 @@ class TaskData:
         lengths: tokens of each training example, for bucketing, or None.
         heldout_bytes_per_token: bytes of held-out text for each target, where targets cover the text; else None.
         labels: the label set in the order of the ids, or None.
+        features: what makes rows of a click log into inputs, or None.
         info: facts for the run's records.
     """
 
@@ -49,6 +52,7 @@ class TaskData:
     lengths: npt.NDArray[np.int64] | None = None
     heldout_bytes_per_token: float | None = None
     labels: list[str] | None = None
+    features: ClickFeatures | None = None
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -59,10 +63,12 @@ class LossSums:
     Attributes:
         loss: sum of the loss over the batch's targets in nats, a scalar in fp32 with its gradient.
         counts: further sums by name, such as `correct`, detached.
+        outputs: values of each example by name, (batch,), detached, for metrics that are no sums.
     """
 
     loss: torch.Tensor
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Task(ABC):
@@ -105,6 +111,25 @@ class Task(ABC):
         ids = torch.zeros((batch_size, data.seq_len), dtype=torch.long)
         return Batch({"input_ids": ids}, ids.clone(), num_targets=ids.numel(), num_tokens=ids.numel())
 
+    def examples_to_tokens(self, data: DataSection) -> int:
+        """Tokens that the plan counts for one example."""
+        return data.seq_len
+
+    def planned_overrides(self, data: DataSection, notes: list[str]) -> dict[str, Any]:
+        """What `config_overrides` will give, as far as it is known before the data is read; adds what is assumed."""
+        return {}
+
+    def probe(self, config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Random inputs of a model, on which it is compared with its exported copy."""
+        ids = torch.randint(0, config.vocab_size, (2, 16), generator=generator)
+        return {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
+
+    def save_inputs(self, folder: Path, data: TaskData, config: Any) -> None:
+        """Write what makes raw data into inputs beside an exported model."""
+        if data.tokenizer is not None:
+            token_types = (getattr(config, "type_vocab_size", None) or 0) > 1
+            data.tokenizer.save_pretrained(folder, token_types=token_types)
+
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
         """Figures from sums over a dataset.
 
@@ -116,6 +141,10 @@ class Task(ABC):
             `eval_loss` in nats a target, and what else has a meaning for the task.
         """
         return {"eval_loss": mean_loss(sums)}
+
+    def output_metrics(self, outputs: dict[str, npt.NDArray[Any]]) -> dict[str, float]:
+        """Further figures, from the `LossSums.outputs` of a dataset, each (examples,)."""
+        return {}
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """What trivial answers reach on the held-out data; empty where none is known."""

@@ -129,6 +129,12 @@ class Classification(Task):
         }
         return names if data.tokenizer is None else names | {"pad_token_id": data.tokenizer.pad_id}
 
+    def planned_overrides(self, data: DataSection, notes: list[str]) -> dict[str, Any]:
+        if data.labels is None:
+            notes.append("the number of labels is not known before the data is read; 2 are assumed")
+            return {"num_labels": 2}
+        return {"num_labels": len(data.labels)}
+
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
         inputs = batch.inputs
         if (getattr(model_config(model), "type_vocab_size", None) or 0) < 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,12 +22,13 @@ def evaluate(
 ) -> dict[str, float]:
     """The task's metrics over `batches`, summed over all processes; the model's mode is put back.
 
-    Collectives: one all-reduce of the names' sums at the end. The forward passes have none, so ranks may hold different
-    numbers of batches.
+    Collectives, at the end: a gather of the names, one all-reduce of their sums, and a gather of the outputs where the
+    task has some. The forward passes have none, so ranks may hold different numbers of batches.
     """
     was_training = model.training
     model.eval()
     sums: dict[str, torch.Tensor] = {}
+    outputs: dict[str, list[torch.Tensor]] = {}
 
     def add(name: str, value: torch.Tensor) -> None:
         value = value.detach().to(place.device, torch.float64)
@@ -40,11 +42,21 @@ def evaluate(
         add("targets", torch.tensor(batch.num_targets))
         for name, value in result.counts.items():
             add(name, value)
+        for name, value in result.outputs.items():
+            outputs.setdefault(name, []).append(value)
     model.train(was_training)
-    names = sorted(set().union(*place.gather(set(sums))))
+    own = {name: torch.cat(parts).float().cpu().numpy() for name, parts in outputs.items()}
+    known = place.gather((set(sums), set(own)))
+    names = sorted(set().union(*(summed for summed, _ in known)))
     values = torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64, device=place.device)) for name in names])
     totals = dict(zip(names, place.sum(values).tolist(), strict=True))
-    return task.metrics(totals, data)
+    figures = task.metrics(totals, data)
+    if any(collected for _, collected in known):
+        everywhere = place.gather(own)
+        present = set().union(*(collected for _, collected in known))
+        joined = {name: np.concatenate([part[name] for part in everywhere if name in part]) for name in present}
+        figures |= task.output_metrics(joined)
+    return figures
 
 
 def evaluate_run(run_dir: str | Path) -> dict[str, float | int | str]:
@@ -54,8 +66,9 @@ def evaluate_run(run_dir: str | Path) -> dict[str, float | int | str]:
         run_dir: the directory of a run.
 
     Returns:
-        `step`, the task's metrics (`eval_loss` in nats, `perplexity`, `bits_per_byte`, `accuracy`), and for
-        classification what trivial answers reach: `majority_accuracy` and that of a linear model on one sentence.
+        `step`, the task's metrics (`eval_loss` in nats, `perplexity`, `bits_per_byte`, `accuracy`, `auc`,
+        `normalized_entropy`), and for classification and clicks what trivial answers reach: `majority_accuracy` and
+        that of a linear model on one sentence, or the loss of knowing the share of clicks.
 
     Raises:
         UserError: there is no such run, or it holds nothing out.

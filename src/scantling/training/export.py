@@ -11,12 +11,13 @@ import torch
 
 from scantling.errors import RunError, UserError
 from scantling.models.build import quiet
+from scantling.tasks.base import Task
 
 
 def export_hf(run_dir: str | Path, folder: str | Path) -> float:
-    """Write the newest whole checkpoint of a run as a Hugging Face model folder with its tokenizer.
+    """Write the newest whole checkpoint of a run as a Hugging Face model folder with what makes its inputs.
 
-    The folder is written aside, loaded again with the task's Auto class, compared on random token ids, and only then
+    The folder is written aside, loaded again with the task's Auto class, compared on random inputs, and only then
     given its name.
 
     Args:
@@ -44,11 +45,9 @@ def export_hf(run_dir: str | Path, folder: str | Path) -> float:
         model.config.use_cache = True
         with quiet():
             model.save_pretrained(aside)
-        if data.tokenizer is not None:
-            token_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
-            data.tokenizer.save_pretrained(aside, token_types=token_types)
+        task.save_inputs(aside, data, model.config)
         with quiet():
-            difference = _reload_difference(task.auto_class, model, aside)
+            difference = _reload_difference(task, model, aside)
         os.replace(aside, folder)
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error.strerror or error}") from None
@@ -58,15 +57,11 @@ def export_hf(run_dir: str | Path, folder: str | Path) -> float:
 
 
 @torch.no_grad()
-def _reload_difference(auto_class: str, model: Any, folder: Path) -> float:
+def _reload_difference(task: Task, model: Any, folder: Path) -> float:
     import transformers
 
-    reloaded = getattr(transformers, auto_class).from_pretrained(folder, local_files_only=True)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (2, 16), generator=generator)
-    inputs = {"input_ids": ids}
-    if getattr(model.config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = ids
+    reloaded = getattr(transformers, task.auto_class).from_pretrained(folder, local_files_only=True)
+    inputs = task.probe(model.config, torch.Generator().manual_seed(0))
     before = model.eval()(**inputs).logits
     after = reloaded.eval()(**inputs).logits
     difference = float((before - after).abs().max())

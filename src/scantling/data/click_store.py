@@ -1,0 +1,110 @@
+"""Click logs on disk, as arrays that are memory-mapped: read once, and again only when a file has changed.
+
+An entry holds `labels` (uint8), and row by row `numbers` (fp32, NaN where missing) and `keys` (uint64, hashes of the
+categories). What depends on the settings (means, ids) is not in it, so that they can change without a further reading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from scantling.data.cache import FORMAT, Cache
+from scantling.data.click_files import ClickFiles
+from scantling.data.hashing import fingerprint
+from scantling.data.progress import Progress
+from scantling.data.store import MappedArray
+from scantling.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class Rows(NamedTuple):
+    """Some rows of a click log: labels (rows,), numbers (rows, numeric columns), keys (rows, categorical columns)."""
+
+    labels: npt.NDArray[np.uint8]
+    numbers: npt.NDArray[np.float32]
+    keys: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class ClickStore:
+    """A click log that has been read.
+
+    Attributes:
+        name: what it is, for messages.
+        labels: of all rows.
+        numbers, keys: of all rows, flat.
+        widths: how many numbers and keys a row has.
+        content: hash of everything in it.
+    """
+
+    name: str
+    labels: MappedArray
+    numbers: MappedArray
+    keys: MappedArray
+    widths: tuple[int, int]
+    content: str
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, rows: npt.NDArray[np.int64] | slice) -> Rows:
+        """Rows by number."""
+        numeric, categorical = self.widths
+        return Rows(
+            self.labels[rows],
+            self.numbers[:].reshape(len(self), numeric)[rows],
+            self.keys[:].reshape(len(self), categorical)[rows],
+        )
+
+
+def read_clicks(files: ClickFiles, cache: Cache, progress: Progress) -> ClickStore:
+    """The rows of a click log; remembered until a file or the choice of columns changes.
+
+    Raises:
+        UserError: the files cannot be read or hold no row with a label.
+    """
+    key = fingerprint(["clicks", FORMAT, files.stamp()])
+    entry = cache.get("clicks", key, lambda folder: _write(files, folder, progress))
+    if entry.meta["unlabelled"]:
+        logger.warning("%s: left out %d rows without a label", files.name, entry.meta["unlabelled"])
+    return ClickStore(
+        files.name,
+        MappedArray(entry.path / "labels", "uint8"),
+        MappedArray(entry.path / "numbers", "float32"),
+        MappedArray(entry.path / "keys", "uint64"),
+        (len(files.columns.numeric), len(files.columns.categorical)),
+        entry.meta["content"],
+    )
+
+
+def _write(files: ClickFiles, folder: Path, progress: Progress) -> dict[str, Any]:
+    content = {name: hashlib.sha256() for name in Rows._fields}
+    rows = unlabelled = 0
+    bytes_per_row = 1 + 4 * len(files.columns.numeric) + 8 * len(files.columns.categorical)
+    progress.start(f"reading {files.name}", None)
+    with ExitStack() as stack:
+        stack.callback(progress.finish)
+        opened = {name: stack.enter_context((folder / name).open("wb")) for name in Rows._fields}
+        for block in files.blocks():
+            for name, file in opened.items():
+                values = getattr(block, name)
+                data = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<")).data
+                file.write(data)
+                content[name].update(data)
+            rows += len(block.labels)
+            unlabelled += block.unlabelled
+            progress.advance(len(block.labels) * bytes_per_row)
+    if not rows:
+        left = f"{unlabelled} rows, none with a label" if unlabelled else "it has no rows"
+        raise UserError(f"{files.name}: the click log is empty: {left}")
+    digests = [digest.hexdigest() for digest in content.values()]
+    return {"content": fingerprint([rows, files.columns, *digests]), "unlabelled": unlabelled}

@@ -1,0 +1,157 @@
+"""DLRM: from numbers and categories to the logit of a click.
+
+A bottom MLP turns the numeric features into a vector x of the width of the embedding tables; each categorical column
+has a table. With z_0 = x and z_1, ..., z_t the rows looked up, the top MLP sees x and all products z_i . z_j, i > j.
+
+Source: Naumov et al., "Deep learning recommendation model for personalization and recommendation systems", arXiv
+1906.00091, sections 2 and 3. As in its public implementation both MLPs have ReLU after each hidden layer, the last
+layer of the bottom MLP included; a table of n rows begins uniform in +-1/sqrt(n), a weight of m outputs and n inputs
+normal with variance 2/(m + n), its bias normal with variance 1/m.
+
+It is a `PreTrainedModel` so that it is saved, loaded, exported and reported as every other model here. Its tables are
+plain `nn.EmbeddingBag`s and its layers plain `nn.Linear`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+
+class DLRMConfig(PretrainedConfig):  # type: ignore[misc]
+    """The shape of a DLRM.
+
+    Args:
+        num_numeric: numeric features; 0 for none, and then no bottom MLP.
+        table_sizes: rows of each embedding table.
+        embedding_dim: width of the tables and of the bottom MLP's output.
+        bottom_mlp: widths of the bottom MLP's hidden layers.
+        top_mlp: widths of the top MLP's hidden layers.
+
+    Raises:
+        ValueError: a size below 1, or nothing that could interact.
+    """
+
+    model_type = "dlrm"
+
+    def __init__(
+        self,
+        num_numeric: int = 13,
+        table_sizes: Sequence[int] = (1000,) * 26,
+        embedding_dim: int = 16,
+        bottom_mlp: Sequence[int] = (512, 256, 64),
+        top_mlp: Sequence[int] = (512, 256),
+        **kwargs: Any,
+    ) -> None:
+        self.num_numeric = num_numeric
+        self.table_sizes = list(table_sizes)
+        self.embedding_dim = embedding_dim
+        self.bottom_mlp = list(bottom_mlp)
+        self.top_mlp = list(top_mlp)
+        sizes = {"embedding_dim": [embedding_dim], "table_sizes": self.table_sizes}
+        for name, values in {**sizes, "bottom_mlp": self.bottom_mlp, "top_mlp": self.top_mlp}.items():
+            if any(not isinstance(value, int) or value < 1 for value in values):
+                raise ValueError(f"{name} must hold whole numbers from 1 on; given {values}")
+        if num_numeric < 0 or len(self.table_sizes) + (num_numeric > 0) < 2:
+            raise ValueError("a DLRM needs numeric features and a table, or two tables")
+        super().__init__(**kwargs)
+
+
+class DLRM(PreTrainedModel):  # type: ignore[misc]
+    """A deep learning recommendation model.
+
+    Args:
+        config: its shape.
+
+    Attributes:
+        bottom: the bottom MLP, or None without numeric features.
+        tables: one `nn.EmbeddingBag` a categorical column.
+        top: the top MLP.
+
+    Example:
+        >>> model = DLRM(DLRMConfig(num_numeric=13, table_sizes=[1460, 583, 305], embedding_dim=16))
+        >>> model(torch.randn(2, 13), torch.tensor([[0, 1, 2], [1459, 582, 304]])).logits.shape
+        torch.Size([2])
+    """
+
+    config_class = DLRMConfig
+    base_model_prefix = "dlrm"
+    main_input_name = "categorical"
+    _supports_sdpa = True  # there is no attention to implement in any way
+
+    def __init__(self, config: DLRMConfig) -> None:
+        super().__init__(config)
+        dim, numeric = config.embedding_dim, config.num_numeric
+        vectors = len(config.table_sizes) + (numeric > 0)
+        self.bottom = _mlp([numeric, *config.bottom_mlp, dim], last_relu=True) if numeric else None
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(rows, dim, mode="sum", _weight=torch.empty(rows, dim)) for rows in config.table_sizes
+        )
+        self.top = _mlp([(dim if numeric else 0) + vectors * (vectors - 1) // 2, *config.top_mlp, 1], last_relu=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=sqrt(2 / (module.in_features + module.out_features)))
+            init.normal_(module.bias, std=sqrt(1 / module.out_features))
+        elif isinstance(module, nn.EmbeddingBag):
+            bound = 1 / sqrt(module.num_embeddings)
+            init.uniform_(module.weight, -bound, bound)
+
+    def forward(
+        self, numeric: Tensor | None = None, categorical: Tensor | None = None, **_: Any
+    ) -> SequenceClassifierOutput:
+        """The logits of a click.
+
+        Args:
+            numeric: (batch, num_numeric), or None without numeric features.
+            categorical: ids, (batch, number of tables).
+
+        Returns:
+            `logits` of shape (batch,).
+        """
+        if categorical is None:
+            raise ValueError("categorical ids are missing")
+        vectors = [table(ids[:, None]) for table, ids in zip(self.tables, categorical.unbind(1), strict=True)]
+        dense = None if self.bottom is None else self.bottom(numeric)
+        if dense is not None:
+            vectors = [dense, *(vector.to(dense.dtype) for vector in vectors)]  # autocast leaves lookups in fp32
+        products = interactions(torch.stack(vectors, dim=1))
+        features = products if dense is None else torch.cat([dense, products], dim=1)
+        return SequenceClassifierOutput(logits=self.top(features).squeeze(1))
+
+
+def interactions(vectors: Tensor) -> Tensor:
+    """The products of all pairs of vectors: z_1.z_0, z_2.z_0, z_2.z_1, z_3.z_0 and so on.
+
+    Args:
+        vectors: (batch, count, dim).
+
+    Returns:
+        (batch, count * (count - 1) / 2).
+    """
+    count = vectors.shape[1]
+    row, col = torch.tril_indices(count, count, offset=-1, device=vectors.device)
+    products = torch.bmm(vectors, vectors.transpose(1, 2))
+    return products.flatten(1).index_select(1, row * count + col)
+
+
+def _mlp(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
+    """Linear layers with ReLU between them, and after the last on request."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*(layers if last_relu else layers[:-1]))
+
+
+def register() -> None:
+    """Let `AutoConfig` and `AutoModel` of transformers know DLRM, so that its folders load by them."""
+    AutoConfig.register(DLRMConfig.model_type, DLRMConfig, exist_ok=True)
+    AutoModel.register(DLRMConfig, DLRM, exist_ok=True)
