@@ -27,6 +27,7 @@ from functools import lru_cache
 from math import prod
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 Tree: TypeAlias = "int | tuple[Tree, Tree]"
@@ -318,7 +319,9 @@ def merged(cores: Sequence[Tensor], tree: Tree) -> Tensor:
     return pairs.reshape(left.shape[0], left.shape[1] * right.shape[1], left.shape[2] * right.shape[2], right.shape[-1])
 
 
-def contract(x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step], out_size: int) -> Tensor:
+def contract(
+    x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step], out_size: int, bias: Tensor | None = None
+) -> Tensor:
     """x with the blocks, in order.
 
     Args:
@@ -326,6 +329,7 @@ def contract(x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step], out_siz
         blocks: of the steps, merged.
         steps: of the plan.
         out_size: product of the modes of the output.
+        bias: (out_size,), added in the last product where that can be, which saves a pass over the result.
 
     Returns:
         (tokens, out_size).
@@ -333,11 +337,14 @@ def contract(x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step], out_siz
     num_tokens = x.shape[0]
     for step, block in zip(steps, blocks, strict=True):
         matrix = block.reshape(step.inner, step.width)
+        if bias is not None and step.width == out_size and step.before == 1 and step is steps[-1]:
+            return torch.addmm(bias, x.reshape(num_tokens, step.inner), matrix)
         if step.behind == 1:
             x = x.reshape(num_tokens * step.before, step.inner) @ matrix
         else:
             x = matrix.t() @ x.reshape(num_tokens * step.before, step.inner, step.behind)
-    return x.reshape(num_tokens, out_size)
+    y = x.reshape(num_tokens, out_size)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def _spelled(tree: Tree) -> str:

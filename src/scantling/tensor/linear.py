@@ -138,9 +138,11 @@ class TTLinear(CoreLayer):
         if padding:
             flat = nn.functional.pad(flat, (0, padding))
         steps = self._order(flat.shape[0])
-        y = contract(flat, self.blocks(steps), steps, prod(self.out_modes))[:, : self.out_features]
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
+        bias: Tensor | None = self.bias
+        out_size = prod(self.out_modes)
+        if bias is not None and out_size > self.out_features:
+            bias = nn.functional.pad(bias, (0, out_size - self.out_features))
+        y = contract(flat, self.blocks(steps), steps, out_size, bias)[:, : self.out_features]
         return y.view(*x.shape[:-1], self.out_features)
 
     @classmethod
