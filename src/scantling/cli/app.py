@@ -101,11 +101,14 @@ def export(
     to: Annotated[
         tuple[str, Path], typer.Option("--to", metavar="FORMAT DIR", help="Format (hf) and folder to write.")
     ],
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Write layers of cores as the dense layers that compute the same.")
+    ] = False,
 ) -> int:
     """Write a folder that transformers' from_pretrained loads, and check that it gives the same logits."""
     from scantling.cli import commands
 
-    return commands.export(run, *to)
+    return commands.export(run, *to, dense=dense)
 
 
 @app.command()

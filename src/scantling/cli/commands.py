@@ -126,13 +126,13 @@ def evaluate(run: Path, *, as_json: bool) -> int:
     return 0
 
 
-def export(run: Path, form: str, folder: Path) -> int:
+def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
     from scantling.training.export import export_hf
 
     if form != "hf":
         raise UserError(f"--to takes hf and a folder; given '{form}'")
     show_warnings(make_console(stderr=True))
-    difference = export_hf(run, folder)
+    difference = export_hf(run, folder, dense=dense)
     make_console().print(
         f"wrote {folder}; reloaded with from_pretrained, largest logit difference {difference:.1e}", markup=False
     )

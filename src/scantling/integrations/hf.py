@@ -17,11 +17,14 @@ from typing import Any
 import torch
 
 from scantling.groups import param_groups
+from scantling.integrations.hf_ranks import RankCallback
 from scantling.optim._codec import Momentum
 from scantling.optim._factor import Factor
 from scantling.optim._rounding import Rounding
 from scantling.optim.came import CAME
 from scantling.tensor import pretrained  # registers the cores
+
+__all__ = ["CAMEFactory", "RankCallback", "came", "load"]
 
 load = pretrained.load
 

@@ -164,6 +164,24 @@ class RankAdapter:
             layer.fold_controls()
         self._controls = []
 
+    def finish(self) -> None:
+        """Bring the size to the target, remove what is shut, and detach: the end of a run that is not to go on."""
+        self.step = max(self.step, self.options.steps)
+        if self.options.schedule == "controlled" or self.options.hold:
+            self._hold()
+        self.truncate()
+        self.detach()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the layers have controls."""
+        return bool(self._controls)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the controls."""
+        return self._device
+
     def num_parameters(self) -> int:
         """Numbers in the cores at the ranks that are live: what is left after `truncate`."""
         return sum(num_parameters(self.layers[name].sizes, ranks) for name, ranks in self.ranks().items())
@@ -325,6 +343,11 @@ class RankAdapter:
                 self._price.mul_(torch.tensor(self.options.price_rate * error * self.options.interval).exp())
         elif self.step < self.options.steps or not self.options.hold:
             return
+        self._hold()
+
+    def _hold(self) -> None:
+        """Shut or open ranks where the size is off its path."""
+        size, wanted = float(self._size(self._l0())), self._path()
         if abs(size - wanted) > self.options.tolerance * wanted:
             self._bring_to(wanted, shut=size > wanted)
 

@@ -12,9 +12,10 @@ import torch
 from scantling.errors import RunError, UserError
 from scantling.models.build import quiet
 from scantling.tasks.base import Task
+from scantling.tensor.convert import densify
 
 
-def export_hf(run_dir: str | Path, folder: str | Path) -> float:
+def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -> float:
     """Write the newest whole checkpoint of a run as a Hugging Face model folder with what makes its inputs.
 
     The folder is written aside, loaded again with the task's Auto class, compared on random inputs, and only then
@@ -23,6 +24,8 @@ def export_hf(run_dir: str | Path, folder: str | Path) -> float:
     Args:
         run_dir: the directory of a run.
         folder: the folder to write; it must not exist or be empty.
+        dense: whether layers of cores are written as the dense layers that compute the same; a model of cores itself is
+            loaded by `scantling.load`.
 
     Returns:
         The largest absolute difference between the logits of the model and of the reloaded one.
@@ -37,6 +40,8 @@ def export_hf(run_dir: str | Path, folder: str | Path) -> float:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and not empty; give a folder that does not exist")
     _, task, data, model, _ = load_trained(run_dir)
+    if dense:
+        densify(model)
     aside = folder.with_name(folder.name + ".tmp")
     try:
         if aside.exists():

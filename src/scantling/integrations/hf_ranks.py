@@ -1,0 +1,77 @@
+"""A rank adapter in the Trainer of transformers.
+
+A callback cannot change the loss, and a term added to it would be scaled by accumulation steps and processes in ways
+that depend on the model. The price of the size does not depend on the data: its gradient is added once for each update,
+after the gradients were averaged and clipped, which is the same on all processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from scantling.errors import UserError
+from scantling.tensor.ranks import RankAdapter
+
+
+class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Brings the ranks of a tensorised model down while the Trainer trains it.
+
+    The ranks that come to be shut are removed when the training ends, and the controls folded into the cores, so that
+    `trainer.save_model` writes the small model; until then shapes stay, which DistributedDataParallel and the Trainer's
+    own resume rely on. The adapter's state is in `trainer_state.json`.
+
+    Args:
+        adapter: of the model that the Trainer gets, attached before the Trainer is built. Its schedule may not have a
+            late stage, which weighs the loss of the task.
+
+    Raises:
+        UserError: an adapter with a late stage.
+
+    Example:
+        >>> adapter = sc.RankAdapter(sc.tensorize(model, rank=32), size_target=0.2, steps=500)  # doctest: +SKIP
+        >>> Trainer(model=model, args=args, callbacks=[sc.hf.RankCallback(adapter)])  # doctest: +SKIP
+    """
+
+    def __init__(self, adapter: RankAdapter) -> None:
+        options = adapter.options
+        if options.schedule == "paper" and options.early_steps is not None and options.early_steps < options.steps:
+            raise UserError(
+                "RankCallback: a late stage weighs the loss of the task, which a callback cannot; leave early_steps "
+                f"out, or take schedule='controlled'. Given early_steps={options.early_steps} of {options.steps}"
+            )
+        self.adapter = adapter
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step and saved is not None:
+            values = saved["attributes"]
+            tensors = {key: torch.tensor(values[key]) for key in ("price", "mean_loss", "weight", "reference")}
+            self.adapter.load_state_dict({**values, **tensors})
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        with torch.enable_grad():
+            price = self.adapter.loss(torch.zeros((), device=self.adapter.device))
+        if price.requires_grad:
+            price.backward()  # type: ignore[no-untyped-call]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs is not None and self.adapter.is_attached:
+            figures = self.adapter.metrics()
+            logs.update(figures)
+            state.log_history[-1].update(figures)  # which was copied before the callbacks are asked
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.adapter.step + 1 >= self.adapter.options.steps:
+            self.adapter.finish()
+
+    def state(self) -> dict[str, Any]:
+        """What `trainer_state.json` keeps."""
+        values = {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in self.adapter.state_dict().items()
+        }
+        return {"args": {}, "attributes": values}

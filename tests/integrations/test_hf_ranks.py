@@ -1,0 +1,96 @@
+"""Ranks that come down in the Trainer of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.tensor.layer import CoreLayer
+from tests.integrations.test_hf_trainer import Sequences, StopAtThree, model
+
+
+def trainer(folder: Path, steps: int = 9, **options: Any) -> tuple[Trainer, sc.RankAdapter]:
+    made = sc.tensorize(model(), rank=6)
+    adapter = sc.RankAdapter(made, **{"size_target": 0.5, "steps": 6, "interval": 1, **options})
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        save_steps=3,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    callback = sc.hf.RankCallback(adapter)
+    pair = sc.hf.came(lr=3e-3, debias=True, betas=(0.9, 0.95, 0.995))
+    return Trainer(
+        made, arguments, train_dataset=Sequences(), callbacks=[callback], optimizer_cls_and_kwargs=pair
+    ), adapter
+
+
+def cores(of: torch.nn.Module) -> int:
+    return sum(core.numel() for layer in of.modules() if isinstance(layer, CoreLayer) for core in layer.cores)
+
+
+def test_the_small_model_is_saved_and_loads_exactly(tmp_path: Path) -> None:
+    made, adapter = trainer(tmp_path)
+    first = cores(made.model)
+    made.train()
+    assert cores(made.model) == pytest.approx(0.5 * first, rel=0.02)
+    assert adapter.num_parameters() == cores(made.model)
+    assert not any("controls" in name for name, _ in made.model.named_parameters())
+    sizes = [record["tensor_size"] for record in made.state.log_history if "tensor_size" in record]
+    assert len(sizes) >= 8
+    assert sizes[0] > sizes[-1] == pytest.approx(0.5, rel=0.02)
+    made.save_model(str(tmp_path / "small"))
+    loaded = sc.load(tmp_path / "small").eval()
+    ids = torch.arange(12).view(1, 12)
+    assert torch.equal(loaded(input_ids=ids).logits, made.model.eval()(input_ids=ids).logits)
+
+
+def test_the_price_is_counted_once_for_each_update(tmp_path: Path) -> None:
+    """Four micro-batches, one price: the controls' gradient is that of the data plus that of the price alone."""
+    made, adapter = trainer(tmp_path, steps=1, price=7.0)
+    control = next(layer.controls[0] for layer in adapter.layers.values() if layer.controls is not None)
+    seen: list[torch.Tensor] = []
+
+    class Look(type(made.callback_handler.callbacks[0])):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            seen.append(control.grad.clone())
+
+    callbacks = made.callback_handler.callbacks
+    place = next(index for index, one in enumerate(callbacks) if isinstance(one, sc.hf.RankCallback))
+    callbacks[place : place + 1] = [Look(), callbacks[place], Look()]
+    made.train()
+    fresh, again = trainer(tmp_path / "again", steps=1, price=7.0)
+    again.loss(torch.zeros(())).backward()
+    wanted = next(layer.controls[0] for layer in again.layers.values() if layer.controls is not None).grad
+    assert fresh is not made
+    torch.testing.assert_close(seen[1] - seen[0], wanted)
+
+
+def test_resume_is_bitwise(tmp_path: Path) -> None:
+    straight, adapter = trainer(tmp_path / "straight")
+    straight.train()
+    first, _ = trainer(tmp_path / "parted")
+    first.add_callback(StopAtThree())
+    first.train()
+    second, resumed = trainer(tmp_path / "parted")
+    second.train(resume_from_checkpoint=True)
+    assert resumed.step == adapter.step
+    assert resumed.ranks() == adapter.ranks()
+    for (name, one), other in zip(straight.model.named_parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_late_stage_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="late stage weighs the loss"):
+        trainer(tmp_path, schedule="paper", early_steps=3)
