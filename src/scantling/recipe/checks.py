@@ -252,11 +252,12 @@ def _check_tensor(content: Content) -> Iterator[Fault]:
                 yield Fault(f"tensor.{key}", "has no effect without tensor.size_target")
         return
     steps, adapt = train.get("steps"), tensor.get("adapt", TensorSection.model_fields["adapt"].default)
-    known = isinstance(steps, int) and isinstance(adapt, int | float)
-    if known and adapt > max(1, steps):
-        yield Fault("tensor.adapt", f"is longer than the run of {steps} steps", str(adapt))
+    own = {}
+    if isinstance(steps, int) and isinstance(adapt, int | float):
+        own = {"steps": adapt_steps(adapt, steps)}
+        if adapt > max(1, steps):
+            yield Fault("tensor.adapt", f"is longer than the run of {steps} steps", str(adapt))
     if isinstance(adapter, Mapping):
-        own = {"steps": adapt_steps(adapt, steps)} if known else {}
         for key, problem, given in RankOptions.problems({**own, **adapter}):
             yield Fault(f"tensor.adapter.{key}", problem, given)
         for key in ("size_target", "unit", "steps"):
