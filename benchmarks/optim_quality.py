@@ -39,7 +39,7 @@ TOKENS = 20 * 492_384  # 20 for each parameter of MODEL
 LONGER_TOKENS = 10_000_000
 SEQ_LEN, BATCH = 128, 32
 GRID = Grid([0.125e-3, 0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3], start=5)
-SWEPT = ("came-slow", "adamw-slow", "adamw", "came", "came-reference", "adafactor", "muon", "scale-like", "apollo-mini")
+SWEPT = ("adamw", "came", "came-reference", "adafactor", "muon", "scale-like", "apollo-mini", "came-slow", "adamw-slow")
 SEEDS = 8
 FINALISTS = ("adamw", "came", "came-int8", "came-int4")
 LONGER = ("adamw", "came-int8", "came")
