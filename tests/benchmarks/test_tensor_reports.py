@@ -247,6 +247,7 @@ def _run(script: str, *arguments: str | Path, cache: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_each_phase_of_the_six_encoder_runs(tmp_path: Path, data_folder: Path) -> None:
     results, times = tmp_path / "lines.jsonl", tmp_path / "times.json"
     small = ["--batches", "1", "--layers", "1", "--length", "8", "--row", "dense", "--row", "cores-0.5"]
@@ -264,6 +265,7 @@ def test_each_phase_of_the_six_encoder_runs(tmp_path: Path, data_folder: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_each_phase_of_dlrm_runs(tmp_path: Path, data_folder: Path) -> None:
     results, times = tmp_path / "lines.jsonl", tmp_path / "times.json"
     small = ["--shrink", "1000", "--batch", "100", "--rank", "4"]
