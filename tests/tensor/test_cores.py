@@ -58,8 +58,26 @@ def test_a_draw_has_exactly_the_norm_over_what_is_not_padding(rows: int, cols: i
     valid = [[(s,) for s in a + b] for a in boxes(rows, row_modes) for b in boxes(cols, col_modes)]
     generator = torch.Generator().manual_seed(seed)
     ranks = clip_ranks(rank, row_modes + col_modes)
-    cores = random_cores(shapes, ranks, 3.0, valid, dtype=torch.float64, generator=generator)
+    cores = random_cores(shapes, ranks, 3.0, valid, len(row_modes), dtype=torch.float64, generator=generator)
     assert dense(cores).reshape(64, 64)[:rows, :cols].norm().item() == pytest.approx(3.0, rel=1e-12)
+
+
+def test_a_random_chain_is_as_well_conditioned_as_a_matrix_of_its_rank_can_be() -> None:
+    sizes, ranks = (6, 4, 4, 4, 4, 6), (1, 6, 10, 10, 10, 6, 1)
+    everything = [[(slice(0, size),) for size in sizes]]
+    cores = random_cores([(size,) for size in sizes], ranks, 5.0, everything, 3, dtype=torch.float64)
+    values = torch.linalg.svdvals(dense(cores).reshape(96, 96))
+    torch.testing.assert_close(values[:10], torch.full((10,), 5.0 / 10**0.5, dtype=torch.float64))
+    assert values[10] < 1e-12
+    assert (
+        len(
+            {
+                round(core.norm().item() / (core.shape[0] if place > 2 else core.shape[-1]) ** 0.5, 9)
+                for place, core in enumerate(cores)
+            }
+        )
+        == 1
+    )
 
 
 @given(SIZES, st.integers(1, 4), st.sampled_from([1, 2]))

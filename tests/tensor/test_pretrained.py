@@ -198,7 +198,9 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_dtype_and_shards(tmp_path: Path) -> None:
-    model = converted("llama").to(torch.bfloat16)
+    model = converted("llama")
+    for param in model.parameters():  # and no buffers, of which the rotary ones are made anew in fp32
+        param.data = param.data.to(torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="4KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded = sc.load(tmp_path)

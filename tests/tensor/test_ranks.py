@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import scantling as sc
 from scantling.errors import UserError
 from scantling.tensor._cut import cut_parameter
+from scantling.tensor.choose import nearest
 from scantling.tensor.contraction import best_plan, factors_of
 from scantling.tensor.layer import CoreLayer, gate
 from scantling.tensor.ranks import RankAdapter
@@ -147,6 +150,25 @@ def test_the_size_comes_down_to_the_target(target: float, optimizer: str) -> Non
     assert all(layer.ranks == adapter.ranks()[name] for name, layer in adapter.layers.items())
     assert losses[-1] == losses[-1] < losses[0] + 0.5
     assert steps(model, adapter, made, range(70, 75))[-1] < losses[0] + 0.5
+
+
+@given(st.integers(0, 10_000), st.floats(0.15, 0.95), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_the_ranks_kept_are_as_near_to_the_size_as_can_be(seed: int, share: float, shut: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ranks = torch.randint(4, 14, (7,), generator=generator)
+    bond_of = torch.repeat_interleave(torch.arange(7), ranks)
+    size = SizePolynomial.of(number_terms([5, 7, 4, 6], 0) + number_terms([9, 8, 3, 5, 4], 3), 7)
+    value = torch.rand(len(bond_of), generator=generator, dtype=torch.float64)
+    full, least = size(ranks.double()).item(), size(torch.ones(7, dtype=torch.float64)).item()
+    wanted = max(share * full, 1.5 * least)
+    live = torch.ones_like(bond_of, dtype=torch.bool)
+    if not shut:
+        live = torch.zeros_like(live).index_fill(0, ranks.cumsum(0) - 1, True)
+    found = nearest(size, live, bond_of, value, wanted, 0.01)
+    kept = torch.bincount(bond_of[found], minlength=7)
+    assert (kept >= 1).all()
+    assert size(kept.double()).item() == pytest.approx(wanted, rel=0.05)
 
 
 @pytest.mark.parametrize("unit", ["flops", "bytes"])

@@ -102,30 +102,47 @@ def random_cores(
     ranks: Sequence[int],
     norm: float,
     boxes: Sequence[Sequence[Box]],
+    center: int,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> list[Tensor]:
-    """Gaussian cores whose tensor has exactly the given norm over what is not padding.
+    """Random cores whose tensor has exactly the given norm over what is not padding.
 
-    A product of random cores varies by tens of percent from draw to draw; the draw is scaled, the same factor in every
-    core.
+    The cores left of the center are isometries from the left, (r * modes) x r' with orthonormal columns, those right of
+    it from the right: every merged part of the chain is one, too, and the matrix that the chain is at its center has
+    equal singular values. Products of Gaussian cores are badly conditioned instead, the worse the longer the chain, and
+    train slower for it. The scale is the same in every core.
 
     Args:
         shapes: the mode sizes of each core.
-        ranks: of all bonds, the outer ones included.
+        ranks: of all bonds, the outer ones included; none above what the modes can carry.
         norm: Frobenius norm of the tensor.
         boxes: disjoint, each with the slices of the modes of every core: what counts for the norm.
+        center: how many of the cores are on the left.
         dtype, device, generator: of the draw.
     """
-    cores = [
-        torch.randn(left, *shape, right, dtype=torch.float64, device="cpu", generator=generator) / sqrt(right)
-        for left, shape, right in zip(ranks[:-1], shapes, ranks[1:], strict=True)
-    ]
+    cores = []
+    for place, (left, shape, right) in enumerate(zip(ranks[:-1], shapes, ranks[1:], strict=True)):
+        drawn = torch.randn(left, *shape, right, dtype=torch.float64, device="cpu", generator=generator)
+        if place < center:
+            drawn = _orthonormal(drawn.flatten(0, -2)).reshape(drawn.shape)
+        else:
+            drawn = _orthonormal(drawn.flatten(1).t()).t().reshape(drawn.shape)
+        cores.append(drawn)
     total = sum(float(gram(cores, box)) for box in boxes)
     factor = (norm / sqrt(total)) ** (1.0 / len(cores)) if total > 0.0 else 0.0
     return [(core * factor).to(device=device, dtype=dtype or torch.get_default_dtype()) for core in cores]
+
+
+def _orthonormal(gaussian: Tensor) -> Tensor:
+    """Orthonormal columns, uniform among all such; orthonormal rows where there are more columns than rows."""
+    if gaussian.shape[0] < gaussian.shape[1]:
+        return _orthonormal(gaussian.t()).t()
+    q, r = torch.linalg.qr(gaussian)
+    signed: Tensor = q * r.diagonal().sign()
+    return signed
 
 
 def tt_svd(tensor: Tensor, shapes: Sequence[Sizes], ranks: Sequence[int] | None, error: float = 0.0) -> list[Tensor]:

@@ -113,7 +113,8 @@ class TTMEmbedding(CoreLayer):
             for rows in boxes(self.num_embeddings, self.row_modes)
             for cols in boxes(self.embedding_dim, self.col_modes)
         ]
-        drawn = random_cores(self._shapes(), self.ranks, norm, valid, generator=generator)
+        shapes = self._shapes()
+        drawn = random_cores(shapes, self.ranks, norm, valid, len(shapes) // 2, generator=generator)
         with torch.no_grad():
             for core, value in zip(self.cores, drawn, strict=True):
                 core.copy_(value)

@@ -98,7 +98,7 @@ class TTLinear(CoreLayer):
             for cols in boxes(self.out_features, self.out_modes)
         ]
         shapes = [(mode,) for mode in (*self.in_modes, *self.out_modes)]
-        drawn = random_cores(shapes, self.ranks, norm, valid, generator=generator)
+        drawn = random_cores(shapes, self.ranks, norm, valid, len(self.in_modes), generator=generator)
         with torch.no_grad():
             for core, value in zip(self.cores, drawn, strict=True):
                 core.copy_(value)

@@ -27,7 +27,6 @@ side: a function of the parameters alone, so that replicas decide alike.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.tensor._cut import cut_parameter
+from scantling.tensor.choose import nearest
 from scantling.tensor.cores import num_parameters
 from scantling.tensor.layer import CoreLayer, gate
 from scantling.tensor.options import RankOptions
@@ -44,6 +44,8 @@ from scantling.tensor.sizes import SizePolynomial, flop_terms, number_terms
 
 _MARGIN = 5.0
 """How far from the threshold, in thresholds, a control is put that is shut or opened: not to flip back at once."""
+_SHUT = -1.0
+"""What the controls that are shut at the end become: too far from the threshold ever to come back."""
 
 
 class RankAdapter:
@@ -166,9 +168,9 @@ class RankAdapter:
 
     def finish(self) -> None:
         """Bring the size to the target, remove what is shut, and detach: the end of a run that is not to go on."""
-        self.step = max(self.step, self.options.steps)
-        if self.options.schedule == "controlled" or self.options.hold:
-            self._hold()
+        if self.step < self.options.steps and (self.options.schedule == "controlled" or self.options.hold):
+            self.step = self.options.steps
+            self._end()
         self.truncate()
         self.detach()
 
@@ -310,7 +312,7 @@ class RankAdapter:
         if self._seen is not None:
             self.step += 1
         self._remember(task_loss)
-        if self.step % self.options.interval == 0 or self.step == self.options.steps:
+        if self.step % self.options.interval == 0 or self.step >= self.options.steps:
             self._act()
         self._seen = tuple(control._version for control in self._controls)
 
@@ -334,22 +336,32 @@ class RankAdapter:
 
     def _act(self) -> None:
         """Bring the size to its path, by the price and, where that is too slow, by the ranks themselves."""
-        size, wanted = float(self._size(self._l0())), self._path()
-        if self.options.schedule == "controlled":
-            if self.step >= self.options.steps:
-                self._price.zero_()
-            elif self.step >= self.options.begin:
-                error = min(1.0, max(-1.0, size / wanted - 1.0))
-                self._price.mul_(torch.tensor(self.options.price_rate * error * self.options.interval).exp())
-        elif self.step < self.options.steps or not self.options.hold:
-            return
-        self._hold()
+        controlled, ended = self.options.schedule == "controlled", self.step >= self.options.steps
+        if ended and (controlled or self.options.hold):
+            self._end()
+        elif controlled:
+            if self.step >= self.options.begin:
+                error = float(self._size(self._l0())) / self._path() - 1.0
+                rate = self.options.price_rate * min(1.0, max(-1.0, error)) * self.options.interval
+                self._price.mul_(torch.tensor(rate).exp())
+            self._hold()
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Hold the size to the target, and from then on every rank to what it is."""
+        threshold = self.options.threshold
+        if self.step == self.options.steps:
+            self._price.zero_()
+            self._hold()
+        lowest = threshold if self.step == self.options.steps else 0.5 * _SHUT
+        for control in self._controls:
+            control.copy_(torch.where(control > lowest, control.clamp(min=2.0 * threshold), _SHUT))
 
     def _hold(self) -> None:
         """Shut or open ranks where the size is off its path."""
         size, wanted = float(self._size(self._l0())), self._path()
         if abs(size - wanted) > self.options.tolerance * wanted:
-            self._bring_to(wanted, shut=size > wanted)
+            self._bring_to(wanted)
 
     def _path(self) -> float:
         """The size that is wanted at this step."""
@@ -373,40 +385,23 @@ class RankAdapter:
         )
 
     @torch.no_grad()
-    def _bring_to(self, wanted: float, *, shut: bool) -> None:
+    def _bring_to(self, wanted: float) -> None:
         """Shut the ranks that contribute least for what they cost, or open those that would contribute most.
 
-        One rank stays on every bond. Where a rank less is a rank too many, smaller ones are opened again.
+        One rank stays on every bond. Where one rank is more than the tolerance, ranks are exchanged for smaller ones.
         """
         device = torch.device("cpu")
-        flat, bond_of, size = self._flat().to(device), self._bond_of.to(device), self._counted
-        live = flat > self.options.threshold
-        counts = torch.zeros(len(self._controls), dtype=torch.float64).index_add(0, bond_of, live.double())
+        flat, bond_of = self._flat().to(device), self._bond_of.to(device)
+        before = flat > self.options.threshold
+        counts = torch.zeros(len(self._controls), dtype=torch.float64).index_add(0, bond_of, before.double())
         value = torch.cat(list(self._contributions())).to(device, torch.float64)
-        value = value / size.slopes(counts.clamp(min=1.0))[bond_of].clamp(min=1e-30)
-        if shut:
-            value = value.masked_fill(~live, torch.inf)
-            best = torch.full((len(self._controls),), -torch.inf, dtype=torch.float64)
-            best = best.scatter_reduce(0, bond_of, value.masked_fill(~live, -torch.inf), "amax")
-            value = value.masked_fill(live & (value == best[bond_of]), torch.inf)  # the last of its bond
-            order = value.argsort()[: int((value < torch.inf).sum())]
-        else:
-            order = value.masked_fill(live, -torch.inf).argsort(descending=True)[: int((~live).sum())]
-        lowest, highest = wanted * (1.0 - self.options.tolerance), wanted * (1.0 + self.options.tolerance)
-        number = 0
-        if shut:
-            number = bisect_left(
-                range(len(order)), -highest, key=lambda first: -float(size(_without(counts, bond_of[order[:first]])))
-            )
-            counts = _without(counts, bond_of[order[:number]])
-        opened = _filled(counts, order[:number].flip(0) if shut else order, bond_of, size, lowest, highest)
-        chosen = torch.zeros_like(live).index_fill(0, order[:number], True)
-        chosen[opened] = not shut
-        value_of_shut = -1.0 if self.step >= self.options.steps else -_MARGIN * self.options.threshold
-        changed = value_of_shut if shut else _MARGIN * self.options.threshold
-        marks = torch.split(chosen, [len(control) for control in self._controls])
-        for control, mark in zip(self._controls, marks, strict=True):
-            control.masked_fill_(mark.to(control.device), changed)
+        value = value / self._counted.slopes(counts.clamp(min=1.0))[bond_of].clamp(min=1e-30)
+        live = nearest(self._counted, before, bond_of, value, wanted, self.options.tolerance)
+        margin = _MARGIN * self.options.threshold
+        lengths = [len(control) for control in self._controls]
+        opened, shut = (torch.split(mask, lengths) for mask in (live & ~before, before & ~live))
+        for control, wide, closed in zip(self._controls, opened, shut, strict=True):
+            control.masked_fill_(wide.to(control.device), margin).masked_fill_(closed.to(control.device), -margin)
 
     @torch.no_grad()
     def _contributions(self) -> Iterator[Tensor]:
@@ -440,25 +435,3 @@ class RankAdapter:
                 f"the optimizer does not step the rank controls of '{missing[0]}'; attach the RankAdapter before the "
                 "optimizer is built"
             )
-
-
-def _without(counts: Tensor, bonds: Tensor) -> Tensor:
-    """Ranks of the bonds after one less for each entry of `bonds`."""
-    return counts.index_add(0, bonds, counts.new_full((len(bonds),), -1.0))
-
-
-def _filled(
-    counts: Tensor, candidates: Tensor, bond_of: Tensor, size: SizePolynomial, lowest: float, highest: float
-) -> list[int]:
-    """Which of the ranks to open, first come, first served, to get to `lowest` and not over `highest`."""
-    opened: list[int] = []
-    counts = counts.clone()
-    for rank, bond in zip(candidates.tolist(), bond_of[candidates].tolist(), strict=True):
-        if float(size(counts)) >= lowest:
-            break
-        counts[bond] += 1.0
-        if float(size(counts)) > highest:
-            counts[bond] -= 1.0
-        else:
-            opened.append(rank)
-    return opened

@@ -1,0 +1,91 @@
+"""Which ranks to keep for a size: the ones of most value, as near to the size as whole ranks allow."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from scantling.tensor.sizes import SizePolynomial
+
+_MOST_EXCHANGES = 20
+_MOST_MOVES = 60
+"""With more single moves than these, pairs of them are not tried: a rank is then a small part of the size."""
+
+
+def nearest(
+    size: SizePolynomial, live: Tensor, bond_of: Tensor, value: Tensor, wanted: float, tolerance: float
+) -> Tensor:
+    """Change which ranks are live so that the size is the wanted one.
+
+    The size falls (or grows) with every rank, so that the number of ranks to shut (or open), least (or most) value
+    first, is found by halving. While it is off by more than the tolerance, one rank of a bond is then opened, shut, or
+    exchanged for one of another bond, whatever brings it nearest.
+
+    Args:
+        size: of the ranks of all bonds.
+        live: which ranks are, bool, all bonds in a row.
+        bond_of: the bond of each rank.
+        value: of each rank for what it costs.
+        wanted: size.
+        tolerance: relative.
+
+    Returns:
+        Which ranks are to be live; at least one of every bond that has one.
+    """
+    num_bonds = int(bond_of.max()) + 1
+    live = live.clone()
+
+    def counts() -> Tensor:
+        return torch.zeros(num_bonds, dtype=torch.float64).index_add(0, bond_of, live.double())
+
+    start = counts()
+    shuts = float(size(start)) > wanted
+    if shuts:
+        best = torch.full((num_bonds,), -torch.inf, dtype=torch.float64)
+        best = best.scatter_reduce(0, bond_of, value.masked_fill(~live, -torch.inf), "amax")
+        movable = live & (value < best[bond_of])  # the best of its bond stays
+        order = value.masked_fill(~movable, torch.inf).argsort()[: int(movable.sum())]
+    else:
+        order = value.masked_fill(live, -torch.inf).argsort(descending=True)[: int((~live).sum())]
+    change = -1.0 if shuts else 1.0
+
+    def after(number: int) -> float:
+        changes = torch.full((number,), change, dtype=torch.float64)
+        return change * float(size(start.index_add(0, bond_of[order[:number]], changes)))
+
+    number = bisect_left(range(len(order)), change * wanted, key=after)
+    if number and abs(change * after(number - 1) - wanted) < abs(change * after(number) - wanted):
+        number -= 1
+    live[order[:number]] = not shuts
+    for _ in range(_MOST_EXCHANGES):
+        now = counts()
+        if abs(float(size(now)) - wanted) <= tolerance * wanted or not _exchange(
+            size, live, bond_of, value, now, wanted
+        ):
+            break
+    return live
+
+
+def _exchange(size: SizePolynomial, live: Tensor, bond_of: Tensor, value: Tensor, now: Tensor, wanted: float) -> bool:
+    """Make the one move, of at most two ranks, that brings the size nearest; False where none does."""
+    dead = torch.zeros_like(now).index_add(0, bond_of, (~live).double())
+    singles = [(bond, 1) for bond in range(len(now)) if dead[bond] > 0]
+    singles += [(bond, -1) for bond in range(len(now)) if now[bond] > 1]
+    moves = [[single] for single in singles]
+    if len(singles) <= _MOST_MOVES:
+        moves += [[one, other] for one, other in product(singles, singles) if one[0] < other[0]]
+    best, distance = None, abs(float(size(now)) - wanted)
+    for move in moves:
+        ranks = now.clone()
+        for bond, change in move:
+            ranks[bond] += change
+        if abs(float(size(ranks)) - wanted) < distance:
+            best, distance = move, abs(float(size(ranks)) - wanted)
+    for bond, change in best or []:
+        among = (bond_of == bond) & (~live if change > 0 else live)
+        chosen = value.masked_fill(~among, -change * torch.inf)
+        live[chosen.argmax() if change > 0 else chosen.argmin()] = change > 0
+    return best is not None
