@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,20 @@ def text(data: str) -> dict[str, Any]:
     return {"corpus": "python-stdlib", "max_bytes": 30_000_000}
 
 
-def train_line(spec: Spec, recipe: dict[str, Any], *, run_dir: Path | None = None) -> Line:
+def train_line(
+    spec: Spec,
+    recipe: dict[str, Any],
+    *,
+    run_dir: Path | None = None,
+    finish: Callable[[Path], Line] | None = None,
+) -> Line:
     """Train in this process and return the line of the result.
 
     Args:
         spec: what the run is known by.
         recipe: what it does. With `train.eval_every`, the line has the held-out curve.
         run_dir: where a long run keeps its checkpoints, to go on from them; it is removed at the end.
+        finish: gives more of the line from the directory of the run.
     """
     import scantling as sc
     from scantling.errors import NonFiniteError
@@ -73,6 +81,7 @@ def train_line(spec: Spec, recipe: dict[str, Any], *, run_dir: Path | None = Non
             if result.status != "done":
                 raise SystemExit(f"stopped by a signal after step {result.step}")  # which is no result
             outcome = _outcome(dict(result.metrics), place / "metrics.jsonl")
+            outcome |= {} if finish is None else finish(place)
         except NonFiniteError as error:
             outcome = {"eval_loss": None, "failure": str(error)}
         if resume:

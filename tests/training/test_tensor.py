@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,27 @@ def test_cores_without_a_target_keep_their_ranks(tmp_path: Path, release: bool) 
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
+def test_the_mnli_recipe_runs(tmp_path: Path, data_folder: Path) -> None:
+    """One layer of the full width, on pairs in the columns of MultiNLI."""
+    for part, name, rows in (("train", "train", 120), ("dev_matched", "mnli_dev_matched_part_a", 24)):
+        with gzip.open(data_folder / "nli" / f"{name}.jsonl.gz", "rt") as source:
+            pairs = [json.loads(line) for line in islice(source, rows)]
+        columns = [
+            {"sentence1": pair["premise"], "sentence2": pair["hypothesis"], "gold_label": pair["label"]}
+            for pair in pairs
+        ]
+        (tmp_path / f"mnli_{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in columns))
+    settings = [f"data.jsonl={tmp_path / 'mnli_train.jsonl'}", f"data.validation={tmp_path / 'mnli_dev_matched.jsonl'}"]
+    settings += ["data.tokenizer={bpe: 300}", "model.overrides={num_hidden_layers: 1}", "train.steps=6"]
+    settings += ["train.batch_size=2", "tensor.adapt=4", "tensor.adapter={begin: 2}", "tensor.truncate_every=2"]
+    path = Path(__file__).parents[2] / "recipes" / "papers" / "mnli-six-encoder.yaml"
+    result = sc.train(path, run_dir=tmp_path / "run", settings=[*settings, "train.device=cpu"])
+    lines = records(result.run_dir)
+    assert lines[0]["tensor_parameters"] == 167_808 + 4 * 20_448 + 2 * 28_960 + 20_448
+    assert lines[-1]["tensor_size"] == pytest.approx(0.2, rel=0.02)
+    assert "accuracy" in lines[-1]
+
+
 def test_faults_of_the_section_are_found_when_the_recipe_is_read(tmp_path: Path) -> None:
     for tensor, message in (
         ({"rank": 4, "adapt": 0.3}, "tensor.adapt: has no effect without tensor.size_target"),
@@ -117,6 +140,7 @@ def test_faults_of_the_section_are_found_when_the_recipe_is_read(tmp_path: Path)
         ({"size_target": 0.5, "adapter": {"gama": 1.0}}, "tensor.adapter.gama: is not known .did you mean 'gamma'"),
         ({"size_target": 0.5, "adapter": {"beta": -1.0}}, "tensor.adapter.beta: must be at least 0.0; given -1.0"),
         ({"size_target": 0.5, "adapter": {"steps": 9}}, "tensor.adapter.steps: belongs to tensor.adapt"),
+        ({"size_target": 0.5, "adapt": 4, "adapter": {"begin": 5}}, "tensor.adapter.begin: must be below steps=4"),
         ({"num_modes": 6}, "tensor.num_modes"),
         ({"ranks": 4}, "tensor.ranks: .*did you mean 'rank'"),
     ):

@@ -22,6 +22,7 @@ from scantling.recipe.schema import (
     OptimSection,
     TensorSection,
     TrainSection,
+    adapt_steps,
 )
 
 Content = Mapping[str, Any]
@@ -250,11 +251,14 @@ def _check_tensor(content: Content) -> Iterator[Fault]:
             if _changed(tensor, TensorSection, key):
                 yield Fault(f"tensor.{key}", "has no effect without tensor.size_target")
         return
-    steps, adapt = train.get("steps"), tensor.get("adapt")
-    if isinstance(steps, int) and isinstance(adapt, int | float) and adapt > max(1, steps):
-        yield Fault("tensor.adapt", f"is longer than the run of {steps} steps", str(adapt))
+    steps, adapt = train.get("steps"), tensor.get("adapt", TensorSection.model_fields["adapt"].default)
+    own = {}
+    if isinstance(steps, int) and isinstance(adapt, int | float):
+        own = {"steps": adapt_steps(adapt, steps)}
+        if adapt > max(1, steps):
+            yield Fault("tensor.adapt", f"is longer than the run of {steps} steps", str(adapt))
     if isinstance(adapter, Mapping):
-        for key, problem, given in RankOptions.problems(adapter):
+        for key, problem, given in RankOptions.problems({**own, **adapter}):
             yield Fault(f"tensor.adapter.{key}", problem, given)
         for key in ("size_target", "unit", "steps"):
             if key in adapter:

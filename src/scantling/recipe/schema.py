@@ -204,8 +204,13 @@ class TensorSection(Section):
 
     def rank_options(self, steps: int) -> dict[str, Any]:
         """The arguments of the `RankAdapter` in a run of so many steps."""
-        adapt = round(self.adapt * steps) if self.adapt <= 1.0 else round(self.adapt)
-        return {"size_target": self.size_target, "unit": self.unit, "steps": max(1, adapt), **self.adapter}
+        adapt = adapt_steps(self.adapt, steps)
+        return {"size_target": self.size_target, "unit": self.unit, "steps": adapt, **self.adapter}
+
+
+def adapt_steps(adapt: float, steps: int) -> int:
+    """`tensor.adapt` as a number of steps in a run of `steps`."""
+    return max(1, round(adapt * steps) if adapt <= 1.0 else round(adapt))
 
 
 class CommSection(Section):

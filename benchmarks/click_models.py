@@ -1,0 +1,124 @@
+"""DLRM with the tables of Criteo Kaggle, dense and as cores, with its optimizer: one training step to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+from contenders import held_bytes
+from torch import Tensor, nn
+from zipf_clicks import CRITEO_KAGGLE, ZipfClicks
+
+import scantling as sc
+from scantling.models.dlrm import DLRM, DLRMConfig
+from scantling.tensor.layer import CoreLayer
+
+WIDTH = 32
+RANK, MLP_RANK = 64, 32
+LARGE_ROWS = 90_000
+"""Tables from this size on become cores, 33.7 of the 33.8 million rows."""
+LARGE_LAYERS = ("bottom.2", "top.0", "top.2")
+"""512 to 256 below, what the top MLP begins with, and 512 to 256 above."""
+ROWS = ("dense-sgd", "dense-adamw", "cores-sgd", "cores-adamw")
+
+
+def model_of(name: str, *, rank: int = RANK, shrink: int = 1, device: str = "cpu") -> DLRM:
+    """The model of a row; what becomes cores is never held as a dense table.
+
+    Args:
+        name: of the row.
+        rank: of the cores of tables.
+        shrink: tables of so many times fewer rows, for a quick look.
+        device: `meta` for a model without memory.
+    """
+    sizes = [max(2, size // shrink) for size in CRITEO_KAGGLE]
+    with torch.device("meta"):
+        model = DLRM(DLRMConfig(table_sizes=sizes, embedding_dim=WIDTH))
+    if name.startswith("cores"):
+        large = [number for number, size in enumerate(CRITEO_KAGGLE) if size >= LARGE_ROWS]
+        ranks: dict[str, Any] = {f"tables.{number}": {"rank": rank, "num_modes": 4} for number in large}
+        sc.tensorize(model, ranks | dict.fromkeys(LARGE_LAYERS, MLP_RANK))
+    if device != "meta":
+        model.to_empty(device=device)
+        torch.manual_seed(0)
+        for module in model.modules():
+            if isinstance(module, CoreLayer):
+                rows = getattr(module, "num_embeddings", None)
+                norm = None if rows is None else (WIDTH / 3) ** 0.5  # of a table that is uniform within 1 / sqrt(rows)
+                module.reset_parameters(norm=norm)  # type: ignore[operator]
+            else:
+                model._init_weights(module)
+    return model.train()
+
+
+def optimizer_of(name: str, model: DLRM) -> torch.optim.Optimizer:
+    """SGD with sparse gradients of dense tables, as the public DLRM trains; or AdamW, whose gradients are dense."""
+    if name.endswith("sgd"):
+        for table in model.tables:
+            if isinstance(table, nn.EmbeddingBag):
+                table.sparse = True
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+
+
+def batches_of(count: int, batch_size: int, shrink: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Numbers, ids and labels of Zipf-distributed clicks."""
+    clicks = ZipfClicks(cardinalities=[max(2, size // shrink) for size in CRITEO_KAGGLE])
+    made = []
+    for number in range(count):
+        rows = clicks.rows(number * batch_size, batch_size)
+        numeric = np.log1p(np.nan_to_num(rows.numbers)).astype(np.float32)
+        made.append((torch.from_numpy(numeric), torch.from_numpy(rows.ids), torch.from_numpy(rows.labels).float()))
+    return made
+
+
+class Training:
+    """A model with its optimizer and a few batches; a call of `step()` is a whole training step.
+
+    Args:
+        name: one of `ROWS`.
+        batches: from `batches_of`.
+        rank, shrink: as of `model_of`.
+    """
+
+    def __init__(self, name: str, batches: list[tuple[Tensor, Tensor, Tensor]], *, rank: int, shrink: int) -> None:
+        self.model = model_of(name, rank=rank, shrink=shrink)
+        self.optimizer = optimizer_of(name, self.model)
+        self._batches = batches
+
+    def step(self) -> Callable[[], None]:
+        turns = cycle(self._batches)
+
+        def run() -> None:
+            numeric, ids, labels = next(turns)
+            self.optimizer.zero_grad(set_to_none=True)
+            logits = self.model(numeric, ids).logits
+            nn.functional.binary_cross_entropy_with_logits(logits, labels).backward()
+            self.optimizer.step()
+
+        return run
+
+    def sizes(self) -> dict[str, int]:
+        """Numbers, and bytes of weights, gradients and optimizer state, after a step."""
+        gradients = [param.grad for param in self.model.parameters() if param.grad is not None]
+        held = [
+            part for each in gradients for part in ((each._indices(), each._values()) if each.is_sparse else [each])
+        ]
+        return {
+            "num_parameters": sum(param.numel() for param in self.model.parameters()),
+            "weight_bytes": sum(param.nbytes for param in self.model.parameters()),
+            "gradient_bytes": sum(part.nbytes for part in held),
+            "optimizer_state_bytes": held_bytes_of(self.optimizer),
+        }
+
+
+def held_bytes_of(optimizer: torch.optim.Optimizer) -> int:
+    """What an optimizer holds; sparse gradients, which have no storage of their own, aside."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param.grad.is_sparse:
+                param.grad = None
+    return held_bytes(optimizer)

@@ -1,0 +1,193 @@
+"""DLRMs whose large tables are smaller, each way to the same size, trained on real flights.
+
+`cores`: tensor-train matrices. `hash`: the hashing trick, several categories share a row (Weinberger et al., arXiv
+0902.2206). `qr`: the product of a row for the quotient and one for the remainder of the id (Shi et al., arXiv
+1909.02107). The last two have as many numbers in each table as its cores, or as few as they can.
+
+The flights are those of the recipe flights-dlrm with pairs of their columns crossed, for tables of tens of thousands of
+rows. A tenth of the rows is the test set, the same for all.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import os
+import time
+from math import ceil, isqrt, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from resumable import Line, Spec, key_of
+from small_models import ROOT, data_folder, facts
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.data.hashing import key64, uniform
+from scantling.data.loader import BatchSource
+from scantling.data.sampler import Sampler
+from scantling.errors import UserError
+from scantling.models.build import build_model
+from scantling.models.dlrm import DLRM
+from scantling.optim.registry import build_optimizer
+from scantling.recipe import load_recipe
+from scantling.tasks import get_task
+from scantling.training.distributed import Place
+from scantling.training.run import run_evaluation
+from scantling.training.schedule import lr_factor
+
+RECIPE = ROOT / "recipes" / "flights-dlrm.yaml"
+CROSSED = {
+    "plane_route": ("tailnum", "origin", "dest"),
+    "flight_route": ("carrier", "flight", "origin", "dest"),
+    "plane_month": ("tailnum", "month"),
+    "flight_month": ("carrier", "flight", "month"),
+}
+KINDS = ("dense", "cores", "hash", "qr")
+SMALL_ROWS = 1000
+"""Tables of fewer rows stay dense."""
+
+
+class HashedBag(nn.Module):
+    """A bag of rows of a table that has fewer rows than there are ids: id i takes row i mod n."""
+
+    def __init__(self, num_rows: int, dim: int, bound: float) -> None:
+        super().__init__()
+        self.rows = nn.EmbeddingBag(num_rows, dim, mode="sum")
+        nn.init.uniform_(self.rows.weight, -bound, bound)
+
+    def forward(self, ids: Tensor) -> Tensor:  # (batch, ids) -> (batch, dim)
+        bags: Tensor = self.rows(ids % self.rows.num_embeddings)
+        return bags
+
+
+class QuotientRemainderBag(nn.Module):
+    """A sum of products of two rows, one for id // n and one for id mod n: each id has a product of its own.
+
+    Args:
+        num_embeddings: ids.
+        num_rows: of both tables together, at least 2 sqrt(num_embeddings) or as few as can be.
+        dim: of a row.
+        bound: rows begin within it, as those of the dense table do.
+    """
+
+    def __init__(self, num_embeddings: int, num_rows: int, dim: int, bound: float) -> None:
+        super().__init__()
+        root = sqrt(max(0.0, num_rows**2 - 4 * num_embeddings))
+        self.divisor = max(isqrt(num_embeddings), int((num_rows + root) / 2)) if root else ceil(sqrt(num_embeddings))
+        self.quotients = nn.Embedding(ceil(num_embeddings / self.divisor), dim)
+        self.remainders = nn.Embedding(self.divisor, dim)
+        nn.init.uniform_(self.quotients.weight, -bound, bound)
+        nn.init.uniform_(self.remainders.weight, 0.5, 1.5)
+
+    def forward(self, ids: Tensor) -> Tensor:  # (batch, ids) -> (batch, dim)
+        quotients = self.quotients(torch.div(ids, self.divisor, rounding_mode="floor"))
+        products: Tensor = quotients * self.remainders(ids % self.divisor)
+        return products.sum(1)
+
+
+def compressed(model: DLRM, kind: str, rank: int) -> DLRM:
+    """Make the large tables of a DLRM smaller, in place; cores of this rank say how small."""
+    large = [n for n, table in enumerate(model.tables) if table.num_embeddings >= SMALL_ROWS]
+    if kind == "cores":
+        sc.tensorize(model, {f"tables.{n}": {"rank": rank, "num_modes": 4} for n in large})
+    elif kind != "dense":
+        for n in large:
+            rows, dim = model.tables[n].num_embeddings, model.tables[n].embedding_dim
+            numbers = sc.TTMEmbeddingBag(rows, dim, rank, num_modes=4, device="meta").num_parameters()
+            bound = 1 / sqrt(rows)
+            if kind == "hash":
+                model.tables[n] = HashedBag(max(1, numbers // dim), dim, bound)
+            else:
+                model.tables[n] = QuotientRemainderBag(rows, numbers // dim, dim, bound)
+    return model
+
+
+def flights(every: int = 1) -> tuple[Path, Path]:
+    """The training rows and the test rows, written where they are not there yet.
+
+    Args:
+        every: only each so-manieth row.
+    """
+    folder = ROOT / "runs" / f"flights-crossed-{every}"
+    paths = folder / "train.csv", folder / "test.csv"
+    if all(path.exists() for path in paths):
+        return paths
+    source = data_folder() / "recsys" / "nycflights13_jan_oct.csv.gz"
+    if not source.is_file():
+        raise UserError(f"{source} is not there; set SCANTLING_DATA to the folder of real data")
+    with gzip.open(source, "rt", newline="") as file:
+        rows = list(csv.DictReader(file))[::every]
+    in_test = uniform(np.arange(len(rows), dtype=np.uint64), key64("flights", "test")) < 0.1
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, side in zip(paths, (False, True), strict=True):
+        part = path.with_suffix(f".{os.getpid()}")
+        with part.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0], *CROSSED])
+            writer.writeheader()
+            for row, is_test in zip(rows, in_test, strict=True):
+                if is_test == side:
+                    crossed = {name: " ".join(row[one] for one in columns) for name, columns in CROSSED.items()}
+                    writer.writerow({**row, **crossed})
+        part.replace(path)
+    return paths
+
+
+def recipe_of(spec: Spec) -> dict[str, Any]:
+    """The recipe of the flights with crossed columns and tables of another width; on a test set, or a dev set."""
+    recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
+    train, test = flights(spec["every"])
+    data = recipe["data"]
+    data["csv"] = str(train)
+    data["clicks"]["categorical"] += list(CROSSED)
+    if not spec["dev"]:
+        del data["heldout"]
+        data["validation"] = str(test)
+    recipe["name"] = "flights"
+    recipe["model"]["overrides"]["embedding_dim"] = spec["width"]
+    recipe["optim"] |= {"lr": spec["lr"]}
+    recipe["train"] |= {"steps": spec["steps"], "device": "cpu"}
+    return recipe
+
+
+def run_training(spec: Spec) -> Line:
+    """Train one kind of tables in this process and return the line of the result."""
+    began = time.time()
+    recipe = load_recipe(recipe_of(spec))
+    task = get_task("clicks")
+    data = task.prepare(recipe.data, seed=0)
+    model = build_model(
+        recipe.model,
+        task,
+        vocab_size=data.vocab_size,
+        seq_len=recipe.data.longest,
+        config_overrides=task.config_overrides(data),
+        seed=spec["seed"],
+    )
+    torch.manual_seed(spec["seed"])
+    compressed(model, spec["kind"], spec["rank"])
+    optimizer = build_optimizer(recipe.optim.name, sc.param_groups(model), lr=recipe.optim.lr)
+    batch = recipe.batch_size
+    sampler = Sampler(len(data.train), batch_size=batch, seed=spec["seed"])
+    batches = BatchSource(data.train, data.collate, sampler, micro_batch_size=batch)
+    for step in range(1, spec["steps"] + 1):
+        factor = lr_factor(step, steps=spec["steps"], schedule="cosine", warmup=0.05, min_ratio=0.1)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.optim.lr * factor
+        loss = task.loss(model, batches.next_step()[0]).loss / batch
+        if not torch.isfinite(loss):
+            failure = {"eval_loss": None, "failure": f"step {step}: the loss is {float(loss)}"}
+            return {"key": key_of(spec), **spec, **failure, **facts(began)}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    figures = run_evaluation(recipe, model, task, data, Place(0, 1, torch.device("cpu")))
+    sizes = {
+        "num_parameters": sum(param.numel() for param in model.parameters()),
+        "table_numbers": sum(param.numel() for param in model.tables.parameters()),
+        "table_sizes": list(data.features.table_sizes) if data.features is not None else [],
+    }
+    return {"key": key_of(spec), **spec, **figures, **sizes, **facts(began)}

@@ -1,0 +1,274 @@
+"""DLRM with its tables as cores: size, memory and speed at the size of Criteo Kaggle, AUC on real flights.
+
+    python benchmarks/dlrm.py size        numbers of both models, which are not built for it
+    python benchmarks/dlrm.py memory      peak memory of training steps, each row in a process of its own
+    python benchmarks/dlrm.py speed       time of a training step, interleaved
+    python benchmarks/dlrm.py sweep       flights: one grid of learning rates for each kind of tables, one seed
+    python benchmarks/dlrm.py auc         flights: each kind at its best rate, seeds 0, 1 and 2
+    python benchmarks/dlrm.py report      everything against the aims, from the raw lines alone
+
+Aims (CoMERA, arXiv 2405.14377): 99 times fewer numbers and 7 times less peak training memory with 26 tables of 33.8
+million rows, width 32, and batches of 10,000; AUC within 0.005 of dense.
+
+The dense model is trained as the public DLRM does, by SGD with sparse gradients (`dense-sgd`), which hold no more than
+the rows of a batch; and by AdamW (`dense-adamw`, 17 GB), whose dense gradients and two moments are what the paper's
+18 GB come of. Cores are compared with the dense model of the same optimizer. Ids are Zipf-distributed
+(zipf_clicks.py). `speed` leaves `dense-adamw` out unless `--row` names it, since both dense models take 22 GB.
+
+On the flights (click_tables.py) the hashing trick and quotient-remainder tables have the numbers of the cores. Rates
+are chosen on a tenth of the training rows. Runs are lines of benchmarks/results/dlrm.jsonl, none is run twice; `speed`
+writes dlrm-speed-cpu-DATE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from interleaved import ratio, take_turns
+from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
+from small_models import RESULTS, facts, printed
+
+Lines = dict[str, Line]
+BATCH, BATCHES = 10_000, 4
+STEPS_OF_MEMORY = 4
+PAIRS = {"cores-sgd": "dense-sgd", "cores-adamw": "dense-adamw"}
+"""Rows of cores, and the dense row that each is compared with."""
+DENSE_ADAMW_BYTES = 18 << 30
+"""What must be free for it."""
+KINDS = ("dense", "cores", "hash", "qr")
+SEEDS = (0, 1, 2)
+STEPS, WIDTH, FLIGHTS_RANK = 1000, 32, 16
+GRID = Grid([0.375e-3 * 2**power for power in range(8)], start=3)  # 0.375e-3 to 48e-3, from 3e-3 on
+
+
+def memory_spec(row: str, options: argparse.Namespace, *, gives_back: bool) -> Spec:
+    """One measurement of memory."""
+    settings = {"rank": options.rank, "shrink": options.shrink, "batch": options.batch}
+    return {"measure": "memory", "row": row, "gives_back": gives_back, **settings}
+
+
+def run_spec(kind: str, lr: float, seed: int, options: argparse.Namespace, *, dev: bool) -> Spec:
+    """One training run on the flights."""
+    settings = {"steps": options.steps, "every": options.every, "width": WIDTH, "rank": FLIGHTS_RANK}
+    return {"kind": kind, "lr": lr, "seed": seed, "dev": dev, **settings}
+
+
+def run_one(spec: Spec) -> Line:
+    """Measure memory or train, in this process."""
+    if spec.get("measure") == "memory":
+        return memory_line(spec)
+    import click_tables
+
+    return click_tables.run_training(spec)
+
+
+def memory_line(spec: Spec) -> Line:
+    from click_models import Training, batches_of
+    from own_process import peak_of
+
+    began = time.time()
+    batches = batches_of(BATCHES, spec["batch"], spec["shrink"])
+    made = []
+
+    def build() -> Any:
+        made.append(Training(spec["row"], batches, rank=spec["rank"], shrink=spec["shrink"]))
+        return made[0].step()
+
+    small = batches_of(1, 8, shrink=10**7)
+    warm = partial(
+        lambda row: Training(row, small, rank=1, shrink=10**7).step()(), spec["row"].replace("cores", "dense")
+    )
+    measured = peak_of(build, warm=warm, steps=STEPS_OF_MEMORY, gives_back=spec["gives_back"])
+    return {"key": key_of(spec), **spec, **measured, **made[0].sizes(), **facts(began)}
+
+
+def memory_specs(options: argparse.Namespace) -> Iterator[Spec]:
+    from click_models import ROWS
+
+    for row in options.row or ROWS:
+        for gives_back in (True, False):
+            yield memory_spec(row, options, gives_back=gives_back)
+
+
+def fits(spec: Spec) -> bool:
+    """Whether there is memory for a row now; says so where there is not."""
+    if spec["row"] != "dense-adamw":
+        return True
+    with open("/proc/meminfo") as file:
+        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    needed = DENSE_ADAMW_BYTES // spec["shrink"]
+    if free < needed:
+        print(f"dense-adamw is left out: {free / 2**30:.1f} GiB are free, it needs {needed / 2**30:.1f}")
+    return free >= needed
+
+
+def swept(lines: Lines, kind: str, options: argparse.Namespace) -> list[float | None]:
+    """The loss on the dev set of each rate with seed 0."""
+    return GRID.results(lines, lambda rate: run_spec(kind, rate, 0, options, dev=True), "eval_loss")
+
+
+def auc_specs(lines: Lines, options: argparse.Namespace) -> Iterator[Spec]:
+    """Each kind at its best rate."""
+    for seed in SEEDS:
+        for kind in options.row or KINDS:
+            rate = GRID.best(swept(lines, kind, options))
+            if rate is not None:
+                yield run_spec(kind, rate, seed, options, dev=False)
+            elif seed == 0:
+                print(f"{kind}: its sweep has not ended")
+
+
+def speed(options: argparse.Namespace) -> dict[str, Any]:
+    """Ratios of the step times to the dense model's."""
+    import torch
+    from click_models import Training, batches_of
+
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    batches = batches_of(BATCHES, options.batch, options.shrink)
+    names = [*dict.fromkeys(["dense-sgd", *(options.row or PAIRS)])]
+    trainings = {name: Training(name, batches, rank=options.rank, shrink=options.shrink) for name in names}
+    work = {name: training.step() for name, training in trainings.items()}
+    work["dense-sgd again"] = work["dense-sgd"]
+    times = take_turns(work, options.rounds, warmup=2)
+    return {name: ratio(own, times["dense-sgd"]) for name, own in times.items()}
+
+
+def write_speed(options: argparse.Namespace) -> None:
+    from scantling.training.rundir import environment
+
+    made = {
+        "command": ["python", "benchmarks/dlrm.py", *sys.argv[1:]],
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": {"batch": options.batch, "rank": options.rank, "shrink": options.shrink},
+        "rows": speed(options),
+        **environment(),
+    }
+    out = options.times or RESULTS / f"dlrm-speed-cpu-{made['date']}.json"
+    out.write_text(json.dumps(made, indent=1) + "\n")
+    report_speed(made)
+    print(out)
+
+
+def report_size(options: argparse.Namespace) -> None:
+    """Numbers of the dense model and of the one of cores."""
+    from click_models import model_of
+
+    models = {row: model_of(row, rank=options.rank, shrink=options.shrink, device="meta") for row in ("dense", "cores")}
+    numbers = {row: sum(param.numel() for param in model.parameters()) for row, model in models.items()}
+    times = numbers["dense"] / numbers["cores"]
+    print(
+        f"dense {numbers['dense']:,} numbers, {4 * numbers['dense'] / 2**30:.3f} GiB; cores of rank {options.rank} "
+        f"{numbers['cores']:,}, {4 * numbers['cores'] / 2**30:.3f} GiB: {times:.1f} times fewer "
+        f"(aim 99: {_verdict(times >= 99)})"
+    )
+
+
+def report_memory(lines: Lines, options: argparse.Namespace) -> None:
+    """Peak memory of each row, and the dense row's over that of cores."""
+    everything = argparse.Namespace(**{**vars(options), "row": None})
+    found = {(spec["row"], spec["gives_back"]): lines.get(key_of(spec)) for spec in memory_specs(everything)}
+    for (row, gives_back), line in found.items():
+        if line is None:
+            continue
+        peak = line["peak_above_base_bytes"]
+        how = "held" if gives_back else "resident as it is"
+        text = f"{row:12} peak {peak / 2**20:9.1f} MiB {how:18} {line['num_parameters']:,} numbers"
+        other = found.get((PAIRS.get(row, ""), gives_back))
+        if other is not None:
+            less = other["peak_above_base_bytes"] / peak
+            text += f"   {less:.2f} times less than {PAIRS[row]} (aim 7: {_verdict(less >= 7)})"
+        print(text)
+
+
+def report_speed(measured: Mapping[str, Any]) -> None:
+    """Times of a step over the dense model's; there is no aim, the paper gives none."""
+    rows = measured["rows"]
+    again = rows["dense-sgd again"]["ratio"]
+    if abs(again - 1.0) > 0.15:
+        print(f"times are refused: the dense step against itself is {again:.2f}")
+        return
+    for row, times in rows.items():
+        low, high = times["ratio_95"]
+        print(f"{row:16} a step takes {times['ratio']:.3f} of dense-sgd's [{low:.3f}, {high:.3f}]")
+
+
+def report_auc(lines: Lines, options: argparse.Namespace) -> None:
+    """AUC of each kind of tables, and what it is above or below dense, seed by seed."""
+    print(f"flights, loss on the dev set by learning rate, seed 0\n{GRID.header()}")
+    for kind in KINDS:
+        print(GRID.row(kind, swept(lines, kind, options)))
+    found: dict[str, dict[int, Line]] = {}
+    for spec in auc_specs(lines, argparse.Namespace(**{**vars(options), "row": None})):
+        line = lines.get(key_of(spec))
+        if line is not None and line["eval_loss"] is not None:
+            found.setdefault(spec["kind"], {})[spec["seed"]] = line
+    for kind, runs in found.items():
+        mean, width = interval([line["auc"] for line in runs.values()])
+        line = next(iter(runs.values()))
+        text = f"{kind:6} AUC {mean:.4f} ± {width:.4f} ({len(runs)} seeds), {line['table_numbers']:,} numbers in tables"
+        shared = [line["auc"] - found["dense"][seed]["auc"] for seed, line in runs.items() if seed in found["dense"]]
+        if kind != "dense" and shared:
+            mean, width = interval(shared)
+            text += f"   minus dense {mean:+.4f} ± {width:.4f}"
+            text += f" (aim -0.005: {_verdict(mean >= -0.005)})" if kind == "cores" else ""
+        print(f"{text}, lr {line['lr']:g}")
+
+
+def report(lines: Lines, options: argparse.Namespace) -> None:
+    report_size(options)
+    report_memory(lines, options)
+    paths = [options.times] if options.times else sorted(RESULTS.glob("dlrm-speed-cpu-*.json"))[-1:]
+    for path in paths:
+        report_speed(json.loads(path.read_text()))
+    report_auc(lines, options)
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+def main() -> int:
+    phases = ["size", "memory", "speed", "sweep", "auc", "report"]
+    parser = command_line(__doc__, phases, RESULTS / "dlrm.jsonl")
+    parser.add_argument("--row", action="append", help="only this row or kind; may be given several times")
+    parser.add_argument("--rank", type=int, default=64, help="size, memory, speed: of the cores of tables")
+    parser.add_argument("--batch", type=int, default=BATCH, help="memory, speed: rows of a batch")
+    parser.add_argument("--shrink", type=int, default=1, help="size, memory, speed: so many times fewer table rows")
+    parser.add_argument("--rounds", type=int, default=20, help="speed")
+    parser.add_argument("--threads", type=int, help="speed")
+    parser.add_argument("--steps", type=int, default=STEPS, help="sweep, auc: of a run")
+    parser.add_argument("--every", type=int, default=1, help="sweep, auc: only each so-manieth flight")
+    parser.add_argument("--times", type=Path, help="speed: file to write; report: to read, the newest by default")
+    options = parser.parse_args()
+    if options.phase == "one":
+        printed(run_one(json.loads(options.spec)))
+        return 0
+    ledger = Ledger(options.results, Path(__file__), threads_a_job(options.jobs))
+    if options.phase == "report":
+        report(ledger.lines(), options)
+    elif options.phase == "size":
+        report_size(options)
+    elif options.phase == "speed":
+        write_speed(options)
+    elif options.phase == "memory":
+        side_by_side(options.jobs, lambda spec: fits(spec) and ledger.run(spec), memory_specs(options))
+    elif options.phase == "sweep":
+
+        def sweep(kind: str) -> None:
+            GRID.sweep(ledger, lambda rate: run_spec(kind, rate, 0, options, dev=True), "eval_loss")
+
+        side_by_side(options.jobs, sweep, options.row or KINDS)
+    else:
+        side_by_side(options.jobs, ledger.run, list(auc_specs(ledger.lines(), options)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The runs of `six_encoder.py` that train: width 256 on the sentence pairs of SCANTLING_DATA/nli."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from resumable import Grid, Line, Spec, key_of
+from small_models import CAME, ROOT, data_folder, facts, train_line
+
+MODEL = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+ADAMW = {"name": "adamw", "betas": [0.9, 0.999]}
+GALORE = {"name": "galore", "rank": 64}
+RANKS = {"*.word_embeddings": 16, "*.dense": 10, "*.self.*": 10}
+LARGE_RANKS = {"*.word_embeddings": 32, "*.dense": 30, "*.self.*": 30}
+TARGETS = {"0.8": 0.8, "0.5": 0.5, "0.2": 0.2, "361x": 0.1777}
+ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "dense": (ADAMW, None),
+    "dense-came": (CAME, None),
+    "galore": (GALORE, None),
+    "cores": (ADAMW, {"rank": RANKS}),
+    "cores-came": (CAME, {"rank": RANKS}),
+    "cores-30": (ADAMW, {"rank": LARGE_RANKS}),
+    **{f"cores-{name}": (ADAMW, {"rank": RANKS, "size_target": target}) for name, target in TARGETS.items()},
+}
+"""Optimizer and tensor section of each row."""
+GRID = Grid([62.5e-6 * 2**power for power in range(9)], start=3)  # 62.5e-6 to 16e-3, from 5e-4 on
+TESTS = ("lingnli_valid", "mnli_dev_matched_part_a")
+SEEDS = (0, 1, 2)
+PAIRS_A_BATCH = 32
+SWEEP_STEPS, EPOCHS, TRAINING_PAIRS = 800, 2, 60_051
+
+
+def swept_row(row: str) -> str:
+    """The row whose rate a row takes."""
+    return "cores" if row.removeprefix("cores-") in TARGETS else row
+
+
+def run_spec(row: str, lr: float, seed: int, steps: int, *, dev: bool) -> Spec:
+    """One run at width 256, as plain values: what is in it decides whether it has been run."""
+    optim, tensor = ROWS[row]
+    optim = {**optim, "lr": lr, "weight_decay": 0.01}
+    return {"row": row, "model": MODEL, "optim": optim, "tensor": tensor, "seed": seed, "steps": steps, "dev": dev}
+
+
+def trivial_spec(test: str) -> Spec:
+    """What trivial answers reach on a test set."""
+    return {"measure": "trivial", "test": test}
+
+
+def recipe_of(spec: Spec) -> dict[str, Any]:
+    folder = data_folder() / "nli"
+    held = {"heldout": 0.05} if spec["dev"] else {"validation": str(folder / f"{TESTS[-1]}.jsonl.gz")}
+    recipe = {
+        "name": "six-encoder",
+        "model": {"preset": "bert-6-encoder", "task": "classification", "overrides": spec["model"]},
+        "data": {
+            "jsonl": str(folder / "train.jsonl.gz"),
+            "fields": {"text": "premise", "pair": "hypothesis", "label": "label"},
+            "labels": ["entailment", "neutral", "contradiction"],
+            "tokenizer": {"bpe": spec["model"]["vocab_size"]},
+            "seq_len": 128,
+            **held,
+        },
+        "optim": spec["optim"],
+        "train": {
+            "steps": spec["steps"],
+            "batch_size": PAIRS_A_BATCH,
+            "schedule": "linear",
+            "warmup": 0.1,
+            "checkpoint_every": max(1, spec["steps"] // 20),
+            "seed": spec["seed"],
+            "device": "cpu",
+        },
+    }
+    return recipe | ({} if spec["tensor"] is None else {"tensor": spec["tensor"]})
+
+
+def run_training(spec: Spec) -> Line:
+    """Train in this process, or go on with it, and return the line of the result."""
+    if spec["optim"]["name"] == "galore":
+        import galore
+
+        galore.register()
+    run_dir = ROOT / "runs" / f"six-encoder-{key_of(spec)}"
+    return train_line(spec, recipe_of(spec), run_dir=run_dir, finish=None if spec["dev"] else finished)
+
+
+def finished(run_dir: Path) -> Line:
+    """Accuracy on both test sets and the sizes, of a run that has ended."""
+    import torch
+
+    from scantling.reporting.runs import read_records
+    from scantling.tensor.embedding import TTMEmbedding
+    from scantling.tensor.layer import CoreLayer
+    from scantling.tensor.linear import TTLinear
+    from scantling.training.distributed import Place
+    from scantling.training.run import load_trained, run_evaluation
+
+    recipe, task, _, model, _ = load_trained(run_dir)
+    tests = {}
+    for test in TESTS:
+        section = recipe.data.model_copy(update={"validation": str(data_folder() / "nli" / f"{test}.jsonl.gz")})
+        data = task.prepare(section, seed=recipe.train.seed)
+        tests[test] = run_evaluation(recipe, model, task, data, Place(0, 1, torch.device("cpu")))["accuracy"]
+    last = read_records(run_dir / "metrics.jsonl")[-1]
+    layers = [module for module in model.modules() if isinstance(module, CoreLayer)]
+    dense = {TTLinear: ("in_features", "out_features"), TTMEmbedding: ("num_embeddings", "embedding_dim")}
+    sizes = [[getattr(layer, side) for side in dense[type(layer)]] for layer in layers]
+    return {
+        "tests": tests,
+        "num_parameters": sum(param.numel() for param in model.parameters()),
+        "training_state_bytes": sum(last[f"{part}_bytes"] for part in ("weight", "gradient", "optimizer_state")),
+        "core_numbers": sum(core.numel() for layer in layers for core in layer.cores),
+        "dense_numbers": sum(rows * cols for rows, cols in sizes),
+    }
+
+
+def trivial_line(spec: Spec) -> Line:
+    """What the most frequent label, and a linear model of the hypothesis alone, reach on a test set."""
+    from scantling.recipe import load_recipe
+    from scantling.tasks import get_task
+
+    began = time.time()
+    recipe = load_recipe(recipe_of(run_spec("dense", 1e-3, 0, 1, dev=False)))
+    section = recipe.data.model_copy(update={"validation": str(data_folder() / "nli" / f"{spec['test']}.jsonl.gz")})
+    task = get_task("classification")
+    return {"key": key_of(spec), **spec, **task.baselines(task.prepare(section, seed=0)), **facts(began)}
+
+
+def swept(lines: dict[str, Line], row: str, steps: int) -> list[float | None]:
+    """The loss on the pairs held out of each rate with seed 0."""
+    return GRID.results(lines, lambda rate: run_spec(row, rate, 0, steps, dev=True), "eval_loss")

@@ -1,0 +1,153 @@
+"""The six-encoder transformer at full size, dense and as cores, with its optimizer: a training step to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from contenders import held_bytes
+from small_models import ROOT
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+import scantling as sc
+from scantling.optim.registry import build_optimizer
+from scantling.recipe import load_recipe
+from scantling.tensor.layer import CoreLayer
+
+RECIPE = ROOT / "recipes" / "papers" / "mnli-six-encoder.yaml"
+DENSE_PART = 66_498_048
+"""Numbers of the dense weights that the cores replace."""
+CORES = 1_026_528
+"""Numbers in the cores at the first ranks."""
+TARGETS = {"0.8": 0.8, "0.5": 0.5, "0.2": 0.2, "361x": DENSE_PART / 361 / 1.01 / CORES}
+"""Shares of the cores' first size. The size reached may be 1 % above the target, so the last one aims 1 % lower."""
+GALORE_RANKS = {"galore": 192, "galore-30": 30}
+"""Of GaLore: a quarter of the width, as its authors train Llamas, and the rank of the cores."""
+CONFIGURATIONS = ("dense", *GALORE_RANKS, "cores", "cores-adapting", *(f"cores-{target}" for target in TARGETS))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of the model and its input may be smaller, for a quick look."""
+
+    layers: int = 6
+    length: int = 128
+
+
+FULL = Shape()
+
+
+def config_of(shape: Shape, **changes: Any) -> BertConfig:
+    """The configuration of the recipe: dropout 0.1 and the rest as of BERT."""
+    given = {"vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    return BertConfig(**{**given, "num_hidden_layers": shape.layers, "num_labels": 3, **changes})
+
+
+def model_of(name: str, shape: Shape = FULL) -> tuple[nn.Module, sc.RankAdapter | None]:
+    """The model of a configuration in training mode, and the adapter of one whose ranks are adapting.
+
+    It is built without memory first, so that a model of cores never holds the dense weights. Weights are drawn as torch
+    draws them, which has no part in time and memory. At a size target, ranks are brought down at once.
+    """
+    with torch.device("meta"):
+        model = BertForSequenceClassification(config_of(shape))
+    if name.startswith("cores"):
+        tensor = load_recipe(RECIPE).tensor
+        assert tensor is not None
+        sc.tensorize(model, tensor.rank, num_modes=tensor.num_modes)
+    materialize(model)
+    target = TARGETS.get(name.removeprefix("cores-"))
+    adapter = None
+    if target is not None:
+        sc.RankAdapter(model, size_target=target, steps=1).finish()
+    elif name == "cores-adapting":
+        adapter = sc.RankAdapter(model, size_target=0.2, steps=1000, begin=999)
+    return model.train(), adapter
+
+
+def materialize(model: nn.Module) -> None:
+    """Give a model on the meta device memory and values."""
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, CoreLayer | nn.Linear | nn.Embedding | nn.LayerNorm):
+            module.reset_parameters()  # type: ignore[operator]
+    embeddings = model.bert.embeddings
+    embeddings.position_ids.copy_(torch.arange(embeddings.position_ids.shape[1]))
+    embeddings.token_type_ids.zero_()
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in its fastest form on a CPU, or GaLore; no weight is decayed, as in the paper's code."""
+    groups = sc.param_groups(model)
+    if name in GALORE_RANKS:
+        import galore
+
+        galore.register()
+        return build_optimizer("galore", groups, lr=1e-4, rank=GALORE_RANKS[name])
+    return torch.optim.AdamW(groups, lr=1e-4, weight_decay=0.0, fused=True)
+
+
+class Training:
+    """A model with its optimizer and a batch of random tokens; a call is a whole training step.
+
+    Args:
+        name: one of `CONFIGURATIONS`.
+        shape: of the model and the input.
+        dtype: "float32", or "bfloat16" for autocast.
+    """
+
+    def __init__(self, name: str, shape: Shape = FULL, dtype: str = "float32") -> None:
+        self.model, self.adapter = model_of(name, shape)
+        self.optimizer = optimizer_of(name, self.model)
+        self._shape, self._dtype = shape, getattr(torch, dtype)
+
+    def step(self, batch_size: int) -> Callable[[], None]:
+        """A step on sequences of full length."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, 30522, (batch_size, self._shape.length), generator=generator)
+        labels = torch.randint(0, 3, (batch_size,), generator=generator)
+
+        def run() -> None:
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+                logits = self.model(ids).logits
+            loss = nn.functional.cross_entropy(logits.float(), labels)
+            if self.adapter is not None:
+                loss = self.adapter.loss(loss)
+            loss.backward()
+            self.optimizer.step()
+
+        return run
+
+    def sizes(self) -> dict[str, Any]:
+        """Numbers, and bytes of weights, gradients and optimizer state, after a step."""
+        parameters = list(self.model.parameters())
+        cores = [module for module in self.model.modules() if isinstance(module, CoreLayer)]
+        weight_bytes = sum(param.nbytes for param in parameters)
+        gradient_bytes = sum(param.grad.nbytes for param in parameters if param.grad is not None)
+        optimizer_bytes = held_bytes(self.optimizer)
+        return {
+            **asdict(self._shape),
+            "num_parameters": sum(param.numel() for param in parameters),
+            "core_numbers": sum(core.numel() for layer in cores for core in layer.cores),
+            "weight_bytes": weight_bytes,
+            "gradient_bytes": gradient_bytes,
+            "optimizer_state_bytes": optimizer_bytes,
+            "training_state_bytes": weight_bytes + gradient_bytes + optimizer_bytes,
+        }
+
+
+def warm_up(name: str, batch_size: int = 1) -> None:
+    """A step of a small model of the same kind, which loads what libraries load at their first use."""
+    small = config_of(Shape(layers=1), vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2)
+    model = BertForSequenceClassification(small)
+    if name.startswith("cores"):
+        sc.tensorize(model, 2)
+    optimizer = optimizer_of(name, model)
+    ids = torch.zeros(batch_size, 8, dtype=torch.long)
+    nn.functional.cross_entropy(model(ids).logits, ids[:, 0] % 3).backward()
+    optimizer.step()

@@ -1,0 +1,81 @@
+"""GaLore of the package galore-torch, as an optimizer that recipes can name.
+
+    pip install --no-deps --target DIR galore-torch bitsandbytes       and DIR on PYTHONPATH
+
+galore-torch imports bitsandbytes, whether it is used or not. Matrices with both sides above the rank are projected, as
+its authors do it for the layers of a Llama; embeddings, heads and vectors are left to AdamW. What a step computes is
+the package's own; only the projection is kept as a tensor of the state between steps, so that checkpoints hold it and
+counts of bytes see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def register() -> None:
+    """Let `optim.name` of a recipe be `galore`.
+
+    Raises:
+        SystemExit: the package is not installed.
+    """
+    try:
+        from galore_torch import GaLoreAdamW
+        from galore_torch.galore_projector import GaLoreProjector
+    except ImportError as error:
+        raise SystemExit(
+            f"{error}: pip install --no-deps --target DIR galore-torch bitsandbytes, DIR on PYTHONPATH"
+        ) from None
+
+    class GaLore(GaLoreAdamW):
+        def __init__(
+            self,
+            params: Any,
+            lr: float = 1e-3,
+            weight_decay: float = 0.0,
+            betas: tuple[float, float] = (0.9, 0.999),
+            rank: int = 128,
+            update_proj_gap: int = 200,
+            scale: float = 0.25,
+        ) -> None:
+            low = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": "std"}
+            groups = list(_split(params, low))
+            super().__init__(groups, lr=lr, betas=betas, weight_decay=weight_decay, no_deprecation_warning=True)
+
+        def step(self, closure: Any = None) -> Any:
+            projected = [
+                (group, self.state[param])
+                for group in self.param_groups
+                for param in group["params"]
+                if "rank" in group and param.grad is not None
+            ]
+            for group, state in projected:
+                state["projector"] = GaLoreProjector(
+                    group["rank"], update_proj_gap=group["update_proj_gap"], scale=group["scale"], proj_type="std"
+                )
+                state["projector"].ortho_matrix = state.pop("projection", None)
+            result = super().step(closure)
+            for _, state in projected:
+                state["projection"] = state.pop("projector").ortho_matrix
+            return result
+
+    torch.optim.GaLore = GaLore  # type: ignore[attr-defined]
+    if "GaLore" not in torch.optim.__all__:
+        torch.optim.__all__.append("GaLore")
+
+
+def _split(groups: Iterable[dict[str, Any]], low: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """Groups of `param_groups`, those of matrices in two: what is projected, and what is too small for it."""
+    for group in groups:
+        if group.get("role") != "matrix":
+            yield group
+            continue
+        params = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
+        large = [param.ndim == 2 and min(param.shape) > low["rank"] for param in params]
+        for wanted, settings in ((True, low), (False, {})):
+            own = [item for item, is_large in zip(group["params"], large, strict=True) if is_large == wanted]
+            if own:
+                yield {**group, "params": own, **settings}

@@ -1,0 +1,321 @@
+"""The six-encoder transformer of CoMERA on sentence pairs: dense, as cores, as cores at size targets, and with GaLore.
+
+    pip install --no-deps --target DIR galore-torch bitsandbytes       and DIR on PYTHONPATH
+
+    python benchmarks/six_encoder.py sweep       width 256: one grid of learning rates a row, one seed, short runs
+    python benchmarks/six_encoder.py seeds       each row at its best rate, seeds 0, 1 and 2; trivial answers beside it
+    python benchmarks/six_encoder.py memory      width 768: peak memory and bytes, each in a process of its own
+    python benchmarks/six_encoder.py speed       width 768: time of a training step, interleaved
+    python benchmarks/six_encoder.py report      everything against the aims, from the raw lines alone
+
+Aims, at width 768 and honestly counted by numel(): 44.9 times fewer parameters at the paper's first ranks; at target
+0.2, 320 times in the layers that are cores and 80 times in all; a step 3 times as fast as dense; at batch 1, 9 times
+less peak training memory than GaLore and twice its speed. At width 256: accuracy within 1 point of dense.
+
+Accuracy is measured at width 256 (a full-size epoch takes hours on two cores) on the pairs of SCANTLING_DATA/nli, whose
+test sets share no premise with what is trained on. There the ranks are a third, as is the width, so that the layers
+shrink as much as those of the paper; `cores-30` has the paper's rank. Rates are chosen on a twentieth of the training
+pairs. A target takes the rate of the cores it starts from. GaLore has a quarter of the width as its rank, as its
+authors train Llamas; for speed and memory also 30, the rank of the cores. Its SVD, every 200 steps, is in the first
+step alone: `speed` leaves it out of the step and tells a 200th of it apart; `memory` has it in.
+
+Runs are lines of benchmarks/results/six-encoder.jsonl, none is run twice, and training goes on where it was stopped;
+`speed` writes six-encoder-speed-cpu-DATE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from encoder_accuracy import (
+    EPOCHS,
+    GRID,
+    PAIRS_A_BATCH,
+    ROWS,
+    SEEDS,
+    SWEEP_STEPS,
+    TESTS,
+    TRAINING_PAIRS,
+    run_spec,
+    run_training,
+    swept,
+    swept_row,
+    trivial_line,
+    trivial_spec,
+)
+from interleaved import ratio, take_turns
+from resumable import Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
+from small_models import RESULTS, facts, printed
+
+Lines = dict[str, Line]
+ROUNDS = {1: 15, 32: 7, 128: 3}
+"""Of `speed`, by batch size."""
+STEPS_OF_MEMORY = 3
+SVD_EVERY = 200
+DTYPES = ("float32", "bfloat16")
+SIZE_AIMS = [("cores-adapting", 64.7, 44.9), ("cores-0.2", 320.0, 80.0), ("cores-361x", 361.0, 80.0)]
+"""Times fewer numbers in the layers that are cores, and in the whole model."""
+
+
+def memory_spec(row: str, batch: int, *, gives_back: bool, layers: int, length: int) -> Spec:
+    """One measurement at width 768."""
+    shape = {"layers": layers, "length": length}
+    return {"measure": "memory", "row": row, "batch": batch, "gives_back": gives_back, **shape}
+
+
+def run_one(spec: Spec) -> Line:
+    """Train, measure memory, or answer trivially, in this process."""
+    measures = {"memory": memory_line, "trivial": trivial_line}
+    return measures.get(spec.get("measure", ""), run_training)(spec)
+
+
+def memory_line(spec: Spec) -> Line:
+    """Peak memory of training steps at width 768, measured in this process."""
+    from encoder_models import Shape, Training, warm_up
+    from own_process import peak_of
+
+    began = time.time()
+    made = []
+
+    def build() -> Any:
+        made.append(Training(spec["row"], Shape(spec["layers"], spec["length"])))
+        return made[0].step(spec["batch"])
+
+    warm = partial(warm_up, spec["row"])
+    measured = peak_of(build, warm=warm, steps=STEPS_OF_MEMORY, gives_back=spec["gives_back"])
+    return {"key": key_of(spec), **spec, **measured, **made[0].sizes(), **facts(began)}
+
+
+def memory_specs(options: argparse.Namespace) -> Iterator[Spec]:
+    from encoder_models import CONFIGURATIONS
+
+    for batch in options.batches:
+        for row in options.row or CONFIGURATIONS:
+            for gives_back in (True, False):
+                yield memory_spec(row, batch, gives_back=gives_back, layers=options.layers, length=options.length)
+
+
+def seed_specs(lines: Lines, options: argparse.Namespace) -> Iterator[Spec]:
+    """Each row at its best rate, and the trivial answers."""
+    yield from map(trivial_spec, TESTS)
+    for seed in SEEDS:
+        for row in options.row or ROWS:
+            rate = GRID.best(swept(lines, swept_row(row), options.sweep_steps))
+            if rate is not None:
+                yield run_spec(row, rate, seed, options.steps, dev=False)
+            elif seed == 0:
+                print(f"{row}: its rate is that of {swept_row(row)}, whose sweep has not ended")
+
+
+def speed(options: argparse.Namespace) -> dict[str, Any]:
+    """Ratios of the step times to the dense model's, for each batch."""
+    import torch
+    from encoder_models import CONFIGURATIONS, Shape, Training
+
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    shape = Shape(options.layers, options.length)
+    names = [*dict.fromkeys(["dense", *(options.row or CONFIGURATIONS)])]
+    trainings = {name: Training(name, shape, options.dtype) for name in names}
+    rows: dict[str, Any] = {}
+    for batch in options.batches:
+        steps = {name: training.step(batch) for name, training in trainings.items()}
+        first = {}
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            first[name] = time.perf_counter() - began
+        steps["dense again"] = steps["dense"]
+        times = take_turns(steps, options.rounds or ROUNDS.get(batch, 5), warmup=1)
+        found = {name: ratio(own, times["dense"]) for name, own in times.items()}
+        rows[str(batch)] = {name: {**row, "first_step_s": first.get(name)} for name, row in found.items()}
+        for name, row in found.items():
+            low, high = row["ratio_95"]
+            print(f"batch {batch:<4} {name:16} {row['ratio']:6.3f} of dense [{low:.3f}, {high:.3f}]", flush=True)
+    return {"dtype": options.dtype, "layers": options.layers, "length": options.length, "batches": rows}
+
+
+def write_speed(options: argparse.Namespace) -> None:
+    from scantling.training.rundir import environment
+
+    made = {
+        "command": ["python", "benchmarks/six_encoder.py", *sys.argv[1:]],
+        "date": time.strftime("%Y-%m-%d"),
+        **speed(options),
+        **environment(),
+    }
+    out = options.times or RESULTS / f"six-encoder-speed-{options.dtype}-cpu-{made['date']}.json"
+    out.write_text(json.dumps(made, indent=1) + "\n")
+    print(out)
+
+
+def report(lines: Lines, times: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
+    """Accuracies, sizes, memory and speed, each against its aim."""
+    report_accuracy(lines, options.steps, options.sweep_steps)
+    report_sizes(lines, options)
+    for measured in times:
+        report_speed(measured)
+
+
+def report_accuracy(lines: Lines, steps: int, sweep_steps: int) -> None:
+    print(f"width 256, loss on held-out training pairs by learning rate after {sweep_steps} steps, seed 0")
+    print(GRID.header())
+    for row in dict.fromkeys(map(swept_row, ROWS)):
+        print(GRID.row(row, swept(lines, row, sweep_steps)))
+    found: dict[str, dict[int, Line]] = {}
+    for row in ROWS:
+        rate = GRID.best(swept(lines, swept_row(row), sweep_steps))
+        for seed in SEEDS if rate is not None else ():
+            line = lines.get(key_of(run_spec(row, rate, seed, steps, dev=False)))
+            if line is not None and "tests" in line:
+                found.setdefault(row, {})[seed] = line
+    for test in TESTS:
+        trivial = lines.get(key_of(trivial_spec(test)))
+        print(f"\naccuracy on {test}, {steps} steps")
+        if trivial is not None:
+            figures = (f"{name}_accuracy" for name in ("majority", "hypothesis_only"))
+            print("majority {:.2f} %, hypothesis alone {:.2f} %".format(*(100 * trivial[each] for each in figures)))
+        for row, runs in found.items():
+            _accuracy_row(test, row, runs, found.get("dense", {}))
+
+
+def _accuracy_row(test: str, row: str, runs: Mapping[int, Line], dense: Mapping[int, Line]) -> None:
+    mean, width = interval([100 * line["tests"][test] for line in runs.values()])
+    line = next(iter(runs.values()))
+    text = f"{row:12} {mean:6.2f} ± {width:.2f} % ({len(runs)} seeds)"
+    shared = [100 * (runs[seed]["tests"][test] - dense[seed]["tests"][test]) for seed in runs if seed in dense]
+    if row != "dense" and shared:
+        mean, width = interval(shared)
+        text += f"   minus dense {mean:+.2f} ± {width:.2f}"
+        text += f" (aim -1: {_verdict(mean >= -1.0)})" if row.startswith("cores") else ""
+    ratio = f", its layers / {line['dense_numbers'] / line['core_numbers']:.1f}" if line["core_numbers"] else ""
+    state = line["training_state_bytes"] / 2**20
+    rate = line["optim"]["lr"]
+    print(f"{text}   {line['num_parameters']:,} parameters{ratio}, state {state:.1f} MiB, lr {rate:g}")
+
+
+def report_sizes(lines: Lines, options: argparse.Namespace) -> None:
+    """Parameters and peak memory at width 768."""
+    from encoder_models import CONFIGURATIONS, DENSE_PART, GALORE_RANKS
+
+    for batch in options.batches:
+        found: dict[str, dict[bool, Line]] = {}
+        for spec in memory_specs(argparse.Namespace(**{**vars(options), "batches": [batch], "row": CONFIGURATIONS})):
+            line = lines.get(key_of(spec))
+            if line is not None:
+                found.setdefault(spec["row"], {})[spec["gives_back"]] = line
+        if not found:
+            continue
+        print(f"\nwidth 768, batch {batch}: peak of a training step above what the process held, MiB")
+        dense = found.get("dense", {}).get(True)
+        rivals = [found[row][True]["peak_above_base_bytes"] for row in GALORE_RANKS if True in found.get(row, {})]
+        for row, by_malloc in found.items():
+            peaks = {freed: line["peak_above_base_bytes"] for freed, line in by_malloc.items()}
+            line = next(iter(by_malloc.values()))
+            text = f"{row:15}" + "".join(
+                f" {peaks[freed] / 2**20:8.1f} {what}"
+                for freed, what in ((True, "held"), (False, "resident as it is"))
+                if freed in peaks
+            )
+            text += f", state {line['training_state_bytes'] / 2**20:.1f}, {line['num_parameters']:,} parameters"
+            if row.startswith("cores"):
+                if dense is not None and True in peaks:
+                    text += f"   dense takes {dense['peak_above_base_bytes'] / peaks[True]:.2f} times as much"
+                if rivals and True in peaks:
+                    less = min(rivals) / peaks[True]
+                    text += f", GaLore {less:.2f} times" + (f" (aim 9: {_verdict(less >= 9)})" if batch == 1 else "")
+            print(text)
+        if dense is not None and batch == options.batches[0] and options.layers == 6:
+            for row, part_aim, whole_aim in SIZE_AIMS:
+                if row in found:
+                    line = next(iter(found[row].values()))
+                    part = DENSE_PART / line["core_numbers"]
+                    whole = dense["num_parameters"] / line["num_parameters"]
+                    print(
+                        f"{row:15} {part:.1f} times fewer numbers in its layers (aim {part_aim:g}: "
+                        f"{_verdict(part >= part_aim)}), {whole:.2f} in all (aim {whole_aim:g}: "
+                        f"{_verdict(whole >= whole_aim)})"
+                    )
+
+
+def report_speed(measured: Mapping[str, Any]) -> None:
+    """How many times faster than dense and than GaLore a step is."""
+    from encoder_models import GALORE_RANKS
+
+    for batch, rows in measured["batches"].items():
+        print(f"\nwidth 768, {measured['dtype']}, batch {batch}: speed of a training step, dense is 1")
+        again = rows["dense again"]["ratio"]
+        if abs(again - 1.0) > 0.15:
+            print(f"refused: the dense step against itself is {again:.2f}")
+            continue
+        galore = [rows[row]["ratio"] for row in GALORE_RANKS if row in rows]
+        for row, times in rows.items():
+            faster = 1.0 / times["ratio"]
+            low, high = sorted(1.0 / bound for bound in times["ratio_95"])
+            text = f"{row:15} {faster:6.2f} [{low:.2f}, {high:.2f}]"
+            if row in GALORE_RANKS:
+                extra = (times["first_step_s"] - np.median(times["raw_s"])) / SVD_EVERY / np.median(times["raw_s"])
+                text += f"   with its share of the SVD {faster / (1 + extra):.2f}"
+            if row.startswith("cores"):
+                text += f" (aim 3: {_verdict(faster >= 3)})"
+                if galore:
+                    over = min(galore) / times["ratio"]
+                    text += f", {over:.2f} times GaLore" + (f" (aim 2: {_verdict(over >= 2)})" if batch == "1" else "")
+            print(text)
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+def newest_times(path: Path | None) -> list[Any]:
+    """The file given, or the newest of each dtype."""
+    newest = [sorted(RESULTS.glob(f"six-encoder-speed-{dtype}-cpu-*.json"))[-1:] for dtype in DTYPES]
+    paths = [path] if path is not None else [each for found in newest for each in found]
+    return [json.loads(each.read_text()) for each in paths]
+
+
+def main() -> int:
+    parser = command_line(__doc__, ["sweep", "seeds", "memory", "speed", "report"], RESULTS / "six-encoder.jsonl")
+    parser.add_argument("--row", action="append", help="only this row; may be given several times")
+    parser.add_argument("--epochs", type=float, default=EPOCHS, help="seeds: of a run")
+    parser.add_argument("--sweep-steps", type=int, default=SWEEP_STEPS, help="sweep: steps of a run")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(ROUNDS), help="memory, speed: batch sizes")
+    parser.add_argument("--rounds", type=int, help="speed: of each batch size")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="speed: or autocast")
+    parser.add_argument("--threads", type=int, help="speed")
+    parser.add_argument("--layers", type=int, default=6, help="memory, speed: fewer, for a quick look")
+    parser.add_argument("--length", type=int, default=128, help="memory, speed: tokens, fewer for a quick look")
+    parser.add_argument("--times", type=Path, help="speed: file to write; report: to read, the newest by default")
+    options = parser.parse_args()
+    options.steps = max(1, round(options.epochs * TRAINING_PAIRS / PAIRS_A_BATCH))
+    if options.phase == "one":
+        printed(run_one(json.loads(options.spec)))
+        return 0
+    ledger = Ledger(options.results, Path(__file__), threads_a_job(options.jobs))
+    if options.phase == "report":
+        report(ledger.lines(), newest_times(options.times), options)
+    elif options.phase == "speed":
+        write_speed(options)
+    elif options.phase == "sweep":
+        rows = [*dict.fromkeys(map(swept_row, options.row or ROWS))]
+
+        def sweep(row: str) -> None:
+            GRID.sweep(ledger, lambda rate: run_spec(row, rate, 0, options.sweep_steps, dev=True), "eval_loss")
+
+        side_by_side(options.jobs, sweep, rows)
+    else:
+        runs = memory_specs(options) if options.phase == "memory" else seed_specs(ledger.lines(), options)
+        side_by_side(options.jobs, ledger.run, list(runs))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
