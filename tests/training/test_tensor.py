@@ -60,6 +60,27 @@ def test_the_planned_size_is_the_first_and_the_target_the_last(tmp_path: Path) -
     assert f"{lines[-1]['eval_loss']:.4f}" in evaluated.stdout
 
 
+def test_an_exported_model_of_cores_is_trained_further(tmp_path: Path) -> None:
+    first = sc.train(recipe(tmp_path, tensor={"rank": 4}), run_dir=tmp_path / "first")
+    exported = scantling("export", first.run_dir, "--to", "hf", tmp_path / "model")
+    assert exported.returncode == 0, exported.stderr
+    assert "difference 0.0e+00" in exported.stdout
+    given = recipe(tmp_path, train={"steps": 1, "checkpoint_every": None})
+    del given["tensor"]
+    given["model"] = {"hf": str(tmp_path / "model")}
+    given["optim"] = {"name": "sgd", "lr": 1e-12}
+    second = sc.train(given, run_dir=tmp_path / "second")
+    assert second.metrics["num_parameters"] == first.metrics["num_parameters"]
+    assert second.metrics["eval_loss"] == pytest.approx(first.metrics["eval_loss"], abs=1e-6)
+    plan = json.loads((second.run_dir / "plan.json").read_text())
+    assert plan["num_parameters"] == first.metrics["num_parameters"]
+    with pytest.raises(UserError, match="come with their weights only"):
+        sc.train({**given, "model": {**given["model"], "pretrained": False}}, run_dir=tmp_path / "third")
+    dense = scantling("export", first.run_dir, "--to", "hf", tmp_path / "dense", "--dense")
+    assert dense.returncode == 0, dense.stderr
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+
+
 @pytest.mark.parametrize("schedule", ["controlled", "paper"])
 def test_resume_is_bitwise_across_a_removal(tmp_path: Path, schedule: str) -> None:
     adapter = {"schedule": schedule, "interval": 1}

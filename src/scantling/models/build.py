@@ -18,6 +18,8 @@ from scantling.errors import UserError, did_you_mean
 from scantling.models.presets import PRESETS
 from scantling.recipe.schema import TASKS, ModelSection
 from scantling.tasks.base import Task
+from scantling.tensor import pretrained
+from scantling.tensor.layout import rebuild
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +153,7 @@ def build_model(
                 model = _load(auto_class, section, config)
             else:
                 model = auto_class.from_config(config, attn_implementation=section.attention, dtype=torch.float32)
+                _rebuild_cores(model, section, device)
         except UserError:
             raise
         except SafetensorError as error:
@@ -244,6 +247,16 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
         left = _some(report["unexpected_keys"])
         logger.warning("%s: new weights, not in the folder: %s; weights not taken: %s", section.hf, _some(new), left)
     return model
+
+
+def _rebuild_cores(model: Any, section: ModelSection, device: str) -> None:
+    """Where the folder holds a model of cores, give the model without memory its layers of cores."""
+    cores = getattr(model.config, "quantization_config", None)
+    if not isinstance(cores, dict) or cores.get("quant_method") != pretrained.METHOD:
+        return
+    if device == "cpu":
+        raise UserError(f"model.hf: {section.hf} describes layers of cores, which come with their weights only")
+    rebuild(model, cores["layers"])
 
 
 def _read_config(section: ModelSection) -> dict[str, Any]:
