@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -172,3 +173,29 @@ def test_wrong_tables_are_refused(options: Any, message: str) -> None:
 def test_groups_take_its_cores_as_embeddings() -> None:
     groups = sc.param_groups(nn.Sequential(TTMEmbedding(100, 8, rank=2)))
     assert [(group["role"], group["matrix_dims"]) for group in groups] == [("embedding", ((0, 1), (2, 3)))]
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_a_capacity_gives_the_same_rows_and_gradients_in_fixed_shapes(bag: bool) -> None:
+    torch.manual_seed(0)
+    made = TTMEmbeddingBag if bag else TTMEmbedding
+    table = made(60, 24, 6, num_modes=3, padding_idx=4).double()
+    ids = torch.randint(60, (7, 9)) % 11
+    table(ids).square().sum().backward()
+    wanted = [core.grad for core in table.cores]
+    with_capacity = copy.deepcopy(table)
+    with_capacity.capacity = 12
+    with_capacity.zero_grad()
+    torch.testing.assert_close(with_capacity(ids), table(ids))
+    with_capacity(ids).square().sum().backward()
+    for core, grad in zip(with_capacity.cores, wanted, strict=True):
+        torch.testing.assert_close(core.grad, grad)
+    torch.compiler.reset()
+    compiled = torch.compile(with_capacity, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids), table(ids))
+    with_capacity.capacity = 10
+    with pytest.raises(RuntimeError, match="more than 10 distinct ids"):
+        with_capacity(ids)
+    with pytest.raises(UserError, match="capacity must be at least 1; given 0"):
+        made(60, 24, 6, capacity=0)
+    assert with_capacity(ids[:0]).shape[0] == 0

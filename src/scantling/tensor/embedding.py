@@ -40,6 +40,9 @@ class TTMEmbedding(CoreLayer):
         row_modes, col_modes: of the rows and columns, as many of either; their products may be larger than the
             dimensions.
         padding_idx: the row of this id is zero and stays so.
+        capacity: most distinct ids of one call, for compiled code and captured graphs, whose shapes do not depend on
+            data: ids are told apart within this many rows. Default: as many as there are, where that may be known, and
+            in compiled code every id by itself.
         device, dtype: of the parameters.
 
     Attributes:
@@ -67,6 +70,7 @@ class TTMEmbedding(CoreLayer):
         row_modes: Sequence[int] | None = None,
         col_modes: Sequence[int] | None = None,
         padding_idx: int | None = None,
+        capacity: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -91,6 +95,9 @@ class TTMEmbedding(CoreLayer):
                 f"row_modes and col_modes must be as many as each other; given {self.row_modes} and {self.col_modes}"
             )
         self.padding_idx = _checked_padding(padding_idx, num_embeddings)
+        if capacity is not None and capacity < 1:
+            raise UserError(f"capacity must be at least 1; given {capacity}")
+        self.capacity = capacity
         shapes = self._shapes()
         ranks = clip_ranks(rank, [prod(shape) for shape in shapes])
         self.cores = nn.ParameterList(
@@ -174,12 +181,21 @@ class TTMEmbedding(CoreLayer):
 
         Raises:
             IndexError: an id below 0 or not below `num_embeddings`; on a GPU a device-side assertion.
+            RuntimeError: more distinct ids than the capacity.
         """
         _check_ids(ids, self.num_embeddings)
+        distinct, inverse = self._distinct(ids)
+        rows = self.rows(distinct)
+        return rows.view(*ids.shape, self.embedding_dim) if inverse is None else nn.functional.embedding(inverse, rows)
+
+    def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Ids to look up, 1-D, and for each id given its place among them; None where they are all of them in order."""
+        if self.capacity is not None:
+            return _within(ids, self.capacity)
         if _is_unknown(ids):
-            return self.rows(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
+            return ids.reshape(-1), None
         distinct, inverse = torch.unique(ids, return_inverse=True)
-        return nn.functional.embedding(inverse, self.rows(distinct))
+        return distinct, inverse
 
     def logits(self, hidden: Tensor, most_numbers: int = 1 << 24) -> Tensor:
         """h E^T without the table: (..., embedding_dim) to (..., num_embeddings).
@@ -315,11 +331,10 @@ class TTMEmbeddingBag(TTMEmbedding):
             (bags, embedding_dim).
         """
         _check_ids(ids, self.num_embeddings)
-        if _is_unknown(ids):
-            rows, inverse = self.rows(ids.reshape(-1)), torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-        else:
-            distinct, inverse = torch.unique(ids, return_inverse=True)
-            rows = self.rows(distinct)
+        distinct, inverse = self._distinct(ids)
+        rows = self.rows(distinct)
+        if inverse is None:
+            inverse = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         padding = None
         if self.padding_idx is not None:  # a bag's mean is not over padding: give it a row of its own
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
@@ -355,6 +370,17 @@ def _products(flat: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], n
     for step, matrix in zip(steps, matrices, strict=True):
         state = matrix.t() @ state.reshape(flat.shape[0] * step.before, step.inner, step.behind)
     return state.reshape(flat.shape[0], num_rows)
+
+
+def _within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """The distinct ids in `capacity` places, 0 in those that are not needed, and the place of each id given."""
+    ordered, order = ids.reshape(-1).sort()
+    is_new = torch.cat([ordered.new_zeros(min(1, len(ordered))), (ordered[1:] != ordered[:-1]).to(ordered.dtype)])
+    place = is_new.cumsum(0)
+    torch._assert_async((place < capacity).all(), f"more than {capacity} distinct ids, the capacity of this table")
+    place = place.clamp(max=capacity - 1)
+    distinct = ordered.new_zeros(capacity).scatter(0, place, ordered)
+    return distinct, torch.empty_like(place).scatter(0, order, place).view(ids.shape)
 
 
 def _is_unknown(ids: Tensor) -> bool:
