@@ -183,3 +183,22 @@ def test_wrong_layers_are_refused(options: Any, message: str) -> None:
 def test_from_dense_needs_to_know_how_far() -> None:
     with pytest.raises(UserError, match="a rank, an error above 0"):
         TTLinear.from_dense(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_saved_for_the_backward_pass_are_x_what_is_r_wide_and_the_merged_cores(bias: bool) -> None:
+    tokens, rank = 2048, 30
+    layer = TTLinear(768, 3072, rank, bias=bias)
+    x = torch.randn(tokens, 768, requires_grad=True)
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = layer(x)
+    merged = 4 * rank * (768 + 3072)
+    chains = sum(core.nbytes for core in layer.cores) + merged  # what was merged on the way
+    assert sum(saved.values()) <= x.nbytes + 4 * tokens * rank + merged + chains
+    assert sum(saved.values()) < 0.4 * (x.nbytes + y.nbytes)
