@@ -347,6 +347,23 @@ def test_it_goes_on_to_the_bit_across_a_removal(schedule: Any) -> None:
         assert torch.equal(one, other)
 
 
+def test_what_a_rank_contributes_is_its_share_of_the_squared_norm() -> None:
+    torch.manual_seed(0)
+    layer = sc.TTLinear(24, 20, 5)
+    adapter = RankAdapter(nn.Sequential(layer))
+    assert layer.controls is not None
+    with torch.no_grad():
+        for control in layer.controls:
+            control.uniform_(0.2, 1.5)
+        total = layer.dense_weight().square().sum()
+        for control, shares in zip(layer.controls, list(adapter._contributions()), strict=True):
+            kept = control.clone()
+            for rank, share in enumerate(shares):
+                control.zero_()[rank] = kept[rank]
+                torch.testing.assert_close(layer.dense_weight().square().sum() / total, share, rtol=1e-4, atol=1e-7)
+            control.copy_(kept)
+
+
 def test_micro_batches_are_one_step() -> None:
     model = net()
     adapter = RankAdapter(model, steps=10)

@@ -415,10 +415,12 @@ class RankAdapter:
             lefts: list[Tensor] = []
             rights: list[Tensor] = []
             for core, one in zip(cores, gates, strict=False):
-                lefts.append(torch.einsum("ab,amc,bmd->cd", left, core, core))
+                half = (left @ core.flatten(1)).view(core.shape[0] * core.shape[1], core.shape[2])
+                lefts.append(core.flatten(0, 1).t() @ half)
                 left = lefts[-1] * one * one[:, None]
             for core, one in zip(cores[:0:-1], [torch.ones(()), *gates[:0:-1]], strict=True):
-                right = torch.einsum("amc,cd,bmd->ab", core * one, right, core * one)
+                gated = core * one
+                right = gated.flatten(1) @ (gated @ right).flatten(1).t()
                 rights.insert(0, right)
             total = (left * rights[-1]).sum().clamp(min=1e-30)
             for before, behind, control in zip(lefts, rights, layer.controls, strict=True):
