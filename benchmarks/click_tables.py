@@ -30,13 +30,12 @@ from scantling.data.hashing import key64, uniform
 from scantling.data.loader import BatchSource
 from scantling.data.sampler import Sampler
 from scantling.errors import UserError
-from scantling.models.build import build_model
 from scantling.models.dlrm import DLRM
 from scantling.optim.registry import build_optimizer
 from scantling.recipe import load_recipe
 from scantling.tasks import get_task
 from scantling.training.distributed import Place
-from scantling.training.run import run_evaluation
+from scantling.training.run import build_run_model, run_evaluation
 from scantling.training.schedule import lr_factor
 
 RECIPE = ROOT / "recipes" / "flights-dlrm.yaml"
@@ -149,7 +148,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
     recipe["name"] = "flights"
     recipe["model"]["overrides"]["embedding_dim"] = spec["width"]
     recipe["optim"] |= {"lr": spec["lr"]}
-    recipe["train"] |= {"steps": spec["steps"], "device": "cpu"}
+    recipe["train"] |= {"steps": spec["steps"], "seed": spec["seed"], "device": "cpu"}
     return recipe
 
 
@@ -159,14 +158,7 @@ def run_training(spec: Spec) -> Line:
     recipe = load_recipe(recipe_of(spec))
     task = get_task("clicks")
     data = task.prepare(recipe.data, seed=0)
-    model = build_model(
-        recipe.model,
-        task,
-        vocab_size=data.vocab_size,
-        seq_len=recipe.data.longest,
-        config_overrides=task.config_overrides(data),
-        seed=spec["seed"],
-    )
+    model = build_run_model(recipe, task, data)
     torch.manual_seed(spec["seed"])
     compressed(model, spec["kind"], spec["rank"])
     optimizer = build_optimizer(recipe.optim.name, sc.param_groups(model), lr=recipe.optim.lr)

@@ -332,7 +332,7 @@ def build_methods(recipe: Recipe) -> list[Method]:
     return [TensorMethod(recipe.tensor, steps=recipe.train.steps, merges=not recipe.optim.release_gradients)]
 
 
-def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequence[Method]) -> Any:
+def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequence[Method] = ()) -> Any:
     """The model of a run on the CPU, with the weights it starts from."""
     model = build_model(
         recipe.model,
