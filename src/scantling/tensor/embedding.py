@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.tensor.contraction import Lookup, Plan, Step, best_plan, cores_of
-from scantling.tensor.cores import clip_ranks, dense, num_parameters, random_cores, tt_svd
+from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.lazy import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, split
@@ -245,8 +245,6 @@ class TTMEmbedding(CoreLayer):
         Raises:
             UserError: neither a rank nor an error, or what the constructor refuses.
         """
-        if rank is None and error <= 0.0:
-            raise UserError("from_dense needs a rank, an error above 0, or both")
         weight = embedding.weight.detach()
         made = cls(
             embedding.num_embeddings,
@@ -264,8 +262,7 @@ class TTMEmbedding(CoreLayer):
         whole = nn.functional.pad(weight, padding).reshape(*made.row_modes, *made.col_modes)
         num = len(made.row_modes)
         whole = whole.permute([place for pair in range(num) for place in (pair, num + pair)])
-        found = tt_svd(whole, made._shapes(), None if rank is None else made.ranks, error)
-        made.cores = nn.ParameterList(core.clone() for core in found)
+        made._become_closest(whole, made._shapes(), held=rank is not None, error=error)
         return made.train(embedding.training)
 
     def to_dense(self) -> nn.Embedding:
@@ -277,10 +274,6 @@ class TTMEmbedding(CoreLayer):
     def flops(self, tokens: int) -> int:
         """Floating-point operations of a lookup of so many ids, all of them different as far as there are so many."""
         return 2 * self.plan(min(tokens, self.num_embeddings)).macs
-
-    def num_parameters(self) -> int:
-        """Numbers in the cores."""
-        return num_parameters([prod(shape) for shape in self._shapes()], self.ranks)
 
     def extra_repr(self) -> str:
         return (

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.tensor.contraction import Head, Lookup, Network, Orders, Step, Tree, merged, orders
+from scantling.tensor.cores import num_parameters, tt_svd
 
 Cut: TypeAlias = tuple[nn.Parameter, int, Tensor]
 """A parameter, one of its dims, and the positions of it that stay."""
@@ -176,6 +177,27 @@ class CoreLayer(nn.Module):
             for core, value in zip(self.cores, self.gated(), strict=True):
                 core.copy_(value)
             self.controls = None
+
+    def num_parameters(self) -> int:
+        """Numbers in the cores."""
+        return num_parameters(self.sizes, self.ranks)
+
+    def _become_closest(self, whole: Tensor, shapes: Sequence[tuple[int, ...]], *, held: bool, error: float) -> None:
+        """Take the cores that TT-SVD finds for a tensor.
+
+        Args:
+            whole: its dims are the modes of all cores in order.
+            shapes: the mode sizes of each core.
+            held: whether the ranks of this layer are the most there may be; else as many as the error needs.
+            error: relative Frobenius error that may be made.
+
+        Raises:
+            UserError: neither ranks nor an error.
+        """
+        if not held and error <= 0.0:
+            raise UserError("from_dense needs a rank, an error above 0, or both")
+        found = tt_svd(whole, shapes, self.ranks if held else None, error)
+        self.cores = nn.ParameterList(core.clone() for core in found)
 
     def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
         """A core is a matrix whose rows are its left bond and first mode, see `scantling.param_groups`."""

@@ -19,10 +19,9 @@ from math import prod, sqrt
 import torch
 from torch import Tensor, nn
 
-from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.tensor.contraction import Chain, Plan, best_plan, contract
-from scantling.tensor.cores import clip_ranks, dense, num_parameters, random_cores, tt_svd
+from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.lazy import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, split
@@ -167,8 +166,6 @@ class TTLinear(CoreLayer):
         Raises:
             UserError: neither a rank nor an error, or what the constructor refuses.
         """
-        if rank is None and error <= 0.0:
-            raise UserError("from_dense needs a rank, an error above 0, or both")
         weight = linear.weight.detach()
         made = cls(
             linear.in_features,
@@ -184,8 +181,7 @@ class TTLinear(CoreLayer):
         modes = (*made.in_modes, *made.out_modes)
         padding = (0, prod(made.out_modes) - linear.out_features, 0, prod(made.in_modes) - linear.in_features)
         whole = nn.functional.pad(weight.t(), padding).reshape(modes)
-        found = tt_svd(whole, [(mode,) for mode in modes], None if rank is None else made.ranks, error)
-        made.cores = nn.ParameterList(core.clone() for core in found)
+        made._become_closest(whole, [(mode,) for mode in modes], held=rank is not None, error=error)
         if linear.bias is not None:
             made.bias = nn.Parameter(linear.bias.detach().clone())
         return made.train(linear.training)
@@ -205,8 +201,7 @@ class TTLinear(CoreLayer):
 
     def num_parameters(self) -> int:
         """Numbers in cores and bias."""
-        own = num_parameters((*self.in_modes, *self.out_modes), self.ranks)
-        return own + (0 if self.bias is None else self.out_features)
+        return super().num_parameters() + (0 if self.bias is None else self.out_features)
 
     def extra_repr(self) -> str:
         return (
