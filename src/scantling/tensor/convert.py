@@ -21,6 +21,7 @@ from scantling.errors import UserError
 from scantling.tensor.choice import Choice, Filter, Ranks
 from scantling.tensor.experts import is_fused_experts
 from scantling.tensor.head import TTMHead
+from scantling.tensor.joint import join_siblings
 from scantling.tensor.replace import Init, as_dense, filled, install, layers_of_cores, put, shaped
 from scantling.tensor.sites import Site, find_sites, is_linear
 from scantling.tensor.ties import carry_ties, note_ties, restore_ties
@@ -40,6 +41,9 @@ def tensorize(
 
     Left alone are subclasses of the layers named above, since they may compute more than the layer does, and, unless
     `filter_fn` is given, layers whose cores would hold at least as many numbers as the dense weight.
+
+    Layers that share an input by their names in transformers, such as Q, K and V, multiply it in one product with the
+    cores of all (`joint.py`).
 
     dtype, device, `requires_grad`, hooks and `padding_idx` stay; on the meta device the cores are there, too. A head
     that is tied to an embedding becomes cores with it and only with it: name the embedding.
@@ -98,6 +102,7 @@ def tensorize(
     noted = note_ties(model)
     for site, layer in made:
         install(model, site, layer)
+    join_siblings(model)
     carry_ties(noted)
     if any(hasattr(module, "save_pretrained") for module in model.modules()):
         from scantling.tensor.pretrained import attach

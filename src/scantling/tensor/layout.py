@@ -23,6 +23,7 @@ from scantling.errors import UserError
 from scantling.tensor.embedding import TTMEmbedding
 from scantling.tensor.experts import TTExperts, is_fused_experts
 from scantling.tensor.head import TTMHead
+from scantling.tensor.joint import join_siblings
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.linear import TTLinear
 from scantling.tensor.replace import Layer, filled, install, layers_of_cores, shaped
@@ -89,6 +90,7 @@ def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
         raise UserError(f"none of the layers of cores ({', '.join([*entries][:3])}) is in this {type(model).__name__}")
     for site, layer in sites:
         install(model, site, filled(site, layer, "random"))
+    join_siblings(model)
 
 
 def _noted(model: nn.Module) -> dict[str, list[str]]:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from scantling.groups import MatrixDims, Role
-from scantling.tensor.contraction import Chain, Plan, best_plan, contract
+from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract
 from scantling.tensor.cores import clip_ranks, dense, random_cores
+from scantling.tensor.joint import Joint, Rest
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.lazy import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, split
@@ -41,6 +42,7 @@ class TTLinear(CoreLayer):
     Attributes:
         cores: `nn.ParameterList` of (r, mode, r') tensors, input modes first.
         bias: (out_features,) or None.
+        joint: the layers it shares its input with; None where it shares none.
 
     Raises:
         UserError: ranks or modes that do not fit.
@@ -69,6 +71,7 @@ class TTLinear(CoreLayer):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
+        self.joint: Joint | None = None
         self.in_modes = _modes(in_features, num_modes, in_modes, "in_modes")
         self.out_modes = _modes(out_features, num_modes, out_modes, "out_modes")
         if out_modes is None:
@@ -136,12 +139,16 @@ class TTLinear(CoreLayer):
         padding = prod(self.in_modes) - self.in_features
         if padding:
             flat = nn.functional.pad(flat, (0, padding))
-        steps = self._order(flat.shape[0])
+        steps: Sequence[Step] = self._order(flat.shape[0])
         bias: Tensor | None = self.bias
         out_size = prod(self.out_modes)
         if bias is not None and out_size > self.out_features:
             bias = nn.functional.pad(bias, (0, out_size - self.out_features))
-        y = contract(flat, self.blocks(steps), steps, out_size, bias)[:, : self.out_features]
+        rest: Rest | None = None
+        if self.joint is not None and not torch.compiler.is_compiling():
+            rest = self.joint.first_product(self, x, flat, steps)
+        state, blocks, steps = (flat, self.blocks(steps), steps) if rest is None else rest
+        y = contract(state, blocks, steps, out_size, bias)[:, : self.out_features]
         return y.view(*x.shape[:-1], self.out_features)
 
     @classmethod
