@@ -57,8 +57,14 @@ def test_batches_are_padded_to_their_longest() -> None:
     assert batch.inputs["token_type_ids"].tolist()[0] == [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
     assert batch.labels.tolist() == [2, 0, 1]
     assert (batch.num_targets, batch.num_tokens) == (3, 23)
-    single = collate([(0, 0, example(b"abc", None, 0))])
-    assert single.inputs["input_ids"].tolist() == [[cls, 97, 98, 99, sep]]
+    single = [(0, 0, example(b"abc", None, 0))]
+    assert collate(single).inputs["input_ids"].tolist() == [[cls, 97, 98, 99, sep]]
+    wider = PaddedTexts(BYTES, 12, 8)(single)
+    assert wider.inputs["input_ids"].tolist() == [[cls, 97, 98, 99, sep, *[pad] * 3]]
+    assert wider.inputs["attention_mask"].tolist() == [[1] * 5 + [0] * 3]
+    assert wider.num_tokens == 5
+    longest = [(0, 0, example(b"a" * 20, None, 0))]
+    assert PaddedTexts(BYTES, 12, 8)(longest).inputs["input_ids"].shape == (1, 12)
 
 
 def test_datasets_give_back_the_documents(tmp_path: Path) -> None:

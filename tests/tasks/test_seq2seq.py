@@ -158,6 +158,11 @@ def test_padding_changes_no_loss(tmp_path: Path) -> None:
     examples = [(0, index, data.train[index]) for index in range(6)]
     together, _ = loss_of(data.collate(examples))
     assert together == pytest.approx(sum(loss_of(data.collate([example]))[0] for example in examples), rel=1e-5)
+    wide = Seq2Seq().prepare(section(pairs(tmp_path), seq_len=64, target_len=60, pad_to_multiple_of=64), seed=0)
+    batch = wide.collate(examples)
+    assert batch.inputs["input_ids"].shape == batch.inputs["attention_mask"].shape == (6, 64)
+    assert batch.labels.shape == (6, 60)
+    assert loss_of(batch)[0] == pytest.approx(together, rel=1e-5)
 
 
 def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:

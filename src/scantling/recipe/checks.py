@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from scantling.errors import Fault, did_you_mean
+from scantling.errors import Fault, UserError, did_you_mean
 from scantling.recipe.schema import (
     CLICK_SOURCES,
     SOURCES,
@@ -32,6 +32,7 @@ KEYS_OF_TASKS = {
     "criteo": ("clicks",),
     "document_mask": ("causal-lm",),
     "mask_probability": ("masked-lm", "seq2seq"),
+    "pad_to_multiple_of": ("classification", "seq2seq"),
     "span_length": ("seq2seq",),
     "target_len": ("seq2seq",),
 }
@@ -299,6 +300,31 @@ def _check_release(content: Content) -> Iterator[Fault]:
         yield Fault(key, problem, "precision.compute: fp16")
 
 
+def _check_graph(content: Content) -> Iterator[Fault]:
+    from scantling.optim.registry import optimizer_options
+
+    optim, train, precision = (_section(content, name) for name in ("optim", "train", "precision"))
+    if train.get("graph") is not True:
+        return
+    key = "train.graph"
+    if train.get("device") == "cpu":
+        yield Fault(key, "captures CUDA graphs; leave it out on a CPU", "train.device: cpu")
+    if optim.get("release_gradients") is True:
+        problem = "cannot capture a step that is taken within the backward pass; leave one of both out"
+        yield Fault(key, problem, "optim.release_gradients: true")
+    if precision.get("compute") == "fp16":
+        problem = "cannot leave out an update whose fp16 gradients overflow; set precision.compute: bf16"
+        yield Fault(key, problem, "precision.compute: fp16")
+    name = optim.get("name", OptimSection.model_fields["name"].default)
+    try:
+        options = optimizer_options(name) if isinstance(name, str) else {"capturable": True}
+    except UserError:
+        return  # reported with optim.name
+    if "capturable" not in options:
+        problem = "needs an optimizer that can be captured, such as came or adamw"
+        yield Fault(key, problem, f"the optimizer '{name}'")
+
+
 CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_name,
     _check_model,
@@ -310,4 +336,5 @@ CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_tensor,
     _check_optim,
     _check_release,
+    _check_graph,
 )

@@ -153,6 +153,9 @@ class DataSection(Section):
     """seq2seq without pairs: tokens in a hidden span on average."""
     bucket: bool = True
     """Classification, and seq2seq with pairs: batch examples of similar length to save padding."""
+    pad_to_multiple_of: int | None = Field(default=None, ge=1)
+    """Classification, and seq2seq with pairs: lengths of batches are a multiple of it, at most `seq_len`; given
+    `seq_len` itself, all batches have one shape, which CUDA graphs want. Default: the longest example of the batch."""
     workers: int = Field(default=0, ge=0, le=64)
     """Processes that prepare batches; the order of the data does not depend on it."""
 
@@ -264,6 +267,8 @@ class TrainSection(Section):
     """`auto` takes the GPU where there is one."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    graph: bool = False
+    """Capture the work of a step in CUDA graphs: one process on a GPU, and batches of one shape or of a few."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them."""
     deterministic: bool = False

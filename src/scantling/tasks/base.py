@@ -197,9 +197,15 @@ def required(id_: int | None) -> int:
     return id_
 
 
-def pad_rows(rows: Sequence[Ids], value: int) -> torch.Tensor:
-    """Rows of different lengths as one tensor, (batch, longest)."""
-    result = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
+def padded_length(lengths: Sequence[int], multiple: int | None, limit: int) -> int:
+    """How long the rows of a batch become: the longest, or the next multiple of it up to a limit."""
+    longest = max(lengths)
+    return longest if multiple is None else max(longest, min(limit, -(-longest // multiple) * multiple))
+
+
+def pad_rows(rows: Sequence[Ids], value: int, length: int = 0) -> torch.Tensor:
+    """Rows of different lengths as one tensor, (batch, longest), or of this length where it is longer."""
+    result = np.full((len(rows), max(length, *map(len, rows))), value, dtype=np.int64)
     for number, row in enumerate(rows):
         result[number, : len(row)] = row
     return torch.from_numpy(result)

@@ -25,6 +25,7 @@ from scantling.tasks.base import (
     mean_loss,
     model_config,
     pad_rows,
+    padded_length,
     required,
 )
 
@@ -77,18 +78,20 @@ class LabelledDataset:
 
 @dataclass(frozen=True)
 class PaddedTexts:
-    """Collates examples: special tokens around each, cut to `seq_len`, padded to the longest of the batch."""
+    """Collates examples: special tokens around each, cut to `seq_len`, padded to the longest of the batch or more."""
 
     tokenizer: Tokenizer
     seq_len: int
+    multiple: int | None = None
 
     def __call__(self, examples: list[Numbered]) -> Batch:
         joined = [self.tokenizer.join(item.ids, item.pair_ids, self.seq_len) for _, _, item in examples]
         lengths = [len(ids) for ids, _ in joined]
+        length = padded_length(lengths, self.multiple, self.seq_len)
         inputs = {
-            "input_ids": pad_rows([ids for ids, _ in joined], required(self.tokenizer.pad_id)),
-            "attention_mask": pad_rows([np.ones(length, dtype=np.int64) for length in lengths], 0),
-            "token_type_ids": pad_rows([types for _, types in joined], 0),
+            "input_ids": pad_rows([ids for ids, _ in joined], required(self.tokenizer.pad_id), length),
+            "attention_mask": pad_rows([np.ones(own, dtype=np.int64) for own in lengths], 0, length),
+            "token_type_ids": pad_rows([types for _, types in joined], 0, length),
         }
         labels = torch.tensor([item.label for _, _, item in examples], dtype=torch.long)
         return Batch(inputs, labels, num_targets=len(examples), num_tokens=sum(lengths))
@@ -111,7 +114,7 @@ class Classification(Task):
         return TaskData(
             train,
             heldout,
-            PaddedTexts(prepared.tokenizer, data.seq_len),
+            PaddedTexts(prepared.tokenizer, data.seq_len, data.pad_to_multiple_of),
             prepared.tokenizer,
             prepared.tokenizer.vocab_size,
             lengths=np.minimum(train.lengths(), data.seq_len) if data.bucket else None,

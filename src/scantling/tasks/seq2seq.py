@@ -26,6 +26,7 @@ from scantling.tasks.base import (
     loss_and_perplexity,
     mean_loss,
     pad_rows,
+    padded_length,
     required,
     unwrapped,
 )
@@ -71,13 +72,18 @@ class TextPairs:
     tokenizer: Tokenizer
     seq_len: int
     target_len: int
+    multiple: int | None = None
 
     def __call__(self, examples: list[Numbered]) -> Batch:
         end = np.array([required(self.tokenizer.eos_id)])
         inputs = [self.tokenizer.join(item.ids, None, self.seq_len)[0] for _, _, item in examples]
         inputs = [ids if len(ids) else end for ids in inputs]  # an encoder cannot read nothing
         targets = [np.concatenate([item.pair_ids[: self.target_len - 1], end]) for _, _, item in examples]
-        return _batch(inputs, targets, required(self.tokenizer.pad_id))
+        longest = [
+            0 if self.multiple is None else padded_length([*map(len, rows)], self.multiple, limit)
+            for rows, limit in ((inputs, self.seq_len), (targets, self.target_len))
+        ]
+        return _batch(inputs, targets, required(self.tokenizer.pad_id), *longest)
 
 
 class Seq2Seq(Task):
@@ -204,7 +210,7 @@ def _pairs(data: DataSection, prepared: Prepared) -> TaskData:
     return TaskData(
         train,
         None if prepared.heldout is None else LabelledDataset(prepared.heldout, has_pairs=True),
-        TextPairs(tokenizer, data.seq_len, limit),
+        TextPairs(tokenizer, data.seq_len, limit, data.pad_to_multiple_of),
         tokenizer,
         tokenizer.vocab_size,
         lengths=np.minimum(train.lengths(), data.seq_len + limit) if data.bucket else None,
@@ -216,11 +222,13 @@ def _spans(data: DataSection) -> Spans:
     return Spans(data.mask_probability, data.span_length)
 
 
-def _batch(inputs: Sequence[Ids], targets: Sequence[Ids], pad_id: int) -> Batch:
+def _batch(
+    inputs: Sequence[Ids], targets: Sequence[Ids], pad_id: int, input_length: int = 0, target_length: int = 0
+) -> Batch:
     """Inputs and targets padded, with a mask for the inputs where it is needed."""
     lengths = [len(ids) for ids in inputs]
-    named = {"input_ids": pad_rows(inputs, pad_id)}
-    if min(lengths) < max(lengths):
-        named["attention_mask"] = pad_rows([np.ones(length, dtype=np.int64) for length in lengths], 0)
-    labels = pad_rows(targets, IGNORED)
+    named = {"input_ids": pad_rows(inputs, pad_id, input_length)}
+    if min(lengths) < max(input_length, *lengths):
+        named["attention_mask"] = pad_rows([np.ones(length, dtype=np.int64) for length in lengths], 0, input_length)
+    labels = pad_rows(targets, IGNORED, target_length)
     return Batch(named, labels, num_targets=sum(map(len, targets)), num_tokens=sum(lengths))

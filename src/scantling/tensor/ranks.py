@@ -101,6 +101,8 @@ class RankAdapter:
         self._mean_loss = torch.zeros((), device=self._device)
         self._weight = torch.zeros((), device=self._device)
         self._reference = torch.zeros((), device=self._device)
+        self._late = torch.zeros((), dtype=torch.bool, device=self._device)
+        self._is_late = False
         least = float(counted(torch.ones(len(self._controls), dtype=torch.float64)))
         if self._target < least:
             for layer in self.layers.values():
@@ -123,12 +125,39 @@ class RankAdapter:
         if not torch.is_grad_enabled():
             return task_loss
         if not torch.compiler.is_compiling():
-            self._observe(task_loss.detach() / share)
+            self.observe(task_loss.detach() / share)
+        return self.objective(task_loss, share)
+
+    def objective(self, task_loss: Tensor, share: float = 1.0) -> Tensor:
+        """The loss of the task and what the schedule adds to it: `loss` without the counting of steps.
+
+        A function of tensors alone, for CUDA graphs; `observe` is then to be called once a step.
+
+        Args:
+            task_loss, share: as of `loss`.
+        """
         relaxed = self._size(self._l1()) / self._initial
         norm = self.options.beta * self._norm() if self.options.beta else 0.0
         if self.options.schedule == "controlled":
             return task_loss + share * (norm + self._price * relaxed)
         return share * norm + self._paper(task_loss, relaxed, share)
+
+    def observe(self, task_loss: Tensor | None) -> None:
+        """Count a step where the controls have changed since the last call, and let the schedule act on it.
+
+        Args:
+            task_loss: 0-D, a recent loss without what the schedule adds, None before there is one. The schedule `paper`
+                takes its mean over steps and replicas.
+        """
+        versions = tuple(control._version for control in self._controls)
+        if versions == self._seen:
+            return
+        if self._seen is not None:
+            self.step += 1
+        self._remember(task_loss)
+        if self.step % self.options.interval == 0 or self.step >= self.options.steps:
+            self._act()
+        self._seen = tuple(control._version for control in self._controls)
 
     @torch.no_grad()
     def truncate(self, optimizer: torch.optim.Optimizer | None = None) -> int:
@@ -228,6 +257,7 @@ class RankAdapter:
             "weight": self._weight.clone(),
             "reference": self._reference.clone(),
             "started": self._seen is not None,
+            "late": self._is_late,
             "ranks": {name: list(layer.ranks) for name, layer in self.layers.items()},
         }
 
@@ -252,6 +282,7 @@ class RankAdapter:
         self.step, self._initial, self._target = state["step"], state["initial"], state["target"]
         for name in ("price", "mean_loss", "weight", "reference"):
             getattr(self, f"_{name}").copy_(state[name])
+        self._turn_late(state["late"])
         self._seen = () if state["started"] else None
         self._refresh()
 
@@ -304,21 +335,9 @@ class RankAdapter:
 
     # the schedules
 
-    def _observe(self, task_loss: Tensor) -> None:
-        """Count a step where the controls have changed since the last call, and let the schedule act on it."""
-        versions = tuple(control._version for control in self._controls)
-        if versions == self._seen:
-            return
-        if self._seen is not None:
-            self.step += 1
-        self._remember(task_loss)
-        if self.step % self.options.interval == 0 or self.step >= self.options.steps:
-            self._act()
-        self._seen = tuple(control._version for control in self._controls)
-
-    def _remember(self, task_loss: Tensor) -> None:
-        """The mean loss of recent steps, over all replicas."""
-        if self.options.schedule != "paper":
+    def _remember(self, task_loss: Tensor | None) -> None:
+        """The mean loss of recent steps, over all replicas, and the reference once the early steps are over."""
+        if self.options.schedule != "paper" or task_loss is None:
             return
         value = task_loss.to(self._device, torch.float32, copy=True)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -326,9 +345,15 @@ class RankAdapter:
             value /= torch.distributed.get_world_size()
         self._mean_loss.mul_(self.options.memory).add_(value, alpha=1.0 - self.options.memory)
         self._weight.mul_(self.options.memory).add_(1.0 - self.options.memory)
-        if self.step == self._early_steps:
+        if self.step >= self._early_steps and not self._is_late:
             given = self.options.loss_target
             self._reference.copy_(self._mean_loss / self._weight if given is None else torch.tensor(given))
+            self._turn_late(True)
+
+    def _turn_late(self, late: bool) -> None:
+        """Go from the early stage of the schedule `paper` to the late one, on the device as well."""
+        self._is_late = late
+        self._late.fill_(late)
 
     @property
     def _early_steps(self) -> int:
@@ -371,18 +396,18 @@ class RankAdapter:
 
     def _paper(self, task_loss: Tensor, relaxed: Tensor, share: float) -> Tensor:
         options = self.options
-        if self.step < self._early_steps:
-            return task_loss + share * options.gamma * relaxed
+        early = task_loss + share * options.gamma * relaxed
         target = self._target / self._initial
         mean_loss = self._mean_loss / self._weight.clamp(min=1e-12)
         by_loss = options.loss_weight * (mean_loss - self._reference)
         by_size = options.size_weight * (self._size(self._l0()) / self._initial - target)
         both = options.rho * (task_loss + share * relaxed)
-        return both + torch.where(
+        late = both + torch.where(
             by_loss >= by_size,
             options.loss_weight * (task_loss - share * self._reference),
             options.size_weight * share * (relaxed - target),
         )
+        return torch.where(self._late, late, early)
 
     @torch.no_grad()
     def _bring_to(self, wanted: float) -> None:

@@ -317,7 +317,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Pat
         optimizer.state[by_name[name]] = entries
     for group, stored in zip(optimizer.param_groups, values["groups"], strict=True):
         for key, value in stored["hyper"].items():
-            if not _is_json(group.get(key)) or json.dumps(group.get(key)) != json.dumps(value):
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            elif not _is_json(group.get(key)) or json.dumps(group.get(key)) != json.dumps(value):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 

@@ -131,9 +131,11 @@ class Loop:
         """Take one step with all that belongs to it; whether the run is to stop before its end."""
         began = time.perf_counter()
         step, optimizer = self.step + 1, self.stepper.optimizer
+        for group in optimizer.param_groups:  # before any is set: groups may share one tensor
+            if "initial_lr" not in group:
+                group["initial_lr"] = float(group["lr"])
         for group in optimizer.param_groups:
-            peak = group.setdefault("initial_lr", group["lr"])
-            _set_lr(group, peak * self.schedule.lr_factor(step))
+            _set_lr(group, group["initial_lr"] * self.schedule.lr_factor(step))
         self.stepper.watch.start()
         batches = self.batches.next_step()
         result = self.stepper.step(step, batches, stop=lambda: stop.received is not None)
@@ -237,6 +239,7 @@ class Loop:
             self.stepper.reshape(self.batches.next_step()[-1])
         load_model(self.model, path)
         load_optimizer(self.stepper.optimizer, self.model, path)
+        self.stepper.recapture()
         self.batches.load_state_dict(values["data"])
         if values["scaler"]:
             self.stepper.scaler.load_state_dict(values["scaler"])

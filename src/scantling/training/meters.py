@@ -6,7 +6,8 @@ A missing meter gives None, never a guess.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -109,13 +110,25 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self._paused = False
 
     def start(self) -> None:
         self._marks = [("", self._now())]
 
     def lap(self, phase: str) -> None:
         """The time since the last mark belongs to `phase`."""
+        if self._paused:
+            return
         self._marks.append((phase, self._now()))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Laps in here leave no mark: the time goes to the next one after it."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:

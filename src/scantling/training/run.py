@@ -27,7 +27,7 @@ from scantling.groups import param_groups
 from scantling.models.build import build_model, checkpoint_activations
 from scantling.optim.registry import build_optimizer
 from scantling.planning.memory import held_gradient_bytes
-from scantling.planning.plan import check_world_size, plan
+from scantling.planning.plan import check_graph, check_world_size, plan
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
 from scantling.recipe.schema import CommSection
@@ -192,6 +192,7 @@ def _train(
     recipe: Recipe, folder: RunDir, place: Place, *, resume: bool, sinks: Sequence[Sink], progress: Progress | None
 ) -> RunResult:
     check_world_size(recipe, place.world_size)
+    check_graph(recipe, place.world_size, place.device.type)
     checkpointer = Checkpointer(folder.checkpoints, place, keep=recipe.train.keep_checkpoints)
     checkpoint = checkpointer.newest() if resume else None
     if resume and checkpoint is None:
@@ -259,9 +260,11 @@ def build_loop(
     if settings.compile:
         model.compile()
     groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
-    optimizer = build_optimizer(
-        recipe.optim.name, groups, lr=recipe.optim.lr, weight_decay=recipe.optim.weight_decay, **recipe.optim.options
-    )
+    lr: float | torch.Tensor = recipe.optim.lr
+    options = recipe.optim.options
+    if settings.graph:
+        lr, options = torch.tensor(lr, device=place.device), {**options, "capturable": True}
+    optimizer = build_optimizer(recipe.optim.name, groups, lr=lr, weight_decay=recipe.optim.weight_decay, **options)
     _seed_generators(settings.seed + 1 + place.rank)  # dropout differs between ranks, weights do not
     stepper = Stepper(
         model,
@@ -273,6 +276,7 @@ def build_loop(
         clip=settings.clip,
         compute=recipe.precision.compute,
         release=GradientRelease(model, optimizer) if recipe.optim.release_gradients else None,
+        graph=settings.graph,
     )
     batch_size = recipe.batch_size
     micro = settings.micro_batch_size or batch_size // place.world_size

@@ -19,6 +19,7 @@ from scantling.errors import NonFiniteError
 from scantling.numerics.compute import autocast
 from scantling.tasks.base import Task
 from scantling.training.distributed import Place
+from scantling.training.graph import CudaGraph, StepGraphs
 from scantling.training.meters import Stopwatch
 from scantling.training.methods import Method
 from scantling.training.release import GradientRelease
@@ -52,6 +53,8 @@ class Stepper:
         clip: largest global gradient norm, or None.
         release: where not None, it takes the step within the backward pass, with one process, and without clip or fp16.
         compute: "fp32", "bf16" or "fp16".
+        graph: whether the work of a step is captured in CUDA graphs, see `StepGraphs`; with one process, an optimizer
+            that is capturable, and without release or fp16.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Stepper:
         clip: float | None = 1.0,
         compute: str = "fp32",
         release: GradientRelease | None = None,
+        graph: bool = False,
     ) -> None:
         self.model, self.task, self.optimizer, self.exchange, self.place = model, task, optimizer, exchange, place
         self.methods = list(methods)
@@ -73,6 +77,7 @@ class Stepper:
         self.scaler = SharedGradScaler(place.device.type, enabled=compute == "fp16")
         self.forward_model = exchange.prepare(model)
         self.watch = Stopwatch(place.device)
+        self.graphs = StepGraphs(model, self._unwatched_passes, self._update, CudaGraph) if graph else None
 
     def step(self, step: int, batches: Sequence[Batch], *, stop: Callable[[], bool] = lambda: False) -> StepResult:
         """Take step `step` (counted from 1).
@@ -89,6 +94,36 @@ class Stepper:
         )
         counts = self.place.sum(counts.to(device, torch.float32 if device.type == "mps" else torch.float64))
         share = self.place.world_size / counts[0].float()  # the exchange takes the mean over processes
+        replayed = None if self.graphs is None else self.graphs.passes(batches, share)
+        if replayed is not None:
+            self.watch.lap("backward")
+        loss_sum, norm = replayed or self._passes(batches, share, step)
+        figures = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
+        own_loss = loss_sum.clone()
+        stopping = torch.tensor([float(stop())], dtype=torch.float64, device=device)
+        figures = self.place.sum(torch.cat([figures, stopping]))
+        self.watch.lap("exchange")
+        total, bad_losses, bad_norms, stops = figures.tolist()
+        overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
+        if bad_losses or (bad_norms and not overflow):
+            self._refuse(step, own_loss)  # before clipping, which would spread a NaN to every gradient
+        if self.graphs is not None and replayed is not None:
+            self.graphs.update()
+        else:
+            self._update(norm)
+            self.optimizer.zero_grad(set_to_none=True)
+        if overflow and self.scaler.get_scale() < 2.0**-16:
+            raise NonFiniteError(f"step {step}: fp16 gradients overflow at any loss scale; use bf16 or a lower lr")
+        reshaped = [method.after_step(step, self.optimizer) for method in self.methods]
+        if any(reshaped):
+            self.reshape(batches[-1])
+        self.watch.lap("optimizer")
+        targets, tokens = counts.tolist()
+        return StepResult(total / targets, float(norm), int(tokens), overflow, stops > 0)
+
+    def _passes(self, batches: Sequence[Batch], share: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward passes of all micro-batches, and the exchange: the sum of the losses, the norm."""
+        device = self.place.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         with ExitStack() as around:
             if self.release is not None:
@@ -121,33 +156,28 @@ class Stepper:
         self.exchange.exchange()
         self.scaler.unscale_(self.optimizer)
         norm = self._total_norm()
-        figures = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
-        own_loss = loss_sum.clone()
-        stopping = torch.tensor([float(stop())], dtype=torch.float64, device=device)
-        figures = self.place.sum(torch.cat([figures, stopping]))
-        self.watch.lap("exchange")
-        total, bad_losses, bad_norms, stops = figures.tolist()
-        overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
-        if bad_losses or (bad_norms and not overflow):
-            self._refuse(step, own_loss)  # before clipping, which would spread a NaN to every gradient
+        return loss_sum, norm
+
+    def _unwatched_passes(self, batches: Sequence[Batch], share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with self.watch.paused():
+            return self._passes(batches, share, 0)
+
+    def _update(self, norm: torch.Tensor) -> None:
         self._clip(norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if overflow and self.scaler.get_scale() < 2.0**-16:
-            raise NonFiniteError(f"step {step}: fp16 gradients overflow at any loss scale; use bf16 or a lower lr")
-        self.optimizer.zero_grad(set_to_none=True)
-        reshaped = [method.after_step(step, self.optimizer) for method in self.methods]
-        if any(reshaped):
-            self.reshape(batches[-1])
-        self.watch.lap("optimizer")
-        targets, tokens = counts.tolist()
-        return StepResult(total / targets, float(norm), int(tokens), overflow, stops > 0)
 
     def reshape(self, batch: Batch) -> None:
-        """Let the exchange see the parameters anew: some have other shapes. Collectives: those of `rehearse`."""
+        """Let exchange and graphs see the parameters anew: some have other shapes. Collectives: those of `rehearse`."""
+        self.recapture()
         if self.place.world_size > 1:
             self.forward_model = self.exchange.prepare(self.model)
             self.rehearse(batch)
+
+    def recapture(self) -> None:
+        """Drop what was captured: parameters or state are elsewhere than before."""
+        if self.graphs is not None:
+            self.graphs.forget()
 
     def rehearse(self, batch: Batch) -> None:
         """Pass a batch through the model and the exchange, and throw the gradients away.

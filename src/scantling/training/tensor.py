@@ -31,6 +31,8 @@ class TensorMethod(Method):
         self._section, self._steps, self._merges = section, steps, merges
         self.adapter: RankAdapter | None = None
         self._recorded: dict[str, tuple[int, ...]] | None = None
+        self._loss = torch.zeros(())
+        self._has_loss = False
 
     def prepare(self, model: nn.Module) -> nn.Module:
         section = self._section
@@ -39,6 +41,7 @@ class TensorMethod(Method):
     def attach(self, model: nn.Module) -> None:
         if self._section.size_target is not None:
             self.adapter = RankAdapter(model, **self._section.rank_options(self._steps))
+            self._loss = torch.zeros((), device=self.adapter.device)
 
     def detach(self, model: nn.Module) -> None:
         if self.adapter is not None:
@@ -46,11 +49,20 @@ class TensorMethod(Method):
             self.adapter.detach()
             self.adapter = None
 
+    def before_step(self, step: int) -> None:
+        if self.adapter is not None:
+            self.adapter.observe(self._loss if self._has_loss else None)
+            self._has_loss = True
+
     def passes(self, model: nn.Module, number: int) -> AbstractContextManager[None]:
+        self._loss.zero_()
         return merge_once(model, number) if self._merges and number > 1 else nullcontext()
 
     def extra_loss(self, loss: torch.Tensor, share: float) -> torch.Tensor:
-        return loss if self.adapter is None else self.adapter.loss(loss, share)
+        if self.adapter is None:
+            return loss
+        self._loss += loss.detach()
+        return self.adapter.objective(loss, share)
 
     def after_step(self, step: int, optimizer: torch.optim.Optimizer) -> bool:
         adapter = self.adapter
@@ -73,8 +85,10 @@ class TensorMethod(Method):
         return figures
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.adapter is None else self.adapter.state_dict()
+        return {} if self.adapter is None else {**self.adapter.state_dict(), "loss": self._loss}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.adapter is not None:
+            self._loss.copy_(state["loss"])
+            self._has_loss = True
             self.adapter.load_state_dict(state)
