@@ -155,7 +155,7 @@ def _check_task(content: Content) -> Iterator[Fault]:
                 yield Fault(f"data.{key}", f"has no meaning for the task '{task}'; it belongs to {' and '.join(tasks)}")
     if task == "seq2seq":
         pairs = isinstance(fields, Mapping) and fields.get("pair") is not None
-        for key in ("mask_probability", "span_length") if pairs else ("bucket",):
+        for key in ("mask_probability", "span_length") if pairs else ("bucket", "pad_to_multiple_of"):
             if _changed(data, DataSection, key):
                 yield Fault(f"data.{key}", f"has no meaning for seq2seq {'with' if pairs else 'without'} pairs")
 
