@@ -3,6 +3,7 @@
     python benchmarks/optim_quality.py sweep            one grid of learning rates for every optimizer, one seed
     python benchmarks/optim_quality.py seeds            the finalists at their best rate, 8 seeds, the same data order
     python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4: on fewer tokens
+    python benchmarks/optim_quality.py variants         CAME with other betas and weight decay, on all tokens, one seed
     python benchmarks/optim_quality.py batch            batch x1, x4, x16 at equal tokens
     python benchmarks/optim_quality.py longer           3 million parameters, over an hour a run, with a held-out curve
     python benchmarks/optim_quality.py report           what the results say, from the raw lines alone
@@ -62,6 +63,12 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "adamw, betas (0.9, 0.99)": {"optimizer": "adamw", "optim": {"betas": [0.9, 0.99]}},
 }
 ABLATION_SEEDS = 3
+VARIANTS: dict[str, dict[str, Any]] = {
+    "betas (0.9, 0.95, 0.95)": {"betas": [0.9, 0.95, 0.95]},
+    "weight decay 0.2": {"weight_decay": 0.2},
+    "betas (0.9, 0.9, 0.95)": {"betas": [0.9, 0.9, 0.95]},
+    "betas (0.9, 0.97, 0.97)": {"betas": [0.9, 0.97, 0.97]},
+}
 
 
 def run_spec(data: str, optimizer: str, lr: float, seed: int, *, batch: int = 1, **changes: Any) -> Spec:
@@ -130,6 +137,10 @@ def specs(phase: str, lines: Lines, data: str) -> Iterator[Spec]:
     """The runs of a phase that need no result of each other."""
     if phase == "seeds":
         yield from (run_spec(data, n, best_rate(lines, data, n), seed) for seed in range(SEEDS) for n in FINALISTS)
+    elif phase == "variants":
+        yield from (
+            run_spec(data, "came", best_rate(lines, data, "came"), 0, **changes) for changes in VARIANTS.values()
+        )
     elif phase == "ablations":
         for seed in range(ABLATION_SEEDS):
             for change in ABLATIONS:
@@ -162,8 +173,14 @@ def report(lines: Lines, data: str) -> None:
     def ablated(change: str, seed: int) -> Spec:
         return ablation_spec(data, change, best_rate(lines, data, ABLATIONS[change].get("optimizer", "came")), seed)
 
+    def varied(change: str, seed: int) -> Spec:
+        return run_spec(data, "came", best_rate(lines, data, "came"), seed, **VARIANTS.get(change, {}))
+
     for name in FINALISTS[1:]:
         differences(lines, name, "adamw", seeded, SEEDS)
+    print("variants, all tokens")
+    for change in VARIANTS:
+        differences(lines, change, "came", varied, 1)
     print(f"ablations, {ABLATION_TOKENS / 1e6:.1f} M tokens")
     for change in list(ABLATIONS)[1:]:
         differences(lines, change, "came", ablated, ABLATION_SEEDS)
@@ -185,7 +202,7 @@ def differences(lines: Lines, name: str, base: str, spec_of: Callable[[str, int]
 
 
 def main() -> int:
-    phases = ["sweep", "seeds", "ablations", "batch", "longer", "report"]
+    phases = ["sweep", "seeds", "ablations", "variants", "batch", "longer", "report"]
     parser: argparse.ArgumentParser = command_line(__doc__, phases, RESULTS / "optim-quality.jsonl")
     parser.add_argument("--data", choices=["python", "novels"], default="python")
     parser.add_argument("--lr", type=float, help="longer: the rate of all (the best of each one's sweep unless given)")
