@@ -1,0 +1,118 @@
+"""Other formats of a weight beside tensor trains, for `tensor_formats.py`: all replace the linear layers of a decoder.
+
+low rank      y = (x A) B, A and B drawn as isometries: a chain of two cores
+cola          y = silu(x A) B: a nonlinearity where the rank is narrow (arXiv 2502.10940)
+btt           block tensor-train, two block-diagonal matrices with a transposition between them (arXiv 2406.06248,
+              section 3): with x as (i1, i2) and y as (o1, o2)
+
+                  z[i1, o2, r] = sum over i2 of x[i1, i2] R[i1, i2, (o2, r)]
+                  y[o1, o2]    = sum over i1, r of z[i1, o2, r] L[o2, (i1, r), o1]
+
+The rank of each layer is the one whose numbers are nearest to a share of the dense layer's; what it gives out has the
+variance that the dense layer's would have.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.tensor.joint import join_siblings
+from scantling.tensor.modes import split
+from scantling.training.methods import Method
+
+SILU_SQUARE = 0.3558
+"""Mean of silu(z)^2 for a standard normal z."""
+
+
+class Cola(nn.Module):
+    """Two thin matrices with a nonlinearity between them."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(in_features, rank) / in_features**0.5)
+        self.up = nn.Parameter(torch.randn(rank, out_features) / (3.0 * SILU_SQUARE * rank) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x @ self.down) @ self.up
+
+
+class BlockTensorTrain(nn.Module):
+    """Two block-diagonal matrices with a transposition between them; inputs and outputs as two modes each."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
+        super().__init__()
+        self.inputs, self.outputs, self.rank = split(in_features, 2)[::-1], split(out_features, 2)[::-1], rank
+        (i1, i2), (o1, o2) = self.inputs, self.outputs
+        self.right = nn.Parameter(torch.randn(i1, i2, o2 * rank) / i2**0.5)
+        self.left = nn.Parameter(torch.randn(o2, i1 * rank, o1) / (3.0 * i1 * rank) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (i1, i2), (o1, o2) = self.inputs, self.outputs
+        z = torch.bmm(x.reshape(-1, i1, i2).transpose(0, 1), self.right)  # (i1, tokens, o2 r)
+        z = z.view(i1, -1, o2, self.rank).permute(2, 1, 0, 3).reshape(o2, -1, i1 * self.rank)
+        y = torch.bmm(z, self.left)  # (o2, tokens, o1)
+        return y.permute(1, 2, 0).reshape(*x.shape[:-1], o1 * o2)
+
+
+def numbers(name: str, in_features: int, out_features: int, rank: int) -> int:
+    """Numbers in a layer of a format."""
+    if name == "tt":
+        return sc.TTLinear(in_features, out_features, rank, bias=False, device="meta").num_parameters()
+    if name in ("low rank", "cola"):
+        return rank * (in_features + out_features)
+    (i1, i2), (o1, o2) = split(in_features, 2)[::-1], split(out_features, 2)[::-1]
+    return rank * prod((i1, o2)) * (i2 + o1)
+
+
+def made(name: str, linear: nn.Linear, share: float) -> nn.Module:
+    """A layer of a format with about this share of the numbers of a dense layer without a bias."""
+    shape = linear.in_features, linear.out_features
+    wanted = share * prod(shape)
+    rank = min(range(1, min(shape) + 1), key=lambda rank: abs(numbers(name, *shape, rank) - wanted))
+    norm = float(linear.weight.detach().norm())
+    if name in ("tt", "low rank"):
+        cores = sc.TTLinear(*shape, rank, num_modes=1 if name == "low rank" else 3, bias=False)
+        cores.reset_parameters(norm=norm)
+        return cores
+    layer = Cola(*shape, rank) if name == "cola" else BlockTensorTrain(*shape, rank)
+    last = layer.up if isinstance(layer, Cola) else layer.left
+    with torch.no_grad():
+        last.mul_(norm / (shape[1] / 3.0) ** 0.5)
+    return layer
+
+
+class Format(Method):
+    """Replaces the linear layers of a decoder's blocks.
+
+    Args:
+        name: of the format, `tt`, `low rank`, `cola` or `btt`.
+        share: of the dense layer's numbers.
+    """
+
+    name = "format"
+
+    def __init__(self, name: str, share: float) -> None:
+        self.format, self.share = name, share
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        for path, module in list(model.named_modules()):
+            if type(module) is nn.Linear and ".layers." in path:
+                parent, _, last = path.rpartition(".")
+                setattr(model.get_submodule(parent), last, made(self.format, module, self.share))
+        join_siblings(model)
+        return model
+
+
+def register(name: str, share: float) -> None:
+    """Let the runs of this process have a format."""
+    from scantling.training import run
+
+    def build_methods(recipe: Any) -> list[Method]:
+        return [Format(name, share)]
+
+    run.build_methods = build_methods

@@ -1,0 +1,75 @@
+"""The formats that are compared with tensor trains, and what a comparison at equal time does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (24, 60), (256, 512)])
+def test_a_block_tensor_train_is_the_matrix_its_cores_spell(shape: tuple[int, int]) -> None:
+    from formats import BlockTensorTrain
+
+    torch.manual_seed(0)
+    layer = BlockTensorTrain(*shape, 3).double()
+    (i1, i2), (o1, o2) = layer.inputs, layer.outputs
+    right, left = layer.right.view(i1, i2, o2, 3), layer.left.view(o2, i1, 3, o1)
+    matrix = torch.einsum("abpr,parq->abqp", right, left).reshape(shape)
+    x = torch.randn(2, 5, shape[0], dtype=torch.float64)
+    torch.testing.assert_close(layer(x), x @ matrix)
+
+
+@pytest.mark.parametrize("name", ["tt", "low rank", "cola", "btt"])
+def test_formats_have_their_share_of_the_numbers_and_the_variance_of_the_layer(name: str) -> None:
+    from formats import made, numbers
+
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 512, bias=False)
+    nn.init.normal_(linear.weight, std=0.02)
+    layer = made(name, linear, 0.25)
+    held = sum(parameter.numel() for parameter in layer.parameters())
+    assert held == pytest.approx(0.25 * linear.weight.numel(), rel=0.02)
+    assert held in {numbers(name, 256, 512, rank) for rank in range(1, 257)}
+    x = torch.randn(4000, 256)
+    with torch.no_grad():
+        assert float(layer(x).var()) == pytest.approx(float(linear(x).var()), rel=0.1)
+
+
+def test_equal_time_is_steps_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import tensor_formats
+    from equal_clock import Comparison
+    from resumable import key_of
+
+    comparison: Comparison = tensor_formats.COMPARISON
+    forms = comparison.forms
+    times: dict[str, Any] = {form: {"ratio": 1.0 if form == "dense" else 0.4} for form in forms}
+    lines: dict[str, Any] = {key_of(comparison.clock_spec): {"times": times}}
+
+    def add(form: str, rate: float, seed: int, loss: float, steps: int | None = None) -> None:
+        spec = comparison.spec(form, rate, seed, steps)
+        lines[key_of(spec)] = {**spec, "eval_loss": loss, "num_parameters": 1000}
+
+    with pytest.raises(SystemExit, match="sweep of tt"):
+        comparison.best_rate(lines, "tt")
+    for rate, loss in ((1e-3, 4.0), (2e-3, 3.5), (4e-3, 3.75)):
+        add("tt", rate, 0, loss)
+    add("tt", 2e-3, 1, 3.7)
+    assert comparison.best_rate(lines, "tt") == 2e-3
+    assert comparison.steps_in_time(lines, "tt") == 750
+    add("tt", 2e-3, 0, 3.0, 750)
+    comparison.report(lines)
+    printed = capsys.readouterr().out
+    assert "0.40 of the control's step" in printed
+    assert "at equal steps 3.6000" in printed
+    assert "at equal time 3.0000" in printed
