@@ -80,15 +80,15 @@ def materialize(model: nn.Module) -> None:
     embeddings.token_type_ids.zero_()
 
 
-def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in its fastest form on a CPU, or GaLore; no weight is decayed, as in the paper's code."""
+def optimizer_of(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """AdamW in its fastest form, or GaLore; no weight is decayed, as in the paper's code."""
     groups = sc.param_groups(model)
     if name in GALORE_RANKS:
         import galore
 
         galore.register()
         return build_optimizer("galore", groups, lr=1e-4, rank=GALORE_RANKS[name])
-    return torch.optim.AdamW(groups, lr=1e-4, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(groups, lr=1e-4, weight_decay=0.0, **{"fused": True, **options})
 
 
 class Training:
@@ -98,26 +98,33 @@ class Training:
         name: one of `CONFIGURATIONS`.
         shape: of the model and the input.
         dtype: "float32", or "bfloat16" for autocast.
+        device: where it trains.
+        options: of AdamW.
     """
 
-    def __init__(self, name: str, shape: Shape = FULL, dtype: str = "float32") -> None:
+    def __init__(
+        self, name: str, shape: Shape = FULL, dtype: str = "float32", device: str = "cpu", **options: Any
+    ) -> None:
         self.model, self.adapter = model_of(name, shape)
-        self.optimizer = optimizer_of(name, self.model)
-        self._shape, self._dtype = shape, getattr(torch, dtype)
+        self.model.to(device)
+        self.optimizer = optimizer_of(name, self.model, **options)
+        self._shape, self._dtype, self._device = shape, getattr(torch, dtype), device
 
     def step(self, batch_size: int) -> Callable[[], None]:
         """A step on sequences of full length."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, 30522, (batch_size, self._shape.length), generator=generator)
         labels = torch.randint(0, 3, (batch_size,), generator=generator)
+        ids, labels = ids.to(self._device), labels.to(self._device)
 
         def run() -> None:
             self.optimizer.zero_grad(set_to_none=True)
-            with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+            with torch.autocast(self._device, self._dtype, enabled=self._dtype != torch.float32):
                 logits = self.model(ids).logits
             loss = nn.functional.cross_entropy(logits.float(), labels)
             if self.adapter is not None:
-                loss = self.adapter.loss(loss)
+                capturing = self._device == "cuda" and torch.cuda.is_current_stream_capturing()
+                loss = (self.adapter.objective if capturing else self.adapter.loss)(loss)
             loss.backward()
             self.optimizer.step()
 

@@ -3,8 +3,8 @@
     make bench-gpu            (or: PYTHONPATH=src python benchmarks/gpu.py --out benchmarks/results)
 
 Each part has its own time box and process; its result is written as soon as it ends, so that a stop at any moment loses
-one part at most. All parts together stay under nine minutes. Without a GPU it says so and ends with exit
-code 4: not run is not passed.
+one part at most. All parts together stay under nine minutes; what no time was left for can be run by its name with
+--parts. Without a GPU it says so and ends with exit code 4: not run is not passed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parts(out: Path) -> list[Part]:
     """What is run, most important first."""
     shape = ("--presets", "llama-130m", "--batch-size", "16", "--seq-len", "1024", "--rounds", "1")
     baseline = (str(ROOT / "benchmarks/baseline.py"), "--device", "cuda", "--compute", "bf16", "--blocks", *shape)
-    optim = str(ROOT / "benchmarks/optim_gpu.py")
+    optim, tensor = str(ROOT / "benchmarks/optim_gpu.py"), str(ROOT / "benchmarks/tensor_gpu.py")
     return [
         Part("tests", 120, ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests"))),
         *(
@@ -46,6 +46,8 @@ def parts(out: Path) -> list[Part]:
                 ("optim-tokens-350m", 120, ("--size", "350m", "--end-to-end", "--rounds", "20")),
             )
         ),
+        Part("tensor-steps", 150, (tensor, "steps", "--out", str(out / "gpu-tensor-steps.json"))),
+        Part("tensor-lookup", 60, (tensor, "lookup", "--out", str(out / "gpu-tensor-lookup.json"))),
         Part(
             "train-llama-130m-compiled",
             150,
@@ -63,7 +65,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--seconds", type=int, default=530, help="time for everything")
+    parser.add_argument("--parts", nargs="*", help="only these, by name")
     options = parser.parse_args()
+    chosen = [part for part in parts(options.out) if options.parts is None or part.name in options.parts]
+    if not chosen:
+        parser.error(f"no such part; there are {', '.join(part.name for part in parts(options.out))}")
 
     import torch
 
@@ -80,7 +86,7 @@ def main() -> int:
         "parts": {},
     }
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    for part in parts(options.out):
+    for part in chosen:
         box = min(part.seconds, end - time.monotonic())
         if box < 20:
             summary["parts"][part.name] = {"status": "not run: no time was left"}

@@ -128,10 +128,11 @@ def test_a_bag_of_padding_alone_is_zero() -> None:
     torch.testing.assert_close(bag(torch.tensor([[0, 5, 0]])), bag(torch.tensor([[5]])))
 
 
+@pytest.mark.parametrize("shape", [(4, 9), (40, 9)], ids=["fewer ids than rows", "more ids than rows"])
 @pytest.mark.parametrize("kind", [TTMEmbedding, TTMEmbeddingBag])
-def test_it_compiles_whole(kind: type[TTMEmbedding]) -> None:
+def test_it_compiles_whole(kind: type[TTMEmbedding], shape: tuple[int, int]) -> None:
     table = kind(100, 12, rank=4, padding_idx=0)
-    ids = torch.randint(0, 100, (4, 9))
+    ids = torch.randint(0, 100, shape)
     compiled = torch.compile(table, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(ids), table(ids))
 

@@ -41,8 +41,8 @@ class TTMEmbedding(CoreLayer):
             dimensions.
         padding_idx: the row of this id is zero and stays so.
         capacity: most distinct ids of one call, for compiled code and captured graphs, whose shapes do not depend on
-            data: ids are told apart within this many rows. Default: as many as there are, where that may be known, and
-            in compiled code every id by itself.
+            data: ids are told apart within this many rows. Default: as many as there are, where that may be known; in
+            compiled code and captured graphs every id by itself, or all rows where they are fewer.
         device, dtype: of the parameters.
 
     Attributes:
@@ -193,6 +193,8 @@ class TTMEmbedding(CoreLayer):
         if self.capacity is not None:
             return _within(ids, self.capacity)
         if _is_unknown(ids):
+            if ids.numel() > self.num_embeddings:
+                return torch.arange(self.num_embeddings, dtype=ids.dtype, device=ids.device), ids
             return ids.reshape(-1), None
         distinct, inverse = torch.unique(ids, return_inverse=True)
         return distinct, inverse
@@ -218,7 +220,8 @@ class TTMEmbedding(CoreLayer):
         ]
         values = torch.cat(parts)[:, : self.num_embeddings] if len(parts) > 1 else parts[0][:, : self.num_embeddings]
         if self.padding_idx is not None:
-            values = values.index_fill(1, torch.tensor([self.padding_idx], device=values.device), 0.0)
+            padding = torch.arange(self.padding_idx, self.padding_idx + 1, device=values.device)
+            values = values.index_fill(1, padding, 0.0)
         return values.reshape(*hidden.shape[:-1], self.num_embeddings)
 
     @classmethod
@@ -377,8 +380,10 @@ def _within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def _is_unknown(ids: Tensor) -> bool:
-    """Whether the number of distinct ids is not to be had: while compiling, or without memory."""
-    return torch.compiler.is_compiling() or ids.is_meta or isinstance(ids, FakeTensor)
+    """Whether the number of distinct ids is not to be had: while compiling or capturing, or without memory."""
+    if torch.compiler.is_compiling() or ids.is_meta or isinstance(ids, FakeTensor):
+        return True
+    return ids.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _check_ids(ids: Tensor, num_embeddings: int) -> None:

@@ -1,0 +1,225 @@
+"""Layers of cores on a GPU: training steps of the six-encoder transformer, and lookups in a large table.
+
+    python benchmarks/tensor_gpu.py steps      dense, cores and GaLore at batch 1, 32 and 128 of 128 tokens
+    python benchmarks/tensor_gpu.py lookup     a table of ten million rows at batch 10,000, 20,000 and 40,000
+
+`steps`: the paper's baseline is dense in fp32 without TF32; `tuned` is bf16, compiled and captured in a CUDA graph, and
+so are cores in their best form. Times are of the device, in turns, rounds in random order; ratios are medians over the
+rounds. Peak memory is what is allocated from before a model is built to the end of its fourth step.
+GaLore needs the package galore-torch; its SVD every 200 steps is in the peak and not in the times.
+
+`lookup`: forward and backward on ids of a Zipf distribution. `unoptimised` multiplies gathered slices of the cores for
+each id by itself, one after the other; `each id by itself` leaves out that an id is looked up once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from encoder_models import FULL, Shape, Training
+from interleaved import ratio
+from optim_gpu import captured, in_turns
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.training.rundir import environment
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A row: the configuration, and how its step is made fast."""
+
+    name: str
+    dtype: str = "float32"
+    compiled: bool = False
+    graph: bool = False
+
+
+CONTENDERS = {
+    "dense, fp32": Contender("dense"),
+    "dense, tuned": Contender("dense", "bfloat16", compiled=True),
+    "dense, tuned, graph": Contender("dense", "bfloat16", compiled=True, graph=True),
+    "cores, fp32": Contender("cores"),
+    "cores, fp32, graph": Contender("cores", graph=True),
+    "cores, bf16, graph": Contender("cores", "bfloat16", graph=True),
+    "cores, bf16, compiled, graph": Contender("cores", "bfloat16", compiled=True, graph=True),
+    "cores adapting, bf16, graph": Contender("cores-adapting", "bfloat16", graph=True),
+    "cores at 0.2, bf16, graph": Contender("cores-0.2", "bfloat16", graph=True),
+    "GaLore, fp32": Contender("galore"),
+    "GaLore, bf16": Contender("galore", "bfloat16"),
+}
+CONTROLS = ("dense, fp32", "dense, tuned", "GaLore, fp32")
+
+
+def allocated(device: str, *, peak: bool = False) -> int:
+    if device != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+
+
+def built(contender: Contender, batch: int, shape: Shape, device: str) -> tuple[Callable[[], object], dict[str, Any]]:
+    """A step that is ready to be timed, and what it holds."""
+    gc.collect()
+    before = allocated(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    options = {"capturable": True} if contender.graph and device == "cuda" else {}
+    training = Training(contender.name, shape, contender.dtype, device, **options)
+    if contender.compiled:
+        training.model.compile()
+    step = training.step(batch)
+    for _ in range(4):
+        step()
+    found = {"peak_bytes": allocated(device, peak=True) - before, **training.sizes()}
+    if contender.graph and device == "cuda":
+        step = captured(step)
+    step()
+    return step, found
+
+
+def rows_of(
+    made: dict[str, Callable[[], tuple[Callable[[], object], dict[str, Any]]]], rounds: int, device: str
+) -> dict[str, dict[str, Any]]:
+    """Build all, time them in turns, and say what failed."""
+    work: dict[str, Callable[[], object]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, build in made.items():
+        try:
+            work[name], rows[name] = build()
+        except (Exception, SystemExit) as error:  # a peer that is missing or cannot is a result too
+            rows[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+    for name, own in in_turns(work, rounds, device).items():
+        rows[name] |= {"median_s": float(np.median(own)), "raw_s": own}
+    return rows
+
+
+def compared(rows: dict[str, dict[str, Any]], controls: tuple[str, ...]) -> None:
+    """Add ratios to the controls, times and peaks of the control over the own, and print the rows."""
+    for name, row in rows.items():
+        if "error" in row:
+            print(f"  {name:30} {row['error'][:110]}", flush=True)
+            continue
+        parts = [f"{row['median_s'] * 1e3:9.3f} ms  {row['peak_bytes'] / 2**20:9.1f} MiB"]
+        for control in controls:
+            if "raw_s" in rows.get(control, {}):
+                faster = ratio(rows[control]["raw_s"], row["raw_s"])["ratio"]
+                smaller = rows[control]["peak_bytes"] / max(1, row["peak_bytes"])
+                row[f"to {control}"] = {"faster": faster, "less_memory": smaller}
+                parts.append(f"{control}: {faster:6.2f}x faster, {smaller:6.2f}x less memory")
+        print(f"  {name:30} " + "   ".join(parts), flush=True)
+
+
+def steps(options: argparse.Namespace) -> dict[str, Any]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    shape = Shape(1, 16) if options.device == "cpu" else FULL
+    found = {}
+    for batch in options.batches or ((1, 2) if options.device == "cpu" else (1, 32, 128)):
+        print(f"batch {batch}")
+        made = {name: partial(built, one, batch, shape, options.device) for name, one in CONTENDERS.items()}
+        found[f"batch {batch}"] = rows_of(made, options.rounds, options.device)
+        compared(found[f"batch {batch}"], CONTROLS)
+    return found
+
+
+class OneByOne(sc.TTMEmbedding):
+    """Every id by itself, and the cores one after the other: what a lookup is without any of its savings."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rest = ids.reshape(-1)
+        digits = []
+        for core in reversed(list(self.cores)):
+            digits.insert(0, rest % core.shape[1])
+            rest = rest // core.shape[1]
+        state = torch.ones(ids.numel(), 1, 1, dtype=self.cores[0].dtype, device=ids.device)
+        for core, digit in zip(self.cores, digits, strict=True):
+            slices = core.transpose(0, 1)[digit].flatten(2)  # (ids, r, columns r')
+            state = torch.bmm(state, slices).view(ids.numel(), -1, core.shape[-1])
+        return state.reshape(*ids.shape, -1)[..., : self.embedding_dim]
+
+
+class NotDistinct(sc.TTMEmbedding):
+    """Every id by itself, in the cheapest order."""
+
+    def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        return ids.reshape(-1), None
+
+
+def looked_up(
+    kind: Callable[..., nn.Module], rows: int, batch: int, device: str
+) -> tuple[Callable[[], object], dict[str, Any]]:
+    gc.collect()
+    before = allocated(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(0)
+    table = kind(rows, 128, 32) if issubclass(kind, sc.TTMEmbedding) else kind(rows, 128)  # type: ignore[arg-type]
+    table.to(device)
+    # drawn as in zipf_clicks.py would be of many tables; here one: p(k) ~ 1/k, by the inverse of its integral
+    uniform = torch.rand(batch, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ids = (torch.exp(uniform * np.log(rows)) - 1).long().clamp(max=rows - 1).to(device)
+    upstream = torch.randn(batch, 128, device=device)
+
+    def run() -> None:
+        for parameter in table.parameters():
+            parameter.grad = None
+        table(ids).backward(upstream)
+
+    for _ in range(3):
+        run()
+    distinct = len(torch.unique(ids))
+    return run, {"peak_bytes": allocated(device, peak=True) - before, "distinct_ids": distinct}
+
+
+def lookup(options: argparse.Namespace) -> dict[str, Any]:
+    rows = 10_000 if options.device == "cpu" else 10_131_227
+    kinds = {
+        "unoptimised": OneByOne,
+        "each id by itself": NotDistinct,
+        "cores": sc.TTMEmbedding,
+        "nn.Embedding": nn.Embedding,
+    }
+    found = {}
+    for batch in options.batches or ((100,) if options.device == "cpu" else (10_000, 20_000, 40_000)):
+        print(f"batch {batch}")
+        made = {name: partial(looked_up, kind, rows, batch, options.device) for name, kind in kinds.items()}
+        found[f"batch {batch}"] = rows_of(made, options.rounds, options.device)
+        compared(found[f"batch {batch}"], ("unoptimised", "nn.Embedding"))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measure", choices=["steps", "lookup"])
+    parser.add_argument("--batches", type=int, nargs="*", help="default: all")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu only tries the script, small")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    found = {"steps": steps, "lookup": lookup}[options.measure](options)
+    report = {
+        "command": ["python", "benchmarks/tensor_gpu.py", *sys.argv[1:]],
+        "date": time.strftime("%Y-%m-%d"),
+        **environment(),
+        "results": found,
+    }
+    out = options.out or RESULTS / f"tensor-{options.measure}-gpu-{report['date']}.json"
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
