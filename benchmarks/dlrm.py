@@ -209,11 +209,12 @@ def report_auc(lines: Lines, options: argparse.Namespace) -> None:
         line = lines.get(key_of(spec))
         if line is not None and line["eval_loss"] is not None:
             found.setdefault(spec["kind"], {})[spec["seed"]] = line
+    dense = found.get("dense", {})
     for kind, runs in found.items():
         mean, width = interval([line["auc"] for line in runs.values()])
         line = next(iter(runs.values()))
         text = f"{kind:6} AUC {mean:.4f} ± {width:.4f} ({len(runs)} seeds), {line['table_numbers']:,} numbers in tables"
-        shared = [line["auc"] - found["dense"][seed]["auc"] for seed, line in runs.items() if seed in found["dense"]]
+        shared = [line["auc"] - dense[seed]["auc"] for seed, line in runs.items() if seed in dense]
         if kind != "dense" and shared:
             mean, width = interval(shared)
             text += f"   minus dense {mean:+.4f} ± {width:.4f}"

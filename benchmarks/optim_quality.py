@@ -205,6 +205,7 @@ def main() -> int:
     phases = ["sweep", "seeds", "ablations", "variants", "batch", "longer", "report"]
     parser: argparse.ArgumentParser = command_line(__doc__, phases, RESULTS / "optim-quality.jsonl")
     parser.add_argument("--data", choices=["python", "novels"], default="python")
+    parser.add_argument("--only", nargs="*", help="sweep and seeds: these optimizers")
     parser.add_argument("--lr", type=float, help="longer: the rate of all (the best of each one's sweep unless given)")
     parser.add_argument("--tokens", type=int, default=LONGER_TOKENS, help="longer: tokens of a run")
     options = parser.parse_args()
@@ -216,7 +217,8 @@ def main() -> int:
     if options.phase == "report":
         report(lines, data)
     elif options.phase == "sweep":
-        side_by_side(options.jobs, lambda name: sweep(ledger, data, name), SWEPT)
+        names = [name for name in SWEPT if options.only is None or name in options.only]
+        side_by_side(options.jobs, lambda name: sweep(ledger, data, name), names)
     elif options.phase == "batch":
         pairs = [(name, batch) for batch in (1, 4, 16) for name in ("adamw", "adafactor", "came", "lamb")]
         side_by_side(options.jobs, lambda pair: sweep(ledger, data, pair[0], batch=pair[1]), pairs)
@@ -224,7 +226,8 @@ def main() -> int:
         runs = [longer_spec(data, n, options.lr or best_rate(lines, data, n), options.tokens) for n in LONGER]
         side_by_side(options.jobs, ledger.run, runs)
     else:
-        side_by_side(options.jobs, ledger.run, list(specs(options.phase, lines, data)))
+        runs = [s for s in specs(options.phase, lines, data) if options.only is None or s["optimizer"] in options.only]
+        side_by_side(options.jobs, ledger.run, runs)
     return 0
 
 
