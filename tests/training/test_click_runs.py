@@ -200,6 +200,10 @@ def test_the_criteo_recipe_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     write_criteo(tmp_path / "train.txt", 3000, clicks=clicks)
     settings: list[Any] = [f"data.criteo={tmp_path / 'train.txt'}", "train.steps=60", "train.batch_size=128"]
     settings += ["model.overrides={embedding_dim: 4, bottom_mlp: [16], top_mlp: [16]}", "optim.lr=0.01"]
-    recipe = ROOT / "recipes" / "papers" / "criteo-dlrm.yaml"
+    recipe = load_recipe(ROOT / "recipes" / "papers" / "criteo-dlrm.yaml")
+    assert recipe.tensor is not None
+    large = {f"tables.{number}" for number, size in enumerate(CRITEO_KAGGLE) if size >= 90_000}
+    assert large == {name for name in recipe.tensor.rank if name.startswith("tables")}
+    settings.append('tensor.rank={"tables.*": 2}')
     metrics = sc.train(recipe, run_dir=tmp_path / "run", settings=[*settings, "train.device=cpu"]).metrics
     assert metrics["auc"] > 0.6
