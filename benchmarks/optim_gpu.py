@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import sys
 import time
@@ -23,11 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from dated import dated, write
 from torch import nn
 
 import scantling as sc
 from scantling.optim import state_bytes
-from scantling.training.rundir import environment
 
 CONTROLS = ("AdamW fused, bf16 moments", "AdamW fused, fp32 moments")
 SIZES = {
@@ -241,17 +240,9 @@ def main() -> int:
     measure = end_to_end if options.end_to_end else steps_alone
     found = measure(options.size, options.device, options.rounds)
     gc.collect()
-    report = {
-        "command": ["python", "benchmarks/optim_gpu.py", *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%d"),
-        **environment(),
-        "controls": CONTROLS,
-        **found,
-    }
     kind = "tokens" if options.end_to_end else "step"
-    out = options.out or Path(__file__).parent / "results" / f"optim-{kind}-gpu-{options.size}-{report['date']}.json"
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"missing: {', '.join(found['missing']) or 'nothing'}\n{out}")
+    print(f"missing: {', '.join(found['missing']) or 'nothing'}")
+    print(write(dated(__file__, controls=CONTROLS, **found), f"optim-{kind}-gpu-{options.size}", options.out))
     return 0
 
 

@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dated import RESULTS
 from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
-from small_models import OPTIMIZERS, RESULTS, ROOT, printed, text, train_line
+from small_models import OPTIMIZERS, ROOT, printed, text, train_line
 
 MODEL = {
     "hidden_size": 96,

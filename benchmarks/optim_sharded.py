@@ -26,13 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from dated import dated, write
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 
 from scantling.groups import param_groups
 from scantling.optim import CAME
-from scantling.training.rundir import environment
 
 Row = dict[str, Any]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -161,8 +161,7 @@ def sharded(name: str, world: int, *, seconds: float = 300) -> Row:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Path(__file__).parent / "results" / f"optim-sharded-{time.strftime('%Y-%m-%d')}.json"
-    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     rows = []
     print(f"difference to one device after {STEPS} steps: of any element over the root mean square, of the norm")
@@ -173,18 +172,9 @@ def main() -> int:
             known = "difference" in row
             text = f"{row['difference']:.1e}  {row['norm_difference']:.1e}" if known else row["error"]
             print(f"{name:32} {world} ranks  {text}", flush=True)
-    report = {
-        "command": ["python", "benchmarks/optim_sharded.py", *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%d"),
-        **environment(),
-        "steps": STEPS,
-        "lr": LR,
-        "shapes": [list(param.shape) for param in network().parameters()],
-        "limit": LIMIT,
-        "results": rows,
-    }
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(options.out)
+    shapes = [list(param.shape) for param in network().parameters()]
+    report = dated(__file__, steps=STEPS, lr=LR, shapes=shapes, limit=LIMIT, results=rows)
+    print(write(report, "optim-sharded", options.out))
     ours = [row for row in rows if row["optimizer"].startswith("CAME ")]
     exact = all(row.get("difference", 1.0) <= LIMIT for row in ours if row["optimizer"] == HELD_TO_LIMIT)
     return 0 if exact and all("difference" in row for row in ours) else 1

@@ -11,18 +11,16 @@ result. The control a second time says what this machine cannot tell apart.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from dated import dated, write
 from interleaved import ratio, take_turns
 
 import scantling as sc
-from scantling.training.rundir import environment
 
 LAYER = [(512, 512)] * 4 + [(1408, 512), (1408, 512), (512, 1408), (512,), (512,)]
 SHAPES = [(8192, 512), *LAYER * 4, (512,)]
@@ -93,19 +91,10 @@ def main() -> int:
     rows = {name: ratio(own, times[CONTROL]) for name, own in times.items()}
     for name, row in rows.items():
         print(f"{name:38} {row['ratio']:6.2f}x  [{row['ratio_95'][0]:.2f}, {row['ratio_95'][1]:.2f}]")
-    report = {
-        "command": ["python", "benchmarks/optim_step.py", *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%d"),
-        **environment(),
-        "parameters": sum(torch.Size(shape).numel() for shape in SHAPES),
-        "shapes": SHAPES,
-        "control": CONTROL,
-        "missing": missing,
-        "results": rows,
-    }
-    out = options.out or Path(__file__).parent / "results" / f"optim-step-cpu-{report['date']}.json"
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"missing: {', '.join(missing) or 'nothing'}\n{out}")
+    numbers = sum(torch.Size(shape).numel() for shape in SHAPES)
+    report = dated(__file__, parameters=numbers, shapes=SHAPES, control=CONTROL, missing=missing, results=rows)
+    print(f"missing: {', '.join(missing) or 'nothing'}")
+    print(write(report, "optim-step-cpu", options.out))
     return 0
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dated import RESULTS
 from resumable import (
     Grid,
     Ledger,
@@ -37,7 +38,7 @@ from resumable import (
     steps_to_reach,
     threads_a_job,
 )
-from small_models import OPTIMIZERS, RESULTS, printed, text, train_line
+from small_models import OPTIMIZERS, printed, text, train_line
 
 BERT = {
     "vocab_size": 512,

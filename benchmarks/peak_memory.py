@@ -15,11 +15,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from scantling.training.rundir import environment
+from dated import dated, write
 
 SCRIPT = """
 import json, sys, scantling as sc
@@ -76,16 +75,15 @@ def run(case: dict[str, Any], tuned: bool) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Path(__file__).parent / "results" / f"peak-memory-{time.strftime('%Y-%m-%d')}.json"
-    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    report = {"command": ["python", "benchmarks/peak_memory.py"], "date": time.strftime("%Y-%m-%d"), **environment()}
-    rows = report["results"] = []
+    rows: list[dict[str, object]] = []
+    report = dated(__file__, results=rows)
     for case in CASES:
         for tuned in (False, True):
             row = run(case, tuned)
             rows.append(row)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
+            write(report, "peak-memory", options.out)
             print(
                 f"{row['name']:28} {'blocks given back' if tuned else 'as it is':18} "
                 f"planned {row['planned'] / 2**20:6.0f} MiB, measured {row['measured'] / 2**20:6.0f} MiB "

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from dated import RESULTS, dated, write
 from encoder_accuracy import (
     EPOCHS,
     GRID,
@@ -53,7 +54,7 @@ from encoder_accuracy import (
 )
 from interleaved import ratio, take_turns
 from resumable import Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
-from small_models import RESULTS, facts, printed
+from small_models import facts, printed
 
 Lines = dict[str, Line]
 ROUNDS = {1: 15, 32: 7, 128: 3}
@@ -143,17 +144,8 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_speed(options: argparse.Namespace) -> None:
-    from scantling.training.rundir import environment
-
-    made = {
-        "command": ["python", "benchmarks/six_encoder.py", *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%d"),
-        **speed(options),
-        **environment(),
-    }
-    out = options.times or RESULTS / f"six-encoder-speed-{options.dtype}-cpu-{made['date']}.json"
-    out.write_text(json.dumps(made, indent=1) + "\n")
-    print(out)
+    made = dated(__file__, **speed(options))
+    print(write(made, f"six-encoder-speed-{options.dtype}-cpu", options.times))
 
 
 def report(lines: Lines, times: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from peers import register
 from resumable import Line, Spec, key_of
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+
 CONFIDENT = [0.9, 0.95, 0.995]
 CAME = {"name": "came", "debias": True, "betas": CONFIDENT}
 OPTIMIZERS: dict[str, dict[str, Any]] = {

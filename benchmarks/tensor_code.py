@@ -19,9 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dated import RESULTS
 from equal_clock import Comparison, training_step
 from resumable import Grid, Spec
-from small_models import RESULTS, text
+from small_models import text
 
 CONFIG = Path(__file__).with_name("bert-rotary.json")
 WIDE = {"hidden_size": 256, "embedding_size": 256, "intermediate_size": 1024}

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dated import RESULTS
 from equal_clock import Comparison, training_step
 from formats import Format, register
 from resumable import Grid, Spec
-from small_models import RESULTS, text
+from small_models import text
 
 SHARE = 0.25
 VOCABULARY, SEQ_LEN, BATCH = 1024, 128, 32

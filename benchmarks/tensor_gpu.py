@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,15 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from dated import dated, write
 from encoder_models import FULL, Shape, Training
 from interleaved import ratio
 from optim_gpu import captured, in_turns
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.training.rundir import environment
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -209,15 +205,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     found = {"steps": steps, "lookup": lookup}[options.measure](options)
-    report = {
-        "command": ["python", "benchmarks/tensor_gpu.py", *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%d"),
-        **environment(),
-        "results": found,
-    }
-    out = options.out or RESULTS / f"tensor-{options.measure}-gpu-{report['date']}.json"
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(out)
+    print(write(dated(__file__, results=found), f"tensor-{options.measure}-gpu", options.out))
     return 0
 
 

@@ -10,24 +10,21 @@ All of a case take turns (`interleaved.py`). Speed-ups are the dense layer's tim
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
-import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from dated import dated, write
 from interleaved import ratio, take_turns
 from torch import Tensor, nn
 
 import scantling as sc
 from scantling.tensor.contraction import Chain, Step, best_plan, contract, in_blocks, merged, plan_of
-from scantling.training.rundir import environment
 
-RESULTS = Path(__file__).parent / "results"
 LAYERS = [((768, 768), 30), ((768, 3072), 30), ((4096, 4096), 64)]
 TOKENS = (32, 512, 4096)
 GRID_SHAPES = [(768, 768), (768, 3072), (3072, 768), (1024, 4096), (2048, 2048)]
@@ -169,16 +166,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = {"layers": layers, "grid": grid, "lookup": lookup}[options.phase](options.rounds)
-    report = {
-        "command": ["python", "benchmarks/tensor_layers.py", *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%d"),
-        "threads": options.threads,
-        **environment(),
-        "results": rows,
-    }
-    out = options.out or RESULTS / f"tensor-{options.phase}-cpu-{report['date']}.json"
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(out)
+    report = dated(__file__, threads=options.threads, results=rows)
+    print(write(report, f"tensor-{options.phase}-cpu", options.out))
     return 0
 
 

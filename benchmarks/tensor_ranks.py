@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dated import RESULTS
 from optim_quality import MODEL
 from resumable import Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
-from small_models import CAME, RESULTS, printed, text, train_line
+from small_models import CAME, printed, text, train_line
 
 from scantling.tensor import linear
 from scantling.tensor.cores import gram
