@@ -68,7 +68,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "betas (0.9, 0.95, 0.95)": {"betas": [0.9, 0.95, 0.95]},
     "weight decay 0.2": {"weight_decay": 0.2},
     "betas (0.9, 0.9, 0.95)": {"betas": [0.9, 0.9, 0.95]},
-    "betas (0.9, 0.97, 0.97)": {"betas": [0.9, 0.97, 0.97]},
+    "no confidence": {"name": "cameunconfident"},
 }
 
 

@@ -57,7 +57,8 @@ class CudaGraph:
     def capture(self, function: Callable[[], None]) -> None:
         if CudaGraph._pool is None:
             CudaGraph._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(self._graph, pool=CudaGraph._pool):
+        # threads that pin memory for the next batches may go on meanwhile
+        with torch.cuda.graph(self._graph, pool=CudaGraph._pool, capture_error_mode="thread_local"):
             function()
 
     def replay(self) -> None:
