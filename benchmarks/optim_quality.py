@@ -4,7 +4,7 @@
     python benchmarks/optim_quality.py seeds            the finalists at their best rate, 8 seeds, the same data order
     python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4: on fewer tokens
     python benchmarks/optim_quality.py variants         CAME with other betas and weight decay, on all tokens, one seed
-    python benchmarks/optim_quality.py batch            batch x1, x4, x16 at equal tokens
+    python benchmarks/optim_quality.py batch            batches of 8, 32 and 128 sequences, a quarter of the tokens
     python benchmarks/optim_quality.py longer           3 million parameters, over an hour a run, with a held-out curve
     python benchmarks/optim_quality.py report           what the results say, from the raw lines alone
 
@@ -21,6 +21,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,17 @@ TOKENS = 20 * 492_384  # 20 for each parameter of MODEL
 LONGER_TOKENS = 10_000_000
 SEQ_LEN, BATCH = 128, 32
 GRID = Grid([0.125e-3, 0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3], start=5)
-SWEPT = ("adamw", "came", "came-reference", "adafactor", "muon", "scale-like", "apollo-mini", "came-slow", "adamw-slow")
+SWEPT = ("adamw", "came", "came-reference", "adafactor", "muon", "scale-like", "apollo-mini")
+SLOWER = ("came-slow", "adamw-slow")
+"""Tried at one rate: slower averages of the second moment."""
 SEEDS = 8
 FINALISTS = ("adamw", "came", "came-int8", "came-int4")
-LONGER = ("adamw", "came-int8", "came")
+LONGER = ("adamw", "came-int8")
 Lines = dict[str, Line]
 ABLATION_TOKENS = TOKENS // 4
+BATCHES = (0.25, 1, 4)
+"""Of the phase `batch`, in multiples of BATCH: 2404, 601 and 150 steps at equal tokens."""
+LARGE_BATCH = ("adamw", "adafactor", "came", "lamb")
 ABLATIONS: dict[str, dict[str, Any]] = {
     "came": {},
     "betas (0.9, 0.999, 0.9999)": {"optim": {"betas": [0.9, 0.999, 0.9999]}},
@@ -72,10 +78,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_spec(data: str, optimizer: str, lr: float, seed: int, *, batch: int = 1, **changes: Any) -> Spec:
+def run_spec(data: str, optimizer: str, lr: float, seed: int, **changes: Any) -> Spec:
     """One run, as plain values: what is in it decides whether it has been run."""
     optim = {**OPTIMIZERS[optimizer], "lr": lr, "weight_decay": 0.1, **changes}
-    return {"data": data, "optimizer": optimizer, "optim": optim, "seed": seed, "batch": batch, "tokens": TOKENS}
+    return {"data": data, "optimizer": optimizer, "optim": optim, "seed": seed, "batch": 1, "tokens": TOKENS}
+
+
+def batch_spec(data: str, optimizer: str, lr: float, batch: float) -> Spec:
+    """One run of the phase `batch`."""
+    return {**run_spec(data, optimizer, lr, 0), "batch": batch, "tokens": ABLATION_TOKENS}
 
 
 def ablation_spec(data: str, change: str, lr: float, seed: int) -> Spec:
@@ -92,12 +103,12 @@ def longer_spec(data: str, optimizer: str, lr: float, tokens: int) -> Spec:
 
 
 def recipe_of(spec: Spec) -> dict[str, Any]:
-    batch = BATCH * spec["batch"]
+    batch = round(BATCH * spec["batch"])
     steps = spec["tokens"] // (batch * SEQ_LEN)
     train: dict[str, Any] = {
         "steps": steps,
         "batch_size": batch,
-        "micro_batch_size": BATCH,
+        "micro_batch_size": min(BATCH, batch),
         "warmup": 0.05,
         "eval_samples": 2000,
         "seed": spec["seed"],
@@ -116,9 +127,9 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
     }
 
 
-def swept(lines: Lines, data: str, optimizer: str, **changes: Any) -> list[float | None]:
+def swept(lines: Lines, data: str, optimizer: str) -> list[float | None]:
     """The held-out loss of each rate with seed 0."""
-    return GRID.results(lines, lambda rate: run_spec(data, optimizer, rate, 0, **changes), "eval_loss")
+    return GRID.results(lines, lambda rate: run_spec(data, optimizer, rate, 0), "eval_loss")
 
 
 def best_rate(lines: Lines, data: str, optimizer: str) -> float:
@@ -129,9 +140,9 @@ def best_rate(lines: Lines, data: str, optimizer: str) -> float:
     return rate
 
 
-def sweep(ledger: Ledger, data: str, optimizer: str, **changes: Any) -> None:
+def sweep(ledger: Ledger, spec_of: Callable[[float], Spec]) -> None:
     """Run rates until the best one is between two worse ones."""
-    GRID.sweep(ledger, lambda rate: run_spec(data, optimizer, rate, 0, **changes), "eval_loss")
+    GRID.sweep(ledger, spec_of, "eval_loss")
 
 
 def specs(phase: str, lines: Lines, data: str) -> Iterator[Spec]:
@@ -158,13 +169,17 @@ def run_one(spec: Spec) -> Line:
 def report(lines: Lines, data: str) -> None:
     """Tables from the raw lines: the sweep, paired differences to AdamW over the seeds, the longer runs."""
     print(f"{data}: held-out nats a token by learning rate, seed 0\n{GRID.header()}")
-    for name in SWEPT:
+    for name in (*SWEPT, *SLOWER):
         print(GRID.row(name, swept(lines, data, name)))
     for line in lines.values():
         if "model" in line and line["data"] == data and line["eval_loss"] is not None:
             curve = " ".join(f"{loss:.3f}" for _, loss in line["heldout"])
             size = f"{line['num_parameters'] / 1e6:.1f} M parameters, {line['tokens'] / 1e6:.0f} M tokens"
             print(f"longer, {size}, {line['optimizer']} at {line['optim']['lr']:g}: {curve}")
+    for batch, name in product(BATCHES, LARGE_BATCH):
+        found = GRID.results(lines, lambda rate, n=name, b=batch: batch_spec(data, n, rate, b), "eval_loss")
+        if any(loss is not None for loss in found):
+            print(GRID.row(f"{name} x{batch:g}", found))
     if None in (GRID.best(swept(lines, data, name)) for name in ("adamw", "came")):
         return
 
@@ -219,10 +234,13 @@ def main() -> int:
         report(lines, data)
     elif options.phase == "sweep":
         names = [name for name in SWEPT if options.only is None or name in options.only]
-        side_by_side(options.jobs, lambda name: sweep(ledger, data, name), names)
+        side_by_side(options.jobs, lambda name: sweep(ledger, lambda rate: run_spec(data, name, rate, 0)), names)
     elif options.phase == "batch":
-        pairs = [(name, batch) for batch in (1, 4, 16) for name in ("adamw", "adafactor", "came", "lamb")]
-        side_by_side(options.jobs, lambda pair: sweep(ledger, data, pair[0], batch=pair[1]), pairs)
+        side_by_side(
+            options.jobs,
+            lambda pair: sweep(ledger, lambda rate: batch_spec(data, pair[1], rate, pair[0])),
+            product(BATCHES, LARGE_BATCH),
+        )
     elif options.phase == "longer":
         runs = [longer_spec(data, n, options.lr or best_rate(lines, data, n), options.tokens) for n in LONGER]
         side_by_side(options.jobs, ledger.run, runs)
