@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import scantling as sc
 from scantling.errors import UserError
 from scantling.groups import check_matrix_dims, param_groups
 
@@ -222,6 +223,20 @@ def test_models_of_transformers() -> None:
     assert bert["classifier.weight"] == MATRIX
     assert bert["bert.embeddings.position_embeddings.weight"] == EMBEDDING
     assert all(found == VECTOR for name, found in bert.items() if "LayerNorm" in name or name.endswith("bias"))
+
+
+def test_cores_have_groups_and_a_rate_of_their_own() -> None:
+    net = nn.Sequential(nn.Embedding(30, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    sc.tensorize(net, 2, filter_fn=lambda name, module: name != "1")
+    assert all("lr" not in group for group in param_groups(net, weight_decay=0.1))
+    groups = param_groups(net, weight_decay=0.1, core_lr=1e-3)
+    rates = {name: group.get("lr") for group in groups for name, _ in group["params"]}
+    assert {name for name, rate in rates.items() if rate == 1e-3} == {name for name in rates if ".cores." in name}
+    assert rates["1.weight"] is None
+    optimizer = torch.optim.AdamW(groups, lr=3e-3)
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-3, 3e-3}
+    with pytest.raises(UserError, match=r"core_lr must be at least 0; given -1"):
+        param_groups(net, core_lr=-1)
 
 
 def test_input_that_cannot_be_grouped_is_refused() -> None:

@@ -35,7 +35,7 @@ _NORMS = (
 _BY_SHAPE, _BY_LAYER, _BY_EMBEDDING, _BY_DECLARATION = range(4)
 
 
-def param_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+def param_groups(model: nn.Module, *, weight_decay: float = 0.0, core_lr: float | None = None) -> list[dict[str, Any]]:
     """Sort the trainable parameters of a model into groups for any `torch.optim.Optimizer`.
 
     The roles, first rule that fits:
@@ -50,6 +50,9 @@ def param_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[st
     Args:
         model: any module; parameters with `requires_grad=False` are left out, tied ones appear once.
         weight_decay: of matrices and embeddings; vectors always get 0.
+        core_lr: learning rate of the cores of layers of cores, which then have groups of their own with the key `lr`.
+            A weight moves by what all of its cores move, so that they want a lower rate than dense weights: a third is
+            a good start. Default: that of the optimizer.
 
     Returns:
         Groups in the order in which their first parameter appears in the model, none of them empty. Each has the keys
@@ -57,32 +60,43 @@ def param_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[st
         (dims that form the rows, dims that form the columns), None for vectors. Dims in neither are batch dims.
 
     Raises:
-        UserError: negative weight decay, nothing to train, lazy parameters without a shape, a false declaration.
+        UserError: a negative weight decay or core_lr, nothing to train, lazy parameters without a shape, a false
+            declaration.
 
     Example:
         >>> optimizer = sc.CAME(sc.param_groups(model, weight_decay=0.1), lr=1e-3)
     """
     if not weight_decay >= 0.0:
         raise UserError(f"weight_decay must be at least 0; given {weight_decay!r}")
+    if core_lr is not None and not core_lr >= 0.0:
+        raise UserError(f"core_lr must be at least 0; given {core_lr!r}")
     claims = _claims(model)
-    groups: dict[tuple[Role, MatrixDims | None], dict[str, Any]] = {}
+    cores = set() if core_lr is None else _cores(model)
+    groups: dict[tuple[Role, MatrixDims | None, bool], dict[str, Any]] = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
         role, matrix_dims = claims[id(param)]
         group = groups.setdefault(
-            (role, matrix_dims),
+            (role, matrix_dims, id(param) in cores),
             {
                 "params": [],
                 "role": role,
                 "matrix_dims": matrix_dims,
                 "weight_decay": 0.0 if role == "vector" else weight_decay,
+                **({"lr": core_lr} if id(param) in cores else {}),
             },
         )
         group["params"].append((name, param))
     if not groups:
         raise UserError(f"{type(model).__name__} has no trainable parameter; set requires_grad=True on what to train")
     return list(groups.values())
+
+
+def _cores(model: nn.Module) -> set[int]:
+    """Ids of the parameters that modules with declared roles list as their `cores`."""
+    lists = (getattr(module, "cores", None) for module in model.modules() if hasattr(module, "parameter_roles"))
+    return {id(core) for each in lists if isinstance(each, nn.ParameterList) for core in each}
 
 
 def check_matrix_dims(matrix_dims: Any, ndim: int) -> MatrixDims:

@@ -157,6 +157,7 @@ def test_prepare_keeps_the_dtypes_of_the_state(case: str) -> None:
     [
         ({"lr": -1.0}, "lr must be a number at least 0"),
         ({"weight_decay": -0.1}, "weight_decay must be a number at least 0"),
+        ({"core_lr": -0.1}, "core_lr must be at least 0"),
         ({"betas": (0.9, 0.999)}, "betas must be 3 numbers"),
         ({"momentum": "int7"}, "momentum must be one of"),
         ({"rounding": "up"}, "rounding must be one of"),
@@ -168,10 +169,21 @@ def test_bad_values_are_refused_at_once(keywords: dict[str, Any], message: str) 
         sc.hf.came(**{"lr": 1e-3, **keywords})
 
 
+def test_cores_have_a_rate_of_their_own_that_follows_the_schedule(tmp_path: Path) -> None:
+    made = trainer(tmp_path, sc.hf.came(lr=0.06, core_lr=0.02), save_strategy="no")
+    sc.tensorize(made.model, 4)
+    optimizer: Any = made.create_optimizer()
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert {name for name, rate in rates.items() if rate == 0.02} == {name for name in rates if ".cores." in name}
+    assert set(rates.values()) == {0.02, 0.06}
+    made.train()
+    assert {group["initial_lr"] for group in optimizer.param_groups} == {0.02, 0.06}
+
+
 def test_arguments_are_those_of_came() -> None:
-    """Same names and defaults, but that `lr` has to be given."""
+    """Same names and defaults, but that `lr` has to be given, and the rate of cores."""
     ours, theirs = (inspect.signature(each).parameters for each in (sc.hf.came, sc.CAME))
-    assert {name: p.default for name, p in ours.items() if name != "lr"} == {
+    assert {name: p.default for name, p in ours.items() if name not in ("lr", "core_lr")} == {
         name: p.default for name, p in theirs.items() if name not in ("params", "lr")
     }
     assert ours["lr"].default is inspect.Parameter.empty

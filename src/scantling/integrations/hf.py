@@ -32,21 +32,24 @@ load = pretrained.load
 class CAMEFactory:
     """What the Trainer makes and calls to get its optimizer; it takes no part in the training."""
 
-    def __call__(self, model: torch.nn.Module, *, weight_decay: float, options: dict[str, Any]) -> CAME:
+    def __call__(
+        self, model: torch.nn.Module, *, weight_decay: float, core_lr: float | None, options: dict[str, Any]
+    ) -> CAME:
         """CAME over the trainable parameters of a model.
 
         Args:
             model: the Trainer's.
-            weight_decay: of matrices and embeddings.
+            weight_decay, core_lr: as of `scantling.param_groups`.
             options: further arguments of `CAME`.
         """
-        return CAME(param_groups(model, weight_decay=weight_decay), **options)
+        return CAME(param_groups(model, weight_decay=weight_decay, core_lr=core_lr), **options)
 
 
 def came(
     lr: float,
     *,
     weight_decay: float = 0.0,
+    core_lr: float | None = None,
     betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
     eps: tuple[float, float] = (1e-30, 1e-16),
     clip_threshold: float = 1.0,
@@ -64,6 +67,7 @@ def came(
         lr: peak learning rate. That of `TrainingArguments` has no effect; its schedule, warm-up and clipping have.
         weight_decay: of matrices and embeddings, decoupled; vectors are never decayed. That of `TrainingArguments` has
             no effect.
+        core_lr: of the cores of a model of cores; a third of `lr` is a good start. Default: `lr`.
         betas, eps, clip_threshold, debias, momentum, rounding, factor, maximize, foreach, capturable: as in
             `scantling.CAME`.
 
@@ -90,5 +94,7 @@ def came(
         "capturable": capturable,
     }
     # the Trainer builds the optimizer much later, after data and model are ready: what is wrong is said here
-    CAME([torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))], weight_decay=weight_decay, **options)
-    return CAMEFactory, {"weight_decay": weight_decay, "options": options}
+    trial = torch.nn.Linear(1, 1, dtype=torch.bfloat16)
+    CAME(trial.parameters(), weight_decay=weight_decay, **options)
+    param_groups(trial, core_lr=core_lr)
+    return CAMEFactory, {"weight_decay": weight_decay, "core_lr": core_lr, "options": options}

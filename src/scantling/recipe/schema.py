@@ -194,6 +194,8 @@ class TensorSection(Section):
     """Into how many modes the inputs and outputs of linear layers are split."""
     init: Literal["random", "svd"] = "random"
     """`random`: drawn to the norm of the weights replaced; `svd`: the closest cores (for pretrained weights)."""
+    lr_scale: float = Field(default=1 / 3, gt=0.0, allow_inf_nan=False)
+    """Learning rate of the cores as a share of `optim.lr`: a weight moves by what all of its cores move."""
     size_target: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """What the cores are to come down to: up to 1 a share of their size, above 1 a size in `unit`. Default: none."""
     unit: Literal["parameters", "flops", "bytes"] = "parameters"

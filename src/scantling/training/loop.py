@@ -134,8 +134,9 @@ class Loop:
         for group in optimizer.param_groups:  # before any is set: groups may share one tensor
             if "initial_lr" not in group:
                 group["initial_lr"] = float(group["lr"])
+        factor = self.schedule.lr_factor(step)
         for group in optimizer.param_groups:
-            _set_lr(group, group["initial_lr"] * self.schedule.lr_factor(step))
+            _set_lr(group, group["initial_lr"] * factor)
         self.stepper.watch.start()
         batches = self.batches.next_step()
         result = self.stepper.step(step, batches, stop=lambda: stop.received is not None)
@@ -149,7 +150,7 @@ class Loop:
             "tokens": self.tokens,
             "loss": result.loss,
             "grad_norm": result.grad_norm if not result.skipped else None,
-            "lr": float(optimizer.param_groups[0]["lr"]),
+            "lr": max(group["initial_lr"] for group in optimizer.param_groups) * factor,
             "tokens_per_s": result.num_tokens / step_s,
             "step_s": step_s,
             "data_s": phases.get("data", 0.0),

@@ -259,11 +259,15 @@ def build_loop(
         checkpoint_activations(model)
     if settings.compile:
         model.compile()
-    groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
     lr: float | torch.Tensor = recipe.optim.lr
+    core_lr = None if recipe.tensor is None else recipe.tensor.lr_scale * recipe.optim.lr
+    groups = param_groups(model, weight_decay=recipe.optim.weight_decay, core_lr=core_lr)
     options = recipe.optim.options
     if settings.graph:
         lr, options = torch.tensor(lr, device=place.device), {**options, "capturable": True}
+        for group in groups:
+            if "lr" in group:
+                group["lr"] = torch.tensor(group["lr"], device=place.device)
     optimizer = build_optimizer(recipe.optim.name, groups, lr=lr, weight_decay=recipe.optim.weight_decay, **options)
     _seed_generators(settings.seed + 1 + place.rank)  # dropout differs between ranks, weights do not
     stepper = Stepper(
