@@ -36,6 +36,33 @@ def backward(model: Net, passes: int) -> None:
         nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
 
 
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_evaluation_sees_the_steps_of_any_optimizer(options: dict[str, bool]) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    ids = torch.randint(60, (5, 7))
+    for _ in range(3):
+        model.train()
+        backward(model, 1)
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found = model(ids)
+        torch.testing.assert_close(found, copy.deepcopy(model)(ids).detach())
+
+
+def test_evaluation_sees_what_is_written_through_data_before_it_begins() -> None:
+    model = net().eval()
+    ids = torch.randint(60, (5, 7))
+    with torch.no_grad():
+        model(ids)
+    for core in model.linear.cores:
+        core.data.mul_(1.5)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), copy.deepcopy(model)(ids))
+
+
 @pytest.mark.parametrize("with_controls", [False, True])
 def test_gradients_are_those_of_every_pass_by_itself(with_controls: bool) -> None:
     model = net()

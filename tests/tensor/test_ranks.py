@@ -374,11 +374,90 @@ def test_micro_batches_are_one_step() -> None:
             adapter.loss(nn.functional.cross_entropy(model(ids), wanted) / 3, share=1 / 3).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert adapter.step == 3  # the last step is counted by the loss after it
+    assert adapter.step == 4
     with torch.no_grad():
         loss = nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1])
         assert adapter.loss(loss) is loss
+    assert adapter.step == 4
+
+
+class Plain(torch.optim.Optimizer):
+    """SGD that writes through `.data`, as many optimizers of papers do: version counters do not see it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("kind", ["fused", "through data", "foreach"])
+def test_the_target_holds_after_the_very_steps_whatever_steps_the_controls(kind: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.3, steps=30)
+    optimizer: torch.optim.Optimizer = (
+        Plain(model.parameters(), lr=0.05)
+        if kind == "through data"
+        else torch.optim.AdamW(model.parameters(), lr=3e-3, **{kind: True})
+    )
+    steps(model, adapter, optimizer, range(30), cut_every=7)
+    assert adapter.step == 30
+    ids = batch(99)[0]
+    before = model(ids)
+    adapter.truncate(optimizer)
+    torch.testing.assert_close(model(ids), before, rtol=1e-5, atol=1e-5)
+    assert numbers_in(model) == adapter.num_parameters() == pytest.approx(adapter.target, rel=0.02)
+
+
+def test_two_optimizers_take_one_step() -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=10)
+    controls = {id(c) for layer in adapter.layers.values() for c in layer.controls or ()}
+    halves = [[p for p in model.parameters() if (id(p) in controls) == wanted] for wanted in (True, False)]
+    one, other = (torch.optim.SGD(half, lr=0.01) for half in (halves[0] + halves[1][:1], halves[1][1:]))
+    for number in range(3):
+        ids, wanted = batch(number)
+        adapter.loss(nn.functional.cross_entropy(model(ids), wanted)).backward()
+        for optimizer in (one, other, one):
+            optimizer.step()
     assert adapter.step == 3
+
+
+def test_finishing_holds_the_size_and_leaves_a_plain_model() -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.3, steps=50)
+    optimizer = came(model, momentum="int8")
+    steps(model, adapter, optimizer, range(5))
+    adapter.finish(optimizer)
+    assert numbers_in(model) == adapter.num_parameters() == adapter.size() == pytest.approx(adapter.target, rel=0.02)
+    loss = torch.tensor(1.0, requires_grad=True)
+    assert adapter.loss(loss) is loss
+    assert adapter.metrics()["tensor_parameters"] == numbers_in(model)
+    late = net()
+    held = RankAdapter(late, size_target=0.3, steps=5)
+    optimizer = came(late)
+    steps(late, held, optimizer, range(6))
+    with torch.no_grad():  # an earlier state of the model is loaded, as at the end of a Trainer's run
+        for layer in held.layers.values():
+            for control in layer.controls or ():
+                control.fill_(1.0)
+    held.finish()
+    assert numbers_in(late) == pytest.approx(held.target, rel=0.02)
+
+
+def test_an_adapter_goes_where_its_model_goes_and_controls_stay_wide() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(2))
+    model.to(torch.bfloat16)
+    assert all(c.dtype == torch.float32 for layer in adapter.layers.values() for c in layer.controls or ())
+    assert model.first.cores[0].dtype == torch.bfloat16
+    model.to("meta")
+    assert adapter.loss(torch.zeros((), device="meta")).device.type == "meta"
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -7,6 +7,7 @@ after the gradients were averaged and clipped, which is the same on all processe
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from transformers.trainer_callback import ExportableState
 
 from scantling.errors import UserError
 from scantling.tensor.ranks import RankAdapter
+
+logger = logging.getLogger(__name__)
 
 
 class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -65,8 +68,17 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             state.log_history[-1].update(figures)  # which was copied before the callbacks are asked
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.adapter.step + 1 >= self.adapter.options.steps:
+        if self.adapter.step >= self.adapter.options.steps:
             self.adapter.finish()
+        else:
+            logger.warning(
+                "RankCallback: the training ended after %d of the %d steps in which the ranks come down; the size is "
+                "%.0f, the target %.0f, and the controls stay. Call adapter.finish() to bring it there at once",
+                self.adapter.step,
+                self.adapter.options.steps,
+                self.adapter.size(),
+                self.adapter.target,
+            )
 
     def state(self) -> dict[str, Any]:
         """What `trainer_state.json` keeps."""

@@ -22,6 +22,7 @@ from scantling.tensor.choice import Choice, Filter, Ranks
 from scantling.tensor.experts import is_fused_experts
 from scantling.tensor.head import TTMHead
 from scantling.tensor.joint import join_siblings
+from scantling.tensor.linear import TTLinear
 from scantling.tensor.replace import Init, as_dense, filled, install, layers_of_cores, put, shaped
 from scantling.tensor.sites import Site, find_sites, is_linear
 from scantling.tensor.ties import carry_ties, note_ties, restore_ties
@@ -136,6 +137,8 @@ def densify(model: nn.Module) -> nn.Module:
             made[head] = head.to_dense(None if table is None else table.get_parameter("weight"))
     for layer, dense in made.items():
         put(model, found[layer], layer, dense)
+        if isinstance(layer, TTLinear) and layer.joint is not None:
+            layer.joint.remove()
     restore_ties(model)
     if any(hasattr(module, "save_pretrained") for module in model.modules()):
         from scantling.tensor.pretrained import detach

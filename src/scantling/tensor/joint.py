@@ -6,15 +6,18 @@ with A and B the merged cores of input and output. Each A is only a rank wide: a
 And in the backward pass the gradient of x is one product in place of three and their sum. It is done where all of the
 layers would begin with A anyway, which is where there are many tokens; under `torch.compile` it is not.
 
-The layer that is called first with a tensor computes the first product of all. The others find theirs if they are given
-the same tensor, unchanged, before anything else has changed; if not, they compute as ever.
+Within a forward pass of the module they are in, the layer that is called first with a tensor computes the first product
+of all, and the others find theirs if they are given the same tensor, unchanged. What is computed is gone when that
+forward pass ends. Layers that leave something over are taken not to share their input from the next pass on, but where
+it is checkpointed.
 """
 
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from scantling.tensor.contraction import Step, cores_of
+from scantling.tensor.steps import version_of
 
 if TYPE_CHECKING:
     from scantling.tensor.linear import TTLinear
@@ -40,24 +44,49 @@ SIBLINGS = (
 )
 """Names that transformers gives to layers of one input, inside one module."""
 _CROSS = re.compile(r"cross|encdec|encoder_attn", re.IGNORECASE)
-_MOST_WASTED = 3
-"""Products that some layer never asked for, one after the other, after which they are taken to share no input."""
+
+
+@dataclass
+class _Pass:
+    """One forward pass of the parent.
+
+    Attributes:
+        layers: that may share their input, by name.
+        hooks: of saved tensors, such as those of a checkpoint, when it began.
+        x: the tensor whose products wait, and what must be as it was for them to be right.
+        products: for the layers that have not been called yet.
+    """
+
+    layers: dict[str, TTLinear]
+    hooks: Any
+    x: tuple[Tensor, tuple[Any, ...]] | None
+    products: dict[str, Rest]
 
 
 class Joint:
-    """Linear layers that are given the same tensor.
+    """Linear layers of one module that are given the same tensor.
 
     Args:
-        layers: `TTLinear` layers with the same modes of the input.
+        parent: the module.
+        names: of its `TTLinear` layers, which have the same modes of the input.
     """
 
-    def __init__(self, layers: Sequence[TTLinear]) -> None:
-        self.layers = tuple(layers)
-        self._wasted = 0
-        self._waiting: _Waiting | None = None
+    def __init__(self, parent: nn.Module, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.is_refuted = False
+        self._passes: dict[int, _Pass] = {}  # by thread
+        self._handles = [
+            parent.register_forward_pre_hook(self._open),
+            parent.register_forward_hook(self._close, always_call=True),
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_waiting": None}
+        return {**self.__dict__, "_passes": {}}
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
 
     def first_product(self, layer: TTLinear, x: Tensor, flat: Tensor, steps: Sequence[Step]) -> Rest | None:
         """x with the input cores of a layer, computed for all layers of this input at once.
@@ -71,72 +100,68 @@ class Joint:
         Returns:
             The product and what is left to do; None where the layer is to go its own way.
         """
-        if self._wasted >= _MOST_WASTED or not _begins_with_input(layer, steps):
+        now = self._passes.get(get_ident())
+        if now is None or not _begins_with_input(layer, steps) or x.is_inference() or _saving_hooks() is not now.hooks:
             return None
-        mine = next((place for place, each in enumerate(self.layers) if each is layer), None)
-        if mine is None:  # a replica of one of them
+        name = next((name for name, each in now.layers.items() if each is layer), None)
+        if name is None:
             return None
-        waiting = self._waiting
-        if waiting is not None and mine in waiting.products and waiting.is_for(x, self.layers):
-            found = waiting.products.pop(mine)
-            if not waiting.products:
-                self._waiting, self._wasted = None, 0
-            return found
-        self._wasted += waiting is not None
-        self._waiting = None
-        return self._computed(mine, x, flat) if self._alike() else None
-
-    def _alike(self) -> bool:
-        """Whether one product can serve all layers."""
-        kinds = {(core.dtype, core.device, core.requires_grad) for core in (each.cores[0] for each in self.layers)}
-        return len(kinds) == 1 and not any(isinstance(core, DTensor) for each in self.layers for core in each.cores)
-
-    def _computed(self, mine: int, x: Tensor, flat: Tensor) -> Rest | None:
-        orders = [each._order(flat.shape[0]) for each in self.layers]
-        if not all(map(_begins_with_input, self.layers, orders)):
+        if now.x is not None and now.x[0] is x and now.x[1] == _state(x) and name in now.products:
+            return now.products.pop(name)
+        if now.products:
+            return None  # another input than that of the layer before
+        found = _products(now.layers, flat)
+        if name not in found:
             return None
-        blocks = [each.blocks(steps) for each, steps in zip(self.layers, orders, strict=True)]
-        matrices = [own[0].reshape(steps[0].inner, -1) for own, steps in zip(blocks, orders, strict=True)]
-        product = flat @ torch.cat(matrices, dim=1)
-        pieces = torch.split(product, [matrix.shape[1] for matrix in matrices], dim=1)
-        found: dict[int, Rest] = {
-            place: (piece, own[1:], steps[1:])
-            for place, (piece, own, steps) in enumerate(zip(pieces, blocks, orders, strict=True))
-        }
-        result = found.pop(mine)
-        self._waiting = _Waiting(x, self.layers, found)
-        if product.requires_grad:
-            product.register_hook(self._dropping())  # type: ignore[no-untyped-call]  # a backward pass frees what another one would need
-        return result
+        own = found.pop(name)
+        now.x, now.products = (x, _state(x)), found
+        return own
 
-    def _dropping(self) -> Callable[[Tensor], None]:
-        joint = weakref.ref(self)
+    def _open(self, parent: nn.Module, *_: Any) -> None:
+        if self.is_refuted or torch.compiler.is_compiling():
+            return
+        layers: dict[str, Any] = {name: getattr(parent, name, None) for name in self.names}
+        ours = {name: layer for name, layer in layers.items() if getattr(layer, "joint", None) is self}
+        if len(ours) > 1 and _are_alike(list(ours.values())):
+            self._passes[get_ident()] = _Pass(ours, _saving_hooks(), None, {})
 
-        def drop(_: Tensor) -> None:
-            if (alive := joint()) is not None:
-                alive._waiting = None
-
-        return drop
+    def _close(self, parent: nn.Module, _: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        done = self._passes.pop(get_ident(), None)
+        # a pass that failed says nothing; one that is checkpointed has to be repeated as it was
+        if done is not None and done.products and output is not None and done.hooks is None:
+            self.is_refuted = True
 
 
-class _Waiting:
-    """Products for the layers that have not been called yet, by their place."""
-
-    def __init__(self, x: Tensor, layers: Sequence[TTLinear], products: dict[int, Rest]) -> None:
-        self._x, self._state = weakref.ref(x), _state(x, layers)
-        self.products = products
-
-    def is_for(self, x: Tensor, layers: Sequence[TTLinear]) -> bool:
-        return self._x() is x and self._state == _state(x, layers)
+def _are_alike(layers: Sequence[TTLinear]) -> bool:
+    """Whether one product can serve all layers."""
+    kinds = {(core.dtype, core.device, core.requires_grad) for core in (each.cores[0] for each in layers)}
+    return len(kinds) == 1 and not any(isinstance(core, DTensor) for each in layers for core in each.cores)
 
 
-def _state(x: Tensor, layers: Sequence[TTLinear]) -> tuple[Any, ...]:
-    """What must be as it was for a product to be right."""
+def _products(layers: dict[str, TTLinear], flat: Tensor) -> dict[str, Rest]:
+    """The first product of all layers; of none where one of them begins otherwise."""
+    orders = {name: layer._order(flat.shape[0]) for name, layer in layers.items()}
+    if not all(_begins_with_input(layers[name], steps) for name, steps in orders.items()):
+        return {}
+    blocks = {name: layer.blocks(orders[name]) for name, layer in layers.items()}
+    matrices = [own[0].reshape(orders[name][0].inner, -1) for name, own in blocks.items()]
+    pieces = torch.split(flat @ torch.cat(matrices, dim=1), [matrix.shape[1] for matrix in matrices], dim=1)
+    return {name: (piece, own[1:], orders[name][1:]) for piece, (name, own) in zip(pieces, blocks.items(), strict=True)}
+
+
+def _state(x: Tensor) -> tuple[Any, ...]:
+    """What must be as it was for a product with x to be right."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    parts = [x, *(part for layer in layers for part in (*layer.cores, *(layer.controls or ())))]
-    versions = [(id(part), 0 if part.is_inference() else part._version) for part in parts]
-    return torch.is_grad_enabled(), autocast, [layer._shared is None for layer in layers], versions
+    return version_of(x), x.requires_grad, torch.is_grad_enabled(), autocast
+
+
+def _saving_hooks() -> Any:
+    """The innermost hooks of saved tensors; what is saved under some must not be looked for under others."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 def _begins_with_input(layer: TTLinear, steps: Sequence[Step]) -> bool:
@@ -151,8 +176,9 @@ def join_siblings(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for names in SIBLINGS:
             names = names[1:] if _CROSS.search(path) and len(names) == 3 else names
-            layers = [layer for name in names if isinstance(layer := getattr(module, name, None), TTLinear)]
-            if len(set(layers)) > 1 and len({(layer.in_features, layer.in_modes) for layer in layers}) == 1:
-                joint = Joint(layers)
-                for layer in layers:
+            layers = {name: layer for name in names if isinstance(layer := getattr(module, name, None), TTLinear)}
+            alike = {(layer.in_features, layer.in_modes) for layer in layers.values()}
+            if len(set(layers.values())) > 1 and len(alike) == 1:
+                joint = Joint(module, list(layers))
+                for layer in layers.values():
                     layer.joint = joint

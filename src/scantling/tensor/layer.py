@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,10 @@ from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.tensor.contraction import Head, Lookup, Network, Orders, Step, Tree, merged, orders
 from scantling.tensor.cores import num_parameters, tt_svd
+from scantling.tensor.steps import steps_taken, version_of
 
 Cut: TypeAlias = tuple[nn.Parameter, int, Tensor]
 """A parameter, one of its dims, and the positions of it that stay."""
-_State: TypeAlias = tuple[tuple[int, int, torch.Size], ...]
 
 
 class CoreLayer(nn.Module):
@@ -49,7 +49,7 @@ class CoreLayer(nn.Module):
         self.controls: nn.ParameterList | None = None
         self.threshold = 0.0
         self._shared: dict[Tree, tuple[Tensor, Tensor]] | None = None  # while `merge_once` is in force
-        self._kept: tuple[_State, dict[Tree, Tensor]] = ((), {})  # in evaluation mode
+        self._kept: tuple[tuple[Any, ...], dict[Tree, Tensor]] = ((), {})  # in evaluation mode
         self._passes = 1
 
     @property
@@ -88,6 +88,7 @@ class CoreLayer(nn.Module):
                 return self._merged_once(self._shared, trees)
             if self._is_kept():
                 return self._merged_and_kept(trees)
+            self._kept = (), {}
             return self._merged(trees)
 
     def _merged(self, trees: Sequence[Tree]) -> list[Tensor]:
@@ -102,7 +103,7 @@ class CoreLayer(nn.Module):
 
     def _merged_and_kept(self, trees: Sequence[Tree]) -> list[Tensor]:
         parts = [*self.cores, *(self.controls or ())]
-        state = tuple((part.data_ptr(), part._version, part.shape) for part in parts)
+        state = (steps_taken(), *((id(part), version_of(part), part.shape) for part in parts))
         if self._kept[0] != state:
             self._kept = state, {}
         kept = self._kept[1]
@@ -137,6 +138,18 @@ class CoreLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_shared": None, "_kept": ((), {})}
+
+    def train(self, mode: bool = True) -> Self:
+        """As of `nn.Module`; what was kept for evaluation is dropped, also when evaluation begins anew."""
+        self._kept = (), {}
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._kept = (), {}
+        for control in self.controls or ():
+            control.data = control.data.to(torch.promote_types(control.dtype, torch.float32))
+        return self
 
     def attach_controls(self, threshold: float) -> None:
         """Put a control of 1 on every rank of every inner bond; the layer computes what it did."""

@@ -41,7 +41,7 @@ class RankOptions:
 
     size_target: float = 0.2
     unit: Unit = "parameters"
-    steps: int = 200
+    steps: int = 100
     begin: int = 0
     schedule: Schedule = "controlled"
     tolerance: float = 0.01

@@ -41,6 +41,7 @@ from scantling.tensor.cores import num_parameters
 from scantling.tensor.layer import CoreLayer, gate
 from scantling.tensor.options import RankOptions
 from scantling.tensor.sizes import SizePolynomial, flop_terms, number_terms
+from scantling.tensor.steps import after_steps, version_of
 
 _MARGIN = 5.0
 """How far from the threshold, in thresholds, a control is put that is shut or opened: not to flip back at once."""
@@ -92,17 +93,21 @@ class RankAdapter:
         self.step = 0
         self._controls: list[nn.Parameter] = []
         self._seen: tuple[int, ...] | None = None
+        self._is_fresh = False
+        after_steps(self, RankAdapter._stepped, lambda adapter: adapter._controls)
         self._refresh()
         self._device = self._controls[0].device
         counted = self._counted
         self._initial = float(counted(torch.tensor([len(control) for control in self._controls], dtype=torch.float64)))
         self._target = self._absolute_target()
         self._price = torch.tensor(self.options.price, device=self._device)
+        self._recent = torch.zeros((), device=self._device)
         self._mean_loss = torch.zeros((), device=self._device)
         self._weight = torch.zeros((), device=self._device)
         self._reference = torch.zeros((), device=self._device)
         self._late = torch.zeros((), dtype=torch.bool, device=self._device)
         self._is_late = False
+        self._last_size = self._initial
         least = float(counted(torch.ones(len(self._controls), dtype=torch.float64)))
         if self._target < least:
             for layer in self.layers.values():
@@ -125,39 +130,65 @@ class RankAdapter:
         if not torch.is_grad_enabled():
             return task_loss
         if not torch.compiler.is_compiling():
-            self.observe(task_loss.detach() / share)
+            self.observe()
+            if self._early_steps == 0 and not self._is_late:
+                self._remember(task_loss.detach() / share)
         return self.objective(task_loss, share)
 
     def objective(self, task_loss: Tensor, share: float = 1.0) -> Tensor:
-        """The loss of the task and what the schedule adds to it: `loss` without the counting of steps.
-
-        A function of tensors alone, for CUDA graphs; `observe` is then to be called once a step.
+        """The loss of the task and what the schedule adds to it, for CUDA graphs; `observe` is then called once a step.
 
         Args:
             task_loss, share: as of `loss`.
         """
+        self._follow()
+        if not self._controls:
+            return task_loss
+        self._is_fresh = True
+        if self.options.schedule == "paper":
+            self._recent += task_loss.detach()
         relaxed = self._size(self._l1()) / self._initial
         norm = self.options.beta * self._norm() if self.options.beta else 0.0
         if self.options.schedule == "controlled":
             return task_loss + share * (norm + self._price * relaxed)
         return share * norm + self._paper(task_loss, relaxed, share)
 
-    def observe(self, task_loss: Tensor | None) -> None:
-        """Count a step where the controls have changed since the last call, and let the schedule act on it.
+    def observe(self) -> None:
+        """Count a step where controls have changed since the last look, and let the schedule act on it.
 
-        Args:
-            task_loss: 0-D, a recent loss without what the schedule adds, None before there is one. The schedule `paper`
-                takes its mean over steps and replicas.
+        Steps of an optimizer of torch are counted as they are taken. This is for those that nothing tells of: replayed
+        by a CUDA graph, or taken parameter by parameter within the backward pass. `loss` calls it, too.
         """
-        versions = tuple(control._version for control in self._controls)
-        if versions == self._seen:
+        versions = self._versions()
+        if self._is_fresh and self._seen is not None and versions != self._seen:
+            self._count()
+        else:
+            self._seen = versions
+
+    def begin_step(self) -> None:
+        """Say that what has changed so far was no step, and that one is to come, even if nothing asks for the loss."""
+        self._seen, self._is_fresh = self._versions(), True
+
+    def _stepped(self) -> None:
+        """After a step of an optimizer that holds controls; only the first one after an objective counts."""
+        if self._is_fresh:
+            self._count()
+
+    def _count(self) -> None:
+        """One more step; the schedule acts on it."""
+        self._is_fresh = False
+        if not self._controls:
             return
-        if self._seen is not None:
-            self.step += 1
-        self._remember(task_loss)
+        self._follow()
+        self.step += 1
+        self._remember(self._recent)
+        self._recent.zero_()
         if self.step % self.options.interval == 0 or self.step >= self.options.steps:
             self._act()
-        self._seen = tuple(control._version for control in self._controls)
+        self._seen = self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(version_of(control) for control in self._controls)
 
     @torch.no_grad()
     def truncate(self, optimizer: torch.optim.Optimizer | None = None) -> int:
@@ -177,13 +208,15 @@ class RankAdapter:
             UserError: an optimizer that does not hold the controls.
         """
         self._check_optimizer(optimizer)
-        before = sum(map(len, self._controls))
+        before, is_seen = sum(map(len, self._controls)), self._seen == self._versions()
         for layer in self.layers.values():
             for param, dim, index in layer.cuts([live.nonzero().flatten() for live in layer.live()]):
                 cut_parameter(param, dim, index, optimizer)
         removed = before - sum(map(len, self._controls))
         if removed:
             self._refresh()
+        if is_seen:
+            self._seen = self._versions()
         return removed
 
     def detach(self) -> None:
@@ -191,16 +224,22 @@ class RankAdapter:
 
         Truncate first. The optimizer must be built anew after it: its state is that of cores with controls beside them.
         """
+        self._last_size = self.size()
         for layer in self.layers.values():
             layer.fold_controls()
         self._controls = []
 
-    def finish(self) -> None:
-        """Bring the size to the target, remove what is shut, and detach: the end of a run that is not to go on."""
-        if self.step < self.options.steps and (self.options.schedule == "controlled" or self.options.hold):
-            self.step = self.options.steps
-            self._end()
-        self.truncate()
+    def finish(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Bring the size to the target, remove what is shut, and detach: the end of a run that is not to go on.
+
+        Args:
+            optimizer: as of `truncate`, if its state is still wanted. For more steps build a new one: the controls are
+                parameters that the model has no longer.
+        """
+        if self._controls and (self.options.schedule == "controlled" or self.options.hold):
+            self.step = max(self.step, self.options.steps)
+            self._hold()
+        self.truncate(optimizer)
         self.detach()
 
     @property
@@ -219,6 +258,9 @@ class RankAdapter:
 
     def size(self) -> float:
         """The size at the ranks that are live, in the unit of the target."""
+        if not self._controls:
+            return self._last_size
+        self._follow()
         return float(self._size(self._l0()))
 
     @property
@@ -229,6 +271,7 @@ class RankAdapter:
     def ranks(self) -> dict[str, tuple[int, ...]]:
         """Live ranks of all bonds of each layer, the outer ones (1) included; all 0 in between where one is."""
         found = {}
+        self._follow()
         if not self._controls:
             return {name: layer.ranks for name, layer in self.layers.items()}
         counts = iter(self._per_bond((self._flat().detach() > self.options.threshold).long()).tolist())
@@ -256,7 +299,6 @@ class RankAdapter:
             "mean_loss": self._mean_loss.clone(),
             "weight": self._weight.clone(),
             "reference": self._reference.clone(),
-            "started": self._seen is not None,
             "late": self._is_late,
             "ranks": {name: list(layer.ranks) for name, layer in self.layers.items()},
         }
@@ -283,7 +325,7 @@ class RankAdapter:
         for name in ("price", "mean_loss", "weight", "reference"):
             getattr(self, f"_{name}").copy_(state[name])
         self._turn_late(state["late"])
-        self._seen = () if state["started"] else None
+        self._seen = None
         self._refresh()
 
     # what the ranks are
@@ -308,6 +350,14 @@ class RankAdapter:
             terms = [(constant * self.options.bytes_per_parameter, bonds) for constant, bonds in terms]
         self._counted = SizePolynomial.of(terms, len(self._controls))  # on the CPU
         self._size = self._counted.to(device)
+
+    def _follow(self) -> None:
+        """Go where the model has gone since: to another device."""
+        if self._controls and self._controls[0].device != self._device:
+            self._device = self._controls[0].device
+            for name in ("_price", "_recent", "_mean_loss", "_weight", "_reference", "_late"):
+                setattr(self, name, getattr(self, name).to(self._device))
+            self._refresh()
 
     def _per_bond(self, values: Tensor) -> Tensor:
         """Sums of what each rank has, bond by bond: (bonds)."""
@@ -335,9 +385,9 @@ class RankAdapter:
 
     # the schedules
 
-    def _remember(self, task_loss: Tensor | None) -> None:
+    def _remember(self, task_loss: Tensor) -> None:
         """The mean loss of recent steps, over all replicas, and the reference once the early steps are over."""
-        if self.options.schedule != "paper" or task_loss is None:
+        if self.options.schedule != "paper":
             return
         value = task_loss.to(self._device, torch.float32, copy=True)
         if torch.distributed.is_available() and torch.distributed.is_initialized():

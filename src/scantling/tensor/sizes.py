@@ -46,7 +46,9 @@ class SizePolynomial:
     def __call__(self, ranks: Tensor) -> Tensor:
         """The size at these ranks, (bonds), as a 0-D tensor of their dtype."""
         padded = torch.cat([ranks, ranks.new_ones(1)])
-        return (padded[self.bonds].prod(dim=1) * self.coefficients.to(ranks.dtype)).sum()
+        # not prod, whose gradient asks the device whether there are zeros, which cannot be captured in a graph
+        one, two, three = padded[self.bonds].unbind(1)
+        return (one * two * three * self.coefficients.to(ranks.dtype)).sum()
 
     def slopes(self, ranks: Tensor) -> Tensor:
         """What one rank more adds to the size, for each bond: (bonds), float64."""

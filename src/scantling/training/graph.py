@@ -12,6 +12,7 @@ without.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -23,7 +24,7 @@ from scantling.data.batch import Batch
 from scantling.errors import UserError
 
 WARM_UP = 3
-"""Steps without a graph before one is captured: the first ones allocate state, compile and choose kernels."""
+"""Steps without a graph before one is captured, at least one of the same shape: they allocate state and compile."""
 MOST_GRAPHS = 8
 """Shapes of batches that are captured; others are stepped without a graph."""
 
@@ -46,19 +47,37 @@ class Graph(Protocol):
         ...
 
 
-class CudaGraph:
-    """A CUDA graph; all of a process share their memory, since no two run at once."""
+NewGraphs: TypeAlias = Callable[[], Callable[[], Graph]]
+"""Makes what makes empty graphs."""
 
-    _pool: Any = None
+
+class CudaGraphs:
+    """Makes CUDA graphs that share their memory, since no two of them run at once, and a stream of their own."""
 
     def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self) -> Graph:
+        """An empty graph."""
+        return CudaGraph(self._pool, self._stream)
+
+
+class CudaGraph:
+    """A CUDA graph.
+
+    Args:
+        pool: of its memory.
+        stream: on which it is captured.
+    """
+
+    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
 
     def capture(self, function: Callable[[], None]) -> None:
-        if CudaGraph._pool is None:
-            CudaGraph._pool = torch.cuda.graph_pool_handle()
         # threads that pin memory for the next batches may go on meanwhile
-        with torch.cuda.graph(self._graph, pool=CudaGraph._pool, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             function()
 
     def replay(self) -> None:
@@ -85,23 +104,24 @@ class StepGraphs:
         model: whose parameters the step changes.
         passes: the first half.
         update: the second.
-        new_graph: makes an empty one, such as `CudaGraph`.
+        new_graphs: makes what makes empty graphs, such as `CudaGraphs`; anew whenever all graphs were dropped.
 
     Attributes:
         num_captured: graphs captured so far, pairs counted once.
     """
 
-    def __init__(self, model: nn.Module, passes: Passes, update: Update, new_graph: Callable[[], Graph]) -> None:
-        self._model, self._passes, self._update, self._new_graph = model, passes, update, new_graph
+    def __init__(self, model: nn.Module, passes: Passes, update: Update, new_graphs: NewGraphs) -> None:
+        self._model, self._passes, self._update, self._new_graphs = model, passes, update, new_graphs
+        self._new_graph: Callable[[], Graph] | None = None
         self._captured: dict[Shapes, _Captured] = {}
         self._current: _Captured | None = None
-        self._steps = 0
+        self._steps: Counter[Shapes] = Counter()
         self.num_captured = 0
 
     def forget(self) -> None:
         """Drop all graphs: addresses or shapes are about to be, or have been, other ones."""
         self._without_graph()
-        self._captured, self._current, self._steps = {}, None, 0
+        self._captured, self._current, self._new_graph, self._steps = {}, None, None, Counter()
 
     def passes(self, batches: Sequence[Batch], share: Tensor) -> tuple[Tensor, Tensor] | None:
         """The first half of a step, with gradients in `.grad` at its end; None where it is to be taken without a graph.
@@ -114,13 +134,12 @@ class StepGraphs:
             UserError: the step cannot be captured.
         """
         self._current = None
-        self._steps += 1
-        if self._steps <= WARM_UP:
-            return None
         shapes = _shapes(batches)
         captured = self._captured.get(shapes)
         if captured is None:
-            if len(self._captured) >= MOST_GRAPHS:
+            is_warm = self._steps.total() >= WARM_UP and self._steps[shapes] > 0
+            if not is_warm or len(self._captured) >= MOST_GRAPHS:
+                self._steps[shapes] += 1
                 self._without_graph()
                 return None
             captured = self._captured[shapes] = self._capture(batches, share)
@@ -145,6 +164,8 @@ class StepGraphs:
         device = share.device
         own = [_copy(batch, device) for batch in batches]
         held, loss_sum, norm = share.clone(), share.new_zeros((), dtype=torch.float64), share.new_zeros(())
+        if self._new_graph is None:
+            self._new_graph = self._new_graphs()
         first, second = self._new_graph(), self._new_graph()
 
         def passes() -> None:
@@ -157,8 +178,11 @@ class StepGraphs:
             gradients = [parameter.grad for parameter in self._model.parameters()]
             second.capture(lambda: self._update(norm))
         except RuntimeError as error:
+            cause: BaseException = error
+            while cause.__context__ is not None:  # the end of a capture that failed fails, too
+                cause = cause.__context__
             raise UserError(
-                f"train.graph: the step cannot be captured as a CUDA graph: {str(error).splitlines()[0]}; set "
+                f"train.graph: the step cannot be captured as a CUDA graph: {str(cause).splitlines()[0]}; set "
                 "train.graph to false"
             ) from error
         self.num_captured += 1

@@ -228,6 +228,7 @@ def _train(
         outcome = loop.run()
     finally:
         loop.batches.close()
+        loop.stepper.close()
         loop.sink.close()
     return _finish(folder, name, outcome, place)
 
@@ -259,16 +260,18 @@ def build_loop(
         checkpoint_activations(model)
     if settings.compile:
         model.compile()
-    lr: float | torch.Tensor = recipe.optim.lr
     core_lr = None if recipe.tensor is None else recipe.tensor.lr_scale * recipe.optim.lr
     groups = param_groups(model, weight_decay=recipe.optim.weight_decay, core_lr=core_lr)
     options = recipe.optim.options
+    for group in groups:
+        group["initial_lr"] = group.get("lr", recipe.optim.lr)
+        if settings.graph:
+            group["lr"] = torch.tensor(group["initial_lr"], device=place.device)
     if settings.graph:
-        lr, options = torch.tensor(lr, device=place.device), {**options, "capturable": True}
-        for group in groups:
-            if "lr" in group:
-                group["lr"] = torch.tensor(group["lr"], device=place.device)
-    optimizer = build_optimizer(recipe.optim.name, groups, lr=lr, weight_decay=recipe.optim.weight_decay, **options)
+        options = {**options, "capturable": True}
+    optimizer = build_optimizer(
+        recipe.optim.name, groups, lr=recipe.optim.lr, weight_decay=recipe.optim.weight_decay, **options
+    )
     _seed_generators(settings.seed + 1 + place.rank)  # dropout differs between ranks, weights do not
     stepper = Stepper(
         model,

@@ -19,7 +19,7 @@ from scantling.errors import NonFiniteError
 from scantling.numerics.compute import autocast
 from scantling.tasks.base import Task
 from scantling.training.distributed import Place
-from scantling.training.graph import CudaGraph, StepGraphs
+from scantling.training.graph import CudaGraphs, StepGraphs
 from scantling.training.meters import Stopwatch
 from scantling.training.methods import Method
 from scantling.training.release import GradientRelease
@@ -77,7 +77,7 @@ class Stepper:
         self.scaler = SharedGradScaler(place.device.type, enabled=compute == "fp16")
         self.forward_model = exchange.prepare(model)
         self.watch = Stopwatch(place.device)
-        self.graphs = StepGraphs(model, self._unwatched_passes, self._update, CudaGraph) if graph else None
+        self.graphs = StepGraphs(model, self._unwatched_passes, self._update, CudaGraphs) if graph else None
 
     def step(self, step: int, batches: Sequence[Batch], *, stop: Callable[[], bool] = lambda: False) -> StepResult:
         """Take step `step` (counted from 1).
@@ -94,6 +94,7 @@ class Stepper:
         )
         counts = self.place.sum(counts.to(device, torch.float32 if device.type == "mps" else torch.float64))
         share = self.place.world_size / counts[0].float()  # the exchange takes the mean over processes
+        self.watch.lap("data")
         replayed = None if self.graphs is None else self.graphs.passes(batches, share)
         if replayed is not None:
             self.watch.lap("backward")
@@ -178,6 +179,11 @@ class Stepper:
         """Drop what was captured: parameters or state are elsewhere than before."""
         if self.graphs is not None:
             self.graphs.forget()
+
+    def close(self) -> None:
+        """Let go of what was captured, for good."""
+        self.recapture()
+        self.graphs = None
 
     def rehearse(self, batch: Batch) -> None:
         """Pass a batch through the model and the exchange, and throw the gradients away.

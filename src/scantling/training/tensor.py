@@ -31,8 +31,6 @@ class TensorMethod(Method):
         self._section, self._steps, self._merges = section, steps, merges
         self.adapter: RankAdapter | None = None
         self._recorded: dict[str, tuple[int, ...]] | None = None
-        self._loss = torch.zeros(())
-        self._has_loss = False
 
     def prepare(self, model: nn.Module) -> nn.Module:
         section = self._section
@@ -41,7 +39,6 @@ class TensorMethod(Method):
     def attach(self, model: nn.Module) -> None:
         if self._section.size_target is not None:
             self.adapter = RankAdapter(model, **self._section.rank_options(self._steps))
-            self._loss = torch.zeros((), device=self.adapter.device)
 
     def detach(self, model: nn.Module) -> None:
         if self.adapter is not None:
@@ -51,23 +48,19 @@ class TensorMethod(Method):
 
     def before_step(self, step: int) -> None:
         if self.adapter is not None:
-            self.adapter.observe(self._loss if self._has_loss else None)
-            self._has_loss = True
+            self.adapter.begin_step()
 
     def passes(self, model: nn.Module, number: int) -> AbstractContextManager[None]:
-        self._loss.zero_()
         return merge_once(model, number) if self._merges and number > 1 else nullcontext()
 
     def extra_loss(self, loss: torch.Tensor, share: float) -> torch.Tensor:
-        if self.adapter is None:
-            return loss
-        self._loss += loss.detach()
-        return self.adapter.objective(loss, share)
+        return loss if self.adapter is None else self.adapter.objective(loss, share)
 
     def after_step(self, step: int, optimizer: torch.optim.Optimizer) -> bool:
         adapter = self.adapter
         if adapter is None:
             return False
+        adapter.observe()  # a step that was replayed, or released
         due = step % self._section.truncate_every == 0 and adapter.step <= adapter.options.steps
         if not (due or step == self._steps):
             return False
@@ -85,10 +78,8 @@ class TensorMethod(Method):
         return figures
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.adapter is None else {**self.adapter.state_dict(), "loss": self._loss}
+        return {} if self.adapter is None else self.adapter.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.adapter is not None:
-            self._loss.copy_(state["loss"])
-            self._has_loss = True
             self.adapter.load_state_dict(state)

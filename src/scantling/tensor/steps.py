@@ -1,0 +1,64 @@
+"""Whether optimizers have taken steps: what PyTorch's version counters do not tell.
+
+A fused optimizer, and one that writes through `.data`, changes parameters without raising their version counters. Every
+step of every `torch.optim.Optimizer` is seen here; a captured graph that replays one raises the counters itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+Owner = TypeVar("Owner")
+
+_steps = 0
+
+
+def _count(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_count)
+
+
+def steps_taken() -> int:
+    """Steps of all optimizers of this process so far."""
+    return _steps
+
+
+def version_of(tensor: Tensor) -> int:
+    """The version counter of a tensor; 0 of one of inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def after_steps(owner: Owner, method: Callable[[Owner], None], parameters: Callable[[Owner], Iterable[Tensor]]) -> None:
+    """Call a method after every step of an optimizer that holds one of some parameters, as long as its owner lives.
+
+    Steps that are captured in a CUDA graph are left out: nothing has happened yet.
+
+    Args:
+        owner: that the method belongs to; it is not kept alive.
+        method: of its class.
+        parameters: gives those of the owner.
+    """
+    alive = weakref.ref(owner)
+    known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+
+    def seen(optimizer: Optimizer, *_: Any) -> None:
+        one = alive()
+        if one is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        if not known.get(optimizer, False):  # parameters may be added later
+            own = {id(parameter) for parameter in parameters(one)}
+            known[optimizer] = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        if known[optimizer]:
+            method(one)
+
+    hook = register_optimizer_step_post_hook(seen)
+    weakref.finalize(owner, hook.remove)
