@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import scantling as sc
 from scantling.tensor.head import TTMHead
@@ -37,6 +38,42 @@ def test_values_and_gradients_are_those_of_a_dense_head(bias: bool, padding_idx:
         strict=True,
     ):
         assert torch.allclose(one, other)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most numbers in any tensor that an operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(each, torch.Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return result
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_the_dense_table_is_never_there(tokens: int) -> None:
+    table = sc.TTMEmbedding(4096, 256, 32)
+    hidden = torch.randn(tokens, 256, requires_grad=True)
+    dense = nn.functional.linear(hidden, table.dense_weight())
+    with Largest() as seen:
+        logits = table.logits(hidden)
+        logits.square().sum().backward()
+    assert seen.numbers < 4096 * 256 / 2
+    torch.testing.assert_close(logits, dense, rtol=1e-4, atol=1e-4)
+
+
+def test_many_tokens_compile_whole_with_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    model = Tied(padding_idx=3)
+    hidden = torch.randn(300, 12)
+    compiled = torch.compile(model.head, fullgraph=True, backend="aot_eager")
+    found = [torch.autograd.grad(head(hidden).square().sum(), [*model.parameters()]) for head in (compiled, model.head)]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
 
 
 def test_the_cores_are_there_once() -> None:

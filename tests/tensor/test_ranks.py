@@ -448,6 +448,33 @@ def test_finishing_holds_the_size_and_leaves_a_plain_model() -> None:
     assert numbers_in(late) == pytest.approx(held.target, rel=0.02)
 
 
+def test_a_table_of_one_core_has_no_ranks_and_is_no_obstacle() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(sc.TTMEmbedding(50, 16, 4, num_modes=1), sc.TTLinear(16, 16, 4))
+    adapter = RankAdapter(model, size_target=0.5, steps=5)
+    assert list(adapter.layers) == ["1"]
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(5):
+        adapter.loss(model(torch.randint(50, (8,))).square().mean()).backward()
+        optimizer.step()
+    adapter.truncate(optimizer)
+    assert adapter.num_parameters() == adapter.target
+
+
+def test_a_wrapped_optimizer_is_cut_as_itself() -> None:
+    from accelerate import Accelerator
+
+    model = net()
+    adapter = RankAdapter(model, size_target=0.3, steps=4)
+    optimizer = came(model, momentum="int8")
+    wrapped = Accelerator(cpu=True).prepare_optimizer(optimizer)
+    steps(model, adapter, wrapped, range(4))
+    assert adapter.truncate(wrapped) > 0
+    for parameter in model.parameters():
+        assert parameter in optimizer.state
+    steps(model, adapter, wrapped, range(4, 6))
+
+
 def test_an_adapter_goes_where_its_model_goes_and_controls_stay_wide() -> None:
     model = net()
     adapter = RankAdapter(model)

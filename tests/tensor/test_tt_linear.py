@@ -180,6 +180,38 @@ def test_wrong_layers_are_refused(options: Any, message: str) -> None:
         TTLinear(24, 36, **options)
 
 
+@pytest.mark.parametrize("rank", [2.5, True, None, "3", 0, [3, 3], [3, 3, True, 3, 3]])
+def test_ranks_are_positive_integers(rank: Any) -> None:
+    with pytest.raises(UserError, match="rank must be a positive integer, or one for each of the 5 bonds"):
+        TTLinear(64, 64, rank)
+
+
+def test_integers_of_other_libraries_are_integers() -> None:
+    import numpy as np
+
+    wanted = TTLinear(64, 64, 3).ranks
+    assert TTLinear(64, 64, np.int64(3)).ranks == TTLinear(64, 64, torch.tensor(3)).ranks == wanted
+    assert TTLinear(64, 64, [np.int64(3)] * 5, in_modes=np.array([4, 4, 4])).ranks == wanted
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match=r"takes 768 features; given x of the shape \(4, 384\)"):
+        TTLinear(768, 8, 2)(torch.ones(4, 384))
+    with pytest.raises(UserError, match="num_modes must be from 1 to 5; given '3'"):
+        TTLinear(8, 8, 2, num_modes="3")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"given error=2\.0"):
+        TTLinear.from_dense(nn.Linear(8, 8), error=2.0)
+    broken = nn.Linear(8, 8)
+    with torch.no_grad():
+        broken.weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match="holds NaN or Inf"):
+        TTLinear.from_dense(broken, rank=2)
+
+
+def test_a_layer_without_memory_gives_shapes() -> None:
+    assert TTLinear(64, 48, 4, device="meta")(torch.zeros(3, 64, device="meta")).shape == (3, 48)
+
+
 def test_from_dense_needs_to_know_how_far() -> None:
     with pytest.raises(UserError, match="a rank, an error above 0"):
         TTLinear.from_dense(nn.Linear(4, 4))

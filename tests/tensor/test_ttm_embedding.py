@@ -128,6 +128,30 @@ def test_a_bag_of_padding_alone_is_zero() -> None:
     torch.testing.assert_close(bag(torch.tensor([[0, 5, 0]])), bag(torch.tensor([[5]])))
 
 
+@pytest.mark.parametrize("options", [{"mode": "sum"}, {"mode": "mean", "include_last_offset": True}])
+def test_bags_from_dense_are_of_the_same_kind(options: dict[str, Any]) -> None:
+    dense = nn.EmbeddingBag(50, 8, **options).requires_grad_(False)
+    bag = TTMEmbeddingBag.from_dense(dense, rank=1000)
+    ids, offsets = torch.randint(50, (20,)), torch.tensor([0, 4, 4, 20])
+    torch.testing.assert_close(bag(ids, offsets), dense(ids, offsets), rtol=1e-4, atol=1e-4)
+    assert not any(core.requires_grad for core in bag.cores)
+
+
+def test_a_loaded_row_of_padding_is_given_out_as_it_is() -> None:
+    dense = nn.Embedding.from_pretrained(torch.randn(50, 8), padding_idx=0)
+    ids = torch.tensor([0, 7])
+    torch.testing.assert_close(TTMEmbedding.from_dense(dense, rank=1000)(ids), dense(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_tables_that_cores_cannot_stand_for_are_refused() -> None:
+    with pytest.raises(UserError, match="no maxima"):
+        TTMEmbeddingBag.from_dense(nn.EmbeddingBag(50, 8, mode="max"), rank=4)
+    with pytest.raises(UserError, match="max_norm"):
+        TTMEmbedding.from_dense(nn.Embedding(50, 8, max_norm=1.0), rank=4)
+    with pytest.raises(UserError, match="that is a TTMEmbeddingBag"):
+        TTMEmbedding.from_dense(nn.EmbeddingBag(50, 8), rank=4)
+
+
 @pytest.mark.parametrize("shape", [(4, 9), (40, 9)], ids=["fewer ids than rows", "more ids than rows"])
 @pytest.mark.parametrize("kind", [TTMEmbedding, TTMEmbeddingBag])
 def test_it_compiles_whole(kind: type[TTMEmbedding], shape: tuple[int, int]) -> None:

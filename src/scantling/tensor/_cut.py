@@ -73,5 +73,8 @@ def _owner(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.optim
             return found
     if hasattr(optimizer, "members"):
         return None
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):  # that of a wrapper, such as accelerate's
+        return _owner(inner, param)
     held = any(other is param for group in optimizer.param_groups for other in group["params"])
     return optimizer if held else None

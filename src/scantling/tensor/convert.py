@@ -87,9 +87,9 @@ def tensorize(
             continue
         layer = shaped(site, options)
         numbers, dense = layer.num_parameters(), sum(weight.numel() for weight in site.weights)
-        if filter_fn is None and numbers >= dense:
+        if numbers >= dense:
             larger[site.name] = f"its cores would hold {numbers} numbers, the dense weight holds {dense}"
-        else:
+        if filter_fn is not None or numbers < dense:
             chosen.append((site, layer))
     if not chosen:
         raise UserError(_nothing(model, sites, refused, larger))
@@ -97,7 +97,9 @@ def tensorize(
         raise UserError(f"the model is itself a {type(model).__name__}; make the layer with from_dense")
     for pattern in choice.unmet():
         logger.warning("tensorize: the pattern %r decides on no layer", pattern)
-    for name, why in (refused | larger).items():
+    if filter_fn is not None and larger:
+        logger.warning("tensorize: filter_fn chooses layers that become no smaller: %s", _some(larger))
+    for name, why in (refused if filter_fn is not None else refused | larger).items():
         logger.info("tensorize leaves %s alone: %s", name, why)
     made = [(site, filled(site, layer, init)) for site, layer in chosen]
     noted = note_ties(model)

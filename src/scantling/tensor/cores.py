@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError
+from scantling.tensor.modes import integers
 
 Sizes: TypeAlias = tuple[int, ...]
 Box: TypeAlias = tuple[slice, ...]
@@ -43,12 +44,14 @@ def clip_ranks(rank: int | Sequence[int], sizes: Sequence[int], what: str = "ran
         (1, 12, 30, 30, 30, 12, 1)
     """
     num_bonds = len(sizes) - 1
-    ranks = [rank] * num_bonds if isinstance(rank, int) else list(rank)
-    if len(ranks) != num_bonds or not all(isinstance(value, int) and value >= 1 for value in ranks):
+    one = integers([rank])
+    given = integers(rank) if one is None else one * num_bonds
+    if given is None or len(given) != num_bonds:
         raise UserError(
             f"{what} must be a positive integer, or one for each of the {num_bonds} bonds between {len(sizes)} cores; "
             f"given {rank!r}"
         )
+    ranks = list(given)
     for bond in range(num_bonds):
         ranks[bond] = min(ranks[bond], (ranks[bond - 1] if bond else 1) * sizes[bond])
     for bond in reversed(range(num_bonds)):

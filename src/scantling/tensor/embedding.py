@@ -14,12 +14,14 @@ tied to such a table takes `logits`, which never holds the table.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from math import prod, sqrt
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
@@ -202,6 +204,9 @@ class TTMEmbedding(CoreLayer):
     def logits(self, hidden: Tensor, most_numbers: int = 1 << 24) -> Tensor:
         """h E^T without the table: (..., embedding_dim) to (..., num_embeddings).
 
+        Where it takes the fewest multiplications to multiply rows as they are, they are built a part of the table at a
+        time, and built again in the backward pass.
+
         Args:
             hidden: what is multiplied with every row.
             most_numbers: of what is held at once beside the result; tokens are taken in parts to keep to it.
@@ -209,6 +214,11 @@ class TTMEmbedding(CoreLayer):
         flat = hidden.reshape(-1, self.embedding_dim)
         flat = nn.functional.pad(flat, (0, prod(self.col_modes) - self.embedding_dim))
         steps = self._order(flat.shape[0], of_head=True)
+        whole = steps[0].tree
+        if not isinstance(whole, int) and len(cores_of(whole)) == len(self.cores):
+            left, right = self.merged_blocks(whole)
+            values = _products_by_rows(flat, left.squeeze(0), right.squeeze(-1), most_numbers)
+            return self._finished(values, hidden)
         matrices = [
             block.transpose(1, 2).reshape(step.inner, step.width)
             for block, step in zip(self.blocks(steps), steps, strict=True)
@@ -218,7 +228,11 @@ class TTMEmbedding(CoreLayer):
             _products(part, matrices, steps, prod(self.row_modes))
             for part in torch.split(flat, max(1, most_numbers // widest))
         ]
-        values = torch.cat(parts)[:, : self.num_embeddings] if len(parts) > 1 else parts[0][:, : self.num_embeddings]
+        return self._finished(torch.cat(parts) if len(parts) > 1 else parts[0], hidden)
+
+    def _finished(self, values: Tensor, hidden: Tensor) -> Tensor:
+        """Logits of all rows, (tokens, padded rows), as those of the rows there are."""
+        values = values[:, : self.num_embeddings]
         if self.padding_idx is not None:
             padding = torch.arange(self.padding_idx, self.padding_idx + 1, device=values.device)
             values = values.index_fill(1, padding, 0.0)
@@ -245,9 +259,20 @@ class TTMEmbedding(CoreLayer):
             num_modes, row_modes, col_modes: as of the constructor.
             options: further arguments of the constructor.
 
+        A row of `padding_idx` that is not zero, as of a table that was loaded, is given out as it is.
+
         Raises:
-            UserError: neither a rank nor an error, or what the constructor refuses.
+            UserError: neither a rank nor an error, a table that cores cannot stand for, or what the constructor
+                refuses.
         """
+        reason = why_no_cores(embedding)
+        if reason is not None:
+            raise UserError(f"from_dense: {reason}")
+        if isinstance(embedding, nn.EmbeddingBag) != issubclass(cls, TTMEmbeddingBag):
+            right = "TTMEmbeddingBag" if isinstance(embedding, nn.EmbeddingBag) else "TTMEmbedding"
+            raise UserError(f"{cls.__name__} cannot stand for an {type(embedding).__name__}; that is a {right}")
+        if isinstance(embedding, nn.EmbeddingBag):
+            options = {"mode": embedding.mode, "include_last_offset": embedding.include_last_offset, **options}
         weight = embedding.weight.detach()
         made = cls(
             embedding.num_embeddings,
@@ -266,6 +291,9 @@ class TTMEmbedding(CoreLayer):
         num = len(made.row_modes)
         whole = whole.permute([place for pair in range(num) for place in (pair, num + pair)])
         made._become_closest(whole, made._shapes(), held=rank is not None, error=error)
+        made.cores.requires_grad_(embedding.weight.requires_grad)
+        if made.padding_idx is not None and bool(weight[made.padding_idx].any()):
+            made.padding_idx = None
         return made.train(embedding.training)
 
     def to_dense(self) -> nn.Embedding:
@@ -360,12 +388,48 @@ class TTMEmbeddingBag(TTMEmbedding):
         return made.train(self.training)
 
 
+def why_no_cores(table: nn.Embedding | nn.EmbeddingBag) -> str | None:
+    """What keeps a table from becoming cores; None for nothing."""
+    if table.max_norm or table.scale_grad_by_freq:
+        return "max_norm and scale_grad_by_freq need the rows of a dense table"
+    if isinstance(table, nn.EmbeddingBag) and table.mode == "max":
+        return "bags of cores take sums and means, no maxima"
+    return None
+
+
 def _products(flat: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], num_rows: int) -> Tensor:
     """Like `contract`, but that what a step adds to the result lies before what is left: (tokens, rows)."""
     state = flat
     for step, matrix in zip(steps, matrices, strict=True):
         state = matrix.t() @ state.reshape(flat.shape[0] * step.before, step.inner, step.behind)
     return state.reshape(flat.shape[0], num_rows)
+
+
+def _products_by_rows(flat: Tensor, left: Tensor, right: Tensor, most_numbers: int) -> Tensor:
+    """x with all rows of a table in two blocks, a part of the rows at a time: (tokens, rows).
+
+    Args:
+        flat: (tokens, columns).
+        left: (row modes, column modes, r).
+        right: (r, row modes, column modes).
+        most_numbers: of a part, which is a quarter of the table at most.
+    """
+    numbers = flat.shape[1] * right.shape[1]
+    rows = max(1, min(most_numbers // numbers, -(-left.shape[0] // 4)))
+
+    def product(flat: Tensor, part: Tensor, right: Tensor) -> Tensor:
+        device = flat.device.type
+        with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+            wide = part.flatten(0, 1) @ right.flatten(1)
+        wide = wide.view(part.shape[0], part.shape[1], right.shape[1], right.shape[2])
+        return flat @ wide.permute(1, 3, 0, 2).reshape(flat.shape[1], -1).to(flat.dtype)
+
+    parts = torch.split(left, rows)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        made = [checkpoint(product, flat, part, right, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    else:
+        made = [product(flat, part, right) for part in parts]
+    return torch.cat(made, dim=1)
 
 
 def _within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:

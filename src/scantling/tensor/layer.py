@@ -15,7 +15,7 @@ tokens: `merge_once` does it once for several passes, and a model in evaluation 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
@@ -80,8 +80,12 @@ class CoreLayer(nn.Module):
 
         Each is (r, modes as one, r'), or (r, row modes, column modes, r').
         """
-        trees = [step.tree for step in steps]
-        with torch.autocast(self.cores[0].device.type, enabled=False):
+        return self.merged_blocks([step.tree for step in steps])
+
+    def merged_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
+        """Blocks of neighbouring cores, see `blocks`."""
+        device = self.cores[0].device.type
+        with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             if torch.compiler.is_compiling():
                 return self._merged(trees)
             if self._shared is not None and torch.is_grad_enabled():
@@ -207,8 +211,10 @@ class CoreLayer(nn.Module):
         Raises:
             UserError: neither ranks nor an error.
         """
-        if not held and error <= 0.0:
-            raise UserError("from_dense needs a rank, an error above 0, or both")
+        if not (held or error > 0.0) or not 0.0 <= error <= 1.0:
+            raise UserError(f"from_dense needs a rank, an error above 0 and up to 1, or both; given error={error!r}")
+        if not bool(torch.isfinite(whole).all()):
+            raise UserError("from_dense: the weight holds NaN or Inf")
         found = tt_svd(whole, shapes, self.ranks if held else None, error)
         self.cores = nn.ParameterList(core.clone() for core in found)
 

@@ -19,13 +19,14 @@ from math import prod, sqrt
 import torch
 from torch import Tensor, nn
 
+from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract
 from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.joint import Joint, Rest
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.lazy import LazyWeight
-from scantling.tensor.modes import boxes, check_modes, split
+from scantling.tensor.modes import boxes, check_modes, check_num_modes, split
 
 
 class TTLinear(CoreLayer):
@@ -134,7 +135,13 @@ class TTLinear(CoreLayer):
         return best_plan(self.network, num_tokens)
 
     def forward(self, x: Tensor) -> Tensor:
-        """y = x W + bias: (..., in_features) to (..., out_features)."""
+        """y = x W + bias: (..., in_features) to (..., out_features).
+
+        Raises:
+            UserError: another width of x.
+        """
+        if x.shape[-1] != self.in_features:
+            raise UserError(f"this layer takes {self.in_features} features; given x of the shape {tuple(x.shape)}")
         flat = x.reshape(-1, self.in_features)
         padding = prod(self.in_modes) - self.in_features
         if padding:
@@ -190,7 +197,8 @@ class TTLinear(CoreLayer):
         whole = nn.functional.pad(weight.t(), padding).reshape(modes)
         made._become_closest(whole, [(mode,) for mode in modes], held=rank is not None, error=error)
         if linear.bias is not None:
-            made.bias = nn.Parameter(linear.bias.detach().clone())
+            made.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
+        made.cores.requires_grad_(linear.weight.requires_grad)
         return made.train(linear.training)
 
     def to_dense(self) -> nn.Linear:
@@ -218,4 +226,5 @@ class TTLinear(CoreLayer):
 
 
 def _modes(size: int, num_modes: int, modes: Sequence[int] | None, what: str) -> tuple[int, ...]:
+    check_num_modes(num_modes)
     return split(size, num_modes) if modes is None else check_modes(modes, size, what)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
+from operator import index
+from typing import Any
 
 from scantling.errors import UserError
 
@@ -43,8 +45,7 @@ def split(size: int, num_modes: int) -> tuple[int, ...]:
     """
     if size < 1:
         raise UserError(f"a dimension to split into modes must be at least 1; given {size}")
-    if not 1 <= num_modes <= MAX_MODES:
-        raise UserError(f"num_modes must be from 1 to {MAX_MODES}; given {num_modes}")
+    check_num_modes(num_modes)
     ideal = num_modes * size ** (1.0 / num_modes)
 
     def score(modes: tuple[int, ...]) -> tuple[float, int]:
@@ -52,6 +53,12 @@ def split(size: int, num_modes: int) -> tuple[int, ...]:
         return sum(modes) / ideal + _PADDING_PRICE * padded / size + _COPY_PRICE * (padded > size), padded
 
     return min(_candidates(size, num_modes, size), key=score)
+
+
+def check_num_modes(num_modes: Any) -> None:
+    """Raise a UserError for what is no number of modes."""
+    if not isinstance(num_modes, int) or not 1 <= num_modes <= MAX_MODES:
+        raise UserError(f"num_modes must be from 1 to {MAX_MODES}; given {num_modes!r}")
 
 
 def _candidates(size: int, num_modes: int, largest: int) -> Iterator[tuple[int, ...]]:
@@ -66,6 +73,16 @@ def _candidates(size: int, num_modes: int, largest: int) -> Iterator[tuple[int, 
             yield (mode, *rest)
 
 
+def integers(values: Any) -> tuple[int, ...] | None:
+    """Positive integers, those of NumPy too, as a tuple; None where it is anything else, such as True."""
+    try:
+        found = tuple(values)
+        numbers = tuple(index(value) for value in found)
+    except TypeError:
+        return None
+    return None if any(isinstance(value, bool) or value < 1 for value in found) else numbers
+
+
 def check_modes(modes: Sequence[int], size: int, what: str) -> tuple[int, ...]:
     """Modes given by the user, as a tuple.
 
@@ -77,8 +94,8 @@ def check_modes(modes: Sequence[int], size: int, what: str) -> tuple[int, ...]:
     Raises:
         UserError: not 1 to 5 positive integers, or a product under `size`.
     """
-    given = tuple(modes)
-    if not 1 <= len(given) <= MAX_MODES or not all(isinstance(mode, int) and mode >= 1 for mode in given):
+    given = integers(modes)
+    if given is None or not 1 <= len(given) <= MAX_MODES:
         raise UserError(f"{what} must be 1 to {MAX_MODES} positive integers; given {modes!r}")
     if prod(given) < size:
         raise UserError(f"{what}={given} hold {prod(given)} indices, fewer than the {size} of the dimension")

@@ -93,7 +93,11 @@ class RankOptions:
         ]
         for name, least, reached in numbers:
             value = getattr(given, name)
-            if not isinstance(value, int | float) or not (value >= least if reached else value > least):
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not (value >= least if reached else value > least)
+            ):
                 yield name, f"must be {'at least' if reached else 'above'} {least}", repr(value)
                 return
         for name, wrong, allowed in (

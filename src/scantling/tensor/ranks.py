@@ -27,6 +27,7 @@ side: a function of the parameters alone, so that replicas decide alike.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -42,6 +43,8 @@ from scantling.tensor.layer import CoreLayer, gate
 from scantling.tensor.options import RankOptions
 from scantling.tensor.sizes import SizePolynomial, flop_terms, number_terms
 from scantling.tensor.steps import after_steps, version_of
+
+logger = logging.getLogger(__name__)
 
 _MARGIN = 5.0
 """How far from the threshold, in thresholds, a control is put that is shut or opened: not to flip back at once."""
@@ -66,7 +69,7 @@ class RankAdapter:
 
     Attributes:
         options: a `RankOptions`.
-        layers: the layers of cores by their names in the model.
+        layers: the layers of cores by their names in the model, those of a single core left out.
         step: optimizer steps so far.
 
     Raises:
@@ -80,7 +83,8 @@ class RankAdapter:
 
     def __init__(self, model: nn.Module, *, size_target: float = 0.2, **options: Any) -> None:
         self.options = RankOptions.of(size_target=size_target, **options)
-        self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CoreLayer)}
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CoreLayer)}
+        self.layers = {name: layer for name, layer in layers.items() if len(layer.cores) > 1}  # one core has no bond
         if not self.layers:
             raise UserError(
                 f"{type(model).__name__} has no layer of cores whose ranks could adapt; call sc.tensorize first"
@@ -108,13 +112,18 @@ class RankAdapter:
         self._late = torch.zeros((), dtype=torch.bool, device=self._device)
         self._is_late = False
         self._last_size = self._initial
+        if self._target > self._initial:
+            logger.warning(
+                "RankAdapter: the target of %g is above the size at the start, %g", self._target, self._initial
+            )
         least = float(counted(torch.ones(len(self._controls), dtype=torch.float64)))
         if self._target < least:
             for layer in self.layers.values():
                 layer.controls = None
             raise UserError(
                 f"size_target={size_target} is {self._target:,.0f} {self.options.unit}, but one rank on every bond of "
-                f"{len(self.layers)} layers takes {least:,.0f} already; {least / self._initial:.4f} is the least"
+                f"{len(self.layers)} layers takes {least:,.0f} already; {least / self._initial:.4f} is the least, and "
+                f"'{self._largest_at_one()}' has most of it"
             )
 
     def loss(self, task_loss: Tensor, share: float = 1.0) -> Tensor:
@@ -378,6 +387,11 @@ class RankAdapter:
     def _norm(self) -> Tensor:
         cores = [core for layer in self.layers.values() for core in layer.cores]
         return torch.stack(list(torch._foreach_norm(cores))).square().sum()
+
+    def _largest_at_one(self) -> str:
+        """The layer with the most numbers at one rank on every bond."""
+        numbers: dict[str, int] = {name: sum(layer.sizes) for name, layer in self.layers.items()}
+        return max(numbers, key=numbers.__getitem__)
 
     def _absolute_target(self) -> float:
         given = self.options.size_target

@@ -148,13 +148,7 @@ def _closest(layer: Any, dense: Any) -> Any:
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         plain.weight = dense.weight
         return TTLinear.from_dense(plain, layer.ranks[1:-1], in_modes=layer.in_modes, out_modes=layer.out_modes)
-    options = _table_settings(dense)
-    options.pop("padding_idx")
-    modes = {"row_modes": layer.row_modes, "col_modes": layer.col_modes}
-    made = type(layer).from_dense(dense, layer.ranks[1:-1], **modes, **options)
-    if made.padding_idx is not None and bool(dense.weight[made.padding_idx].any()):
-        made.padding_idx = None  # nn.Embedding starts with a row of zeros, but gives out whatever was loaded into it
-    return made
+    return type(layer).from_dense(dense, layer.ranks[1:-1], row_modes=layer.row_modes, col_modes=layer.col_modes)
 
 
 def _draw(layer: Any, norm: float) -> None:

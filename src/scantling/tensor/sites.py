@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
+from scantling.tensor.embedding import why_no_cores
 from scantling.tensor.experts import DOWN, is_fused_experts, up_name
 
 Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
@@ -100,11 +101,7 @@ def _why_not(module: nn.Module, weights: list[nn.Parameter]) -> str | None:
             return f"its weight is a {type(weight.data).__name__}; convert the model before it is sharded or quantized"
         if not weight.is_floating_point() or weight.is_complex():
             return f"its weight is {weight.dtype}"
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm or module.scale_grad_by_freq):
-        return "max_norm and scale_grad_by_freq need the rows of a dense table"
-    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
-        return "bags of cores take sums and means, no maxima"
-    return None
+    return why_no_cores(module) if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
 
 
 def _why_not_tied(module: nn.Module, sharing: list[nn.Module]) -> str | None:
