@@ -41,7 +41,7 @@ class Comparison:
         seeds: how many.
         fixed: what a run's specification has beside form, rate, seed and steps.
         recipe_of: the recipe of a specification.
-        prepare: called with the form before a run, in its process.
+        prepare: called with the specification before a run, in its process.
         step_of: makes a whole training step of a form.
     """
 
@@ -54,7 +54,7 @@ class Comparison:
     fixed: Mapping[str, Any]
     recipe_of: Callable[[Spec], dict[str, Any]]
     step_of: Callable[[str], Callable[[], object]]
-    prepare: Callable[[str], None] = lambda form: None
+    prepare: Callable[[Spec], None] = lambda spec: None
 
     def spec(self, form: str, lr: float, seed: int, steps: int | None = None) -> Spec:
         """One run, as plain values."""
@@ -68,7 +68,7 @@ class Comparison:
     def run(self, spec: Spec) -> Line:
         """Train, or measure the steps, in this process."""
         if "measure" not in spec:
-            self.prepare(spec["form"])
+            self.prepare(spec)
             return train_line(spec, self.recipe_of(spec))
         began = time.time()
         first = self.forms[0]

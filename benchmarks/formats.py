@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
+from scantling.groups import MatrixDims, Role
 from scantling.tensor.joint import join_siblings
 from scantling.tensor.modes import split
 from scantling.training.methods import Method
 
+Roles = dict[str, tuple[Role, MatrixDims | None]]
 SILU_SQUARE = 0.3558
 """Mean of silu(z)^2 for a standard normal z."""
 
@@ -34,11 +36,16 @@ class Cola(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, rank: int) -> None:
         super().__init__()
-        self.down = nn.Parameter(torch.randn(in_features, rank) / in_features**0.5)
-        self.up = nn.Parameter(torch.randn(rank, out_features) / (3.0 * SILU_SQUARE * rank) ** 0.5)
+        down = torch.randn(in_features, rank) / in_features**0.5
+        up = torch.randn(rank, out_features) / (3.0 * SILU_SQUARE * rank) ** 0.5
+        self.cores = nn.ParameterList([down, up])
+
+    def parameter_roles(self) -> Roles:
+        return {f"cores.{place}": ("matrix", ((0,), (1,))) for place in range(2)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.silu(x @ self.down) @ self.up
+        down, up = self.cores
+        return nn.functional.silu(x @ down) @ up
 
 
 class BlockTensorTrain(nn.Module):
@@ -48,14 +55,19 @@ class BlockTensorTrain(nn.Module):
         super().__init__()
         self.inputs, self.outputs, self.rank = split(in_features, 2)[::-1], split(out_features, 2)[::-1], rank
         (i1, i2), (o1, o2) = self.inputs, self.outputs
-        self.right = nn.Parameter(torch.randn(i1, i2, o2 * rank) / i2**0.5)
-        self.left = nn.Parameter(torch.randn(o2, i1 * rank, o1) / (3.0 * i1 * rank) ** 0.5)
+        right = torch.randn(i1, i2, o2 * rank) / i2**0.5
+        left = torch.randn(o2, i1 * rank, o1) / (3.0 * i1 * rank) ** 0.5
+        self.cores = nn.ParameterList([right, left])
+
+    def parameter_roles(self) -> Roles:
+        return {f"cores.{place}": ("matrix", ((1,), (2,))) for place in range(2)}
 
     def forward(self, x: Tensor) -> Tensor:
         (i1, i2), (o1, o2) = self.inputs, self.outputs
-        z = torch.bmm(x.reshape(-1, i1, i2).transpose(0, 1), self.right)  # (i1, tokens, o2 r)
+        right, left = self.cores
+        z = torch.bmm(x.reshape(-1, i1, i2).transpose(0, 1), right)  # (i1, tokens, o2 r)
         z = z.view(i1, -1, o2, self.rank).permute(2, 1, 0, 3).reshape(o2, -1, i1 * self.rank)
-        y = torch.bmm(z, self.left)  # (o2, tokens, o1)
+        y = torch.bmm(z, left)  # (o2, tokens, o1)
         return y.permute(1, 2, 0).reshape(*x.shape[:-1], o1 * o2)
 
 
@@ -80,9 +92,8 @@ def made(name: str, linear: nn.Linear, share: float) -> nn.Module:
         cores.reset_parameters(norm=norm)
         return cores
     layer = Cola(*shape, rank) if name == "cola" else BlockTensorTrain(*shape, rank)
-    last = layer.up if isinstance(layer, Cola) else layer.left
     with torch.no_grad():
-        last.mul_(norm / (shape[1] / 3.0) ** 0.5)
+        layer.cores[-1].mul_(norm / (shape[1] / 3.0) ** 0.5)
     return layer
 
 
@@ -108,11 +119,16 @@ class Format(Method):
         return model
 
 
-def register(name: str, share: float) -> None:
-    """Let the runs of this process have a format."""
+def register(name: str, share: float, core_lr: float) -> None:
+    """Let the runs of this process have a format, whose matrices or cores learn at a rate of their own."""
     from scantling.training import run
+
+    real = run.param_groups
 
     def build_methods(recipe: Any) -> list[Method]:
         return [Format(name, share)]
 
-    run.build_methods = build_methods
+    def param_groups(model: nn.Module, *, weight_decay: float, **_: Any) -> list[dict[str, Any]]:
+        return real(model, weight_decay=weight_decay, core_lr=core_lr)
+
+    run.build_methods, run.param_groups = build_methods, param_groups

@@ -7,8 +7,9 @@
     python benchmarks/tensor_formats.py report     all of it, from the raw lines alone
 
 A decoder of width 256 and 4 layers whose linear layers have a quarter of the dense numbers in every format, as near as
-whole ranks come; embedding and output layer are dense. `dense small` is a dense decoder with as many parameters in all,
-of width 140. AdamW for all; results in benchmarks/results/tensor-formats.jsonl, where no run is made twice.
+whole ranks come, and learn at a third of the rate, since a weight moves by what all of its factors move; embedding and
+output layer are dense. `dense small` is a dense decoder with as many parameters in all, of width 140. AdamW for all;
+results in benchmarks/results/tensor-formats.jsonl, where no run is made twice.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from formats import Format, register
 from resumable import Grid, Spec
 from small_models import text
 
-SHARE = 0.25
+SHARE, LR_SCALE = 0.25, 1 / 3
 VOCABULARY, SEQ_LEN, BATCH = 1024, 128, 32
 DENSE = {
     "hidden_size": 256,
@@ -54,9 +55,9 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
     }
 
 
-def prepare(form: str) -> None:
-    if not form.startswith("dense"):
-        register(form, SHARE)
+def prepare(spec: Spec) -> None:
+    if not spec["form"].startswith("dense"):
+        register(spec["form"], spec["share"], spec["lr_scale"] * spec["lr"])
 
 
 def step_of(form: str) -> Callable[[], object]:
@@ -77,7 +78,7 @@ COMPARISON = Comparison(
     grid=Grid([0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3], start=2),
     steps=300,
     seeds=3,
-    fixed={"text": "novels", "share": SHARE},
+    fixed={"text": "novels", "share": SHARE, "lr_scale": LR_SCALE},
     recipe_of=recipe_of,
     prepare=prepare,
     step_of=step_of,

@@ -2,6 +2,7 @@
 
     python benchmarks/tensor_ranks.py adapt      every schedule to the same size targets, the same data order, 2 seeds
     python benchmarks/tensor_ranks.py start      orthonormal and Gaussian cores, and two thin matrices, by learning rate
+                                                 and by the share of it that cores have
     python benchmarks/tensor_ranks.py report     held-out loss, size reached, and what a step takes, from the raw lines
 
 The decoder is that of optim_quality.py with its layers as cores of rank 24; the ranks come down over the first half of
@@ -32,8 +33,13 @@ TOKENS = 1_228_800  # 300 steps
 SEQ_LEN, BATCH, RANK = 128, 32, 24
 RATE, SEEDS = 4e-3, 2
 TARGETS = (0.5, 0.2)
-STARTS = ("orthonormal cores", "Gaussian cores", "two thin matrices")
-RATES = (1e-3, 2e-3, 4e-3)
+STARTS = (
+    *(("orthonormal cores", scale) for scale in (1.0, 1 / 3, 1 / 9)),
+    ("Gaussian cores", 1 / 3),
+    *(("two thin matrices", scale) for scale in (1.0, 1 / 3)),
+)
+"""How cores begin, and their share of the learning rate."""
+RATES = (2e-3, 4e-3, 8e-3)
 SMALL_RANKS = {0.5: 16, 0.2: 9}  # equal ranks whose cores hold as many numbers, next above
 SCHEDULES: dict[str, dict[str, Any]] = {
     "controlled": {},
@@ -60,11 +66,12 @@ def run_spec(schedule: str, target: float, seed: int) -> Spec:
     return {"schedule": schedule, "tensor": tensor, "optim": optim, "seed": seed, "tokens": TOKENS}
 
 
-def start_spec(start: str, rate: float, seed: int) -> Spec:
+def start_spec(start: str, scale: float, rate: float, seed: int) -> Spec:
     """A run whose layers begin in some way, the embedding dense."""
     layers = {"rank": RANK, "num_modes": 1} if start == "two thin matrices" else RANK
     optim = {**CAME, "lr": rate, "weight_decay": 0.1}
-    return {"start": start, "tensor": {"rank": {"*layers*": layers}}, "optim": optim, "seed": seed, "tokens": TOKENS}
+    tensor = {"rank": {"*layers*": layers}, "lr_scale": scale}
+    return {"start": start, "tensor": tensor, "optim": optim, "seed": seed, "tokens": TOKENS}
 
 
 def start_with_gaussian_cores() -> None:
@@ -107,16 +114,18 @@ def specs() -> Iterator[Spec]:
 
 
 def starts() -> Iterator[Spec]:
-    yield from (start_spec(start, rate, seed) for seed in range(SEEDS) for rate in RATES for start in STARTS)
+    yield from (start_spec(*start, rate, seed) for seed in range(SEEDS) for rate in RATES for start in STARTS)
 
 
 def report(lines: dict[str, Line]) -> None:
     """A row a start and rate, a row a schedule and target."""
     for start, rate in product(STARTS, RATES):
-        done = [lines[key] for seed in range(SEEDS) if (key := key_of(start_spec(start, rate, seed))) in lines]
+        done = [lines[key] for seed in range(SEEDS) if (key := key_of(start_spec(*start, rate, seed))) in lines]
         if done:
             losses = ", ".join(f"{line['eval_loss']:.4f}" for line in done)
-            print(f"{start:18} at {rate:g}: {losses}  {done[0]['num_parameters']:,} parameters")
+            print(
+                f"{start[0]:18} at {rate:g}, of it {start[1]:.2f}: {losses}  {done[0]['num_parameters']:,} parameters"
+            )
     for spec in specs():
         if spec["seed"]:
             continue

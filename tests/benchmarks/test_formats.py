@@ -24,7 +24,7 @@ def test_a_block_tensor_train_is_the_matrix_its_cores_spell(shape: tuple[int, in
     torch.manual_seed(0)
     layer = BlockTensorTrain(*shape, 3).double()
     (i1, i2), (o1, o2) = layer.inputs, layer.outputs
-    right, left = layer.right.view(i1, i2, o2, 3), layer.left.view(o2, i1, 3, o1)
+    right, left = layer.cores[0].view(i1, i2, o2, 3), layer.cores[1].view(o2, i1, 3, o1)
     matrix = torch.einsum("abpr,parq->abqp", right, left).reshape(shape)
     x = torch.randn(2, 5, shape[0], dtype=torch.float64)
     torch.testing.assert_close(layer(x), x @ matrix)
