@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 
 import opt_einsum
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import scantling as sc
 from scantling.tensor.contraction import Chain, Step, best_plan, contract, in_blocks, merged, orders, plan_of
 from scantling.tensor.cores import dense
 
@@ -98,6 +100,21 @@ def test_merging_that_is_shared_counts_less() -> None:
 def test_a_plan_says_what_it_costs() -> None:
     chain = Chain((12, 8, 8, 8, 8, 12), (1, 12, 30, 30, 30, 12, 1), 3)
     text = str(best_plan(chain, 4096))
+    assert "naive" in text
     assert "with cores ((1 2) 3), then (4 (5 6))" in text
     assert "2415.919 M" in text
     assert "12.70 times as many" in text
+
+
+@pytest.mark.parametrize("shape", [(768, 768), (768, 3072), (3072, 768), (1024, 4096), (2048, 2048)])
+def test_the_order_chosen_is_never_above_the_best_known_one(shape: tuple[int, int]) -> None:
+    """60 cases of shapes, ranks and tokens: dense, W built whole, input and output merged, core after core."""
+    for rank, tokens in product((8, 30, 64), (1, 32, 256, 2048)):
+        layer = sc.TTLinear(*shape, rank, bias=False, device="meta")
+        chain = layer.network
+        last = len(chain.modes)
+        cuts: list[list[int]] = [[], [chain.num_inputs], list(range(1, last))]
+        known = [plan_of(chain, tokens, in_blocks(chain, each)).macs for each in cuts]
+        chosen = best_plan(chain, tokens)
+        assert chosen.macs <= 1.05 * min(*known, tokens * shape[0] * shape[1])
+        assert chosen.naive_macs == known[-1]

@@ -150,6 +150,7 @@ class Plan:
         num_tokens: what the plan was made for.
         merge_macs: multiplications that merge the blocks; they do not depend on tokens and need be done once a step.
         token_macs: multiplications with tokens in them.
+        naive_macs: those of tokens with core after core, nothing merged.
         dense_macs: those of a dense layer.
     """
 
@@ -157,6 +158,7 @@ class Plan:
     num_tokens: int
     merge_macs: int
     token_macs: int
+    naive_macs: int
     dense_macs: int
 
     @property
@@ -164,15 +166,16 @@ class Plan:
         return self.merge_macs + self.token_macs
 
     def __str__(self) -> str:
-        """The order in words, and its cost beside that of a dense layer."""
+        """The order in words, and its cost beside that of the naive one and of a dense layer."""
         blocks = ", then ".join(_spelled(step.tree) for step in self.steps)
         lines = [
             f"{self.num_tokens} tokens with cores {blocks}",
             f"  chosen  {self.macs / 1e6:12.3f} M multiplications, {self.merge_macs / 1e6:.3f} M of them merge cores",
         ]
-        if self.dense_macs:
-            times = self.dense_macs / max(1, self.macs)
-            lines.append(f"  dense   {self.dense_macs / 1e6:12.3f} M, {times:.2f} times as many")
+        others = {"naive": self.naive_macs, "dense": self.dense_macs}
+        for name, macs in others.items():
+            if macs:
+                lines.append(f"  {name:7} {macs / 1e6:12.3f} M, {macs / max(1, self.macs):.2f} times as many")
         return "\n".join(lines)
 
 
@@ -242,6 +245,7 @@ def plan_of(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
         num_tokens,
         sum(_merging(chain, block[0], block[-1])[0] for block in blocks),
         num_tokens * sum(step.macs for step in steps),
+        num_tokens * sum(step.macs for step in in_blocks(chain, range(1, len(chain.sizes)))),
         num_tokens * _dense_macs(chain),
     )
 
