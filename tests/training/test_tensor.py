@@ -174,3 +174,28 @@ def test_faults_of_the_section_are_found_when_the_recipe_is_read(tmp_path: Path)
         with pytest.raises(UserError, match=message):
             sc.train({**recipe(tmp_path), "tensor": tensor}, run_dir=tmp_path / "run")
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("optim", [{"name": "adamw", "lr": 0.003, "fused": True}, CAME])
+def test_the_target_holds_where_the_ranks_come_down_until_the_last_step(tmp_path: Path, optim: Any) -> None:
+    """Also with an optimizer that leaves no trace in version counters; evaluations see what it does."""
+    tensor = {**ADAPTING, "adapt": 1.0}
+    given = recipe(tmp_path, optim=optim, tensor=tensor, train={"eval_every": 4, "checkpoint_every": None})
+    result = sc.train(given, run_dir=tmp_path / "run")
+    lines = records(result.run_dir)
+    assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
+    evaluated = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert len(set(evaluated)) == len(evaluated) == 3
+    again = scantling("eval", result.run_dir)
+    assert f"{evaluated[-1]:.4f}" in again.stdout, again.stderr
+
+
+def test_cores_learn_at_their_share_of_the_rate(tmp_path: Path) -> None:
+    from scantling.training.checkpoint import read_manifest
+
+    result = sc.train(recipe(tmp_path, tensor={"rank": 4, "lr_scale": 0.5}), run_dir=tmp_path / "run")
+    newest = sorted((result.run_dir / "checkpoints").glob("step-*"))[-1]
+    groups = read_manifest(newest)["values"]["optimizer"]["groups"]
+    rates = {name: group["hyper"]["initial_lr"] for group in groups for name in group["names"]}
+    assert {rate for name, rate in rates.items() if ".cores." in name} == {0.0015}
+    assert {rate for name, rate in rates.items() if ".cores." not in name} == {0.003}
