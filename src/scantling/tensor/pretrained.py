@@ -127,7 +127,7 @@ def detach(model: nn.Module) -> None:
 
 
 def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: Any = None) -> Any:
-    """Load a model that `save_pretrained` wrote, dense or of cores, as the class that was saved: also our own DLRM.
+    """Load a model that `save_pretrained` wrote, dense or of cores, as the class that was saved.
 
     With `from scantling import hf`, which registers the cores, the Auto classes of transformers do the same.
 
@@ -155,8 +155,6 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: An
         raise UserError(f"cannot load {folder}: its config.json is no JSON ({error})") from None
     name = next(iter(config.get("architectures") or ()), None)
     made_by: Any = getattr(transformers, str(name), None)
-    if name == "DLRM":
-        from scantling.models.dlrm import DLRM as made_by
     if not hasattr(made_by, "from_pretrained"):
         raise UserError(f"cannot load {folder}: transformers {transformers.__version__} has no model class {name!r}")
     options = {"dtype": "auto" if dtype is None else dtype, "device_map": device_map, "local_files_only": True}
