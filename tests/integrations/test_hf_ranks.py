@@ -94,3 +94,33 @@ def test_resume_is_bitwise(tmp_path: Path) -> None:
 def test_a_late_stage_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="late stage weighs the loss"):
         trainer(tmp_path, schedule="paper", early_steps=3)
+
+
+def test_the_trainers_own_optimizer_brings_the_ranks_down_and_is_evaluated_as_it_is(tmp_path: Path) -> None:
+    """It is AdamW, fused, which leaves no trace in version counters."""
+    made, adapter = trainer(tmp_path)
+    made.optimizer_cls_and_kwargs = None
+    made.eval_dataset = made.train_dataset
+    first = cores(made.model)
+    losses = []
+    for _ in range(2):
+        losses.append(made.evaluate()["eval_loss"])
+        if not adapter.step:
+            made.train()
+    assert losses[0] != losses[1]
+    assert cores(made.model) == pytest.approx(0.5 * first, rel=0.02)
+
+
+def test_a_training_that_ends_too_early_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made, adapter = trainer(tmp_path, steps=3)
+    made.train()
+    assert "the training ended after 3 of the 6 steps" in caplog.text
+    assert adapter.is_attached
+
+
+def test_gradients_that_are_still_scaled_are_refused(tmp_path: Path) -> None:
+    made, _ = trainer(tmp_path)
+    made.args.fp16, made.args.max_grad_norm = True, 0.0
+    callback = next(each for each in made.callback_handler.callbacks if isinstance(each, sc.hf.RankCallback))
+    with pytest.raises(UserError, match="set max_grad_norm above 0"):
+        callback.on_train_begin(made.args, made.state, made.control)
