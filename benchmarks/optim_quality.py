@@ -21,6 +21,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -140,9 +141,9 @@ def best_rate(lines: Lines, data: str, optimizer: str) -> float:
     return rate
 
 
-def sweep(ledger: Ledger, spec_of: Callable[[float], Spec]) -> None:
-    """Run rates until the best one is between two worse ones."""
-    GRID.sweep(ledger, spec_of, "eval_loss")
+def variant_spec(lines: Lines, data: str, change: str, seed: int) -> Spec:
+    """One run of the phase `variants`; CAME as it is for any other change."""
+    return run_spec(data, "came", best_rate(lines, data, "came"), seed, **VARIANTS.get(change, {}))
 
 
 def specs(phase: str, lines: Lines, data: str) -> Iterator[Spec]:
@@ -150,9 +151,7 @@ def specs(phase: str, lines: Lines, data: str) -> Iterator[Spec]:
     if phase == "seeds":
         yield from (run_spec(data, n, best_rate(lines, data, n), seed) for seed in range(SEEDS) for n in FINALISTS)
     elif phase == "variants":
-        yield from (
-            run_spec(data, "came", best_rate(lines, data, "came"), 0, **changes) for changes in VARIANTS.values()
-        )
+        yield from (variant_spec(lines, data, change, 0) for change in VARIANTS)
     elif phase == "ablations":
         for seed in range(ABLATION_SEEDS):
             for change in ABLATIONS:
@@ -189,14 +188,11 @@ def report(lines: Lines, data: str) -> None:
     def ablated(change: str, seed: int) -> Spec:
         return ablation_spec(data, change, best_rate(lines, data, ABLATIONS[change].get("optimizer", "came")), seed)
 
-    def varied(change: str, seed: int) -> Spec:
-        return run_spec(data, "came", best_rate(lines, data, "came"), seed, **VARIANTS.get(change, {}))
-
     for name in FINALISTS[1:]:
         differences(lines, name, "adamw", seeded, SEEDS)
     print("variants, all tokens")
     for change in VARIANTS:
-        differences(lines, change, "came", varied, 1)
+        differences(lines, change, "came", partial(variant_spec, lines, data), 1)
     print(f"ablations, {ABLATION_TOKENS / 1e6:.1f} M tokens")
     for change in list(ABLATIONS)[1:]:
         differences(lines, change, "came", ablated, ABLATION_SEEDS)
@@ -234,11 +230,15 @@ def main() -> int:
         report(lines, data)
     elif options.phase == "sweep":
         names = [name for name in SWEPT if options.only is None or name in options.only]
-        side_by_side(options.jobs, lambda name: sweep(ledger, lambda rate: run_spec(data, name, rate, 0)), names)
+        side_by_side(
+            options.jobs,
+            lambda name: GRID.sweep(ledger, lambda rate: run_spec(data, name, rate, 0), "eval_loss"),
+            names,
+        )
     elif options.phase == "batch":
         side_by_side(
             options.jobs,
-            lambda pair: sweep(ledger, lambda rate: batch_spec(data, pair[1], rate, pair[0])),
+            lambda pair: GRID.sweep(ledger, lambda rate: batch_spec(data, pair[1], rate, pair[0]), "eval_loss"),
             product(BATCHES, LARGE_BATCH),
         )
     elif options.phase == "longer":

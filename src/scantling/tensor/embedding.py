@@ -14,7 +14,6 @@ tied to such a table takes `logits`, which never holds the table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from math import prod, sqrt
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.tensor.contraction import Lookup, Plan, Step, best_plan, cores_of
 from scantling.tensor.cores import clip_ranks, dense, random_cores
-from scantling.tensor.layer import CoreLayer
+from scantling.tensor.layer import CoreLayer, without_autocast
 from scantling.tensor.lazy import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, split
 
@@ -418,8 +417,7 @@ def _products_by_rows(flat: Tensor, left: Tensor, right: Tensor, most_numbers: i
     rows = max(1, min(most_numbers // numbers, -(-left.shape[0] // 4)))
 
     def product(flat: Tensor, part: Tensor, right: Tensor) -> Tensor:
-        device = flat.device.type
-        with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+        with without_autocast(flat.device):
             wide = part.flatten(0, 1) @ right.flatten(1)
         wide = wide.view(part.shape[0], part.shape[1], right.shape[1], right.shape[2])
         return flat @ wide.permute(1, 3, 0, 2).reshape(flat.shape[1], -1).to(flat.dtype)

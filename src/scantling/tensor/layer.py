@@ -15,7 +15,7 @@ tokens: `merge_once` does it once for several passes, and a model in evaluation 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
@@ -84,8 +84,7 @@ class CoreLayer(nn.Module):
 
     def merged_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
         """Blocks of neighbouring cores, see `blocks`."""
-        device = self.cores[0].device.type
-        with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+        with without_autocast(self.cores[0].device):
             if torch.compiler.is_compiling():
                 return self._merged(trees)
             if self._shared is not None and torch.is_grad_enabled():
@@ -264,6 +263,11 @@ def merge_once(model: nn.Module, passes: int) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._shared, layer._passes = None, 1
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """The context in which blocks of cores are merged in their own dtype; the meta device knows no autocast."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def gate(control: Tensor, threshold: float) -> Tensor:
