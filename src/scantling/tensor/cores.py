@@ -90,14 +90,15 @@ def gram(cores: Sequence[Tensor], box: Sequence[Box] | None = None) -> Tensor:
     Args:
         cores: of one chain.
         box: for each core the slices of its modes that count; default all.
+
+    A triangular factor of the chain so far is carried from core to core, not its Gram matrix, which would square what
+    is lost where the terms of the tensor cancel.
     """
-    inner = cores[0].new_ones(1, 1)
+    factor = cores[0].new_ones(1, 1)
     for place, core in enumerate(cores):
         part = core if box is None else core[(slice(None), *box[place])]
-        flat = part.flatten(1, -2)
-        half = torch.einsum("ab,bmc->amc", inner, flat)
-        inner = torch.einsum("amc,amd->cd", flat, half)
-    return inner.reshape(())
+        factor = torch.linalg.qr((factor @ part.flatten(1)).reshape(-1, part.shape[-1]), mode="r").R
+    return factor.square().sum()
 
 
 def random_cores(
