@@ -1,36 +1,44 @@
 """In which order tokens are contracted with a chain of cores: the cheapest, for this many tokens.
 
 y = x W, with W a chain of cores whose first ones hold the modes of the input and whose last ones those of the output. x
-is contracted with blocks of neighbouring cores, each block merged beforehand. The two extremes are known: x through
-core after core (best for few tokens) and W built whole (never good, but for one); in between lies y = (x A) B, A and B
-the merged cores of input and output (best for many tokens; CoMERA, arXiv 2405.14377). What is best depends on tokens,
-modes and ranks, so it is searched for.
-
-x absorbs blocks from the first core to the last, and each block is merged by itself, so that two dynamic programs find
-the best order:
+is contracted with blocks of neighbouring cores, from the first core to the last, each block merged beforehand. The two
+extremes are known: x through core after core (best for few tokens) and W built whole (never good, but for one); in
+between lies y = (x A) B, A and B the merged cores of input and output (best for many tokens; CoMERA, arXiv 2405.14377).
+What is best depends on tokens, modes and ranks, so all 2^(n-1) ways to cut n <= 10 cores into blocks are compared, each
+block merged in the cheapest order, which does not depend on the rest:
 
     C[i, j] = min over k of  C[i, k] + C[k+1, j] + r_{i-1} S_i..S_k r_k S_{k+1}..S_j r_j          merge cores i..j
-    F[j]    = min over i of  F[i-1] + C[i, j] + what it costs to absorb cores i..j                x with cores 1..j
-
-in multiplications, O(n^3) for n cores, n <= 10; cached by shapes, ranks and tokens. To begin at another core never
-helps where all bonds are 2 and more, and hardly where some are 1.
 
 Every step is one matrix product: the block is a matrix of K x Q, the state of x seen as P x K x S with S what is
-contiguous behind, and the result P x Q x S. A backward pass costs twice the forward in every step.
+contiguous behind, and the result P x Q x S. A backward pass costs twice the forward in every step. To begin at another
+core never helps where all bonds are 2 and more, and hardly where some are 1.
+
+The cost of a way is its multiplications plus `ELEMENT` for every number it reads or writes, so that none wins that
+saves multiplications by moving more than they are worth; but no way may take over `MOST_OVER` times the multiplications
+of the best among core after core, y = (x A) B, W built whole, and a dense layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations, pairwise
 from math import prod
 from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Tree: TypeAlias = "int | tuple[Tree, Tree]"
+
+ELEMENT = 8.0
+"""Multiplications that take as long as it takes a CPU to read or write a number."""
+MOST_OVER = 1.05
+MOST_TOKENS = 1 << 22
+"""Beyond these the order does not change any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +148,11 @@ class Step:
         """Multiplications for each token."""
         return self.before * self.inner * self.behind * self.width
 
+    @property
+    def elements(self) -> int:
+        """Numbers read and written for each token; what is contiguous behind makes a product of many small ones."""
+        return self.before * self.behind * (self.inner + self.width) * (1 if self.behind == 1 else 2)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -179,71 +192,97 @@ class Plan:
         return "\n".join(lines)
 
 
-@lru_cache(maxsize=65536)
-def best_plan(chain: Network, num_tokens: int, merges: float = 1.0) -> Plan:
-    """The order with the fewest multiplications.
+def best_plan(chain: Network, num_tokens: int, merges: float = 1.0, element: float = ELEMENT) -> Plan:
+    """The cheapest order.
 
     Args:
         chain: modes and ranks.
         num_tokens: rows of x.
         merges: how often merging counts: less than 1 where a merged block serves several passes, 0 where it is there
             already.
+        element: multiplications that a number read or written counts for; 0 finds the fewest multiplications.
     """
-    found: list[tuple[float, tuple[Step, ...]]] = [(0.0, ())]
-    for last in range(len(chain.sizes)):
-        ways = []
-        for first in range(last + 1):
-            cost, steps = found[first]
-            step = _absorb(chain, first, last)
-            cost += num_tokens * step.macs + merges * _merging(chain, first, last)[0]
-            ways.append((cost, (*steps, step)))
-        found.append(min(ways, key=lambda way: (way[0], len(way[1]))))
-    return plan_of(chain, num_tokens, found[-1][1])
+    ways = _ways(chain)
+    return plan_of(chain, num_tokens, ways.steps[ways.best(num_tokens, merges, element)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """All ways to cut a chain into blocks, and what each costs.
+
+    Attributes:
+        steps: of each way.
+        macs, elements: (2, ways): of merging its blocks, and for each token.
+        known: places of the ways that everybody knows.
+        dense: multiplications of a dense layer for each token; infinite where there is none.
+    """
+
+    steps: tuple[tuple[Step, ...], ...]
+    macs: NDArray[np.float64]
+    elements: NDArray[np.float64]
+    known: tuple[int, ...]
+    dense: float
+
+    def best(self, num_tokens: int, merges: float, element: float = ELEMENT) -> int:
+        """The place of the cheapest way among those that are allowed."""
+        times = np.array([merges, num_tokens])
+        macs = times @ self.macs
+        most = max(macs.min(), MOST_OVER * min(*macs[list(self.known)], num_tokens * self.dense))
+        return int(np.where(macs <= most, macs + element * (times @ self.elements), np.inf).argmin())
+
+
+@lru_cache(maxsize=4096)
+def _ways(chain: Network) -> _Ways:
+    last = len(chain.sizes)
+    cuts = [found for number in range(last) for found in combinations(range(1, last), number)]  # few blocks first
+    steps = tuple(in_blocks(chain, each) for each in cuts)
+    macs = [(_merge_macs(chain, way), sum(step.macs for step in way)) for way in steps]
+    moved = [
+        (sum(_merging(chain, *_ends(step))[1] for step in way), sum(step.elements for step in way)) for way in steps
+    ]
+    middle = (chain.num_inputs,) if isinstance(chain, Chain) else ()
+    known = tuple(cuts.index(each) for each in ((), middle, tuple(range(1, last))))
+    dense = _dense_macs(chain)
+    as_columns = [np.array(pairs, dtype=np.float64).T for pairs in (macs, moved)]
+    return _Ways(steps, as_columns[0], as_columns[1], known, dense if dense else np.inf)
 
 
 Orders: TypeAlias = tuple[tuple[int, tuple[Step, ...]], ...]
-MOST_TOKENS = 1 << 22
-"""Beyond these the order does not change any more."""
 
 
 @lru_cache(maxsize=4096)
 def orders(chain: Network, merges: float = 1.0) -> Orders:
     """The best order for every number of tokens: (up to how many tokens, steps), ascending.
 
-    The cost of an order is a line over the tokens, that of the best one the lower envelope of all: it has few corners,
-    found by halving wherever both ends differ.
-
     Args:
         chain: modes and ranks.
         merges: as of `best_plan`.
+
+    The powers of 2 are tried, and where two neighbours differ, what lies between them is halved.
     """
-    found: list[tuple[int, tuple[Step, ...]]] = []
+    ways = _ways(chain)
 
-    def between(low: int, high: int) -> None:
-        first, last = best_plan(chain, low, merges).steps, best_plan(chain, high, merges).steps
-        if first == last or high - low <= 1:
-            found.append((low if first != last else high, first))
-            return
-        middle = (low + high) // 2
-        between(low, middle)
-        between(middle, high)
+    def changes(low: int, high: int) -> Iterator[tuple[int, int]]:
+        """(up to how many tokens, way) for every change between two numbers of tokens."""
+        first, last = ways.best(low, merges), ways.best(high, merges)
+        if first != last and high - low > 1:
+            yield from changes(low, (low + high) // 2)
+            yield from changes((low + high) // 2, high)
+        elif first != last:
+            yield low, first
 
-    between(1, MOST_TOKENS)
-    found.append((MOST_TOKENS, best_plan(chain, MOST_TOKENS, merges).steps))
-    return tuple(
-        (limit, steps)
-        for (limit, steps), following in zip(found, [*found[1:], (0, None)], strict=True)
-        if steps != following[1]
-    )
+    powers = [1 << power for power in range(MOST_TOKENS.bit_length())]
+    found = [change for low, high in pairwise(powers) for change in changes(low, high)]
+    found.append((MOST_TOKENS, ways.best(MOST_TOKENS, merges)))
+    return tuple((limit, ways.steps[way]) for limit, way in found)
 
 
 def plan_of(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
     """A plan with its costs."""
-    blocks = [cores_of(step.tree) for step in steps]
     return Plan(
         tuple(steps),
         num_tokens,
-        sum(_merging(chain, block[0], block[-1])[0] for block in blocks),
+        _merge_macs(chain, steps),
         num_tokens * sum(step.macs for step in steps),
         num_tokens * sum(step.macs for step in in_blocks(chain, range(1, len(chain.sizes)))),
         num_tokens * _dense_macs(chain),
@@ -293,22 +332,38 @@ def cores_of(tree: Tree) -> list[int]:
     return [tree] if isinstance(tree, int) else cores_of(tree[0]) + cores_of(tree[1])
 
 
+def _ends(step: Step) -> tuple[int, int]:
+    """The first and the last core of a step's block."""
+    block = cores_of(step.tree)
+    return block[0], block[-1]
+
+
+def _merge_macs(chain: Network, steps: Sequence[Step]) -> int:
+    """Multiplications that merge the blocks of an order."""
+    return sum(_merging(chain, *_ends(step))[0] for step in steps)
+
+
 @lru_cache(maxsize=65536)
-def _merging(chain: Network, first: int, last: int) -> tuple[int, Tree]:
-    """Fewest multiplications that merge cores first..last, and their order."""
+def _merging(chain: Network, first: int, last: int) -> tuple[int, int, Tree]:
+    """Fewest multiplications that merge cores first..last, the numbers they read and write, and their order."""
     if first == last:
-        return 0, first
+        return 0, 0, first
+
+    def numbers(start: int, end: int) -> int:
+        return chain.ranks[start] * prod(chain.sizes[start : end + 1]) * chain.ranks[end + 1]
+
     ways = []
     for cut in range(first, last):
-        (left, left_tree), (right, right_tree) = _merging(chain, first, cut), _merging(chain, cut + 1, last)
-        outer = chain.ranks[first] * prod(chain.sizes[first : last + 1]) * chain.ranks[last + 1]
-        ways.append((left + right + outer * chain.ranks[cut + 1], cut, (left_tree, right_tree)))
-    cost, _, tree = min(ways)
-    return cost, tree
+        left, right = _merging(chain, first, cut), _merging(chain, cut + 1, last)
+        macs = left[0] + right[0] + numbers(first, last) * chain.ranks[cut + 1]
+        moved = left[1] + right[1] + numbers(first, cut) + numbers(cut + 1, last) + numbers(first, last)
+        ways.append((macs, moved, cut, (left[2], right[2])))
+    macs, moved, _, tree = min(ways)
+    return macs, moved, tree
 
 
 def _absorb(chain: Network, first: int, last: int) -> Step:
-    return Step(_merging(chain, first, last)[1], *chain.absorb(first, last))
+    return Step(_merging(chain, first, last)[2], *chain.absorb(first, last))
 
 
 def merged(cores: Sequence[Tensor], tree: Tree) -> Tensor:

@@ -53,9 +53,15 @@ class CoreLayer(nn.Module):
         self._passes = 1
 
     @property
+    def chain(self) -> list[Tensor]:
+        """The cores in order; `ParameterList` takes ten times as long to go through."""
+        return [core for core in self.cores._parameters.values() if core is not None]
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks of all bonds, the outer ones (1) included."""
-        return (self.cores[0].shape[0], *(core.shape[-1] for core in self.cores))
+        cores = self.chain
+        return (cores[0].shape[0], *[core.shape[-1] for core in cores])
 
     @property
     def network(self) -> Network:
@@ -69,7 +75,7 @@ class CoreLayer(nn.Module):
 
     def gated(self) -> list[Tensor]:
         """The cores with the controls in them."""
-        cores = list(self.cores)
+        cores = self.chain
         if self.controls is None:
             return cores
         gates = [gate(control, self.threshold) for control in self.controls]
@@ -84,14 +90,15 @@ class CoreLayer(nn.Module):
 
     def merged_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
         """Blocks of neighbouring cores, see `blocks`."""
-        with without_autocast(self.cores[0].device):
+        with without_autocast(self.chain[0].device):
             if torch.compiler.is_compiling():
                 return self._merged(trees)
             if self._shared is not None and torch.is_grad_enabled():
                 return self._merged_once(self._shared, trees)
             if self._is_kept():
                 return self._merged_and_kept(trees)
-            self._kept = (), {}
+            if self._kept[1]:
+                self._kept = (), {}
             return self._merged(trees)
 
     def _merged(self, trees: Sequence[Tree]) -> list[Tensor]:
@@ -267,7 +274,8 @@ def merge_once(model: nn.Module, passes: int) -> Iterator[None]:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """The context in which blocks of cores are merged in their own dtype; the meta device knows no autocast."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    off = device.type == "meta" or not torch.is_autocast_enabled(device.type)
+    return nullcontext() if off else torch.autocast(device.type, enabled=False)
 
 
 def gate(control: Tensor, threshold: float) -> Tensor:
