@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
 import scantling as sc
 from scantling.errors import UserError
 from scantling.tensor.layer import CoreLayer
 from tests.integrations.test_hf_trainer import Sequences, StopAtThree, model
+from tests.processes import run
 
 
-def trainer(folder: Path, steps: int = 9, **options: Any) -> tuple[Trainer, sc.RankAdapter]:
+def trainer(folder: Path, steps: int = 9, accumulation: int = 4, **options: Any) -> tuple[Trainer, sc.RankAdapter]:
     made = sc.tensorize(model(), rank=6)
     adapter = sc.RankAdapter(made, **{"size_target": 0.5, "steps": 6, "interval": 1, **options})
     arguments = TrainingArguments(
@@ -24,7 +26,7 @@ def trainer(folder: Path, steps: int = 9, **options: Any) -> tuple[Trainer, sc.R
         save_steps=3,
         logging_steps=1,
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
+        gradient_accumulation_steps=accumulation,
         report_to="none",
         use_cpu=True,
         disable_tqdm=True,
@@ -75,6 +77,26 @@ def test_the_price_is_counted_once_for_each_update(tmp_path: Path) -> None:
     wanted = next(layer.controls[0] for layer in again.layers.values() if layer.controls is not None).grad
     assert fresh is not made
     torch.testing.assert_close(seen[1] - seen[0], wanted)
+
+
+def train_in_parts(folder: Path) -> None:
+    """Two micro-batches on each of two processes; what comes of it is written by the first one."""
+    made, adapter = trainer(folder, accumulation=2)
+    made.train()
+    values = {name: value.detach() for name, value in made.model.named_parameters()}
+    torch.save({"ranks": adapter.ranks(), "values": values}, folder / f"of-{dist.get_rank()}.pt")
+
+
+@pytest.mark.dist
+def test_two_processes_come_to_what_one_comes_to(tmp_path: Path) -> None:
+    run(2, train_in_parts, tmp_path)
+    alone, adapter = trainer(tmp_path / "alone")
+    alone.train()
+    first, second = (torch.load(tmp_path / f"of-{rank}.pt") for rank in range(2))
+    assert first["ranks"] == second["ranks"] == adapter.ranks()
+    for name, value in alone.model.named_parameters():
+        assert torch.equal(first["values"][name], second["values"][name])
+        torch.testing.assert_close(first["values"][name], value, rtol=1e-3, atol=1e-4)
 
 
 def test_resume_is_bitwise(tmp_path: Path) -> None:

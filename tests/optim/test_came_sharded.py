@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -15,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -39,6 +34,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from scantling.errors import UserError
 from scantling.groups import param_groups
 from scantling.optim import CAME, state_bytes
+from tests.processes import counted, run
 
 pytestmark = pytest.mark.dist
 
@@ -57,49 +53,6 @@ SHAPES: list[tuple[tuple[int, ...], Any]] = [
 ]
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95, 0.995), "debias": True}
 STEPS = 50
-
-
-def run(world: int, case: Callable[..., None], *args: Any) -> None:
-    """Call `case(*args)` in `world` processes of one gloo group; an error in any of them is raised here."""
-    with tempfile.TemporaryDirectory() as folder:
-        if world == 1:
-            _enter(0, 1, f"file://{folder}/store", case, args)
-            return
-        mp.spawn(_enter, (world, f"file://{folder}/store", case, args), nprocs=world)
-
-
-def _enter(rank: int, world: int, store: str, case: Callable[..., None], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    try:
-        case(*args)
-    finally:
-        dist.destroy_process_group()
-    if world > 1:
-        os._exit(0)  # a gloo thread can abort while the interpreter shuts down, after all work is done (PyTorch 2.13)
-
-
-@contextmanager
-def counted() -> Iterator[list[tuple[str, Any]]]:
-    """The collectives that are called meanwhile, each with its process group."""
-    calls: list[tuple[str, Any]] = []
-    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier", "all_gather")
-    originals = {name: getattr(dist, name) for name in names}
-
-    def wrap(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append((name, kwargs.get("group")))
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dist, name, wrap(name))
-    try:
-        yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def gradient(shape: tuple[int, ...], step: int, index: int, dtype: torch.dtype = torch.float32) -> Tensor:

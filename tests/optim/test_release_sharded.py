@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from scantling.errors import UserError
 from scantling.groups import param_groups
 from scantling.optim import CAME, release_gradients
-from tests.optim.test_came_sharded import counted, run
+from tests.processes import counted, run
 
 pytestmark = pytest.mark.dist
 

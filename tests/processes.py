@@ -1,0 +1,63 @@
+"""Several processes of one gloo group, for tests, and the collectives they call."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(world: int, case: Callable[..., None], *args: Any) -> None:
+    """Call `case(*args)` in `world` processes of one gloo group; an error in any of them is raised here."""
+    with tempfile.TemporaryDirectory() as folder:
+        if world == 1:
+            _enter(0, 1, f"file://{folder}/store", case, args)
+            return
+        mp.spawn(_enter, (world, f"file://{folder}/store", case, args), nprocs=world)
+
+
+def _enter(rank: int, world: int, store: str, case: Callable[..., None], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        _tell_accelerate(rank, world)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    try:
+        case(*args)
+    finally:
+        dist.destroy_process_group()
+    if world > 1:
+        os._exit(0)  # a gloo thread can abort while the interpreter shuts down, after all work is done (PyTorch 2.13)
+
+
+def _tell_accelerate(rank: int, world: int) -> None:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 0}
+    os.environ |= {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in places.items()}}
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[str, Any]]]:
+    """The collectives that are called meanwhile, each with its process group."""
+    calls: list[tuple[str, Any]] = []
+    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier", "all_gather")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def wrap(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append((name, kwargs.get("group")))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, wrap(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
