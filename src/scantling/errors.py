@@ -30,6 +30,10 @@ class NonFiniteError(RunError):
     """
 
 
+class PayloadError(RunError):
+    """What another process sent is not what it should have sent: damaged, of another run, step or configuration."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One thing wrong with a recipe.

@@ -99,6 +99,11 @@ def _cores(model: nn.Module) -> set[int]:
     return {id(core) for each in lists if isinstance(each, nn.ParameterList) for core in each}
 
 
+def default_matrix_dims(ndim: int) -> MatrixDims:
+    """(row dims, column dims) of a bare parameter of two dims or more: a matrix, a stack of them, or a convolution."""
+    return ((ndim - 2,), (ndim - 1,)) if ndim < 4 else ((0,), tuple(range(1, ndim)))
+
+
 def check_matrix_dims(matrix_dims: Any, ndim: int) -> MatrixDims:
     """Return the pair (row dims, column dims) as tuples of ints.
 

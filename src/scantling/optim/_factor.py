@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from scantling.groups import MatrixDims, check_matrix_dims
+from scantling.groups import MatrixDims, check_matrix_dims, default_matrix_dims
 
 Factor: TypeAlias = Literal["auto", "last2"]
 FACTORS: tuple[Factor, ...] = ("auto", "last2")
@@ -46,17 +46,13 @@ def matrix_view(
         UserError: `matrix_dims` do not fit the shape.
     """
     ndim = len(shape)
-    last_two = ((ndim - 2,), (ndim - 1,))
     if ndim < 2:
         return None
     if factor == "last2":
-        return last_two
+        return (ndim - 2,), (ndim - 1,)
     if role == "vector":
         return None
-    if matrix_dims is not None:
-        rows, cols = check_matrix_dims(matrix_dims, ndim)
-    else:
-        rows, cols = last_two if ndim < 4 else ((0,), tuple(range(1, ndim)))
+    rows, cols = default_matrix_dims(ndim) if matrix_dims is None else check_matrix_dims(matrix_dims, ndim)
     if min(prod(shape[dim] for dim in rows), prod(shape[dim] for dim in cols)) < MIN_SIDE:
         return None
     return rows, cols

@@ -1,0 +1,72 @@
+"""Whether all replicas are what they should be: alike.
+
+Replicas that start from other weights, or cut blocks otherwise, would train on without an error. They are compared
+before the first exchange: a hash of the options, and one of every parameter. Where something differs, the message names
+the tensor and the rank.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from scantling.comm.link import Link
+from scantling.errors import UserError
+from scantling.numerics.checksum import checksum
+
+
+def check_alike(link: Link, described: Sequence[str], names: Sequence[str], params: Sequence[Tensor]) -> int:
+    """Compare replicas. Collectives: two all-gathers, and one more where the options differ.
+
+    Args:
+        link: to the other replicas.
+        described: what each parameter is and how it travels, in words.
+        names: of the parameters.
+        params: the parameters.
+
+    Returns:
+        A hash of 32 bits of what is described.
+
+    Raises:
+        UserError: something differs; on all ranks alike.
+    """
+    texts = [f"{name}: {text}" for name, text in zip(names, described, strict=True)]
+    own = zlib.crc32("\n".join(texts).encode())
+    if link.is_alone:
+        return own
+    device = params[0].device
+    hashes = [int(each) for each in torch.stack(link.all_gather(torch.tensor([own], device=device))).flatten()]
+    if len(set(hashes)) > 1:
+        everywhere = link.gather_texts(texts)
+        usual = Counter(map(tuple, everywhere)).most_common(1)[0][0]
+        rank = next(rank for rank, theirs in enumerate(everywhere) if tuple(theirs) != usual)
+        theirs = everywhere[rank]
+        if len(theirs) != len(usual):
+            raise UserError(f"rank {rank} exchanges {len(theirs)} parameters, others {len(usual)}")
+        one, other = next((a, b) for a, b in zip(theirs, usual, strict=True) if a != b)
+        raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}")
+    differing = unlike(link, params)
+    if differing is not None:
+        rank, place = differing
+        raise UserError(
+            f"rank {rank} differs from the others: {names[place]} has other values there. Start all replicas from the "
+            "same weights: the same seed, the same checkpoint, or a broadcast from rank 0"
+        )
+    return own
+
+
+def unlike(link: Link, params: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The first (rank, position) where a parameter is not what it is on most ranks; None where all are alike.
+
+    Collectives: one all-gather of 8 bytes a parameter.
+    """
+    sums = torch.cat([checksum(param.to_local() if isinstance(param, DTensor) else param) for param in params])
+    found = torch.stack(link.all_gather(sums)).cpu()
+    usual = found.mode(dim=0).values
+    wrong = (found != usual).nonzero()
+    return None if not len(wrong) else (int(wrong[0, 0]), int(wrong[0, 1]))

@@ -1,0 +1,104 @@
+"""Matrices cut into blocks of one size, padded with zeros where they do not fit.
+
+A side of L is cut into ceil(L / chunk) parts of equal length, the last of which is padded: never by as much as there
+are parts, and no length is bad, a prime one neither. `divisor_side` is the rule of the published code instead, the
+largest divisor up to the chunk, which gives blocks of one number where the length is prime (arXiv 2411.19870).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from scantling.groups import MatrixDims
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A parameter as a stack of matrices, each cut into blocks.
+
+    Attributes:
+        shape: of the parameter, or of the part of it that this process holds.
+        view: (row dims, column dims); the dims in neither count the matrices of the stack.
+        height, width: of a block.
+    """
+
+    shape: tuple[int, ...]
+    view: MatrixDims
+    height: int
+    width: int
+
+    @property
+    def stack(self) -> int:
+        return prod(size for dim, size in enumerate(self.shape) if dim not in (*self.view[0], *self.view[1]))
+
+    @property
+    def rows(self) -> int:
+        return prod(self.shape[dim] for dim in self.view[0])
+
+    @property
+    def cols(self) -> int:
+        return prod(self.shape[dim] for dim in self.view[1])
+
+    @property
+    def down(self) -> int:
+        """Blocks below each other."""
+        return -(-self.rows // self.height) if self.rows else 0
+
+    @property
+    def across(self) -> int:
+        """Blocks beside each other."""
+        return -(-self.cols // self.width) if self.cols else 0
+
+    @property
+    def count(self) -> int:
+        """Blocks in all."""
+        return self.stack * self.down * self.across
+
+    @property
+    def _order(self) -> list[int]:
+        named = (*self.view[0], *self.view[1])
+        return [*(dim for dim in range(len(self.shape)) if dim not in named), *named]
+
+    def cut(self, value: Tensor) -> Tensor:
+        """The blocks of a tensor of `shape`: (count, height, width)."""
+        matrices = value.permute(self._order).reshape(self.stack, self.rows, self.cols)
+        padding = (0, self.across * self.width - self.cols, 0, self.down * self.height - self.rows)
+        padded = torch.nn.functional.pad(matrices, padding)
+        blocks = padded.view(self.stack, self.down, self.height, self.across, self.width).transpose(2, 3)
+        return blocks.reshape(self.count, self.height, self.width)
+
+    def paste(self, blocks: Tensor) -> Tensor:
+        """The tensor of `shape` that blocks are of; what is in the padding is dropped."""
+        parts = blocks.view(self.stack, self.down, self.across, self.height, self.width).transpose(2, 3)
+        whole = parts.reshape(self.stack, self.down * self.height, self.across * self.width)
+        order = self._order
+        matrices = whole[:, : self.rows, : self.cols].reshape([self.shape[dim] for dim in order])
+        return matrices.permute([order.index(dim) for dim in range(len(order))])
+
+
+def grid_of(shape: tuple[int, ...], view: MatrixDims, chunk: int, *, divide: bool = False) -> Grid:
+    """The grid of a parameter.
+
+    Args:
+        shape: of it.
+        view: (row dims, column dims).
+        chunk: longest side of a block.
+        divide: sides as in the published code: divisors, no padding.
+    """
+    rows, cols = (prod(shape[dim] for dim in dims) for dims in view)
+    side = divisor_side if divide else even_side
+    return Grid(shape, view, side(rows, chunk), side(cols, chunk))
+
+
+def even_side(length: int, chunk: int) -> int:
+    """The side of blocks that cut a length into as few equal parts as a chunk allows."""
+    return -(-length // max(1, -(-length // chunk)))
+
+
+def divisor_side(length: int, chunk: int) -> int:
+    """The largest divisor of a length that is at most the chunk."""
+    return next(side for side in range(min(length, chunk), 0, -1) if length % side == 0) if length else 0

@@ -1,0 +1,162 @@
+"""Which way each parameter's momentum travels: what is cut into blocks, transformed, and how much of it is sent.
+
+A channel is a set of blocks that are treated alike: one size, one number of coefficients, one format, one decay. All
+parameters of a channel are encoded in one batch.
+
+- A parameter of two dims and more with the role `matrix` goes by blocks of up to chunk x chunk, of whose cosine
+  transform a share of topk / chunk^2 is sent, rounded, at least one: a small or narrow block sends less.
+- Everything else (embeddings, vectors, what is smaller than `MIN_NUMBERS`) is dense: rows of up to `ROW` numbers, all
+  of which are sent, without a transform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scantling.comm import dct
+from scantling.comm.blocks import Grid, even_side, grid_of
+from scantling.comm.section import Section
+from scantling.comm.values import Values
+from scantling.groups import MatrixDims, default_matrix_dims
+
+MIN_NUMBERS = 4096
+ROW = 128
+"""Longest row of a dense channel that has a scale of its own."""
+MOST_NUMBERS = 1 << 24
+"""Of one channel, so that what is held beside the residuals stays small; a larger parameter has one to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter in a channel.
+
+    Attributes:
+        param: its position among all parameters of the groups.
+        grid: how it is cut.
+    """
+
+    param: int
+    grid: Grid
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the members of a channel have in common.
+
+    Attributes:
+        section: what of a block is sent.
+        height, width: of a block.
+        transformed: whether it is the cosine transform that is sent.
+        decay: of the residual, each step.
+        alpha: share of what was sent that is taken out of the residual.
+    """
+
+    section: Section
+    height: int
+    width: int
+    transformed: bool
+    decay: float
+    alpha: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything is sent as it is, so that no residual is left."""
+        return self.section.is_dense and self.section.values == "fp32" and self.alpha == 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """Members that are encoded in one batch."""
+
+    kind: Kind
+    members: tuple[Member, ...]
+
+    @property
+    def count(self) -> int:
+        """Blocks of all members."""
+        return sum(member.grid.count for member in self.members)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a message about all blocks."""
+        return self.kind.section.num_bytes(self.count)
+
+    def cut(self, values: Mapping[int, Tensor]) -> Tensor:
+        """Coefficients of the members' tensors, given by position, in fp32: (count, height * width)."""
+        blocks = torch.cat([member.grid.cut(values[member.param]) for member in self.members]).float()
+        return (dct.forward(blocks) if self.kind.transformed else blocks).flatten(1)
+
+    def paste(self, coefficients: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The members' tensors of coefficients, (count, height * width): (position of the parameter, tensor)."""
+        blocks = coefficients.view(-1, self.kind.height, self.kind.width)
+        yield from self._parted(dct.inverse(blocks) if self.kind.transformed else blocks)
+
+    def paste_sent(self, index: Tensor | None, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """As `paste`, of what a section sent."""
+        height, width = self.kind.height, self.kind.width
+        if index is None:
+            yield from self.paste(values)
+        elif self.kind.transformed and values.shape[1] <= width // 2:
+            yield from self._parted(dct.inverse_sparse(index, values, height, width))
+        else:
+            yield from self.paste(values.new_zeros(len(values), height * width).scatter_add_(1, index, values))
+
+    def _parted(self, blocks: Tensor) -> Iterator[tuple[int, Tensor]]:
+        parts = torch.split(blocks, [member.grid.count for member in self.members])
+        for member, part in zip(self.members, parts, strict=True):
+            yield member.param, member.grid.paste(part)
+
+
+def kind_and_grid(shape: tuple[int, ...], group: dict[str, Any]) -> tuple[Kind, Grid]:
+    """How a parameter travels.
+
+    Args:
+        shape: of it, or of the part of it that this process holds.
+        group: its group, with the options of `MomentumExchange`, and `role` and `matrix_dims`.
+    """
+    chunk, topk, values = group["chunk"], group["topk"], group["values"]
+    paper = group["compat"] == "paper"
+    if paper or (group["role"] in (None, "matrix") and len(shape) >= 2 and prod(shape) >= MIN_NUMBERS):
+        view: MatrixDims = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _row(shape))
+        grid = grid_of(shape, view, chunk, divide=paper)
+        size = grid.height * grid.width
+        kept = min(topk, size) if paper else max(1, min(size, round(topk * size / chunk**2)))
+        return Kind(Section(size, kept, values), grid.height, grid.width, True, group["decay"], group["alpha"]), grid
+    view = _row(shape)
+    grid = Grid(shape, view, 1, even_side(prod(shape[dim] for dim in view[1]), ROW))
+    dense: Values = group["dense"]
+    return Kind(Section(grid.width, grid.width, dense), grid.height, grid.width, False, 1.0, 1.0), grid
+
+
+def channels_of(shapes: Sequence[tuple[int, ...]], groups: Sequence[dict[str, Any]]) -> list[Channel]:
+    """The channels of parameters, in an order that depends on shapes and options alone.
+
+    Args:
+        shapes: of all parameters.
+        groups: of each of them.
+    """
+    open_ones: dict[Kind, list[Member]] = {}
+    found: list[Channel] = []
+    for position, (shape, group) in enumerate(zip(shapes, groups, strict=True)):
+        kind, grid = kind_and_grid(shape, group)
+        if not grid.count:
+            continue
+        members = open_ones.setdefault(kind, [])
+        size = kind.height * kind.width
+        if members and size * (grid.count + sum(member.grid.count for member in members)) > MOST_NUMBERS:
+            found.append(Channel(kind, tuple(members)))
+            members.clear()
+        members.append(Member(position, grid))
+    return [*found, *(Channel(kind, tuple(members)) for kind, members in open_ones.items())]
+
+
+def _row(shape: tuple[int, ...]) -> MatrixDims:
+    """The last dim along the row, the others below each other; one row where there is but one dim, or none."""
+    dims = tuple(range(len(shape)))
+    return dims[:-1], dims[-1:]

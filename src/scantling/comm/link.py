@@ -1,0 +1,114 @@
+"""Bytes between the processes of a group: what DeMo's messages travel over.
+
+    all_gather(m)       every process gets the messages of all; each sends (N - 1) |m| over a ring
+    all_to_all(m_1..N)  process j gets message j of all; each sends (N - 1) of them
+
+Alone, or without a process group, nothing is sent and everything works.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from scantling.errors import UserError
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""PyTorch 2.13 renamed it."""
+
+
+class Link:
+    """A process group, and a count of what this process sent.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the default group, or none at all.
+
+    Attributes:
+        wire_bytes: sent by this process since `start`.
+
+    Raises:
+        UserError: a mesh of several dims, or something else.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise UserError(
+                    f"process_group: the exchange goes along one dim of a mesh, such as mesh['replicate']; given "
+                    f"{group.ndim} dims, {group.mesh_dim_names}"
+                )
+            group = group.get_group()
+        elif group is not None and not isinstance(group, dist.ProcessGroup):
+            raise UserError(f"process_group must be a process group or a mesh of one dim; given {group!r}")
+        self.group = group
+        self.wire_bytes = 0
+
+    @property
+    def is_alone(self) -> bool:
+        return not dist.is_initialized() or dist.get_world_size(self.group) == 1
+
+    @property
+    def size(self) -> int:
+        """Processes in the group."""
+        return 1 if not dist.is_initialized() else dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+        return 0 if not dist.is_initialized() else dist.get_rank(self.group)
+
+    def start(self) -> None:
+        """Begin to count anew."""
+        self.wire_bytes = 0
+
+    def all_gather(self, message: Tensor) -> list[Tensor]:
+        """The messages of all ranks, in order. Collective: one all-gather.
+
+        Args:
+            message: (n,), of the same length and dtype on all ranks.
+        """
+        if self.is_alone:
+            return [message]
+        whole = message.new_empty(self.size, message.numel())
+        _all_gather(whole.view(-1), message.contiguous(), group=self.group)
+        self.wire_bytes += (self.size - 1) * message.nbytes
+        return list(whole)
+
+    def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """What each rank has for this one, in order. Collective: one all-to-all.
+
+        Args:
+            messages: for rank 0, 1, ..., all (n,) of one length.
+        """
+        if self.is_alone:
+            return list(messages)
+        whole = torch.stack(list(messages))
+        found = torch.empty_like(whole)
+        dist.all_to_all_single(found.view(-1), whole.view(-1), group=self.group)
+        self.wire_bytes += (self.size - 1) * whole[0].nbytes
+        return list(found)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over all ranks, in place. Collective: one all-reduce."""
+        if not self.is_alone:
+            dist.all_reduce(values, group=self.group)
+            self.wire_bytes += 2 * (self.size - 1) * values.nbytes // self.size
+            values /= self.size
+        return values
+
+    def gather_texts(self, texts: Sequence[str]) -> list[list[str]]:
+        """The texts of all ranks, in order. Collectives: two all-gathers, of a length and of JSON."""
+        if self.is_alone:
+            return [list(texts)]
+        own = json.dumps(list(texts)).encode()
+        lengths = [int(each) for each in self.all_gather(torch.tensor([len(own)]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        found = self.all_gather(padded)
+        return [json.loads(bytes(each[:length].tolist())) for each, length in zip(found, lengths, strict=True)]

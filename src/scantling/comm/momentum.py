@@ -1,0 +1,349 @@
+"""MomentumExchange: replicas exchange the largest components of their momentum in place of their gradients.
+
+On each of N replicas, whose gradients are never averaged (DeMo, arXiv 2411.19870, algorithm 1):
+
+    M_i  <-  decay M_i + g_i                          residual, different on each replica
+    q_i   =  quantise(top-k(DCT(M_i)))                in blocks of chunk x chunk
+    m     =  mean_i q_i                               the only thing that travels
+    M_i  <-  M_i - alpha DCT^-1(q_i)                  what was said is forgotten, what was not is kept
+    .grad =  DCT^-1(m)                                the same on all replicas
+
+What is subtracted is what was sent, after quantisation, so that no error is lost: the mean of the residuals and what
+was applied add up to the decayed sum of all gradients. Embeddings and vectors travel densely, in few bits with the same
+error feedback (decay 1), as a synchronised gradient.
+
+Cost: a residual of 4 bytes for each number of a parameter, but for what travels in full; `wire_bytes` for the network.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from scantling.comm.agreement import check_alike
+from scantling.comm.channels import Channel, channels_of
+from scantling.comm.link import Link
+from scantling.comm.payload import Header
+from scantling.comm.rounds import Outcome, Sparse, Way, cheaper_way, exchange, wire_bytes
+from scantling.comm.values import VALUES, Values
+from scantling.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Exchange: TypeAlias = Literal["auto", "all_gather", "owner"]
+EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+Group: TypeAlias = dict[str, Any]
+
+
+class MomentumExchange:
+    """Turn local gradients into the same decoded momentum on all replicas; any optimizer steps with it.
+
+    Gradients must not have been averaged: no DistributedDataParallel, or every backward pass in its `no_sync()`.
+
+    Args:
+        groups: of `scantling.param_groups`, whose `role` says what travels how; or parameters, of which those of two
+            dims and more and at least 4,096 numbers count as matrices. A group may have the options below as keys.
+        decay: of the residual of matrices, each step.
+        topk: coefficients sent of a block of chunk x chunk; of a smaller block as large a share.
+        chunk: longest side of a block.
+        alpha: share of what was sent that is taken out of the residual.
+        values: format of the coefficients: fp32, bf16, int8, int4 or sign.
+        dense: format of what is no matrix.
+        exchange: all_gather, owner, or auto: what sends fewer bytes, see `rounds.py`.
+        sync_every: exchange at every so-manieth call; at the others gradients go into the residuals, and no parameter
+            has a gradient left.
+        process_group: group of the replicas, or a mesh of one dim; default all processes.
+
+    Attributes:
+        param_groups: the groups, with all options.
+        state: by parameter: `residual`, in fp32.
+        wire_bytes: what this process sent in the last exchange, headers included.
+        left_out: ranks whose gradients were NaN or Inf in the last exchange.
+
+    Raises:
+        UserError: an option out of range; at the first exchange, replicas that differ in parameters or options.
+
+    Example:
+        >>> exchange = sc.MomentumExchange(sc.param_groups(model), topk=8)  # doctest: +SKIP
+        >>> loss.backward(); exchange.exchange(); optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Any],
+        *,
+        decay: float = 0.95,
+        topk: int = 32,
+        chunk: int = 64,
+        alpha: float = 1.0,
+        values: Values = "sign",
+        dense: Values = "bf16",
+        exchange: Exchange = "auto",
+        sync_every: int = 1,
+        process_group: Any = None,
+    ) -> None:
+        options = {"decay": decay, "topk": topk, "chunk": chunk, "alpha": alpha, "values": values, "dense": dense}
+        defaults = {**options, "role": None, "matrix_dims": None, "compat": None}
+        self.link = Link(process_group)
+        self._begin(_as_groups(groups, defaults), {}, exchange, sync_every)
+
+    @classmethod
+    def _over(
+        cls, groups: list[Group], state: dict[Tensor, dict[str, Any]], exchange: Exchange, sync_every: int, link: Link
+    ) -> MomentumExchange:
+        """The exchange of an optimizer, on its own groups and state."""
+        self = cls.__new__(cls)
+        self.link = link
+        self._begin(groups, state, exchange, sync_every)
+        return self
+
+    def _begin(
+        self, groups: list[Group], state: dict[Tensor, dict[str, Any]], exchange: Exchange, sync_every: int
+    ) -> None:
+        if exchange not in EXCHANGES:
+            raise UserError(f"exchange must be one of {', '.join(EXCHANGES)}; given {exchange!r}")
+        if not isinstance(sync_every, int) or sync_every < 1:
+            raise UserError(f"sync_every must be a whole number from 1 on; given {sync_every!r}")
+        for group in groups:
+            check_options(group)
+        self.param_groups, self.state = groups, state
+        self.wanted_way, self.sync_every = exchange, sync_every
+        self.step = self.epoch = 0
+        self.wire_bytes = 0
+        self.left_out: list[int] = []
+        self._laid_out: tuple[Any, list[Channel], int] | None = None
+
+    @torch.no_grad()
+    def exchange(self) -> bool:
+        """Take each `.grad` into the residual, exchange, and put the decoded momentum in its place.
+
+        Collectives: one all-gather, or an all-to-all and an all-gather, see `rounds.py`; at the first call and
+        whenever shapes have changed two more, which compare the replicas.
+
+        Returns:
+            Whether there was an exchange; where not (`sync_every`), every `.grad` is None.
+
+        Raises:
+            UserError: replicas differ in parameters or options.
+            NonFiniteError: the gradients of all replicas are NaN or Inf; nothing has changed but the step counter.
+            PayloadError: what came is damaged or of another step.
+        """
+        decoded = self.decoded()
+        for place, param in enumerate(self._parameters()):
+            param.grad = None if decoded is None else _as_gradient(decoded[place], param)
+        return decoded is not None
+
+    def decoded(self) -> list[Tensor] | None:
+        """As `exchange`, but the momentum of all parameters in fp32, of the local part of each; None without one."""
+        channels, configuration = self._channels()
+        self.step += 1
+        params = self._parameters()
+        gradients = [_gradient(param) for param in params]
+        valid = _all_finite(gradients)
+        residuals = [self._accumulated(channel, gradients, valid=valid) for channel in channels]
+        if self.step % self.sync_every:
+            return None
+        selected = []
+        for channel, values in zip(channels, residuals, strict=True):
+            blocks = channel.cut(values) if valid else _zeros(channel, params)
+            selected.append(channel.kind.section.select(blocks))
+        header = Header(valid, self.epoch, self.step, self.link.rank, configuration)
+        self.link.start()
+        outcomes, self.left_out = exchange(
+            self.link, self.way, channels, selected, header, by_senders=self.param_groups[0]["compat"] == "paper"
+        )
+        self.wire_bytes = self.link.wire_bytes
+        if self.left_out and self.link.rank == 0:
+            logger.warning("step %d: ranks %s have NaN or Inf gradients and are left out", self.step, self.left_out)
+        found: list[Tensor] = [torch.zeros(0)] * len(params)
+        for channel, outcome in zip(channels, outcomes, strict=True):
+            for place, value in channel.paste_sent(*outcome.mean):
+                found[place] = value
+            self._forget(channel, outcome)
+        for place, param in enumerate(params):
+            if not local(param).numel():
+                found[place] = torch.zeros_like(local(param), dtype=torch.float32)
+        return found
+
+    @property
+    def way(self) -> Way:
+        """How bytes travel, which for "auto" depends on their number and that of the processes."""
+        if self.wanted_way != "auto":
+            return self.wanted_way
+        if any(group["compat"] == "paper" for group in self.param_groups):
+            return "all_gather"
+        return cheaper_way(self._channels()[0], self.link.size)
+
+    def planned_wire_bytes(self, num_processes: int | None = None) -> int:
+        """Bytes that each process sends in an exchange of so many processes, headers included; no communication."""
+        channels = self._lay_out()
+        size = self.link.size if num_processes is None else num_processes
+        way = cheaper_way(channels, size) if self.wanted_way == "auto" else self.wanted_way
+        return wire_bytes(channels, size, way)
+
+    def __str__(self) -> str:
+        """What travels how, a line each."""
+        lines = []
+        params = self._parameters()
+        for channel in self._lay_out():
+            kind, section = channel.kind, channel.kind.section
+            numbers = sum(local(params[member.param]).numel() for member in channel.members)
+            what = f"{section.kept} of {kind.height} x {kind.width}" if kind.transformed else f"rows of {kind.width}"
+            lines.append(
+                f"{len(channel.members):4} tensors, {numbers:>12,} numbers: {what}, {section.values}, "
+                f"{channel.num_bytes:,} bytes"
+            )
+        return "\n".join(lines)
+
+    def _parameters(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _groups(self) -> list[Group]:
+        return [group for group in self.param_groups for _ in group["params"]]
+
+    def _lay_out(self) -> list[Channel]:
+        return channels_of([tuple(local(param).shape) for param in self._parameters()], self._groups())
+
+    def _channels(self) -> tuple[list[Channel], int]:
+        """The channels, and the hash of what all replicas agree on; compared with theirs where it is new."""
+        state = tuple((id(param), tuple(param.shape)) for param in self._parameters())
+        if self._laid_out is None or self._laid_out[0] != state:
+            channels = self._lay_out()
+            configuration = check_alike(self.link, self._described(), self._names(), self._parameters())
+            first = self._laid_out is None
+            self._laid_out = state, channels, configuration
+            if first and self.link.rank == 0:
+                logger.info("%s; exchange by %s among %d processes", self, self.way, self.link.size)
+        return self._laid_out[1], self._laid_out[2]
+
+    def _names(self) -> list[str]:
+        names: list[str] = []
+        for number, group in enumerate(self.param_groups):
+            given = group.get("param_names")
+            names += given or [f"group {number}, parameter {place}" for place in range(len(group["params"]))]
+        return names
+
+    def _described(self) -> list[str]:
+        """What each parameter is and how it travels, for the comparison of replicas."""
+        keys = ("decay", "topk", "chunk", "alpha", "values", "dense", "role", "matrix_dims", "compat")
+        texts = []
+        for param, group in zip(self._parameters(), self._groups(), strict=True):
+            options = {key: group[key] for key in keys} | {"exchange": self.wanted_way, "sync_every": self.sync_every}
+            texts.append(f"shape {tuple(param.shape)}, {param.dtype}, {options}")
+        return texts
+
+    def _accumulated(self, channel: Channel, gradients: Sequence[Tensor | None], *, valid: bool) -> dict[int, Tensor]:
+        """The residuals of a channel's members with their gradients in them, by position."""
+        found: dict[int, Tensor] = {}
+        params, groups = self._parameters(), self._groups()
+        for member in channel.members:
+            param, gradient = params[member.param], gradients[member.param]
+            group = groups[member.param]
+            scale = float(group["lr"]) if group["compat"] == "paper" else 1.0
+            if channel.kind.is_exact and self.sync_every == 1:
+                part = local(param)
+                found[member.param] = torch.zeros_like(part) if gradient is None else gradient
+                continue
+            residual = self._residual(param)
+            if valid:
+                residual.mul_(channel.kind.decay)
+                if gradient is not None:
+                    residual.add_(gradient, alpha=scale)
+            found[member.param] = residual
+        return found
+
+    def _residual(self, param: Tensor) -> Tensor:
+        state = self.state.setdefault(param, {})
+        if "residual" not in state:
+            state["residual"] = torch.zeros_like(local(param), dtype=torch.float32)
+        residual: Tensor = state["residual"]
+        return residual
+
+    def _forget(self, channel: Channel, outcome: Outcome) -> None:
+        """Take out of the residuals what is in the mean, and into them what an owner owes."""
+        if channel.kind.is_exact and self.sync_every == 1:
+            return
+        params = self._parameters()
+        pairs: list[tuple[Sparse | None, float]] = [(outcome.accepted, -1.0), (outcome.gained, 1.0)]
+        for part, sign in pairs:
+            if part is not None:
+                for place, value in channel.paste_sent(*part):
+                    self._residual(params[place]).add_(value, alpha=sign * channel.kind.alpha)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def check_options(group: Group) -> None:
+    """Raise a UserError for the first option of a group that is out of range."""
+    for key, least in (("chunk", 1), ("topk", 1)):
+        if not isinstance(group[key], int) or group[key] < least:
+            raise UserError(f"{key} must be a whole number from {least} on; given {group[key]!r}")
+    if group["topk"] > group["chunk"] ** 2:
+        raise UserError(
+            f"topk must be at most chunk^2 = {group['chunk'] ** 2}, all there is in a block; given {group['topk']}"
+        )
+    if group["chunk"] > 4096:
+        raise UserError(f"chunk must be at most 4096; given {group['chunk']}")
+    for key in ("decay", "alpha"):
+        if not isinstance(group[key], float | int) or not 0.0 <= group[key] <= 1.0:
+            raise UserError(f"{key} must be from 0 to 1; given {group[key]!r}")
+    for key in ("values", "dense"):
+        if group[key] not in VALUES:
+            raise UserError(f"{key} must be one of {', '.join(VALUES)}; given {group[key]!r}")
+    if group["compat"] not in (None, "paper"):
+        raise UserError(f"compat must be None or 'paper'; given {group['compat']!r}")
+
+
+def _as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
+    """Groups with all options; parameters alone, or (name, parameter) pairs, are one group."""
+    items = list(given)
+    if not items:
+        raise UserError("MomentumExchange needs at least one parameter; given none")
+    if not isinstance(items[0], dict):
+        items = [{"params": items}]
+    groups = []
+    for item in items:
+        pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in item["params"]]
+        group = {**defaults, **item, "params": [param for _, param in pairs]}
+        if all(name is not None for name, _ in pairs):
+            group["param_names"] = [name for name, _ in pairs]
+        groups.append(group)
+    return groups
+
+
+def _gradient(param: Tensor) -> Tensor | None:
+    if param.grad is None:
+        return None
+    if param.grad.is_sparse:
+        raise UserError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; use sparse=False in its embedding"
+        )
+    return local(param.grad)
+
+
+def _all_finite(gradients: Iterable[Tensor | None]) -> bool:
+    norms = [torch.linalg.vector_norm(each, ord=torch.inf) for each in gradients if each is not None and each.numel()]
+    return not norms or bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
+
+
+def _zeros(channel: Channel, params: Sequence[Tensor]) -> Tensor:
+    like = local(params[channel.members[0].param])
+    return torch.zeros(channel.count, channel.kind.section.size, device=like.device)
+
+
+def _as_gradient(value: Tensor, param: Tensor) -> Tensor:
+    """A local tensor as the gradient of a parameter: of its dtype, and placed as it is."""
+    cast = value.to(param.dtype)
+    if isinstance(param, DTensor):
+        return DTensor.from_local(
+            cast, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
+        )
+    return cast

@@ -1,0 +1,84 @@
+"""Blocks of one kind as bytes: which of their numbers are sent, and these numbers in few bits.
+
+A section is the indices of all blocks, then their values. Sparse blocks send `kept` of their `size` numbers, dense ones
+all, and then no indices. Sections have a length that is known beforehand, so that no sizes need be exchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scantling.comm.values import Values, dequantise, quantise, quantised_bytes
+from scantling.errors import PayloadError
+from scantling.numerics.bits import pack, packed_bytes, unpack, width_for
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """How blocks of one kind are sent.
+
+    Attributes:
+        size: numbers in a block.
+        kept: how many of them are sent, the largest ones.
+        values: format of these.
+    """
+
+    size: int
+    kept: int
+    values: Values
+
+    @property
+    def is_dense(self) -> bool:
+        return self.kept == self.size
+
+    @property
+    def index_bits(self) -> int:
+        return 0 if self.is_dense else width_for(self.size)
+
+    def num_bytes(self, count: int) -> int:
+        """Bytes of so many blocks."""
+        return packed_bytes(count * self.kept, self.index_bits) + quantised_bytes(count, self.kept, self.values)
+
+    def select(self, blocks: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The largest numbers of blocks, and where they are.
+
+        Args:
+            blocks: (count, size).
+
+        Returns:
+            Index (count, kept) int64, None where all are kept; values (count, kept).
+        """
+        if self.is_dense:
+            return None, blocks
+        index = blocks.abs().topk(self.kept, dim=1, sorted=False).indices
+        return index, blocks.gather(1, index)
+
+    def pack(self, index: Tensor | None, values: Tensor) -> Tensor:
+        """Bytes of blocks: (`num_bytes(count)`,) uint8."""
+        coded = quantise(values, self.values)
+        return coded if index is None else torch.cat([pack(index.flatten(), self.index_bits), coded])
+
+    def unpack(self, packed: Tensor, count: int) -> tuple[Tensor | None, Tensor]:
+        """What the sender of blocks meant: index and values, as `select` gives them.
+
+        Raises:
+            PayloadError: bytes of another number of blocks.
+        """
+        if packed.numel() != self.num_bytes(count):
+            raise PayloadError(f"{count} blocks take {self.num_bytes(count)} bytes; {packed.numel()} came")
+        cut = packed_bytes(count * self.kept, self.index_bits)
+        values = dequantise(packed[cut:], count, self.kept, self.values)
+        if self.is_dense:
+            return None, values
+        index = unpack(packed[:cut], count * self.kept, self.index_bits).view(count, self.kept).long()
+        return index.clamp(max=self.size - 1), values  # no bytes whatever reach beyond a block
+
+    def add(self, index: Tensor | None, values: Tensor, to: Tensor) -> None:
+        """Add what blocks sent to what is there: (count, size). No two places of a block are the same."""
+        if index is None:
+            to += values
+        else:
+            to.scatter_add_(1, index, values)

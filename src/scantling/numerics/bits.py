@@ -1,0 +1,106 @@
+"""Unsigned integers of any width up to 24 bits, packed into bytes without gaps, little-endian.
+
+Number i of a row takes the bits from `i * width` on; the bits of a byte count from its lowest. What is left of the last
+byte of a row is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from scantling.errors import UserError
+
+MOST_BITS = 24
+
+
+def width_for(count: int) -> int:
+    """Bits that tell `count` values apart."""
+    return max(0, (count - 1).bit_length())
+
+
+def packed_bytes(count: int, width: int) -> int:
+    """Bytes that `count` numbers of `width` bits take."""
+    return -(-count * width // 8)
+
+
+def pack(values: Tensor, width: int) -> Tensor:
+    """Pack the last dim.
+
+    Args:
+        values: (..., n) integers from 0 to 2^width - 1; what is above is cut off.
+        width: bits of each, from 0 to 24.
+
+    Returns:
+        (..., `packed_bytes(n, width)`) uint8.
+
+    Raises:
+        UserError: another width.
+    """
+    _check(width)
+    count = values.shape[-1]
+    size = packed_bytes(count, width)
+    if width == 8:
+        return values.to(torch.uint8)
+    group, group_bytes = _group(width)
+    groups = -(-count // group)
+    padded = torch.nn.functional.pad(values.to(torch.int32), (0, groups * group - count))
+    padded = (padded & ((1 << width) - 1)).view(*values.shape[:-1], groups, group)
+    out = torch.zeros(*values.shape[:-1], groups, group_bytes, dtype=torch.int32, device=values.device)
+    for place, byte, shift in _overlaps(width):
+        value = padded[..., place]
+        out[..., byte] |= (value << shift if shift >= 0 else value >> -shift) & 255
+    return out.to(torch.uint8).flatten(-2)[..., :size]
+
+
+def unpack(packed: Tensor, count: int, width: int) -> Tensor:
+    """The numbers that `pack` packed.
+
+    Args:
+        packed: (..., `packed_bytes(count, width)`) uint8.
+        count: of numbers in a row.
+        width: bits of each.
+
+    Returns:
+        (..., count) int32.
+
+    Raises:
+        UserError: another width, or rows of another length.
+    """
+    _check(width)
+    size = packed_bytes(count, width)
+    if packed.shape[-1] != size:
+        raise UserError(f"{count} numbers of {width} bits take {size} bytes; given {packed.shape[-1]}")
+    if width == 8:
+        return packed.to(torch.int32)
+    group, group_bytes = _group(width)
+    groups = -(-count // group)
+    padded = torch.nn.functional.pad(packed, (0, groups * group_bytes - size)).to(torch.int32)
+    padded = padded.view(*packed.shape[:-1], groups, group_bytes)
+    out = torch.zeros(*packed.shape[:-1], groups, group, dtype=torch.int32, device=packed.device)
+    for place, byte, shift in _overlaps(width):
+        value = padded[..., byte]
+        out[..., place] |= value >> shift if shift >= 0 else value << -shift
+    return (out & ((1 << width) - 1)).flatten(-2)[..., :count]
+
+
+def _group(width: int) -> tuple[int, int]:
+    """The fewest numbers that fill whole bytes, and how many bytes."""
+    count = 8 // gcd(width, 8)
+    return count, count * width // 8
+
+
+def _overlaps(width: int) -> Iterator[tuple[int, int, int]]:
+    """(number, byte, by how many bits the number stands above the byte) for all in a group that share bits."""
+    count, _ = _group(width)
+    for place in range(count):
+        for byte in range(place * width // 8, ((place + 1) * width - 1) // 8 + 1) if width else ():
+            yield place, byte, place * width - 8 * byte
+
+
+def _check(width: int) -> None:
+    if not 0 <= width <= MOST_BITS:
+        raise UserError(f"numbers of 0 to {MOST_BITS} bits can be packed; given {width}")

@@ -1,0 +1,88 @@
+"""Replicas as threads of this process, for tests that need no sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from scantling.comm.link import Link
+
+Result = TypeVar("Result")
+
+
+class Room:
+    """Where replicas meet: each lays something down, and all take what is there."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.things: list[Any] = [None] * size
+
+    def meet(self, rank: int, thing: Any) -> list[Any]:
+        self.things[rank] = thing
+        self.barrier.wait()
+        found = list(self.things)
+        self.barrier.wait()
+        return found
+
+
+class ThreadLink(Link):
+    """A link to the other threads of a room; what it sends can be changed on its way."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        super().__init__()
+        self.room, self._rank = room, rank
+        self.on_its_way: Callable[[Tensor], Tensor] = lambda message: message
+
+    @property
+    def is_alone(self) -> bool:
+        return self.room.size == 1
+
+    @property
+    def size(self) -> int:
+        return self.room.size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def all_gather(self, message: Tensor) -> list[Tensor]:
+        self.wire_bytes += (self.size - 1) * message.nbytes
+        return [each.clone() for each in self.room.meet(self._rank, self.on_its_way(message))]
+
+    def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        self.wire_bytes += (self.size - 1) * messages[0].nbytes
+        found = self.room.meet(self._rank, [self.on_its_way(each) for each in messages])
+        return [each[self._rank].clone() for each in found]
+
+    def mean(self, values: Tensor) -> Tensor:
+        values.copy_(torch.stack(self.room.meet(self._rank, values.clone())).mean(0))
+        return values
+
+
+def together(size: int, work: Callable[[ThreadLink], Result]) -> list[Result]:
+    """What `work` returns on each of some replicas, which run side by side; the first error of any is raised."""
+    room = Room(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadLink(room, rank))
+        except BaseException as error:
+            errors.append(error)
+            room.barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    if errors:
+        raise (real or errors)[0]
+    return results

@@ -1,0 +1,242 @@
+"""The exchange of momentum between replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.comm.momentum import MomentumExchange
+from scantling.comm.values import VALUES
+from scantling.errors import NonFiniteError, PayloadError, UserError
+from tests.comm.replicas import ThreadLink, together
+
+SHAPES = {
+    "square": (70, 130),
+    "long": (1021, 7),
+    "stack": (3, 40, 50),
+    "conv": (12, 20, 3, 8),
+    "vector": (300,),
+    "one": (),
+}
+EMBEDDING = (50, 96)
+
+
+def params_of(seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in (*SHAPES.values(), EMBEDDING)]
+
+
+def groups_of(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    named = list(zip((*SHAPES, "embedding"), params, strict=True))
+    return [{"params": named[:-1]}, {"params": named[-1:], "role": "embedding", "matrix_dims": ((0,), (1,))}]
+
+
+def gradient(rank: int, step: int, shape: torch.Size) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(shape, generator=generator)
+
+
+def exchange_of(link: ThreadLink | None, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
+    made = MomentumExchange(groups_of(params), **{"topk": 8, "chunk": 16, **options})
+    if link is not None:
+        made.link = link
+    return made
+
+
+def residuals(made: MomentumExchange, params: list[nn.Parameter]) -> list[Tensor]:
+    return [made.state.get(param, {}).get("residual", torch.zeros_like(param)) for param in params]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("way", ["all_gather", "owner"])
+@pytest.mark.parametrize("values", VALUES)
+def test_nothing_is_lost(size: int, way: str, values: str) -> None:
+    """Without decay: the gradients' mean over replicas, summed over steps, is what was applied and what is left."""
+
+    def work(link: ThreadLink) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        params = params_of()
+        made = exchange_of(link, params, decay=1.0, values=values, dense=values, exchange=way)
+        given = [torch.zeros_like(param) for param in params]
+        applied = [torch.zeros_like(param) for param in params]
+        for step in range(4):
+            for param, sum_of in zip(params, given, strict=True):
+                param.grad = gradient(link.rank, step, param.shape)
+                sum_of += param.grad
+            assert made.exchange()
+            for param, sum_of in zip(params, applied, strict=True):
+                sum_of += param.grad
+        assert made.wire_bytes == made.planned_wire_bytes()
+        return given, applied, residuals(made, params)
+
+    found = together(size, work)
+    for place in range(len(SHAPES) + 1):
+        mean_given = torch.stack([given[place] for given, _, _ in found]).mean(0)
+        mean_left = torch.stack([left[place] for _, _, left in found]).mean(0)
+        assert all(torch.equal(applied[place], found[0][1][place]) for _, applied, _ in found)
+        torch.testing.assert_close(found[0][1][place] + mean_left, mean_given, rtol=1e-4, atol=2e-5)
+
+
+def test_with_everything_sent_it_is_the_mean_of_the_gradients() -> None:
+    def work(link: ThreadLink) -> list[Tensor]:
+        params = params_of()
+        made = exchange_of(link, params, topk=256, values="fp32", dense="fp32")
+        for param in params:
+            param.grad = gradient(link.rank, 0, param.shape)
+        made.exchange()
+        return [param.grad for param in params]
+
+    found = together(3, work)
+    for place, param in enumerate(params_of()):
+        wanted = torch.stack([gradient(rank, 0, param.shape) for rank in range(3)]).mean(0)
+        torch.testing.assert_close(found[0][place], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["all_gather", "owner"])
+def test_a_replica_with_nan_is_left_out_and_comes_back(way: str) -> None:
+    def work(link: ThreadLink) -> tuple[list[list[Tensor]], MomentumExchange]:
+        params = params_of()
+        made = exchange_of(link, params, topk=256, values="fp32", dense="fp32", exchange=way, decay=0.0)
+        steps = []
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(link.rank, step, param.shape)
+            if step == 1 and link.rank == 1:
+                params[0].grad[3, 4] = torch.nan
+            made.exchange()
+            assert made.left_out == ([1] if step == 1 else [])
+            steps.append([param.grad for param in params])
+        return steps, made
+
+    found = together(3, work)
+    for step, ranks in enumerate([(0, 1, 2), (0, 2), (0, 1, 2)]):
+        for place, param in enumerate(params_of()):
+            wanted = torch.stack([gradient(rank, step, param.shape) for rank in ranks]).mean(0)
+            assert torch.equal(found[0][0][step][place], found[1][0][step][place])
+            torch.testing.assert_close(found[1][0][step][place], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_when_all_are_nan_it_stops_everywhere_and_nothing_has_changed() -> None:
+    def work(link: ThreadLink) -> tuple[str, list[Tensor]]:
+        params = params_of()
+        made = exchange_of(link, params)
+        for param in params:
+            param.grad = gradient(link.rank, 0, param.shape)
+        made.exchange()
+        before = [each.clone() for each in residuals(made, params)]
+        for param in params:
+            param.grad = torch.full_like(param, torch.inf)
+        with pytest.raises(NonFiniteError, match="all 2 processes") as error:
+            made.exchange()
+        assert all(map(torch.equal, before, residuals(made, params)))
+        return str(error.value), before
+
+    first, second = together(2, work)
+    assert first[0] == second[0]
+
+
+def test_other_weights_are_named_with_their_rank() -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        if link.rank == 2:
+            with torch.no_grad():
+                params[2][1, 2, 3] += 1e-6
+        exchange_of(link, params).exchange()
+
+    with pytest.raises(UserError, match="rank 2 differs from the others: stack has other values"):
+        together(3, work)
+
+
+def test_other_options_are_named_with_their_rank() -> None:
+    def work(link: ThreadLink) -> None:
+        exchange_of(link, params_of(), topk=4 if link.rank == 1 else 8).exchange()
+
+    with pytest.raises(UserError, match=r"rank 1 differs from the others: it has square: shape \(70, 130\).*'topk': 4"):
+        together(3, work)
+
+
+def test_damaged_messages_are_errors() -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params)
+        made.exchange()
+
+        def damage(message: Tensor) -> Tensor:
+            changed = message.clone()
+            changed[40] ^= 16
+            return changed
+
+        if link.rank == 1:
+            link.on_its_way = damage
+        made.exchange()
+
+    with pytest.raises(PayloadError, match="rank 1 was damaged"):
+        together(2, work)
+
+
+def test_steps_without_an_exchange_fill_the_residuals() -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params, sync_every=3, decay=0.5, dense="fp32")
+        for step in range(3):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            assert made.exchange() == (step == 2)
+            assert (params[0].grad is None) == (step < 2)
+            if step == 1:
+                assert made.state[params[0]]["residual"].unique().tolist() == [1.5]
+        assert params[-1].grad.unique().tolist() == [3.0]
+
+    together(2, work)
+
+
+def test_parameters_without_gradients_and_empty_ones() -> None:
+    params = [nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(0, 64)), nn.Parameter(torch.ones(3))]
+    made = MomentumExchange(params)
+    params[0].grad = torch.ones(64, 64)
+    made.exchange()
+    assert params[0].grad.abs().sum() > 0
+    assert params[1].grad.shape == (0, 64)
+    assert not params[2].grad.any()
+
+
+def test_half_precision_parameters_have_fp32_residuals() -> None:
+    param = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
+    made = MomentumExchange([param], topk=4, decay=0.999)
+    param.grad = torch.randn(64, 64, dtype=torch.bfloat16)
+    made.exchange()
+    before = made.state[param]["residual"].clone()
+    assert before.dtype == torch.float32
+    assert param.grad.dtype == torch.bfloat16
+    param.grad = torch.zeros_like(param)
+    made.exchange()
+    assert (made.state[param]["residual"] != before).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"chunk": 0}, "chunk must be a whole number from 1 on; given 0"),
+        ({"topk": 17, "chunk": 4}, "topk must be at most chunk^2 = 16, all there is in a block; given 17"),
+        ({"decay": 1.5}, "decay must be from 0 to 1; given 1.5"),
+        ({"values": "int2"}, "values must be one of fp32, bf16, int8, int4, sign; given 'int2'"),
+        ({"exchange": "ring"}, "exchange must be one of auto, all_gather, owner; given 'ring'"),
+        ({"sync_every": 0}, "sync_every must be a whole number from 1 on; given 0"),
+        ({"process_group": 3}, "process_group must be a process group or a mesh of one dim; given 3"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError) as error:
+        MomentumExchange([nn.Parameter(torch.ones(4, 4))], **options)
+    assert text in str(error.value)
+
+
+def test_the_groups_of_a_model() -> None:
+    model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 128), nn.LayerNorm(128))
+    text = str(MomentumExchange(sc.param_groups(model), topk=8))
+    assert "2 tensors" not in text.splitlines()[0]
+    assert "8 of 64 x 64, sign" in text
+    assert "rows of 64, bf16" in text

@@ -1,0 +1,108 @@
+"""Messages: what is sealed is unsealed, and what is damaged is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scantling.comm.payload import HEADER_BYTES, Header, check, seal, unseal
+from scantling.comm.section import Section
+from scantling.comm.values import VALUES, Values, dequantise, quantise, quantised_bytes
+from scantling.errors import PayloadError
+
+OWN = Header(True, 3, 70_000, 1, 0xDEADBEEF)
+ERRORS = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}
+"""Largest error of a number, in parts of the largest of its row."""
+
+
+@pytest.mark.parametrize("values", VALUES)
+@given(rows=st.integers(0, 5), length=st.integers(0, 9), seed=st.integers(0, 999))
+@settings(deadline=None, max_examples=30)
+def test_numbers_come_back_as_near_as_their_format(values: Values, rows: int, length: int, seed: int) -> None:
+    value = torch.randn(rows, length, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 40 - 20)
+    coded = quantise(value, values)
+    assert coded.numel() == quantised_bytes(rows, length, values)
+    found = dequantise(coded, rows, length, values)
+    if values == "sign":
+        wanted = value.sign() * value.abs().mean(1, keepdim=True)
+        torch.testing.assert_close(found, wanted, rtol=2.0**-8, atol=0.0)
+    elif value.numel():
+        assert ((found - value).abs() <= ERRORS[values] * value.abs().amax(1, keepdim=True)).all()
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    for values in get_args(Values):
+        assert not dequantise(quantise(torch.zeros(2, 3), values), 2, 3, values).any()
+
+
+@given(st.integers(1, 70), st.integers(0, 5), st.data())
+@settings(deadline=None)
+def test_the_largest_numbers_of_blocks_are_sent(size: int, count: int, data: st.DataObject) -> None:
+    section = Section(size, data.draw(st.integers(1, size)), data.draw(st.sampled_from(VALUES)))
+    blocks = torch.randn(count, size)
+    index, values = section.select(blocks)
+    packed = section.pack(index, values)
+    assert packed.numel() == section.num_bytes(count)
+    found_index, found = section.unpack(packed, count)
+    if index is None:
+        assert found_index is None
+    else:
+        assert torch.equal(found_index, index)
+        least = blocks.abs().sort(descending=True).values[:, section.kept - 1 : section.kept]
+        assert (values.abs() >= least).all()
+    if section.values == "fp32":
+        whole = torch.zeros(count, size)
+        section.add(found_index, found, whole)
+        assert torch.equal(whole != 0, whole == blocks)
+
+
+def test_messages_come_back() -> None:
+    bodies = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (0, 1, 7, 8, 1000)]
+    headers = [replace(OWN, rank=rank, valid=rank != 2) for rank in range(5)]
+    found, given = unseal([seal(header, body) for header, body in zip(headers, bodies, strict=True)])
+    assert found == headers
+    assert all(map(torch.equal, given, bodies))
+    check(found, OWN)
+
+
+@given(st.integers(0, 200), st.integers(0, 7), st.integers(0, 99))
+@settings(deadline=None, max_examples=300)
+def test_no_damaged_bit_goes_unseen(size: int, bit: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    message = seal(OWN, torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator))
+    place = int(torch.randint(0, message.numel(), (1,), generator=generator))
+    message[place] ^= 1 << bit
+    with pytest.raises(PayloadError, match="rank 0"):
+        unseal([message])
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=200))
+@settings(deadline=None)
+def test_noise_is_no_message(noise: bytes) -> None:
+    with pytest.raises(PayloadError):
+        unseal([torch.frombuffer(bytearray(noise), dtype=torch.uint8)])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"step": 5}, "rank 1 sent a message of step 5; rank 0 expects 4"),
+        ({"epoch": 9}, "epoch 9; rank 0 expects 3"),
+        ({"configuration": 1}, "configuration 00000001; rank 0 expects deadbeef"),
+        ({"rank": 0}, "rank 0; rank 0 expects 1"),
+    ],
+)
+def test_messages_of_another_step_or_run_are_refused(change: dict[str, int], text: str) -> None:
+    own = replace(OWN, rank=0, step=4)
+    with pytest.raises(PayloadError, match=text):
+        check(
+            [own, replace(own, rank=1, **{key: value for key, value in change.items() if key != "rank"})]
+            if "rank" not in change
+            else [own, own],
+            own,
+        )
