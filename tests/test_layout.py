@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "scantling"
 LAYERS = (
     ("errors", "files", "numerics"),
-    ("groups", "models.presets", "recipe.schema", "reporting.format"),
+    ("groups", "loading", "models.presets", "recipe.schema", "reporting.format"),
     ("comm", "optim", "tensor"),
     ("recipe", "integrations"),
     ("data",),

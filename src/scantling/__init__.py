@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from scantling.comm.demo import DeMo
+    from scantling.comm.momentum import MomentumExchange
     from scantling.groups import param_groups
     from scantling.integrations import hf
     from scantling.optim.came import CAME
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CAME": "scantling.optim.came",
+    "DeMo": "scantling.comm.demo",
+    "MomentumExchange": "scantling.comm.momentum",
     "Plan": "scantling.planning.plan",
     "RankAdapter": "scantling.tensor.ranks",
     "RunResult": "scantling.training.run",
@@ -42,6 +46,8 @@ _MODULES = {"hf": "scantling.integrations.hf"}
 
 __all__ = [
     "CAME",
+    "DeMo",
+    "MomentumExchange",
     "Plan",
     "RankAdapter",
     "RunResult",

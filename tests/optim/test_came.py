@@ -78,7 +78,7 @@ def last_two(shape: tuple[int, ...]) -> Any:
 def test_trajectory_is_that_of_the_oracle(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     param, grads = parameter(shape), gradients(shape, 60)
     expected = run_oracle(param, last_two(shape), grads, **options)
-    found = run(CAME([param], factor="last2", **options), param, grads)
+    found = run(CAME([param], factor="last2", **{"lr": 2e-4, **options}), param, grads)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -90,7 +90,7 @@ def test_trajectory_is_that_of_the_published_package(
 ) -> None:
     ours, theirs, grads = parameter(shape, dtype=dtype), parameter(shape, dtype=dtype), gradients(shape, 60)
     expected = run(PublishedCAME([theirs], lr=1e-3, weight_decay=weight_decay), theirs, grads)
-    found = run(CAME([ours], factor="last2", weight_decay=weight_decay), ours, grads)
+    found = run(CAME([ours], lr=2e-4, factor="last2", weight_decay=weight_decay), ours, grads)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -116,14 +116,14 @@ def test_trajectory_is_that_of_the_published_package(
 def test_auto_factors_by_the_rule(shape: tuple[int, ...], matrix_dims: Any, view: Any) -> None:
     param, grads = parameter(shape), gradients(shape, 20)
     expected = run_oracle(param, view, grads, debias=True, betas=CONFIDENT)
-    optimizer = CAME([{"params": [param], "matrix_dims": matrix_dims}], debias=True, betas=CONFIDENT)
+    optimizer = CAME([{"params": [param], "matrix_dims": matrix_dims}], lr=2e-4, debias=True, betas=CONFIDENT)
     torch.testing.assert_close(run(optimizer, param, grads), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_auto_leaves_what_is_tagged_a_vector_unfactored() -> None:
     param, grads = parameter((20, 30)), gradients((20, 30), 10)
     expected = run_oracle(param, None, grads)
-    found = run(CAME([{"params": [param], "role": "vector"}]), param, grads)
+    found = run(CAME([{"params": [param], "role": "vector"}], lr=2e-4), param, grads)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -131,10 +131,10 @@ def test_auto_leaves_what_is_tagged_a_vector_unfactored() -> None:
 @pytest.mark.parametrize("shape", [(500,), (24, 33), (3, 20, 17), (20, 2, 3, 3)], ids=str)
 def test_tiles_do_not_change_the_result(shape: tuple[int, ...], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, tiled, grads = parameter(shape), parameter(shape), gradients(shape, 5)
-    expected = run(CAME([whole], weight_decay=0.1, debias=True), whole, grads)
+    expected = run(CAME([whole], lr=2e-4, weight_decay=0.1, debias=True), whole, grads)
     monkeypatch.setattr(eager, "CPU_TILE", limit)
     assert len(eager.tiles_of(tuple(tiled.shape), limit, tiled.ndim)) > 1
-    found = run(CAME([tiled], weight_decay=0.1, debias=True), tiled, grads)
+    found = run(CAME([tiled], lr=2e-4, weight_decay=0.1, debias=True), tiled, grads)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -170,7 +170,7 @@ def test_scratch_does_not_grow_with_the_parameter(
 ) -> None:
     monkeypatch.setattr(eager, "CPU_TILE", 1000)
     param = parameter(shape, dtype=dtype)
-    optimizer = CAME([param], weight_decay=0.1, debias=True, foreach=False)
+    optimizer = CAME([param], lr=2e-4, weight_decay=0.1, debias=True, foreach=False)
     run(optimizer, param, gradients(shape, 1))
     with ScratchMeter() as meter:
         optimizer.step()
@@ -206,7 +206,7 @@ def test_debias_vanishes_with_the_steps() -> None:
     grads = gradients((20, 30), 400)
     betas = (0.5, 0.6, 0.7)
     a, b = parameter((20, 30)), parameter((20, 30))
-    plain, debiased = CAME([a], betas=betas), CAME([b], betas=betas, debias=True)
+    plain, debiased = CAME([a], lr=2e-4, betas=betas), CAME([b], lr=2e-4, betas=betas, debias=True)
     run(plain, a, grads)
     run(debiased, b, grads)
     before_a, before_b = a.detach().clone(), b.detach().clone()
@@ -219,8 +219,8 @@ def test_transposed_parameter_gives_transposed_trajectory() -> None:
     grads = gradients((24, 33), 30)
     a = parameter((24, 33))
     b = nn.Parameter(a.detach().T.contiguous())
-    found = run(CAME([a], weight_decay=0.1), a, grads)
-    transposed = run(CAME([b], weight_decay=0.1), b, [grad.T.contiguous() for grad in grads])
+    found = run(CAME([a], lr=2e-4, weight_decay=0.1), a, grads)
+    transposed = run(CAME([b], lr=2e-4, weight_decay=0.1), b, [grad.T.contiguous() for grad in grads])
     torch.testing.assert_close(found, transposed.T, rtol=1e-12, atol=1e-12)
 
 
@@ -229,8 +229,8 @@ def test_transposed_parameter_gives_transposed_trajectory() -> None:
 def test_scale_of_the_gradients_does_not_matter(scale: float, debias: bool) -> None:
     grads = [torch.randn(24, 33, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(30)]
     a, b = parameter((24, 33)), parameter((24, 33))
-    found = run(CAME([a], debias=debias, eps=(0.0, 1e-16)), a, grads)
-    scaled = run(CAME([b], debias=debias, eps=(0.0, 1e-16)), b, [grad * scale for grad in grads])
+    found = run(CAME([a], lr=2e-4, debias=debias, eps=(0.0, 1e-16)), a, grads)
+    scaled = run(CAME([b], lr=2e-4, debias=debias, eps=(0.0, 1e-16)), b, [grad * scale for grad in grads])
     torch.testing.assert_close(found, scaled, rtol=1e-11, atol=1e-11)
 
 
@@ -242,8 +242,10 @@ def test_stacked_experts_are_separate_matrices_but_for_the_clip() -> None:
         stack = parameter((3, 20, 17))
         singles = [nn.Parameter(expert.clone()) for expert in stack.detach()]
         for i, single in enumerate(singles):
-            run(CAME([single], clip_threshold=threshold, **options), single, [grad[i] for grad in grads])
-        return run(CAME([stack], clip_threshold=threshold, **options), stack, grads), torch.stack(singles).detach()
+            run(CAME([single], lr=2e-4, clip_threshold=threshold, **options), single, [grad[i] for grad in grads])
+        return run(CAME([stack], lr=2e-4, clip_threshold=threshold, **options), stack, grads), torch.stack(
+            singles
+        ).detach()
 
     torch.testing.assert_close(*apart(1e6), rtol=1e-12, atol=1e-12)
     stacked, single = apart(0.5)
@@ -302,8 +304,8 @@ def test_memory_format_of_the_parameter_does_not_matter() -> None:
     grads = gradients((20, 8, 3, 3), 10)
     plain = parameter((20, 8, 3, 3))
     channels_last = nn.Parameter(plain.detach().clone(memory_format=torch.channels_last))
-    expected = run(CAME([plain]), plain, grads)
-    optimizer = CAME([channels_last])
+    expected = run(CAME([plain], lr=2e-4), plain, grads)
+    optimizer = CAME([channels_last], lr=2e-4)
     found = run(optimizer, channels_last, [grad.to(memory_format=torch.channels_last) for grad in grads])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert optimizer.state[channels_last]["exp_avg"].stride() == channels_last.stride()

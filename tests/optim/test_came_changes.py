@@ -142,7 +142,7 @@ def test_cuts_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UserError, match="is not in this optimizer"):
         optimizer.slice_state(nn.Parameter(torch.zeros(3)), 0, torch.arange(1))
     fresh = nn.Parameter(torch.zeros(20, 20))
-    CAME([fresh]).slice_state(fresh, 0, torch.arange(2))  # nothing there yet
+    CAME([fresh], lr=2e-4).slice_state(fresh, 0, torch.arange(2))  # nothing there yet
 
 
 # --- came-pytorch
@@ -205,4 +205,4 @@ def test_other_factors_are_averaged_anew(momentum: Any) -> None:
     assert torch.equal(optimizer.state[params[2]]["row"].squeeze(-1), published.state[params[2]]["exp_avg_sq_row"])
     assert all(torch.isfinite(value).all() for value in advance(params, optimizer, range(6, 9)))
     with pytest.raises(UserError, match=r"hold \[3\] parameters, those of this optimizer \[2\]"):
-        from_came_pytorch(published.state_dict(), CAME(params[:2]))
+        from_came_pytorch(published.state_dict(), CAME(params[:2], lr=2e-4))

@@ -7,6 +7,8 @@ import io
 import pickle
 from typing import Any
 
+import came_pytorch
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scantling.errors import UserError
 from scantling.groups import param_groups
-from scantling.optim import CAME
+from scantling.optim import CAME, came_state_bytes, from_came_pytorch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -203,7 +205,7 @@ def test_groups_can_be_added_later() -> None:
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr must be a number at least 0; given -1.0"),
-        ({"lr": None}, "lr must be a number at least 0; given None"),
+        ({"lr": None}, "CAME needs a learning rate"),
         ({"lr": float("nan")}, "given nan"),
         ({"lr": torch.ones(1)}, "0-D"),
         ({"betas": (0.9, 0.999)}, "betas must be 3 numbers"),
@@ -223,8 +225,56 @@ def test_groups_can_be_added_later() -> None:
 )
 def test_values_out_of_range_are_refused_and_printed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
-        CAME([nn.Parameter(torch.ones(2))], **options)
+        CAME([nn.Parameter(torch.ones(2))], **{"lr": 2e-4, **options})
     assert message in str(error.value)
+
+
+def test_a_learning_rate_is_needed() -> None:
+    param, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with pytest.raises(UserError, match="CAME needs a learning rate, such as lr=1e-3"):
+        CAME([param])
+    with pytest.raises(UserError, match="CAME needs a learning rate"):
+        CAME([{"params": [param], "lr": 1e-3}, {"params": [other]}])
+    assert CAME([{"params": [param], "lr": 1e-3}]).param_groups[0]["lr"] == 1e-3
+    with pytest.raises(UserError, match=r"lr must be a number at least 0; given -0\.01"):
+        CAME([param], lr=torch.tensor(-0.01, dtype=torch.float64))
+    CAME([param], lr=np.float32(1e-3))
+
+
+def test_a_learning_rate_in_a_tensor_is_each_groups_own() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
+    first, second = CAME(groups, lr=torch.tensor(1e-3)).param_groups
+    first["lr"].fill_(2e-3)
+    assert float(second["lr"]) == pytest.approx(1e-3)
+
+
+def test_state_of_other_optimizers_is_refused() -> None:
+    param = nn.Parameter(torch.randn(20, 20))
+    param.grad = torch.randn(20, 20)
+    published = came_pytorch.CAME([param], lr=1e-3)
+    published.step()
+    optimizer = CAME([param], lr=1e-3)
+    with pytest.raises(UserError, match=r"sc\.optim\.from_came_pytorch makes one of CAME"):
+        optimizer.load_state_dict(published.state_dict())
+    with pytest.raises(UserError, match="this is no state of an optimizer of 1 groups"):
+        optimizer.load_state_dict({})
+    adamw = torch.optim.AdamW([param])
+    adamw.step()
+    with pytest.raises(UserError, match="no state of came-pytorch"):
+        from_came_pytorch(adamw.state_dict(), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": "int3"}, "momentum must be one of fp32, bf16, int8, int4; given 'int3'"),
+        ({"factor": "x"}, "factor must be one of auto, last2; given 'x'"),
+        ({"dtype": torch.complex64}, "dtype must be one of"),
+    ],
+)
+def test_bytes_of_what_there_is_not(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        came_state_bytes((64, 64), **options)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +288,7 @@ def test_values_out_of_range_are_refused_and_printed(options: dict[str, Any], me
 )
 def test_parameters_it_cannot_train_are_refused_by_name(param: nn.Parameter, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        CAME([("weight", param)])
+        CAME([("weight", param)], lr=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +307,7 @@ def test_placements_it_cannot_train_are_refused_by_name(placement: Any, options:
         mesh = init_device_mesh("cpu", (2,))
         sharded = nn.Parameter(DTensor.from_local(torch.ones(20, 20), mesh, [placement], run_check=False))
         with pytest.raises(UserError, match=message):
-            CAME([("weight", sharded)], **options)
+            CAME([("weight", sharded)], lr=2e-4, **options)
     finally:
         dist.destroy_process_group()
 
@@ -361,7 +411,7 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change: str) -
         given["state"][0].pop("col")
     else:
         given["param_groups"].append(given["param_groups"][0])
-    with pytest.raises((UserError, ValueError), match=r"0\.weight|number of parameter groups"):
+    with pytest.raises((UserError, ValueError), match=r"0\.weight|an optimizer of 1 groups"):
         optimizer.load_state_dict(given)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]

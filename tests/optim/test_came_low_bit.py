@@ -355,27 +355,27 @@ def test_no_view_has_rows_too_short_for_their_scales(shape: tuple[int, ...], dim
 
 def test_scales_of_another_width_are_refused() -> None:
     source, target = (parameter((20, 20)) for _ in range(2))
-    optimizer = CAME([source], momentum="int8")
+    optimizer = CAME([source], lr=2e-4, momentum="int8")
     run(optimizer, source, gradients((20, 20), 1))
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["exp_avg_scale"] = saved["state"][0]["exp_avg_scale"].to(torch.float16)
     with pytest.raises(UserError, match=r"given .*scale \(20, 1\) float16.* needed .*scale \(20, 1\) uint8"):
-        CAME([target], momentum="int8").load_state_dict(saved)
+        CAME([target], lr=2e-4, momentum="int8").load_state_dict(saved)
 
 
 def test_what_a_precision_cannot_do_is_refused() -> None:
     with pytest.raises(UserError, match="momentum must be one of fp32, bf16, int8, int4; given 'fp8'"):
-        CAME([parameter((20, 20))], momentum="fp8")  # type: ignore[arg-type]
+        CAME([parameter((20, 20))], lr=2e-4, momentum="fp8")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"is for bfloat16 parameters; .* is float16"):
-        CAME([parameter((20, 20), torch.float16)], rounding="stochastic")
+        CAME([parameter((20, 20), torch.float16)], lr=2e-4, rounding="stochastic")
     with pytest.raises(UserError, match="float64; use momentum='fp32'"):
-        CAME([parameter((20, 20), torch.float64)], momentum="int8")
+        CAME([parameter((20, 20), torch.float64)], lr=2e-4, momentum="int8")
     source, target = (parameter((20, 20)) for _ in range(2))
-    optimizer = CAME([source], momentum="int8")
+    optimizer = CAME([source], lr=2e-4, momentum="int8")
     run(optimizer, source, gradients((20, 20), 1))
     with pytest.raises(UserError, match="group 0 was saved with momentum='int8', this optimizer has momentum='fp32'"):
-        CAME([target]).load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        CAME([target], lr=2e-4).load_state_dict(copy.deepcopy(optimizer.state_dict()))
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["exp_avg_codes"] = saved["state"][0]["exp_avg_codes"].float()
     with pytest.raises(UserError, match=r"given .*codes \(20, 20\) float32.* needed .*codes \(20, 20\) int8"):
-        CAME([target], momentum="int8").load_state_dict(saved)
+        CAME([target], lr=2e-4, momentum="int8").load_state_dict(saved)

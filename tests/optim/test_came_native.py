@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scantling.optim import CAME, _native
+from scantling.errors import UserError
+from scantling.optim import CAME, _native, predicted_temporary_bytes
 from scantling.optim._rounding import read
 
 SHAPES: list[tuple[int, ...]] = [
@@ -38,6 +40,77 @@ def trained(shapes: list[tuple[int, ...]], dtype: torch.dtype, **options: Any) -
             param.grad = grad.to(dtype)
         optimizer.step()
     return params, optimizer
+
+
+def after_one_step(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Parameter, CAME]:
+    param = nn.Parameter(torch.randn(32, 48, dtype=dtype))
+    optimizer = CAME([param], lr=1e-2, **options)
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    return param, optimizer
+
+
+def convert(param: nn.Parameter, dtype: torch.dtype) -> None:
+    param.grad = None
+    param.data = param.data.to(dtype)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize(
+    ("start", "options", "change"),
+    [
+        (torch.float32, {"rounding": "compensated"}, lambda p, g: convert(p, torch.bfloat16)),
+        (torch.float64, {}, lambda p, g: convert(p, torch.float32)),
+        (torch.bfloat16, {}, lambda p, g: g.update(rounding="compensated")),
+        (torch.float32, {}, lambda p, g: g.update(momentum="int8")),
+        (torch.float32, {}, lambda p, g: g.update(momentum="bf16")),
+        (torch.float32, {}, lambda p, g: g.update(role="vector")),
+    ],
+    ids=["compensated", "float64", "rounding", "momentum", "bf16", "role"],
+)
+def test_state_that_does_not_fit_any_more_is_an_error(foreach: Any, start: Any, options: Any, change: Any) -> None:
+    param, optimizer = after_one_step(start, foreach=foreach, **options)
+    change(param, optimizer.param_groups[0])
+    before = param.detach().clone()
+    param.grad = torch.randn_like(param)
+    with pytest.raises(UserError, match="does not fit it any more"):
+        optimizer.step()
+    assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_shapes_that_do_not_fit_are_errors(foreach: Any) -> None:
+    param, optimizer = after_one_step(foreach=foreach)
+    old = param.grad
+    param.grad = None
+    param.data = param.data[:20].clone()
+    param.grad = torch.randn_like(param)
+    with pytest.raises(UserError, match="does not fit it any more"):
+        optimizer.step()
+    optimizer.slice_state(param, 0, torch.arange(20))
+    optimizer.step()
+    param.grad = None
+    param.data = torch.randn(32, 48)
+    param.grad = old
+    param.data = param.data[:20].clone()
+    with pytest.raises(UserError, match=r"the gradient of parameter 0 of shape \(20, 48\) has the shape \(32, 48\)"):
+        optimizer.step()
+
+
+def test_tensors_without_data_are_left_to_operations() -> None:
+    with FakeTensorMode():
+        after_one_step()
+
+
+def test_scratch_of_wide_matrices_stays_small() -> None:
+    wide, narrow = (nn.Parameter(torch.empty(16, width, device="meta")) for width in (400_000, 100_000))
+    for param in (wide, narrow):
+        predicted = predicted_temporary_bytes("came", [{"params": [param]}])
+        assert predicted <= _native.MOST_SCRATCH
+    small = nn.Parameter(torch.ones(16, 300_000))
+    small.grad = torch.ones_like(small)
+    optimizer = CAME([small], lr=1e-3)
+    assert not _native.can_step(optimizer.job(optimizer.param_groups[0], small, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -118,6 +118,25 @@ def assert_close(sharded: Tensor, whole: Tensor, tolerance: float, what: str) ->
     assert error <= tolerance, f"{what} of {tuple(whole.shape)} is off by {float(error):.2e}"
 
 
+def steps_with_an_empty_shard() -> None:
+    """One expert on two ranks: the second has nothing of it, and takes part in the exchange all the same."""
+    mesh = init_device_mesh("cpu", (2,))
+    for momentum in ("fp32", "bf16", "int8", "int4"):
+        whole = nn.Parameter(torch.ones(1, 32, 32))
+        part = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]))
+        one, many = (CAME([{"params": [p], "matrix_dims": STACK}], momentum=momentum, **OPTIONS) for p in (whole, part))
+        for number in range(3):
+            whole.grad = gradient((1, 32, 32), number, 0, torch.float32)
+            part.grad = distribute_tensor(whole.grad, mesh, [Shard(0)], src_data_rank=None)
+            one.step()
+            many.step()
+        assert_close(part, whole, 2e-6, momentum)
+
+
+def test_an_empty_shard_in_every_codec() -> None:
+    run(2, steps_with_an_empty_shard)
+
+
 def equals_one_device(cases: list[tuple[tuple[int, ...], tuple[Placement, ...]]]) -> None:
     meshes = {shape: init_device_mesh("cpu", shape) for shape, _ in cases}
     for shape, placements in cases:
@@ -159,7 +178,7 @@ def exchanges_and_bytes() -> None:
             pair.step(number)
         assert comm.get_total_counts() == 3
     assert pair.many.state_bytes() == state_bytes(pair.many) < pair.one.state_bytes()
-    vectors = CAME([pair.parts[4], pair.parts[5]])
+    vectors = CAME([pair.parts[4], pair.parts[5]], lr=2e-4)
     with CommDebugMode() as comm:
         vectors.step()
     assert comm.get_total_counts() == 2
@@ -171,7 +190,7 @@ def exchanges_and_bytes() -> None:
     assert type(state["step"]) is Tensor
     replicated = nn.Parameter(distribute_tensor(torch.ones(20, 20), pair.mesh, [Replicate()]))
     replicated.grad = distribute_tensor(torch.ones(20, 20), pair.mesh, [Replicate()])
-    alone = CAME([replicated])
+    alone = CAME([replicated], lr=2e-4)
     with CommDebugMode() as comm:
         alone.step()
     assert comm.get_total_counts() == 0
@@ -186,18 +205,18 @@ def gradients_placed_otherwise() -> None:
     grad = gradient((20, 30), 0, 0)
     whole_param = nn.Parameter(torch.ones(20, 30))
     whole_param.grad = grad
-    CAME([whole_param]).step()
+    CAME([whole_param], lr=2e-4).step()
     partial = DTensor.from_local(grad / 2, mesh, [Partial()], run_check=False)
     for placement in (Replicate(), Shard(0), Shard(1)):
         for given in (partial, distribute_tensor(grad, mesh, [Replicate()]), distribute_tensor(grad, mesh, [Shard(1)])):
             param = nn.Parameter(distribute_tensor(torch.ones(20, 30), mesh, [placement]))
             param.grad = given
-            CAME([param]).step()
+            CAME([param], lr=2e-4).step()
             assert_close(param, whole_param, 1e-6, "param")
     param = nn.Parameter(torch.ones(20, 30))
     param.grad = partial
     with pytest.raises(UserError, match="the gradient of weight must lie on the device mesh"):
-        CAME([("weight", param)]).step()
+        CAME([("weight", param)], lr=2e-4).step()
 
 
 def test_gradients_placed_otherwise_than_their_parameters_are_redistributed() -> None:

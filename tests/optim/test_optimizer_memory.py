@@ -24,6 +24,7 @@ from scantling.optim import (
     state_bytes,
 )
 from scantling.optim._eager import CPU_TILE, DEVICE_TILE
+from scantling.optim._native import scratch_bytes
 from scantling.optim.memory import ScratchMeter
 
 
@@ -90,9 +91,12 @@ def test_predicted_scratch_is_what_a_step_allocates(name: str, foreach: bool, dt
     with ScratchMeter(optimizer) as meter:
         optimizer.step()
     predicted = predicted_temporary_bytes(name, param_groups(net, weight_decay=0.1), foreach=foreach)
+    in_c = 0  # what no meter of tensors sees
+    if name == "came" and not foreach:
+        in_c = scratch_bytes([optimizer.job(group, p, 0) for group in optimizer.param_groups for p in group["params"]])
     scalars = 64  # clip factors and the like
     if name != "rprop":  # where 0-D parameters keep it from running on the meta device it is estimated
-        assert predicted == pytest.approx(meter.peak, abs=scalars)
+        assert predicted == pytest.approx(max(in_c, meter.peak), abs=scalars)
 
 
 def test_scratch_of_came_is_capped() -> None:
@@ -161,7 +165,7 @@ def test_came_state_bytes_is_exact_and_auto_never_exceeds_adam(
     shape, dims = case
     param = nn.Parameter(torch.ones(shape, dtype=dtype))
     param.grad = torch.ones_like(param)
-    optimizer = CAME([{"params": [param], "matrix_dims": dims, "role": role}], factor=factor)
+    optimizer = CAME([{"params": [param], "matrix_dims": dims, "role": role}], lr=2e-4, factor=factor)
     optimizer.step()
     found = came_state_bytes(shape, dtype=dtype, factor=factor, matrix_dims=dims, role=role)
     assert found == state_bytes(optimizer)

@@ -125,7 +125,7 @@ def test_checkpoints_are_used_once_or_refused() -> None:
     """With use_reentrant=True each segment is a backward pass of its own, with a part of a shared gradient."""
     for reentrant in (False, True):
         layer = nn.Linear(32, 32)
-        optimizer = CAME([layer.weight, layer.bias])
+        optimizer = CAME([layer.weight, layer.bias], lr=2e-4)
         release_gradients(layer, optimizer)
         x = torch.ones(2, 32, requires_grad=True)
         for _ in range(2):
@@ -197,5 +197,10 @@ def test_ddp_is_refused() -> None:
         wrapped = nn.parallel.DistributedDataParallel(model)
         with pytest.raises(UserError, match="cannot be released under DistributedDataParallel"):
             release_gradients(wrapped, optimizer)
+        with release_gradients(model, optimizer):  # what the wrapper holds
+            before = [param.detach().clone() for param in model.parameters()]
+            with pytest.raises(UserError, match="under DistributedDataParallel, which averages"):
+                wrapped(torch.randn(4, 20)).sum().backward()
+            assert all(map(torch.equal, before, model.parameters()))
     finally:
         torch.distributed.destroy_process_group()

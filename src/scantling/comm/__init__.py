@@ -1,6 +1,16 @@
-"""What the processes of one run exchange, behind one seam: `GradientExchange`."""
+"""What the processes of one run exchange: all gradients, or the largest components of their momentum."""
 
 from scantling.comm.allreduce import AllReduce, allreduce_wire_bytes
+from scantling.comm.demo import DeMo
 from scantling.comm.exchange import GradientExchange, NoExchange
+from scantling.comm.momentum import MomentumExchange, merge_local_states
 
-__all__ = ["AllReduce", "GradientExchange", "NoExchange", "allreduce_wire_bytes"]
+__all__ = [
+    "AllReduce",
+    "DeMo",
+    "GradientExchange",
+    "MomentumExchange",
+    "NoExchange",
+    "allreduce_wire_bytes",
+    "merge_local_states",
+]

@@ -186,6 +186,69 @@ class MomentumExchange:
         way = cheaper_way(channels, size) if self.wanted_way == "auto" else self.wanted_way
         return wire_bytes(channels, size, way)
 
+    def are_matrices(self) -> list[bool]:
+        """For each parameter whether it travels as blocks of a transform."""
+        found = [False] * len(self._parameters())
+        for channel in self._channels()[0]:
+            for member in channel.members:
+                found[member.param] = channel.kind.transformed
+        return found
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """What this replica has for itself: its residuals, by the names of their parameters."""
+        pairs = zip(self._names(), self._parameters(), strict=True)
+        residuals = {name: self.state[param]["residual"].clone() for name, param in pairs if self._has(param)}
+        return {"world_size": self.link.size, "rank": self.link.rank, "residuals": residuals}
+
+    def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `local_state_dict` gave on this replica.
+
+        Args:
+            state_dict: of the same rank and world size, or of `merge_local_states`, which fits every replica.
+
+        Raises:
+            UserError: another world size or rank, other parameters or shapes; nothing has been loaded.
+        """
+        for key, own in (("world_size", self.link.size), ("rank", self.link.rank)):
+            if state_dict[key] not in (None, own):
+                raise UserError(
+                    f"the residuals are those of {key} {state_dict[key]}, this is {key} {own}. Every replica has its "
+                    "own; for another number of replicas give each what scantling.comm.merge_local_states makes of all"
+                )
+        known = dict(zip(self._names(), self._parameters(), strict=True))
+        for name, residual in state_dict["residuals"].items():
+            if name not in known or tuple(residual.shape) != tuple(local(known[name]).shape):
+                shape = tuple(local(known[name]).shape) if name in known else None
+                raise UserError(
+                    f"the residual of {name} has the shape {tuple(residual.shape)}, "
+                    + ("there is no such parameter here" if shape is None else f"its parameter here {shape}")
+                )
+        for name, param in known.items():
+            if name in state_dict["residuals"]:
+                self._residual(param).copy_(state_dict["residuals"][name])
+            elif self._has(param):
+                del self.state[param]["residual"]
+
+    def shared_state_dict(self) -> dict[str, Any]:
+        """What all replicas have alike: the number of steps."""
+        return {"step": self.step}
+
+    def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `shared_state_dict` gave on any replica."""
+        self.step = int(state_dict["step"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both, for a replica that keeps a file of its own."""
+        return {"local": self.local_state_dict(), "shared": self.shared_state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave on this replica."""
+        self.load_local_state_dict(state_dict["local"])
+        self.load_shared_state_dict(state_dict["shared"])
+
+    def _has(self, param: Tensor) -> bool:
+        return "residual" in self.state.get(param, {})
+
     def __str__(self) -> str:
         """What travels how, a line each."""
         lines = []
@@ -274,6 +337,27 @@ class MomentumExchange:
             if part is not None:
                 for place, value in channel.paste_sent(*part):
                     self._residual(params[place]).add_(value, alpha=sign * channel.kind.alpha)
+
+
+def merge_local_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The local state that every replica of another number of them begins with: the mean of all residuals.
+
+    The mean over the replicas, which is what the next exchanges apply, stays what it was.
+
+    Args:
+        states: of `local_state_dict`, one of every replica.
+
+    Raises:
+        UserError: not one of every replica, or of other parameters.
+    """
+    ranks = sorted(state["rank"] for state in states)
+    if not states or ranks != list(range(states[0]["world_size"])):
+        raise UserError(f"merge_local_states needs one state of every replica; given those of ranks {ranks}")
+    names = states[0]["residuals"].keys()
+    if any(state["residuals"].keys() != names for state in states):
+        raise UserError("merge_local_states: the states are of different parameters")
+    residuals = {name: torch.stack([state["residuals"][name] for state in states]).mean(0) for name in names}
+    return {"world_size": None, "rank": None, "residuals": residuals}
 
 
 def local(tensor: Tensor) -> Tensor:

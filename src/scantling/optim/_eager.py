@@ -402,11 +402,15 @@ class _Weight:
 def tiles_of(shape: tuple[int, ...], limit: int, depth: int) -> tuple[Tile, ...]:
     """The tiles in which a parameter is worked off, in memory order; one empty tile for a parameter that fits whole.
 
+    An empty part of a sharded parameter has none.
+
     Args:
         shape: of the parameter.
         limit: most elements in a tile.
         depth: only the first so many dims are cut, so that a tile can be larger where what is left is.
     """
+    if not prod(shape):
+        return ()
     if prod(shape) <= limit:
         return ((),)
     cuts: list[list[slice]] = []

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from scantling.optim._eager import Job
 
@@ -30,6 +31,8 @@ _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-fno-math-e
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _MOMENTA = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "compensated": 2}
+MOST_SCRATCH = 64 << 20
+"""Bytes that a step may take beside parameters, gradients and state; a wider matrix is stepped in tiles."""
 
 
 class _Job(ctypes.Structure):
@@ -49,7 +52,12 @@ class _Job(ctypes.Structure):
 
 def can_step(job: Job) -> bool:
     """Whether the C code knows this parameter: fp32 or bf16 on a CPU, rows before columns, all of it contiguous."""
-    if job.param.device.type != "cpu" or job.param.dtype not in _KINDS or job.grad.dtype not in _KINDS:
+    if (
+        isinstance(job.param, FakeTensor)
+        or job.param.device.type != "cpu"
+        or job.param.dtype not in _KINDS
+        or job.grad.dtype not in _KINDS
+    ):
         return False
     if isinstance(job.hyper.lr, Tensor) and job.hyper.lr.device.type != "cpu":
         return False
@@ -58,9 +66,24 @@ def can_step(job: Job) -> bool:
         dims = list(range(job.param.ndim))
         if dims[len(dims) - len(rows) - len(cols) :] != [*rows, *cols]:
             return False
+        if _scratch_bytes(job) > MOST_SCRATCH:
+            return False
     if not all(tensor.is_contiguous() for tensor in (job.param, job.grad, *job.state.values())):
         return False
     return _library() is not None
+
+
+def scratch_bytes(jobs: Sequence[Job]) -> int:
+    """Most bytes that the C code takes beside parameters, gradients and state for parameters like these."""
+    return max((size for job in jobs if (size := _scratch_bytes(job)) <= MOST_SCRATCH), default=0)
+
+
+def _scratch_bytes(job: Job) -> int:
+    """Partial sums of 32 chunks of rows in fp64, four rows in fp32 for each thread, and the factors."""
+    rows, cols = 1, 1024  # as for a vector
+    if job.view is not None:
+        rows, cols = (prod(job.param.shape[dim] for dim in dims) for dims in job.view)
+    return max(cols, 1024) * (32 * 8 + 16 * torch.get_num_threads() + 8) + 8 * rows
 
 
 def step(jobs: Sequence[Job]) -> None:

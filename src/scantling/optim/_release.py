@@ -22,11 +22,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from scantling.errors import UserError
 from scantling.optim.came import CAME
 
+_WRAPPED = (
+    "gradients cannot be released under {}, which averages them only after they are stepped; train the bare model on "
+    "one process, shard it with FSDP2's fully_shard, or do without release_gradients"
+)
 _NO_PASS = -1
 """What autograd calls no pass: a pipeline schedule has FSDP2 exchange gradients after the last of them."""
 
@@ -81,8 +86,9 @@ def release_gradients(
 
     Raises:
         UserError: a wrapped model, no common parameter, a parameter that is released already, or an accumulation
-            below 1. From the backward pass: a gradient that CAME cannot use, one that comes twice in a pass, and
-            checkpoints with `use_reentrant=True`, which are backward passes of their own.
+            below 1. From the forward pass: one within DistributedDataParallel. From the backward pass: a gradient that
+            CAME cannot use, one that comes twice in a pass, and checkpoints with `use_reentrant=True`, which are
+            backward passes of their own.
 
     Example:
         >>> handle = sc.optim.release_gradients(model, optimizer)
@@ -95,10 +101,7 @@ def release_gradients(
         raise UserError(f"accumulation must be a whole number of at least 1; given {accumulation!r}")
     for module in model.modules():
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
-            raise UserError(
-                f"gradients cannot be released under {type(module).__name__}, which reads them after the backward "
-                "pass; give the bare model"
-            )
+            raise UserError(_WRAPPED.format(type(module).__name__))
     known = {id(param) for param in optimizer.parameters()}
     params = [param for param in model.parameters() if id(param) in known and param.requires_grad]
     if not params:
@@ -110,6 +113,7 @@ def release_gradients(
     ids = {id(param) for param in params}
     optimizer.released |= ids
     undo: list[Callable[[], Any]] = [lambda: optimizer.released.difference_update(ids)]
+    undo.append(model.register_forward_pre_hook(_refuse_ddp).remove)
     undo += [param.register_post_accumulate_grad_hook(passes.arrived).remove for param in params]  # type: ignore[no-untyped-call]
     undo.append(optimizer.register_step_post_hook(lambda *_: passes.forget()).remove)
     if groups and accumulation > 1:
@@ -203,6 +207,13 @@ class _Passes:
         self._optimizer.step_parameters(params)
         for param in params:
             param.grad = None
+
+
+def _refuse_ddp(*_: Any) -> None:
+    """Raise a UserError in a forward pass of DistributedDataParallel, which this model was put into, or taken from."""
+    active = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if active is not None:
+        raise UserError(_WRAPPED.format("DistributedDataParallel"))
 
 
 def _at_the_end(call: Callable[[], None]) -> None:

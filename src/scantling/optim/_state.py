@@ -16,11 +16,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from scantling.groups import MatrixDims
-from scantling.optim._codec import Momentum, momentum_shapes
-from scantling.optim._factor import Factor, matrix_view, statistics_dtype
-from scantling.optim._rounding import Rounding
+from scantling.errors import UserError
+from scantling.groups import MatrixDims, check_matrix_dims
+from scantling.optim._codec import MOMENTA, Momentum, momentum_shapes
+from scantling.optim._factor import FACTORS, Factor, matrix_view, statistics_dtype
+from scantling.optim._rounding import ROUNDINGS, Rounding
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -81,8 +83,21 @@ def came_state_bytes(
 
     Returns:
         Exactly what the storages hold after the first step; 0 for an empty parameter.
+
+    Raises:
+        UserError: a momentum, rounding or factor that there is not, or a dtype that is not trained.
     """
     sizes = tuple(shape)
+    for name, value, allowed in (
+        ("momentum", momentum, MOMENTA),
+        ("rounding", rounding, ROUNDINGS),
+        ("factor", factor, FACTORS),
+        ("dtype", dtype, DTYPES),
+    ):
+        if value not in allowed:
+            raise UserError(f"{name} must be one of {', '.join(map(str, allowed))}; given {value!r}")
+    if matrix_dims is not None:
+        matrix_dims = check_matrix_dims(matrix_dims, len(sizes))
     if not prod(sizes):
         return 0
     tensors = state_tensors(sizes, dtype, matrix_view(sizes, factor, matrix_dims, role), momentum, rounding)

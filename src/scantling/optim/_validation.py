@@ -6,22 +6,24 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from scantling.errors import UserError
+from scantling.loading import name_of
 from scantling.optim._codec import MOMENTA, layout_of
 from scantling.optim._factor import FACTORS
 from scantling.optim._rounding import ROUNDINGS
 from scantling.optim._shardplan import check_grad_placement, check_placements, check_rows_whole
-from scantling.optim._state import view_of
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from scantling.optim._state import DTYPES, view_of
 
 
 def check_hyper(group: dict[str, Any]) -> None:
     """Raise a UserError for the first hyper-parameter of a group that is out of range."""
     lr = group["lr"]
+    if lr is None:
+        raise UserError("CAME needs a learning rate, such as lr=1e-3; that of AdamW is a good start with debias=True")
     if isinstance(lr, Tensor):
         if lr.ndim != 0 or not lr.is_floating_point():
             raise UserError(f"lr as a tensor must be 0-D and float; given {lr.dtype} of shape {tuple(lr.shape)}")
@@ -39,10 +41,17 @@ def check_hyper(group: dict[str, Any]) -> None:
             raise UserError(f"{key} must be one of {', '.join(allowed)}; given {group[key]!r}")
 
 
+def check_start(group: dict[str, Any]) -> None:
+    """Raise a UserError for a learning rate in a tensor that no step can start with; on a GPU it is not looked at."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device.type == "cpu":
+        _check_number("lr", lr.item(), at_least=0.0)
+
+
 def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
     """Raise a UserError for a parameter that CAME cannot train as its group asks."""
-    if param.dtype not in _DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+    if param.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise UserError(f"CAME trains {allowed} parameters; {name} is {str(param.dtype).removeprefix('torch.')}")
     if param.layout != torch.strided:
         raise UserError(f"CAME trains dense parameters; {name} is {param.layout}")
@@ -67,6 +76,11 @@ def check_grads(groups: Iterable[dict[str, Any]]) -> None:
             grad = param.grad
             if grad is None:
                 continue
+            if grad.shape != param.shape:
+                raise UserError(
+                    f"the gradient of {name_of(group, index)} has the shape {tuple(grad.shape)}, the parameter "
+                    f"{tuple(param.shape)}; set the gradient to None where a parameter changes its shape"
+                )
             if grad.layout == torch.strided and not grad.is_complex():
                 check_grad_placement(name_of(group, index), param, grad)
                 continue
@@ -75,12 +89,6 @@ def check_grads(groups: Iterable[dict[str, Any]]) -> None:
                 f"CAME needs dense real gradients; that of {name_of(group, index)} is {kind}. "
                 "Build the embedding with sparse=False, or give this parameter to another optimizer"
             )
-
-
-def name_of(group: dict[str, Any], index: int) -> str:
-    """A parameter's name, or its place and shape where the group has no names."""
-    names = group.get("param_names")
-    return str(names[index]) if names else f"parameter {index} of shape {tuple(group['params'][index].shape)}"
 
 
 def _check_numbers(name: str, values: Any, count: int, **limits: float) -> None:
@@ -95,7 +103,7 @@ def _check_number(
 ) -> None:
     limits = {"at least": at_least, "above": above, "below": below}
     allowed = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float | np.floating) and not isinstance(value, bool) and math.isfinite(value)
     if (
         not number
         or (at_least is not None and value < at_least)

@@ -60,7 +60,7 @@ from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.groups import check_matrix_dims
-from scantling.optim._checkpoint import load_keeping_dtypes
+from scantling.loading import load_keeping_dtypes, name_of
 from scantling.optim._codec import Momentum
 from scantling.optim._drive import step_all
 from scantling.optim._eager import Hyper, Job
@@ -70,7 +70,7 @@ from scantling.optim._sharded import step_sharded
 from scantling.optim._shardplan import local, local_bytes, local_grad, place, plan_of, zeros
 from scantling.optim._slice import cut_state, shape_of
 from scantling.optim._state import averaged_dims, state_tensors, view_of
-from scantling.optim._validation import check_grads, check_hyper, check_param, name_of
+from scantling.optim._validation import check_grads, check_hyper, check_param, check_start
 
 
 class CAME(torch.optim.Optimizer):
@@ -81,7 +81,7 @@ class CAME(torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters or groups; from `scantling.param_groups(model)` also which dims are rows.
-        lr: learning rate, a float or a 0-D tensor.
+        lr: learning rate, a float or a 0-D tensor; needed, but where every group has its own.
         betas: of the momentum, the factored second moment and the factored instability, each in [0, 1).
         eps: added to the squared gradient and to the instability.
         clip_threshold: largest RMS of the update before the momentum.
@@ -112,7 +112,7 @@ class CAME(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
-        lr: float | Tensor = 2e-4,
+        lr: float | Tensor | None = None,
         betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
         eps: tuple[float, float] = (1e-30, 1e-16),
         clip_threshold: float = 1.0,
@@ -142,7 +142,7 @@ class CAME(torch.optim.Optimizer):
             "matrix_dims": None,
             "role": None,
         }
-        check_hyper(defaults)
+        check_hyper({**defaults, "lr": 0.0 if lr is None else lr})
         self._places: dict[int, tuple[int, int]] | None = None
         self.released: set[int] = set()  # ids of parameters that the backward pass steps
         super().__init__(params, defaults)
@@ -163,7 +163,10 @@ class CAME(torch.optim.Optimizer):
         """
         group = {**self.defaults, **param_group}
         check_hyper(group)
+        check_start(group)
         self._places = None
+        if isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"].clone()  # a scheduler writes into the tensor of each group
         if not isinstance(group["params"], Tensor | set):
             group["params"] = _unique(group["params"])
         if group["capturable"] and not isinstance(group["lr"], Tensor):
@@ -263,7 +266,7 @@ class CAME(torch.optim.Optimizer):
             raise UserError("slice_state: the parameter is sharded; what shrinks must be replicated")
         state = self.state.get(param)
         if not state:
-            return
+            return  # nor is known whether the parameter was cut already
         shape = shape_of(state)
         dim, index = _checked_index(shape, dim, index, param.device)
         after = (*shape[:dim], len(index), *shape[dim + 1 :])
@@ -314,6 +317,13 @@ class CAME(torch.optim.Optimizer):
             view = view_of(group, param.shape)
             for key, (size, dtype) in _needed(group, param).items():
                 state[key] = zeros(param, size, dtype, averaged_dims(key, view))
+        elif {key: (tuple(value.shape), value.dtype) for key, value in state.items()} != _needed(group, param):
+            raise UserError(
+                f"the state of a parameter of shape {tuple(param.shape)}, {_short(param.dtype)}, does not fit it any "
+                f"more: it holds {_described(state)}, needed is {_described(_needed(group, param))}. Convert a model, "
+                "and set momentum, rounding and factor, before the optimizer's first step; cut a parameter together "
+                "with `slice_state`"
+            )
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -323,6 +333,11 @@ class CAME(torch.optim.Optimizer):
             UserError: it was saved with another momentum, rounding or factor, or a state tensor is missing, unknown or
                 of another shape or dtype than this parameter's; nothing has been loaded.
         """
+        if len(state_dict.get("param_groups", ())) != len(self.param_groups) or "state" not in state_dict:
+            raise UserError(
+                f"this is no state of an optimizer of {len(self.param_groups)} groups; given the keys "
+                f"{', '.join(map(str, state_dict))}, with {len(state_dict.get('param_groups', ()))} groups"
+            )
         for index, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
             for key in ("momentum", "rounding", "factor"):
                 if saved.get(key, self.defaults[key]) != group[key]:
@@ -330,7 +345,9 @@ class CAME(torch.optim.Optimizer):
                         f"group {index} was saved with {key}={saved.get(key)!r}, this optimizer has "
                         f"{key}={group[key]!r}; build it with the same"
                     )
+        released = self.released
         load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
+        self.released = released
 
 
 def _take(jobs: Sequence[Job]) -> None:
@@ -344,17 +361,20 @@ def _needed(group: dict[str, Any], param: Tensor) -> dict[str, tuple[tuple[int, 
 
 
 def _checked_index(shape: tuple[int, ...], dim: int, index: Tensor, device: torch.device) -> tuple[int, Tensor]:
-    if not -len(shape) <= dim < len(shape):
-        raise UserError(f"slice_state: dim must be from {-len(shape)} to {len(shape) - 1}; given {dim}")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -len(shape) <= dim < len(shape):
+        raise UserError(f"slice_state: dim must be from {-len(shape)} to {len(shape) - 1}; given {dim!r}")
     size = shape[dim]
     if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype not in (torch.int64, torch.bool):
-        raise UserError("slice_state: index must be a 1-D tensor of int64 positions or a bool mask")
+        given = f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else repr(index)
+        raise UserError(f"slice_state: index must be a 1-D tensor of int64 positions or a bool mask; given {given}")
     if index.dtype == torch.bool:
         if len(index) != size:
             raise UserError(f"slice_state: the mask has {len(index)} entries, dim {dim} has {size}")
         index = index.nonzero().flatten()
     elif len(index) and not (int(index.min()) >= 0 and int(index.max()) < size):
         raise UserError(f"slice_state: positions must be from 0 to {size - 1}; given {index.tolist()}")
+    elif len(index) != len(set(index.tolist())):
+        raise UserError(f"slice_state: each position may stay once; given {index.tolist()}")
     return dim % len(shape), index.to(device)
 
 
@@ -363,9 +383,13 @@ def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], na
     given = {key: (tuple(value.shape), value.dtype) for key, value in state.items() if isinstance(value, Tensor)}
     if given != needed or len(given) != len(state):
         raise UserError(
-            f"the loaded state of {name} {tuple(param.shape)} does not fit: given {_described(state)}, needed "
-            f"{_described(needed)}. Load it into an optimizer with the same parameters, momentum, rounding, factor and "
-            "matrix_dims"
+            f"the loaded state of {name}, {tuple(param.shape)}, does not fit: given {_described(state)}, needed "
+            f"{_described(needed)}. "
+            + (
+                "It is one of came-pytorch: sc.optim.from_came_pytorch makes one of CAME of it"
+                if "exp_avg_sq_row" in state
+                else "Load it into an optimizer with the same parameters, momentum, rounding, factor and matrix_dims"
+            )
         )
 
 
@@ -376,9 +400,16 @@ def _place(group: dict[str, Any], param: Tensor, key: str, value: Tensor) -> Ten
 def _described(tensors: dict[str, Any]) -> str:
     parts = []
     for key, value in tensors.items():
-        size, dtype = (value.shape, value.dtype) if isinstance(value, Tensor) else value
-        parts.append(f"{key} {tuple(size)} {str(dtype).removeprefix('torch.')}")
+        if isinstance(value, Tensor | tuple):
+            size, dtype = (value.shape, value.dtype) if isinstance(value, Tensor) else value
+            parts.append(f"{key} {tuple(size)} {_short(dtype)}")
+        else:
+            parts.append(f"{key} {value!r}")
     return ", ".join(parts)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _unique(params: Iterable[Any]) -> list[Any]:

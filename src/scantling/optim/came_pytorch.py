@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims
-from scantling.optim._factor import matrix_view
+from scantling.optim._factor import matrix_view, statistics_dtype
 from scantling.optim._slice import coded_momentum, second_moment, whole_momentum
 from scantling.optim._state import state_tensors, view_of
 from scantling.optim.came import CAME
@@ -40,7 +40,12 @@ def from_came_pytorch(state_dict: dict[str, Any], optimizer: CAME) -> dict[str, 
         UserError: the groups do not fit.
     """
     result = optimizer.state_dict()
-    theirs, ours = state_dict["param_groups"], result["param_groups"]
+    theirs, ours = state_dict.get("param_groups", []), result["param_groups"]
+    if not theirs or any(key not in group for group in theirs for key in _SHARED_KEYS):
+        keys = sorted(theirs[0]) if theirs else sorted(state_dict)
+        raise UserError(
+            f"this is no state of came-pytorch, whose groups have {', '.join(_SHARED_KEYS)}; given {', '.join(keys)}"
+        )
     if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in ours]:
         sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
         raise UserError(f"the saved groups hold {sizes[0]} parameters, those of this optimizer {sizes[1]}")
@@ -92,10 +97,10 @@ def _ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[s
 def _theirs(own: dict[str, Tensor], group: dict[str, Any], param: Tensor) -> dict[str, Any]:
     shape = tuple(param.shape)
     view, last_two = view_of(group, shape), matrix_view(shape, "last2")
-    momentum = whole_momentum(own, view, group["momentum"]).float()
+    momentum = whole_momentum(own, view, group["momentum"]).to(statistics_dtype(param.dtype), copy=True)
     state: dict[str, Any] = {"step": int(own["step"]), "RMS": 0, "exp_avg": momentum}
     if last_two is None:
-        return {**state, "exp_avg_sq": own["exp_avg_sq"]}
+        return {**state, "exp_avg_sq": own["exp_avg_sq"].clone()}
     factors = own if view == last_two else _refactored(own, view, last_two)
     return state | {key: _as_theirs(factors[name], name) for name, key in _THEIR_FACTORS.items()}
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scantling.groups import MatrixDims
 from scantling.optim._eager import CPU_TILE, DEVICE_TILE, step
+from scantling.optim._native import scratch_bytes
 from scantling.optim._shardplan import local
 from scantling.optim.came import CAME
 from scantling.optim.registry import build_unwarned, optimizer_options
@@ -146,10 +147,11 @@ def _came_scratch_bytes(optimizer: CAME, tile: int) -> int:
             if param.numel():
                 kinds[tuple(param.shape), param.dtype, id(group)] = group, param
     jobs = [optimizer.job(group, param, 0) for group, param in kinds.values()]
+    in_c = scratch_bytes(jobs) if tile == CPU_TILE else 0
     with torch.no_grad(), ScratchMeter(optimizer) as meter:
         for job in jobs:
             step(job, tile=tile)
-    return int(meter.peak)
+    return max(int(meter.peak), in_c)
 
 
 def _adafactor_state_bytes(spec: ParameterSpec) -> int:

@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scantling.optim._validation import name_of
-
 StateDict = dict[str, Any]
+
+
+def name_of(group: dict[str, Any], index: int) -> str:
+    """A parameter's name, or its place and shape where the group has no names."""
+    names = group.get("param_names")
+    return str(names[index]) if names else f"parameter {index} of shape {tuple(group['params'][index].shape)}"
 
 
 def load_keeping_dtypes(

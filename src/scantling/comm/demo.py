@@ -1,0 +1,297 @@
+"""DeMo: the exchange of momentum and the update that goes with it, as one optimizer.
+
+For matrices, with m the mean of what all replicas sent (arXiv 2411.19870, algorithm 1; see `momentum.py`):
+
+    p  <-  p (1 - lr weight_decay)
+    p  <-  p - lr phi(m),        phi = sign, identity, or the nearest orthogonal matrix (Muon's map)
+
+What is no matrix takes AdamW's step with its synchronised gradient, at `dense_lr`. With `compat="paper"` everything
+goes as in the published code instead: gradients are scaled by lr before they are accumulated, the mean of a coefficient
+is over the replicas that sent it, blocks have sides that divide those of the matrix, and vectors are matrices of one
+row.
+
+Cost: a residual of 4 bytes for each number of a matrix; for each of the rest 8 bytes of AdamW's moments, and 4 of a
+residual but where it is sent in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from scantling.comm.link import Link
+from scantling.comm.momentum import Exchange, MomentumExchange, check_options, local
+from scantling.comm.values import Values
+from scantling.errors import UserError
+from scantling.groups import default_matrix_dims
+from scantling.loading import load_keeping_dtypes
+
+Update: TypeAlias = Literal["sign", "identity", "muon"]
+UPDATES: tuple[Update, ...] = get_args(Update)
+_PAPER = {"decay": 0.999, "values": "fp32"}
+_DEFAULT = {"decay": 0.95, "values": "sign"}
+
+
+class DeMo(torch.optim.Optimizer):
+    """DeMo (Peng et al., arXiv 2411.19870) as a plain `torch.optim.Optimizer`; it replaces the gradient all-reduce.
+
+    Gradients must not have been averaged over the replicas: no DistributedDataParallel, or every backward pass in its
+    `no_sync()`. Works unchanged on one process.
+
+    Args:
+        params: parameters, named parameters or groups; from `scantling.param_groups(model)` also what is an embedding.
+            Bare parameters of two dims and more and at least 4,096 numbers count as matrices.
+        lr: of matrices. With `update="sign"` each number moves by it: about a third of AdamW's is a good start.
+        decay: of the residual; default 0.95, the paper's is 0.999.
+        topk, chunk, alpha, values, dense, exchange, sync_every, process_group: as of `MomentumExchange`.
+        weight_decay: decoupled, scaled by the current lr.
+        update: what is done with the decoded momentum of matrices.
+        dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`.
+        dense_betas, dense_eps: of AdamW.
+        compat: "paper" for the published code, step for step; its defaults are then those of the paper.
+
+    Attributes:
+        exchange: the `MomentumExchange`; print it to see what travels how.
+
+    Every argument but exchange, sync_every and process_group is a group key and can be set per group.
+
+    Raises:
+        UserError: a value out of range; from `step`, a closure, and replicas that differ.
+
+    Example:
+        >>> optimizer = sc.DeMo(sc.param_groups(model, weight_decay=0.1), lr=3e-4, topk=8)  # doctest: +SKIP
+        >>> loss.backward(); optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        decay: float | None = None,
+        topk: int = 32,
+        chunk: int = 64,
+        alpha: float = 1.0,
+        weight_decay: float = 0.0,
+        values: Values | None = None,
+        dense: Values = "bf16",
+        exchange: Exchange = "auto",
+        update: Update = "sign",
+        dense_lr: float | None = None,
+        dense_betas: tuple[float, float] = (0.9, 0.95),
+        dense_eps: float = 1e-8,
+        sync_every: int = 1,
+        compat: Literal["paper"] | None = None,
+        process_group: Any = None,
+    ) -> None:
+        preset = _PAPER if compat == "paper" else _DEFAULT
+        defaults = {
+            "lr": lr,
+            "decay": preset["decay"] if decay is None else decay,
+            "topk": topk,
+            "chunk": chunk,
+            "alpha": alpha,
+            "weight_decay": weight_decay,
+            "values": preset["values"] if values is None else values,
+            "dense": dense,
+            "update": update,
+            "dense_ratio": 1.0 if dense_lr is None or not lr else dense_lr / lr,
+            "dense_betas": dense_betas,
+            "dense_eps": dense_eps,
+            "compat": compat,
+            "role": None,
+            "matrix_dims": None,
+            "steps": 0,
+        }
+        _check(defaults)
+        if dense_lr is not None and not dense_lr >= 0.0:
+            raise UserError(f"dense_lr must be at least 0; given {dense_lr!r}")
+        super().__init__(params, defaults)
+        self.exchange = MomentumExchange._over(self.param_groups, self.state, exchange, sync_every, Link(process_group))
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this process sent through its network interface in the last step, headers included."""
+        return self.exchange.wire_bytes
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its keys override the defaults.
+
+        Raises:
+            UserError: a value out of range; the group is not added.
+        """
+        _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Exchange, and take the step with what came of it.
+
+        Collectives: those of `MomentumExchange.exchange`.
+
+        Raises:
+            UserError: a closure, which would be called after the exchange; replicas that differ.
+            NonFiniteError: the gradients of all replicas are NaN or Inf.
+            PayloadError: what came is damaged or of another step.
+        """
+        if closure is not None:
+            raise UserError("DeMo takes no closure: gradients of a loss that is computed again were not exchanged")
+        self._reconnect()
+        decoded = self.exchange.decoded()
+        for group in self.param_groups:
+            group["steps"] = self.exchange.step
+        if decoded is None:
+            return None
+        place = 0
+        for group in self.param_groups:
+            values = decoded[place : place + len(group["params"])]
+            matrices = self.exchange.are_matrices()[place : place + len(group["params"])]
+            place += len(group["params"])
+            pairs = list(zip(group["params"], values, strict=True))
+            _step_matrices(group, [pair for pair, is_matrix in zip(pairs, matrices, strict=True) if is_matrix])
+            self._step_dense(group, [pair for pair, is_matrix in zip(pairs, matrices, strict=True) if not is_matrix])
+        return None
+
+    def _step_dense(self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        pairs = [(param, value) for param, value in pairs if local(param).numel()]
+        for param, value in pairs:
+            state = self.state[param]
+            if "exp_avg" not in state:
+                state |= {"exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)}
+                state["step"] = torch.zeros((), dtype=torch.float32)
+        if not pairs:
+            return
+        states = [self.state[param] for param, _ in pairs]
+        parts = [local(param) for param, _ in pairs]
+        whole = [part.float() for part in parts]  # itself where it is fp32
+        adamw(
+            whole,
+            [value for _, value in pairs],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["dense_betas"][0],
+            beta2=group["dense_betas"][1],
+            lr=group["lr"] * group["dense_ratio"],
+            weight_decay=group["weight_decay"],
+            eps=group["dense_eps"],
+            maximize=False,
+        )
+        for part, value in zip(parts, whole, strict=True):
+            if value is not part:
+                part.copy_(value)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """What this replica has for itself: its residuals, by the names of their parameters."""
+        self._reconnect()
+        return self.exchange.local_state_dict()
+
+    def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of `MomentumExchange`.
+
+        Raises:
+            UserError: another world size or rank, other parameters or shapes.
+        """
+        self._reconnect()
+        self.exchange.load_local_state_dict(state_dict)
+
+    def shared_state_dict(self) -> dict[str, Any]:
+        """What all replicas have alike: the groups with their options, and the moments of what is no matrix."""
+        whole = self.state_dict()
+        state = {
+            key: {name: value for name, value in entries.items() if name != "residual"}
+            for key, entries in whole["state"].items()
+        }
+        return {"state": {key: entries for key, entries in state.items() if entries}, "groups": whole["param_groups"]}
+
+    def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `shared_state_dict` gave on any replica; residuals stay.
+
+        Raises:
+            UserError: a moment of another shape than its parameter.
+        """
+        residuals = {param: state["residual"] for param, state in self.state.items() if "residual" in state}
+        self.load_state_dict({"state": state_dict["state"], "param_groups": state_dict["groups"]})
+        for param, residual in residuals.items():
+            self.state[param]["residual"] = residual
+
+    def _reconnect(self) -> None:
+        """The exchange works on the groups and the state of this optimizer, which loading and copying replace."""
+        self.exchange.param_groups, self.exchange.state = self.param_groups, self.state
+        self.exchange.step = self.param_groups[0]["steps"]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank: every tensor keeps the dtype it was saved with.
+
+        Raises:
+            UserError: a residual of another shape than its parameter.
+        """
+        load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
+
+
+def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    lr = group["lr"]
+    for param, value in pairs:
+        part = local(param)
+        part.mul_(1.0 - lr * group["weight_decay"])
+        if group["update"] == "sign":
+            part.add_(value.sign_().to(part.dtype), alpha=-lr)
+        elif group["update"] == "identity":
+            part.add_(value.to(part.dtype), alpha=-lr)
+        else:
+            part.add_(_orthogonalised(value, group).to(part.dtype), alpha=-lr)
+
+
+def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
+    """The orthogonal matrix nearest to each matrix, nearly, with entries of RMS 0.2 as AdamW's updates have.
+
+    Five steps of a Newton-Schulz iteration of degree 5 (Jordan et al., Muon, 2024), scaled after Liu et al.,
+    arXiv 2502.16982.
+    """
+    rows, cols = group["matrix_dims"] or default_matrix_dims(value.ndim)
+    batch = [dim for dim in range(value.ndim) if dim not in (*rows, *cols)]
+    order = [*batch, *rows, *cols]
+    moved = value.permute(order)
+    sizes = [int(torch.Size([value.shape[dim] for dim in dims]).numel()) for dims in (rows, cols)]
+    x = moved.reshape(-1, *sizes)
+    tall = sizes[0] > sizes[1]
+    x = x.transpose(1, 2) if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.transpose(1, 2)
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    x = (x.transpose(1, 2) if tall else x) * (0.2 * float(max(sizes)) ** 0.5)
+    found: Tensor = x.reshape(moved.shape).permute([order.index(dim) for dim in range(len(order))])
+    return found
+
+
+def _check(group: dict[str, Any]) -> None:
+    check_options(group)
+    for key in ("lr", "weight_decay", "dense_eps"):
+        value = group[key]
+        if isinstance(value, Tensor) or not isinstance(value, float | int) or not value >= 0.0:
+            raise UserError(f"{key} must be a number of at least 0; given {value!r}")
+    if group["update"] not in UPDATES:
+        raise UserError(f"update must be one of {', '.join(UPDATES)}; given {group['update']!r}")
+    betas = group["dense_betas"]
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise UserError(f"dense_betas must be two numbers from 0 to below 1; given {betas!r}")
+
+
+def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], name: str) -> None:
+    for key, value in state.items():
+        if key != "step" and tuple(value.shape) != tuple(local(param).shape):
+            raise UserError(
+                f"the loaded {key} of {name} has the shape {tuple(value.shape)}, this process holds "
+                f"{tuple(local(param).shape)} of it; load the file of this rank, saved at the same world size"
+            )
+
+
+def _place(group: dict[str, Any], param: Tensor, key: str, value: Tensor) -> Tensor:
+    return value.detach().to(local(param).device, copy=True)

@@ -1,0 +1,222 @@
+"""DeMo as an optimizer."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.comm import merge_local_states
+from scantling.comm.demo import DeMo
+from scantling.comm.momentum import MomentumExchange
+from scantling.comm.reference import plain_exchange
+from scantling.errors import UserError
+from tests.comm.replicas import ThreadLink, together
+
+SHAPE = (100, 130)
+
+
+def gradient(rank: int, step: int, shape: Any = SHAPE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + step), dtype=torch.float64).float()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("topk", [2, 9, 400])
+def test_the_batched_exchange_is_the_plain_one(size: int, topk: int) -> None:
+    options = {"decay": 0.9, "topk": topk, "chunk": 20, "alpha": 0.7}
+
+    def work(link: ThreadLink) -> list[Tensor]:
+        param = nn.Parameter(torch.zeros(SHAPE))
+        made = MomentumExchange([param], values="fp32", exchange="all_gather", **options)
+        made.link = link
+        found = []
+        for step in range(5):
+            param.grad = gradient(link.rank, step)
+            made.exchange()
+            found.append(param.grad)
+        return [*found, made.state[param]["residual"]]
+
+    found = together(size, work)
+    residuals = [torch.zeros(SHAPE) for _ in range(size)]
+    for step in range(5):
+        wanted = plain_exchange(residuals, [gradient(rank, step) for rank in range(size)], **options)
+        torch.testing.assert_close(found[0][step], wanted, rtol=1e-4, atol=1e-5)
+    for rank in range(size):
+        torch.testing.assert_close(found[rank][-1], residuals[rank], rtol=1e-4, atol=1e-5)
+
+
+def test_compat_paper_is_the_published_algorithm() -> None:
+    """Gradients times lr, the mean over senders, sides that divide, vectors too; then a signed step with decay."""
+    shapes = [(96, 60), (50,)]
+    rates = [0.01, 0.02, 0.005, 0.01, 0.01]
+
+    def work(link: ThreadLink) -> list[nn.Parameter]:
+        params = [nn.Parameter(gradient(77, 0, shape)) for shape in shapes]
+        optimizer = DeMo(params, lr=rates[0], topk=5, chunk=16, weight_decay=0.1, compat="paper")
+        optimizer.exchange.link = link
+        for step, lr in enumerate(rates):
+            optimizer.param_groups[0]["lr"] = lr
+            for param in params:
+                param.grad = gradient(link.rank, step, param.shape)
+            optimizer.step()
+        return params
+
+    found = together(3, work)
+    for place, shape in enumerate(shapes):
+        wanted = gradient(77, 0, shape).view(1, -1) if len(shape) == 1 else gradient(77, 0, shape)
+        residuals = [torch.zeros_like(wanted) for _ in range(3)]
+        for step, lr in enumerate(rates):
+            given = [lr * gradient(rank, step, shape).view_as(wanted) for rank in range(3)]
+            decoded = plain_exchange(residuals, given, decay=0.999, topk=5, chunk=16, paper=True)
+            wanted = wanted * (1 - lr * 0.1) - lr * decoded.sign()
+        torch.testing.assert_close(found[0][place].view_as(wanted), wanted, rtol=1e-4, atol=1e-5)
+        assert all(torch.equal(found[rank][place], found[0][place]) for rank in range(3))
+
+
+def test_with_everything_sent_it_is_signum_with_the_momentum_that_is_left() -> None:
+    """All coefficients, alpha a: the residual keeps (1 - a) of itself, and the step is the sign of it."""
+    param = nn.Parameter(torch.zeros(64, 64))
+    optimizer = DeMo([param], lr=0.1, topk=4096, alpha=0.25, decay=0.8, values="fp32")
+    momentum, wanted = torch.zeros(64, 64), torch.zeros(64, 64)
+    for step in range(4):
+        param.grad = gradient(0, step, (64, 64))
+        momentum = 0.8 * momentum + param.grad
+        wanted -= 0.1 * momentum.sign()
+        momentum *= 0.75
+        optimizer.step()
+    assert (param - wanted).abs().max() < 1e-5
+
+
+torch.manual_seed(0)
+START = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 80), nn.LayerNorm(80), nn.Linear(80, 64))
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return copy.deepcopy(START).to(dtype)
+
+
+def train(net: nn.Module, optimizer: DeMo, steps: range, rank: int = 0) -> None:
+    for step in steps:
+        for place, param in enumerate(net.parameters()):
+            param.grad = gradient(rank, 100 * step + place, param.shape).to(param.dtype)
+        optimizer.step()
+
+
+def test_what_is_no_matrix_takes_adamws_step() -> None:
+    net = model()
+    optimizer = DeMo(sc.param_groups(net, weight_decay=0.1), lr=1e-3, dense_lr=5e-3, dense="fp32")
+    wanted = copy.deepcopy(net)
+    groups = sc.param_groups(wanted, weight_decay=0.1)
+    others = [{key: group[key] for key in ("params", "weight_decay")} for group in groups if group["role"] != "matrix"]
+    adamw = torch.optim.AdamW(others, lr=5e-3, betas=(0.9, 0.95))
+    for step in range(3):
+        for place, (one, other) in enumerate(zip(net.parameters(), wanted.parameters(), strict=True)):
+            one.grad = gradient(0, 100 * step + place, one.shape)
+            other.grad = one.grad.clone()
+        optimizer.step()
+        adamw.step()
+    for name, param in wanted.named_parameters():
+        if name not in ("1.weight", "3.weight"):
+            torch.testing.assert_close(net.get_parameter(name), param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("update", ["sign", "identity", "muon"])
+def test_a_saved_run_goes_on_to_the_bit(dtype: torch.dtype, update: Any) -> None:
+    straight, stopped, resumed = (model(dtype) for _ in range(3))
+    options: dict[str, Any] = {"lr": 1e-2, "topk": 8, "chunk": 16, "update": update, "dense": "sign"}
+    whole = DeMo(sc.param_groups(straight), **options)
+    train(straight, whole, range(6))
+    first = DeMo(sc.param_groups(stopped), **options)
+    train(stopped, first, range(3))
+    file = io.BytesIO()
+    torch.save({"model": stopped.state_dict(), "optimizer": first.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed.load_state_dict(saved["model"])
+    second = DeMo(sc.param_groups(resumed), **options)
+    second.load_state_dict(saved["optimizer"])
+    train(resumed, second, range(3, 6))
+    assert all(map(torch.equal, straight.parameters(), resumed.parameters()))
+    assert second.exchange.step == 6
+
+
+def test_local_and_shared_state_apart() -> None:
+    def work(link: ThreadLink) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
+        straight, net = model(), model()
+        both = [DeMo(sc.param_groups(each), lr=1e-2, topk=8, chunk=16, dense="sign") for each in (straight, net)]
+        for optimizer in both:
+            optimizer.exchange.link = link
+        train(straight, both[0], range(5), link.rank)
+        train(net, both[1], range(3), link.rank)
+        own, shared = both[1].local_state_dict(), both[1].shared_state_dict()
+        again = DeMo(sc.param_groups(net), lr=1e-2, topk=8, chunk=16, dense="sign")
+        again.exchange.link = link
+        again.load_shared_state_dict(shared)
+        again.load_local_state_dict(own)
+        train(net, again, range(3, 5), link.rank)
+        assert all(map(torch.equal, straight.parameters(), net.parameters()))
+        return list(net.parameters()), own, shared
+
+    found = together(2, work)
+    merged = merge_local_states([own for _, own, _ in found])
+    fresh = DeMo(sc.param_groups(model()), lr=1e-2)
+    with pytest.raises(UserError, match="those of world_size 2, this is world_size 1"):
+        fresh.load_local_state_dict(found[0][1])
+    with pytest.raises(UserError, match="given those of ranks"):
+        merge_local_states([found[0][1]])
+    fresh.load_local_state_dict(merged)
+    name, residual = next(iter(merged["residuals"].items()))
+    assert torch.equal(residual, (found[0][1]["residuals"][name] + found[1][1]["residuals"][name]) / 2)
+    assert all("residual" not in entries for entries in found[0][2]["state"].values())
+
+
+def test_the_loss_falls() -> None:
+    torch.manual_seed(0)
+    target, start = nn.Linear(64, 64, bias=False).requires_grad_(False), nn.Linear(64, 64, bias=False)
+
+    def work(link: ThreadLink) -> list[float]:
+        net = copy.deepcopy(start)
+        optimizer = DeMo(net.parameters(), lr=5e-3, topk=64)
+        optimizer.exchange.link = link
+        generator = torch.Generator().manual_seed(link.rank)
+        losses = []
+        for _ in range(100):
+            x = torch.randn(32, 64, generator=generator)
+            loss = (net(x) - target(x)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    losses = together(2, work)[0]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_a_closure_is_refused() -> None:
+    optimizer = DeMo([nn.Parameter(torch.ones(64, 64))], lr=1e-3)
+    with pytest.raises(UserError, match="takes no closure"):
+        optimizer.step(lambda: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lr": -1.0}, "lr must be a number of at least 0; given -1.0"),
+        ({"update": "adam"}, "update must be one of sign, identity, muon; given 'adam'"),
+        ({"topk": 5000}, "topk must be at most chunk^2 = 4096"),
+        ({"dense_betas": (0.9, 1.0)}, "dense_betas must be two numbers"),
+        ({"compat": "v2"}, "compat must be None or 'paper'; given 'v2'"),
+        ({"dense_lr": -1.0}, "dense_lr must be at least 0; given -1.0"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError) as error:
+        DeMo([nn.Parameter(torch.ones(4, 4))], **{"lr": 1e-3, **options})
+    assert text in str(error.value)
