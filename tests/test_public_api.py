@@ -11,6 +11,8 @@ import scantling as sc
 
 PUBLIC = [
     "CAME",
+    "DeMo",
+    "MomentumExchange",
     "Plan",
     "RankAdapter",
     "RunResult",
