@@ -22,9 +22,13 @@ def poison(gradient: torch.Tensor) -> torch.Tensor:
 
 class Poisoned(Stepper):
     def step(self, step: int, *args: Any, **kwargs: Any) -> Any:
-        if step == 3 and os.environ["RANK"] == "1":
-            self.model.get_parameter(POISONED).register_hook(poison)
-        return super().step(step, *args, **kwargs)
+        if step != 3 or os.environ["RANK"] != "1":
+            return super().step(step, *args, **kwargs)
+        hook = self.model.get_parameter(POISONED).register_hook(poison)
+        try:
+            return super().step(step, *args, **kwargs)
+        finally:
+            hook.remove()
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from scantling.comm.allreduce import AllReduce, allreduce_wire_bytes
 from scantling.comm.demo import DeMo
+from scantling.comm.demo_exchange import DemoExchange
 from scantling.comm.exchange import GradientExchange, NoExchange
 from scantling.comm.momentum import MomentumExchange, merge_local_states
 
 __all__ = [
     "AllReduce",
     "DeMo",
+    "DemoExchange",
     "GradientExchange",
     "MomentumExchange",
     "NoExchange",

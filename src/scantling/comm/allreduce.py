@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from scantling.comm.exchange import GradientExchange
+
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 """PyTorch 2.13 renamed it; buffers are equal on all ranks from the start, and no forward pass needs to send them."""
@@ -32,7 +34,7 @@ def allreduce_wire_bytes(num_bytes: int, world_size: int) -> int:
     return 0 if world_size < 2 else 2 * (world_size - 1) * num_bytes // world_size
 
 
-class AllReduce:
+class AllReduce(GradientExchange):
     """Average gradients over all processes of the default process group.
 
     Collectives: one all-reduce per bucket in each step, started from the backward pass of the last micro-batch; one
@@ -44,8 +46,6 @@ class AllReduce:
 
     def __init__(self, *, bucket_mb: float = 25.0) -> None:
         self.bucket_mb = bucket_mb
-        self.wire_bytes = 0
-        self.exposed_s = 0.0
         self._bytes = 0
         self._last_ready = 0.0
         self._norms: list[tuple[torch.Tensor, list[str]]] = []

@@ -229,6 +229,17 @@ class MomentumExchange:
             elif self._has(param):
                 del self.state[param]["residual"]
 
+    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
+        """Cut the residual of a parameter that keeps only some positions of one dim.
+
+        Args:
+            param: of this exchange; cut before or after.
+            dim: of the parameter.
+            index: positions that stay, 1-D int64.
+        """
+        if self._has(param):
+            self.state[param]["residual"] = self.state[param]["residual"].index_select(dim, index)
+
     def shared_state_dict(self) -> dict[str, Any]:
         """What all replicas have alike: the number of steps."""
         return {"step": self.step}

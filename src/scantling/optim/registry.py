@@ -1,4 +1,4 @@
-"""Optimizers by name: `came`, `muon` and every class of torch.optim that steps on gradients alone.
+"""Optimizers by name: `came`, `sign`, `muon` and every class of torch.optim that steps on gradients alone.
 
 Options are checked before anything is built: `check_options` is what a recipe is validated with. torch is imported by
 the functions, not with the module.
@@ -27,14 +27,15 @@ REFUSED = {
 }
 """Classes of torch.optim that cannot be used by name, with the reason."""
 
-MUON_DEFAULTS = {"adjust_lr_fn": "match_rms_adamw"}
+FOR_MATRICES: dict[str, dict[str, Any]] = {"muon": {"adjust_lr_fn": "match_rms_adamw"}, "sign": {}}
+"""Optimizers that step matrices alone, and the defaults of theirs that are others than those of their class."""
 ADAMW_DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8}
-"""The options of `muon` that differ from torch.optim.Muon's, and those of the AdamW beside it."""
+"""The options of the AdamW beside them."""
 
 
 def optimizer_names() -> list[str]:
     """All names that `build_optimizer` takes, sorted."""
-    return sorted({"came", *_torch_classes()} - REFUSED.keys())
+    return sorted({"came", *FOR_MATRICES, *_torch_classes()} - REFUSED.keys())
 
 
 def optimizer_options(name: str) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def optimizer_options(name: str) -> dict[str, Any]:
     Options of `muon`: `momentum`, `nesterov`, `ns_coefficients`, `ns_steps` and `adjust_lr_fn` are those of
     `torch.optim.Muon`, which steps the 2-D matrices; `betas` and `eps` are those of `torch.optim.AdamW`, which steps
     the rest. The learning rate is shared: `adjust_lr_fn` is by default "match_rms_adamw", so that one tuned for AdamW
-    fits.
+    fits. `sign` has `momentum`, and the same two of AdamW; its `lr` is what each number of a matrix moves by.
 
     Raises:
         UserError: no such optimizer.
@@ -91,10 +92,10 @@ def build_optimizer(
     """Build an optimizer by its name.
 
     Args:
-        name: `came`, `muon` (Muon for 2-D matrices, AdamW for the rest, as one optimizer) or a class of torch.optim, in
-            any case.
-        groups: from `scantling.param_groups`, or anything that torch.optim takes; `muon` needs the former. The dicts
-            are copied. All their keys, `role` and `matrix_dims` too, are in the `param_groups` of the result.
+        name: `came`, `muon` (Muon for 2-D matrices, AdamW for the rest, as one optimizer), `sign` (signSGD or Signum
+            for matrices, AdamW for the rest) or a class of torch.optim, in any case.
+        groups: from `scantling.param_groups`, or anything that torch.optim takes; `muon` and `sign` need the former.
+            The dicts are copied. All their keys, `role` and `matrix_dims` too, are in the `param_groups` of the result.
         lr: learning rate of all groups that have none of their own.
         weight_decay: of all groups that have none of their own. Decoupled or not as in the optimizer of that name.
         options: the optimizer's own arguments, see `optimizer_options`.
@@ -105,7 +106,7 @@ def build_optimizer(
     groups = list(groups)
     optimizer = build_unwarned(name, groups, lr=lr, weight_decay=weight_decay, **options)
     decayed = weight_decay or any(isinstance(group, dict) and group.get("weight_decay") for group in groups)
-    if decayed and "weight_decay" not in optimizer.defaults and name.lower() != "muon":
+    if decayed and "weight_decay" not in optimizer.defaults and name.lower() not in FOR_MATRICES:
         logger.warning("%s has no weight decay: weight_decay has no effect", type(optimizer).__name__)
     return optimizer
 
@@ -130,37 +131,42 @@ def _construct(
     name: str, groups: list[Any], lr: float | torch.Tensor, weight_decay: float, options: dict[str, Any]
 ) -> torch.optim.Optimizer:
     name = name.lower()
-    if name == "muon":
-        return _build_muon(groups, lr, weight_decay, options)
+    if name in FOR_MATRICES:
+        return _build_for_matrices(name, groups, lr, weight_decay, options)
     cls = _torch_classes().get(name) or _came()
     if "weight_decay" in inspect.signature(cls).parameters:
         options = {**options, "weight_decay": weight_decay}
     return cls(groups, lr=lr, **options)
 
 
-def _build_muon(
-    groups: list[Any], lr: float | torch.Tensor, weight_decay: float, options: dict[str, Any]
+def _build_for_matrices(
+    name: str, groups: list[Any], lr: float | torch.Tensor, weight_decay: float, options: dict[str, Any]
 ) -> torch.optim.Optimizer:
     from scantling.optim.combined import CombinedOptimizer
 
     if not groups or not all(isinstance(group, dict) and group.get("role") for group in groups):
-        raise UserError("muon needs groups that say which parameters are matrices: scantling.param_groups(model)")
-    muon, adamw = (_torch_classes()[name] for name in ("muon", "adamw"))
-    options = {**MUON_DEFAULTS, **ADAMW_DEFAULTS, **options}
+        raise UserError(f"{name} needs groups that say which parameters are matrices: scantling.param_groups(model)")
+    options = {**FOR_MATRICES[name], **ADAMW_DEFAULTS, **options}
     adamw_options = {key: options.pop(key) for key in ADAMW_DEFAULTS}
-    order = [0 if _is_for_muon(group) else 1 for group in groups]
+    order = [0 if _is_matrix(group, two_dims=name == "muon") else 1 for group in groups]
     matrices, rest = ([group for group, index in zip(groups, order, strict=True) if index == side] for side in (0, 1))
     if not matrices:
-        raise UserError("muon: there is no trainable 2-D matrix among the parameters; use adamw")
-    members = [muon(matrices, lr=lr, weight_decay=weight_decay, **options)]
+        raise UserError(f"{name}: there is no trainable matrix among the parameters; use adamw")
+    members = [_class_for_matrices(name)(matrices, lr=lr, weight_decay=weight_decay, **options)]
     if rest:
-        members.append(adamw(rest, lr=lr, weight_decay=weight_decay, **adamw_options))
+        members.append(_torch_classes()["adamw"](rest, lr=lr, weight_decay=weight_decay, **adamw_options))
     return CombinedOptimizer(members, order=order)
 
 
-def _is_for_muon(group: dict[str, Any]) -> bool:
+def _is_matrix(group: dict[str, Any], *, two_dims: bool) -> bool:
     params = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
-    return group["role"] == "matrix" and all(param.ndim == 2 for param in params)
+    return group["role"] == "matrix" and not (two_dims and any(param.ndim != 2 for param in params))
+
+
+def _class_for_matrices(name: str) -> OptimizerClass:
+    from scantling.optim.sign import Sign
+
+    return Sign if name == "sign" else _torch_classes()[name]
 
 
 def _specification(name: str) -> dict[str, tuple[Any, Any]]:
@@ -168,10 +174,10 @@ def _specification(name: str) -> dict[str, tuple[Any, Any]]:
     key = name.lower()
     if key in REFUSED:
         raise UserError(f"the optimizer '{name}' cannot be used here: {REFUSED[key]}")
-    if key == "muon":
-        muon, adamw = (signature_options(_torch_classes()[each]) for each in ("muon", "adamw"))
-        muon |= {option: (default, muon[option][1]) for option, default in MUON_DEFAULTS.items()}
-        return muon | {option: (default, adamw[option][1]) for option, default in ADAMW_DEFAULTS.items()}
+    if key in FOR_MATRICES:
+        own, adamw = (signature_options(each) for each in (_class_for_matrices(key), _torch_classes()["adamw"]))
+        own |= {option: (default, own[option][1]) for option, default in FOR_MATRICES[key].items()}
+        return own | {option: (default, adamw[option][1]) for option, default in ADAMW_DEFAULTS.items()}
     if key == "came":
         return signature_options(_came())
     if key in _torch_classes():

@@ -17,6 +17,7 @@ from scantling.recipe.schema import (
     SOURCES,
     TASKS,
     Clicks,
+    CommSection,
     DataSection,
     Fields,
     OptimSection,
@@ -300,6 +301,28 @@ def _check_release(content: Content) -> Iterator[Fault]:
         yield Fault(key, problem, "precision.compute: fp16")
 
 
+def _check_comm(content: Content) -> Iterator[Fault]:
+    comm, optim, train, precision = (_section(content, name) for name in ("comm", "optim", "train", "precision"))
+    if comm.get("name", "allreduce") != "demo":
+        for key in CommSection.model_fields:
+            if key not in ("name", "bucket_mb") and _changed(comm, CommSection, key):
+                yield Fault(f"comm.{key}", "has an effect with comm.name: demo alone")
+        return
+    if _changed(comm, CommSection, "bucket_mb"):
+        yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce alone")
+    topk, chunk = (comm.get(key, CommSection.model_fields[key].default) for key in ("topk", "chunk"))
+    if isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2:
+        yield Fault("comm.topk", f"must be at most chunk^2 = {chunk**2}, all there is in a block", str(topk))
+    if optim.get("release_gradients") is True:
+        problem = "steps each parameter before its gradient could be exchanged; leave one of both out"
+        yield Fault("optim.release_gradients", problem, "comm.name: demo")
+    if train.get("graph") is True:
+        yield Fault("train.graph", "cannot capture an exchange; leave one of both out", "comm.name: demo")
+    if precision.get("compute") == "fp16":
+        problem = "scales the loss anew from time to time, which a momentum would keep; set precision.compute: bf16"
+        yield Fault("comm.name", problem, "precision.compute: fp16")
+
+
 def _check_graph(content: Content) -> Iterator[Fault]:
     from scantling.optim.registry import optimizer_options
 
@@ -336,5 +359,6 @@ CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_tensor,
     _check_optim,
     _check_release,
+    _check_comm,
     _check_graph,
 )

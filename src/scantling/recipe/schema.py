@@ -221,10 +221,32 @@ def adapt_steps(adapt: float, steps: int) -> int:
 class CommSection(Section):
     """What the processes of one run exchange."""
 
-    name: Literal["allreduce"] = "allreduce"
-    """`allreduce`: gradients are averaged in buckets while the backward pass runs (DDP)."""
+    name: Literal["allreduce", "demo"] = "allreduce"
+    """`allreduce`: gradients are averaged in buckets while the backward pass runs (DDP). `demo`: each process keeps a
+    momentum of its own, and only its largest components travel; `optim.name: sign` makes DeMo of it."""
     bucket_mb: float = Field(default=25.0, gt=0.0, le=1024.0)
-    """Size of one bucket in MiB."""
+    """allreduce: size of one bucket in MiB."""
+    topk: int = Field(default=32, ge=1)
+    """demo: components sent of a block of chunk x chunk."""
+    chunk: int = Field(default=64, ge=1, le=4096)
+    """demo: longest side of a block."""
+    decay: float = Field(default=0.95, ge=0.0, le=1.0)
+    """demo: of the momentum, each step."""
+    alpha: float = Field(default=1.0, ge=0.0, le=1.0)
+    """demo: share of what was sent that is taken out of the momentum."""
+    values: Literal["fp32", "bf16", "int8", "int4", "sign"] = "sign"
+    """demo: format of the components."""
+    dense: Literal["fp32", "bf16", "int8", "int4", "sign"] = "bf16"
+    """demo: format of what is no matrix (embeddings, vectors), which travels whole."""
+    exchange: Literal["auto", "all_gather", "owner"] = "auto"
+    """demo: how messages travel; `auto` takes what sends fewer bytes."""
+    sync_every: int = Field(default=1, ge=1)
+    """demo: steps between exchanges; in the others gradients are only accumulated."""
+
+    @property
+    def demo_options(self) -> dict[str, Any]:
+        """The arguments of `MomentumExchange`."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name not in ("name", "bucket_mb")}
 
 
 class PrecisionSection(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,17 @@ from torch import Tensor, nn
 logger = logging.getLogger(__name__)
 
 
+class StateHolder(Protocol):
+    """What keeps something of the shape of a parameter, such as a residual."""
+
+    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
+        """Keep only some positions of one dim, 1-D int64."""
+
+
 @torch.no_grad()
-def cut_parameter(param: nn.Parameter, dim: int, index: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+def cut_parameter(
+    param: nn.Parameter, dim: int, index: Tensor, optimizer: torch.optim.Optimizer | None, *holders: StateHolder
+) -> None:
     """Keep only some positions of one dim of a parameter, in place: the optimizer and the module keep their object.
 
     Args:
@@ -20,7 +29,10 @@ def cut_parameter(param: nn.Parameter, dim: int, index: Tensor, optimizer: torch
         dim: of the parameter.
         index: positions that stay, 1-D int64.
         optimizer: whose state of the parameter is cut along; None for none.
+        holders: of more that belongs to the parameter.
     """
+    for holder in holders:
+        holder.slice_state(param, dim, index)
     if optimizer is not None:
         _cut_state(optimizer, param, dim, index)
     grad = param.grad

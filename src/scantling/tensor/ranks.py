@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
-from scantling.tensor._cut import cut_parameter
+from scantling.tensor._cut import StateHolder, cut_parameter
 from scantling.tensor.choose import nearest
 from scantling.tensor.cores import num_parameters
 from scantling.tensor.layer import CoreLayer, gate
@@ -200,7 +200,7 @@ class RankAdapter:
         return tuple(version_of(control) for control in self._controls)
 
     @torch.no_grad()
-    def truncate(self, optimizer: torch.optim.Optimizer | None = None) -> int:
+    def truncate(self, optimizer: torch.optim.Optimizer | None = None, *holders: StateHolder) -> int:
         """Remove the ranks that are shut from cores, controls, gradients and the optimizer's state.
 
         What the model computes changes by rounding alone. Parameters stay the objects they are, with new shapes: a
@@ -209,6 +209,7 @@ class RankAdapter:
         Args:
             optimizer: that steps the model; anything with `slice_state(param, dim, index)`, or any other whose state
                 has the shape of its parameter.
+            holders: what else keeps something for each number of a parameter, such as a `MomentumExchange`.
 
         Returns:
             How many ranks were removed.
@@ -220,7 +221,7 @@ class RankAdapter:
         before, is_seen = sum(map(len, self._controls)), self._seen == self._versions()
         for layer in self.layers.values():
             for param, dim, index in layer.cuts([live.nonzero().flatten() for live in layer.live()]):
-                cut_parameter(param, dim, index, optimizer)
+                cut_parameter(param, dim, index, optimizer, *holders)
         removed = before - sum(map(len, self._controls))
         if removed:
             self._refresh()

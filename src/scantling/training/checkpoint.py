@@ -5,8 +5,9 @@ size, versions, everything that is no tensor, and the size and SHA-256 of each f
 renamed when all of it is on disk, so a folder `step-N` is complete unless the disk damaged it, which the sums show.
 
 Tensors are stored flat under plain keys, with the dtype they have: `model/<name>`, `optimizer/<parameter>/<key>`,
-`rng/rank<r>/<device>`, `method/<name>/<key>`. Nothing read from a checkpoint can run code: there are no pickled objects
-but DCP's own index, which is read by an unpickler that knows its few classes and no others.
+`rng/rank<r>/<device>`, `method/<name>/<key>`, `exchange/rank<r>/<name>`. Nothing read from a checkpoint can run code:
+there are no pickled objects but DCP's own index, which is read by an unpickler that knows its few classes and no
+others.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from scantling.comm import GradientExchange
 from scantling.errors import RunError, UserError
 from scantling.training.distributed import Place
 
@@ -321,6 +323,32 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Pat
                 group[key].fill_(value)
             elif not _is_json(group.get(key)) or json.dumps(group.get(key)) != json.dumps(value):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def exchange_state(exchange: GradientExchange, place: Place) -> State:
+    """What each process keeps for the exchange, under keys of its rank. Collective: a gather of JSON values."""
+    own = exchange.state_dict()
+    tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
+    state = State({f"exchange/rank{place.rank}/{key}": value for key, value in tensors.items()})
+    values = place.gather({key: value for key, value in own.items() if key not in tensors})
+    state.values["exchange"] = {str(rank): each for rank, each in enumerate(values)}
+    return state
+
+
+def load_exchange(exchange: GradientExchange, path: Path, place: Place) -> None:
+    """Give the exchange back what this process kept; from another number of processes, the mean of what all kept."""
+    manifest = read_manifest(path)
+    values = manifest["values"].get("exchange", {})
+    if not any(values.values()):
+        return
+    ranks = range(manifest["world_size"]) if manifest["world_size"] != place.world_size else [place.rank]
+    prefixes = [f"exchange/rank{rank}/" for rank in ranks]
+    kept = [
+        {key.removeprefix(prefix): value for key, value in load_tensors(path, prefix).items()} for prefix in prefixes
+    ]
+    mean = {name: sum(each[name] for each in kept[1:]) + kept[0][name] for name in kept[0]}
+    tensors = {name: value / len(kept) if len(kept) > 1 else value for name, value in mean.items()}
+    exchange.load_state_dict({**tensors, **values[str(ranks[0])]})
 
 
 def rng_state(place: Place) -> State:

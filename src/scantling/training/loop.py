@@ -23,6 +23,8 @@ from scantling.optim.memory import state_bytes
 from scantling.training.checkpoint import (
     Checkpointer,
     State,
+    exchange_state,
+    load_exchange,
     load_model,
     load_optimizer,
     load_rng,
@@ -149,7 +151,7 @@ class Loop:
             "epoch": self.batches.epoch,
             "tokens": self.tokens,
             "loss": result.loss,
-            "grad_norm": result.grad_norm if not result.skipped else None,
+            "grad_norm": result.grad_norm if not result.skipped and math.isfinite(result.grad_norm) else None,
             "lr": max(group["initial_lr"] for group in optimizer.param_groups) * factor,
             "tokens_per_s": result.num_tokens / step_s,
             "step_s": step_s,
@@ -167,6 +169,8 @@ class Loop:
         }
         if result.skipped:
             record["skipped"] = True
+        if self.stepper.exchange.left_out:
+            record["left_out"] = list(self.stepper.exchange.left_out)
         for method in self.methods:
             record |= method.metrics()
         last = step == self.schedule.steps
@@ -213,7 +217,12 @@ class Loop:
                 "joules": None if joules is None else joules + self._earlier_joules,
             }
         )
-        parts = (model_state(self.model), optimizer_state(self.stepper.optimizer, self.model), rng_state(self.place))
+        parts = (
+            model_state(self.model),
+            optimizer_state(self.stepper.optimizer, self.model),
+            exchange_state(self.stepper.exchange, self.place),
+            rng_state(self.place),
+        )
         return self.checkpointer.save(self.step, merge(*parts, methods, own))
 
     def resume(self, path: Path) -> bool:
@@ -240,6 +249,7 @@ class Loop:
             self.stepper.reshape(self.batches.next_step()[-1])
         load_model(self.model, path)
         load_optimizer(self.stepper.optimizer, self.model, path)
+        load_exchange(self.stepper.exchange, path, self.place)
         self.stepper.recapture()
         self.batches.load_state_dict(values["data"])
         if values["scaler"]:

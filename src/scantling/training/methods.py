@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from scantling.comm import GradientExchange
+
 
 class Method:
     """Base of the methods; every hook does nothing until a method needs it.
@@ -46,8 +48,11 @@ class Method:
         """
         return loss
 
-    def after_step(self, step: int, optimizer: torch.optim.Optimizer) -> bool:
-        """Called after the optimizer's update; whether parameters have other shapes than before."""
+    def after_step(self, step: int, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> bool:
+        """Called after the optimizer's update; whether parameters have other shapes than before.
+
+        Whoever changes a shape has the optimizer and the exchange cut what they keep of the parameter.
+        """
         return False
 
     def metrics(self) -> dict[str, Any]:

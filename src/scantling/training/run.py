@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scantling.comm import AllReduce, GradientExchange, NoExchange
+from scantling.comm import AllReduce, DemoExchange, GradientExchange, NoExchange
 from scantling.data.loader import BatchSource, eval_batches
 from scantling.data.progress import Progress
 from scantling.data.sampler import Sampler
@@ -277,10 +277,10 @@ def build_loop(
         model,
         task,
         optimizer,
-        build_exchange(recipe.comm, place),
+        build_exchange(recipe.comm, place, settings.clip),
         place,
         methods=methods,
-        clip=settings.clip,
+        clip=settings.clip if recipe.comm.name == "allreduce" else None,
         compute=recipe.precision.compute,
         release=GradientRelease(model, optimizer) if recipe.optim.release_gradients else None,
         graph=settings.graph,
@@ -377,8 +377,14 @@ def run_evaluation(
     return evaluate(model, task, data, batches, place, compute=recipe.precision.compute)
 
 
-def build_exchange(section: CommSection, place: Place) -> GradientExchange:
-    """What the processes exchange; nothing where there is only one."""
+def build_exchange(section: CommSection, place: Place, clip: float | None) -> GradientExchange:
+    """What the processes exchange; gradients are left as they are where there is only one.
+
+    Args:
+        clip: largest norm of a gradient; an exchange of momentum clips by it, others leave it to the step.
+    """
+    if section.name == "demo":
+        return DemoExchange(clip=clip, **section.demo_options)
     return AllReduce(bucket_mb=section.bucket_mb) if place.world_size > 1 else NoExchange()
 
 

@@ -33,7 +33,7 @@ class StepResult:
     loss: float
     """Mean loss per target over all processes, in nats, before the update."""
     grad_norm: float
-    """Global gradient norm before clipping."""
+    """Global gradient norm before clipping; with an exchange of momentum that of this process alone."""
     num_tokens: int
     """Tokens put through the model by all processes, padding left out."""
     skipped: bool
@@ -101,10 +101,14 @@ class Stepper:
         loss_sum, norm = replayed or self._passes(batches, share, step)
         figures = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
         own_loss = loss_sum.clone()
-        stopping = torch.tensor([float(stop())], dtype=torch.float64, device=device)
-        figures = self.place.sum(torch.cat([figures, stopping]))
+        left_out = 0.0
+        if self.place.rank in self.exchange.left_out:
+            figures.zero_()
+            left_out = float(sum(b.num_targets for b in batches))
+        rest = torch.tensor([float(stop()), left_out], dtype=torch.float64, device=device)
+        figures = self.place.sum(torch.cat([figures, rest]))
         self.watch.lap("exchange")
-        total, bad_losses, bad_norms, stops = figures.tolist()
+        total, bad_losses, bad_norms, stops, targets_left_out = figures.tolist()
         overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
         if bad_losses or (bad_norms and not overflow):
             self._refuse(step, own_loss)  # before clipping, which would spread a NaN to every gradient
@@ -115,12 +119,12 @@ class Stepper:
             self.optimizer.zero_grad(set_to_none=True)
         if overflow and self.scaler.get_scale() < 2.0**-16:
             raise NonFiniteError(f"step {step}: fp16 gradients overflow at any loss scale; use bf16 or a lower lr")
-        reshaped = [method.after_step(step, self.optimizer) for method in self.methods]
+        reshaped = [method.after_step(step, self.optimizer, self.exchange) for method in self.methods]
         if any(reshaped):
             self.reshape(batches[-1])
         self.watch.lap("optimizer")
         targets, tokens = counts.tolist()
-        return StepResult(total / targets, float(norm), int(tokens), overflow, stops > 0)
+        return StepResult(total / (targets - targets_left_out), float(norm), int(tokens), overflow, stops > 0)
 
     def _passes(self, batches: Sequence[Batch], share: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward passes of all micro-batches, and the exchange: the sum of the losses, the norm."""
@@ -201,6 +205,8 @@ class Stepper:
     def _total_norm(self) -> torch.Tensor:
         if self.release is not None:
             return self.release.total_norm()
+        if self.exchange.norm is not None:
+            return self.exchange.norm
         return torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
     def _clip(self, norm: torch.Tensor) -> None:

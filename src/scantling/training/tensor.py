@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scantling.comm import GradientExchange
 from scantling.recipe.schema import TensorSection
 from scantling.tensor.convert import tensorize
 from scantling.tensor.layer import merge_once
@@ -56,7 +57,7 @@ class TensorMethod(Method):
     def extra_loss(self, loss: torch.Tensor, share: float) -> torch.Tensor:
         return loss if self.adapter is None else self.adapter.objective(loss, share)
 
-    def after_step(self, step: int, optimizer: torch.optim.Optimizer) -> bool:
+    def after_step(self, step: int, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> bool:
         adapter = self.adapter
         if adapter is None:
             return False
@@ -64,7 +65,7 @@ class TensorMethod(Method):
         due = step % self._section.truncate_every == 0 and adapter.step <= adapter.options.steps
         if not (due or step == self._steps):
             return False
-        return adapter.truncate(optimizer) > 0
+        return adapter.truncate(optimizer, exchange) > 0
 
     def metrics(self) -> dict[str, Any]:
         """Size and compression; the ranks of every layer where they have changed since the last record."""

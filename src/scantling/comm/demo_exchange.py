@@ -1,0 +1,71 @@
+"""DeMo's exchange behind the seam of a training loop: `MomentumExchange` over a model that is trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scantling.comm.exchange import GradientExchange
+from scantling.comm.momentum import MomentumExchange
+from scantling.groups import param_groups
+
+
+class DemoExchange(GradientExchange):
+    """Local gradients go into residuals, and each `.grad` becomes the momentum that all processes decode alike.
+
+    Clipping by the global norm is that of each process's own gradient, before it is accumulated; a momentum has no
+    scale that a threshold could be chosen for.
+
+    Args:
+        clip: largest norm of a process's own gradient, or None.
+        options: of `MomentumExchange`.
+    """
+
+    def __init__(self, *, clip: float | None = None, **options: Any) -> None:
+        self.clip, self.options = clip, options
+        self._inner: MomentumExchange | None = None
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        inner = MomentumExchange(param_groups(model), **self.options)
+        if self._inner is not None:  # parameters have other shapes than before, or some are gone
+            params = {param for group in inner.param_groups for param in group["params"]}
+            inner.state = {param: state for param, state in self._inner.state.items() if param in params}
+            inner.step = self._inner.step
+        self._inner = inner
+        return model
+
+    def exchange(self) -> None:
+        inner = self.inner
+        gradients = [param.grad for group in inner.param_groups for param in group["params"] if param.grad is not None]
+        self.norm = torch.nn.utils.get_total_norm(gradients)
+        if self.clip is not None and bool(torch.isfinite(self.norm)):
+            torch._foreach_mul_(gradients, (self.clip / (self.norm + 1e-6)).clamp(max=1.0))
+        began = time.perf_counter()
+        inner.exchange()
+        self.exposed_s = time.perf_counter() - began
+        self.wire_bytes, self.left_out = inner.wire_bytes, tuple(inner.left_out)
+
+    @property
+    def inner(self) -> MomentumExchange:
+        """The exchange itself."""
+        if self._inner is None:
+            raise AssertionError("prepare() comes first")
+        return self._inner
+
+    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
+        """Cut the residual of a parameter that keeps only some positions of a dim."""
+        self.inner.slice_state(param, dim, index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors of this process alone, and how many steps there were."""
+        return {**self.inner.local_state_dict()["residuals"], "step": self.inner.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave on this process, or the mean of what it gave on all."""
+        residuals = {name: value for name, value in state.items() if name != "step"}
+        self.inner.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
+        self.inner.step = int(state["step"])

@@ -1,0 +1,82 @@
+"""Runs whose processes exchange momentum."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import scantling as sc
+from scantling.training.checkpoint import load_tensors
+from tests.runs import command, records, scantling, tiny_recipe, write_recipe
+from tests.training import poisoned
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128}
+
+
+def demo_recipe(folder: Path, **sections: Any) -> dict[str, Any]:
+    comm = {"name": "demo", "topk": 64, "dense": "sign", **sections.pop("comm", {})}
+    model = {"overrides": {**tiny_recipe(folder)["model"]["overrides"], **WIDE}}
+    return tiny_recipe(folder, model=model, comm=comm, optim={"name": "sign", "lr": 2e-3}, **sections)
+
+
+@pytest.mark.parametrize("optim", [{"name": "sign", "lr": 2e-3}, {"name": "adamw", "lr": 2e-3}])
+def test_it_learns_on_one_process(tmp_path: Path, optim: dict[str, Any]) -> None:
+    recipe = demo_recipe(tmp_path, train={"steps": 60, "batch_size": 16})
+    result = sc.train({**recipe, "optim": optim}, run_dir=tmp_path / "run")
+    losses = [record["loss"] for record in records(tmp_path / "run")]
+    assert result.metrics["eval_loss"] < 0.75 * losses[0]
+    assert all(record["wire_bytes"] == 0 for record in records(tmp_path / "run"))
+
+
+@pytest.mark.dist
+def test_two_processes_send_little_and_stay_alike(tmp_path: Path) -> None:
+    dense, sparse = (
+        write_recipe(tmp_path / f"{name}.yaml", {**demo_recipe(tmp_path, train={"steps": 6}), "comm": comm})
+        for name, comm in (
+            ("dense", {"name": "allreduce"}),
+            ("sparse", {"name": "demo", "topk": 8, "dense": "sign"}),
+        )
+    )
+    for path in (dense, sparse):
+        done = scantling("train", path, "--run-dir", tmp_path / path.stem, processes=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+    sent = {name: records(tmp_path / name)[-1]["wire_bytes"] for name in ("dense", "sparse")}
+    assert 0 < 40 * sent["sparse"] < sent["dense"]
+
+
+@pytest.mark.dist
+def test_a_process_with_nan_is_left_out_of_one_step(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", demo_recipe(tmp_path))
+    done = subprocess.run(
+        [*command([], processes=2)[:-2], poisoned.__file__, "train", str(path), "--run-dir", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 3: ranks [1] have NaN or Inf gradients and are left out" in done.stderr
+    found = records(tmp_path / "run")
+    assert [record.get("left_out") for record in found] == [None, None, [1], *[None] * 5]
+    assert all(record["loss"] > 0 for record in found)
+
+
+@pytest.mark.parametrize("optim", ["came", "sign"])
+def test_ranks_come_down_and_residuals_with_them(tmp_path: Path, optim: str) -> None:
+    tensor = {"rank": 8, "size_target": 0.4, "truncate_every": 2, "adapt": 0.5}
+    recipe = demo_recipe(tmp_path, tensor=tensor, train={"steps": 12, "checkpoint_every": 6})
+    recipe["optim"] = {"name": optim, "lr": 2e-3}
+    straight = sc.train(recipe, run_dir=tmp_path / "straight")
+    assert straight.status == "done"
+    last = records(tmp_path / "straight")[-1]
+    assert last["tensor_size"] == pytest.approx(0.4, rel=0.02)
+    stored = load_tensors(tmp_path / "straight" / "checkpoints" / "step-12")
+    residuals = {key.split("/", 2)[2]: value for key, value in stored.items() if key.startswith("exchange/")}
+    assert residuals
+    for name, residual in residuals.items():
+        assert residual.shape == stored[f"model/{name}"].shape
+        assert torch.isfinite(residual).all()
