@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ def test_two_processes_send_little_and_stay_alike(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     sent = {name: records(tmp_path / name)[-1]["wire_bytes"] for name in ("dense", "sparse")}
     assert 0 < 40 * sent["sparse"] < sent["dense"]
+    plan = json.loads((tmp_path / "sparse" / "plan.json").read_text())
+    assert plan["wire_bytes"] == sent["sparse"]
+    stored = load_tensors(tmp_path / "sparse" / "checkpoints" / "step-6", "exchange/rank0/")
+    assert plan["residual_bytes"] == sum(value.nbytes for value in stored.values())
 
 
 @pytest.mark.dist

@@ -186,6 +186,16 @@ class MomentumExchange:
         way = cheaper_way(channels, size) if self.wanted_way == "auto" else self.wanted_way
         return wire_bytes(channels, size, way)
 
+    def planned_state_bytes(self) -> int:
+        """Bytes of the residuals once there was an exchange; no communication."""
+        params = self._parameters()
+        return sum(
+            torch.float32.itemsize * local(params[member.param]).numel()
+            for channel in self._lay_out()
+            if not (channel.kind.is_exact and self.sync_every == 1)
+            for member in channel.members
+        )
+
     def are_matrices(self) -> list[bool]:
         """For each parameter whether it travels as blocks of a transform."""
         found = [False] * len(self._parameters())

@@ -48,6 +48,7 @@ class Plan:
         allocator_bytes: freed blocks that the allocator keeps, on a CPU.
         peak_memory_bytes: the most at any time.
         wire_bytes: bytes that one rank sends for one step.
+        residual_bytes: what an exchange of momentum keeps.
         flops_per_step: forward and backward over all ranks; `flops_per_token` the same for one token.
         tokens_per_step: over all ranks; `total_tokens` over the run.
         notes: what could not be known, and why.
@@ -71,6 +72,7 @@ class Plan:
     flops_per_token: float | None
     tokens_per_step: int
     total_tokens: int
+    residual_bytes: int = 0
     notes: Sequence[str] = field(default_factory=tuple)
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,6 +93,7 @@ class Plan:
             ("memory per rank", "weights", format_bytes(self.weight_bytes)),
             ("", "gradients", format_bytes(self.gradient_bytes)),
             ("", "optimizer state", format_bytes(self.optimizer_state_bytes)),
+            *([("", "residuals of the exchange", format_bytes(self.residual_bytes))] if self.residual_bytes else []),
             ("", "activations", format_bytes(self.activation_bytes)),
             ("", "temporary", format_bytes(self.temporary_bytes)),
             ("", "kept by the allocator", format_bytes(self.allocator_bytes)),
@@ -162,7 +165,7 @@ def plan(
     """
     import torch
 
-    from scantling.comm import allreduce_wire_bytes
+    from scantling.comm import MomentumExchange, allreduce_wire_bytes
     from scantling.groups import param_groups
     from scantling.models.build import build_model, checkpoint_activations, default_task, quiet
     from scantling.models.costs import BACKWARD
@@ -227,7 +230,12 @@ def plan(
     working = None if passes.peak_bytes is None else max(passes.peak_bytes, gradient_bytes + of_optimizer)
     temporary = None if working is None else working - max(passes.activation_bytes or 0, gradient_bytes)
     kept = 0 if on_gpu else None if working is None else allocator_bytes(working)
-    peak = None if state is None or working is None else base + weight_bytes + state + working + (kept or 0)
+    wire, residuals = allreduce_wire_bytes(sum(p.nbytes for p in trainable), world_size), 0
+    if recipe.comm.name == "demo":
+        exchange = MomentumExchange(groups, **recipe.comm.demo_options)
+        wire, residuals = exchange.planned_wire_bytes(world_size), exchange.planned_state_bytes()
+    held = None if state is None else base + weight_bytes + state + residuals
+    peak = None if held is None or working is None else held + working + (kept or 0)
     tokens = recipe.batch_size * task.examples_to_tokens(recipe.data)
     flops = None if passes.forward_flops is None else (1 + BACKWARD) * passes.forward_flops
     return Plan(
@@ -244,11 +252,12 @@ def plan(
         base_bytes=base,
         allocator_bytes=kept,
         peak_memory_bytes=peak,
-        wire_bytes=allreduce_wire_bytes(sum(p.nbytes for p in trainable), world_size),
+        wire_bytes=wire,
         flops_per_step=flops,
         flops_per_token=None if flops is None else flops / tokens,
         tokens_per_step=tokens,
         total_tokens=tokens * recipe.train.steps,
+        residual_bytes=residuals,
         notes=tuple(notes),
     )
 
