@@ -34,8 +34,8 @@ SETTINGS: dict[str, dict[str, int]] = {
 }
 BATCH = 32
 GRID = Grid([12.5e-6 * 2**power for power in range(12)], start=4)  # 12.5e-6 to 25.6e-3, from 2e-4 on
-SWEPT = ("adamw", "adafactor", "came-reference", "came")
-COMPARED = ("adamw", "adafactor", "came-reference", "came", "came-int8", "came-int4")
+SWEPT = ("adamw", "adafactor", "came-reference", "came", "plain")
+COMPARED = (*SWEPT, "plain-int8", "plain-int4")
 SEEDS = (0, 1, 2)
 ADAMW = {"name": "adamw", "betas": [0.9, 0.999]}  # as everybody fine-tunes
 
@@ -202,7 +202,7 @@ class Comparison:
         """The run of each seed and optimizer whose sweep has ended, at its best rate."""
         for seed in SEEDS:
             for name in COMPARED:
-                rate = GRID.best(self.swept(lines, "came" if name.startswith("came-int") else name))
+                rate = GRID.best(self.swept(lines, name.removesuffix("-int8").removesuffix("-int4")))
                 if rate is not None:
                     yield run_spec(self.task, name, rate, seed, **self.changes)
 

@@ -43,24 +43,25 @@ TOKENS = 20 * 492_384  # 20 for each parameter of MODEL
 LONGER_TOKENS = 10_000_000
 SEQ_LEN, BATCH = 128, 32
 GRID = Grid([0.125e-3, 0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3], start=5)
-SWEPT = ("adamw", "came", "came-reference", "adafactor", "muon", "scale-like", "apollo-mini")
+SWEPT = ("adamw", "plain", "came", "came-reference", "adafactor", "muon", "scale-like", "apollo-mini")
 SLOWER = ("came-slow", "adamw-slow")
 """Tried at one rate: slower averages of the second moment."""
 SEEDS = 8
-FINALISTS = ("adamw", "came", "came-int8", "came-int4")
-LONGER = ("adamw", "came-int8")
+FINALISTS = ("adamw", "plain", "plain-int8", "plain-int4", "came")
+"""`plain` is CAME without its confidence."""
+LONGER = ("adamw", "plain-int8")
 Lines = dict[str, Line]
 ABLATION_TOKENS = TOKENS // 4
 BATCHES = (0.25, 1, 4)
 """Of the phase `batch`, in multiples of BATCH: 2404, 601 and 150 steps at equal tokens."""
-LARGE_BATCH = ("adamw", "adafactor", "came", "lamb")
+LARGE_BATCH = ("adamw", "adafactor", "plain", "came", "lamb")
 ABLATIONS: dict[str, dict[str, Any]] = {
     "came": {},
     "betas (0.9, 0.999, 0.9999)": {"optim": {"betas": [0.9, 0.999, 0.9999]}},
     "betas (0.9, 0.99, 0.999)": {"optim": {"betas": [0.9, 0.99, 0.999]}},
     "betas (0.9, 0.95, 0.95)": {"optim": {"betas": [0.9, 0.95, 0.95]}},
     "betas (0.95, 0.95, 0.995)": {"optim": {"betas": [0.95, 0.95, 0.995]}},
-    "no confidence": {"optim": {"name": "cameunconfident"}},
+    "no confidence": {"optim": {"confidence": False}},
     "no debias": {"optim": {"debias": False}},
     "no clip at all": {"optim": {"clip_threshold": 1e9}, "clip": None},
     "update clip alone": {"clip": None},
@@ -75,7 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "betas (0.9, 0.95, 0.95)": {"betas": [0.9, 0.95, 0.95]},
     "weight decay 0.2": {"weight_decay": 0.2},
     "betas (0.9, 0.9, 0.95)": {"betas": [0.9, 0.9, 0.95]},
-    "no confidence": {"name": "cameunconfident"},
+    "no confidence": {"confidence": False},
 }
 
 
@@ -135,7 +136,7 @@ def swept(lines: Lines, data: str, optimizer: str) -> list[float | None]:
 
 def best_rate(lines: Lines, data: str, optimizer: str) -> float:
     """The rate of the finished sweep with the lowest held-out loss."""
-    rate = GRID.best(swept(lines, data, "came" if optimizer.startswith("came-int") else optimizer))
+    rate = GRID.best(swept(lines, data, optimizer.removesuffix("-int8").removesuffix("-int4")))
     if rate is None:
         raise SystemExit(f"run the sweep of {optimizer} on {data} first")
     return rate

@@ -79,7 +79,7 @@ SETTINGS = {
 }
 BATCH, POINTS = 16, 20
 GRID = Grid([0.125e-3, 0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3], start=4)
-COMPARED = ("adafactor", "adamw", "came-reference", "came")
+COMPARED = ("adafactor", "adamw", "came-reference", "came", "plain")
 SEEDS = (0, 1, 2)
 
 

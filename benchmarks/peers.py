@@ -1,6 +1,6 @@
 """Optimizers that CAME is compared with and that no installed package has.
 
-LAMB, a SCALE-like rule, APOLLO-Mini, CAME without its confidence, and CAME whose codes are rounded to the nearest.
+LAMB, a SCALE-like rule, APOLLO-Mini, and CAME whose codes are rounded to the nearest.
 
 Written from the papers, for comparison only. `register()` makes them known to recipes by name, as torch.optim is.
 """
@@ -120,37 +120,6 @@ class ApolloMini(_Peer):
         return update
 
 
-class CameUnconfident(sc.CAME):
-    """CAME whose confidence is the same everywhere: D = m in its equation (9).
-
-    An instability of K^2 beside which the real one does not count, at K times the rate: what is divided by K is m.
-    Vectors have no confidence and keep their rate. Not for matrices with a side under 16, which have none either.
-    """
-
-    K = 1e3
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        debias: bool = False,
-    ) -> None:
-        super().__init__(params, lr, betas, (1e-30, self.K**2), weight_decay=weight_decay, debias=debias)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        matrices = [group for group in self.param_groups if group["role"] != "vector"]
-        kept = [(group["lr"], group["weight_decay"]) for group in matrices]
-        for group in matrices:
-            group["lr"], group["weight_decay"] = group["lr"] * self.K, group["weight_decay"] / self.K
-        try:
-            return super().step(closure)
-        finally:
-            for group, (lr, weight_decay) in zip(matrices, kept, strict=True):
-                group["lr"], group["weight_decay"] = lr, weight_decay
-
-
 class CameNearest(sc.CAME):
     """CAME whose codes of 4 bits are rounded to the nearest: without a seed there is no noise."""
 
@@ -177,7 +146,7 @@ class CameNearest(sc.CAME):
 
 def register() -> None:
     """Let `optim.name` of a recipe be one of these, in lower case."""
-    for peer in (Lamb, ScaleLike, ApolloMini, CameUnconfident, CameNearest):
+    for peer in (Lamb, ScaleLike, ApolloMini, CameNearest):
         setattr(torch.optim, peer.__name__, peer)
         if peer.__name__ not in torch.optim.__all__:
             torch.optim.__all__.append(peer.__name__)

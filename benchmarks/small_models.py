@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 CONFIDENT = [0.9, 0.95, 0.995]
 CAME = {"name": "came", "debias": True, "betas": CONFIDENT}
+PLAIN = {**CAME, "confidence": False}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "betas": [0.9, 0.95]},
     "adamw-slow": {"name": "adamw", "betas": [0.9, 0.99]},
@@ -28,6 +29,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "came": CAME,
     "came-int8": {**CAME, "momentum": "int8"},
     "came-int4": {**CAME, "momentum": "int4"},
+    "plain": PLAIN,
+    "plain-int8": {**PLAIN, "momentum": "int8"},
+    "plain-int4": {**PLAIN, "momentum": "int4"},
     "muon": {"name": "muon"},
     "scale-like": {"name": "scalelike"},
     "apollo-mini": {"name": "apollomini"},

@@ -29,10 +29,12 @@ class Oracle:
         weight_decay: float = 0.0,
         debias: bool = False,
         maximize: bool = False,
+        confidence: bool = True,
     ) -> None:
         self.shape, self.view = param.shape, view
         self.betas, self.eps, self.clip = betas, eps, clip_threshold
         self.weight_decay, self.debias, self.maximize = weight_decay, debias, maximize
+        self.confidence = confidence
         self.step_count = 0
         if view is not None:
             rows, cols = view
@@ -79,7 +81,7 @@ class Oracle:
         u = u / max(1.0, sqrt((u**2).sum() / u.size) / self.clip)
         self.m = b1 * self.m + (1 - b1) * u
         update = self.m / self.correction(b1)
-        if self.view is not None:
+        if self.view is not None and self.confidence:
             for i in range(len(u)):
                 instability = (u[i] - self.m[i]) ** 2 + e2
                 self.s[i] = b3 * self.s[i] + (1 - b3) * instability.mean(axis=1)

@@ -129,6 +129,18 @@ def test_declared_dims_of_a_tensor_core_survive_cuts_of_either_rank() -> None:
     assert optimizer.state[param]["exp_avg_codes"].shape == (3, 10, 10)
 
 
+def test_a_cut_without_confidence_goes_on() -> None:
+    param, optimizer = trained((64, 40), momentum="int8", group={"confidence": False})
+    optimizer.slice_state(param, 0, torch.arange(32))
+    param.grad = None
+    param.data = param.data[:32]
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    assert not {"res_row", "res_col"} & optimizer.state[param].keys()
+    with pytest.raises(UserError, match="always has its confidence"):
+        to_came_pytorch(optimizer)
+
+
 def test_cuts_that_make_no_sense_are_refused() -> None:
     param, optimizer = trained((20, 30))
     for dim, index, message in (

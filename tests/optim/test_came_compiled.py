@@ -70,6 +70,8 @@ def assert_alike(both: list[tuple[list[nn.Parameter], CAME]], *, exact: bool) ->
         ("bf16", "stochastic", torch.bfloat16, DEBIASED),
         ("int8", "compensated", torch.bfloat16, {}),
         ("int4", "stochastic", torch.bfloat16, DEBIASED),
+        ("fp32", "nearest", torch.float32, {**DEBIASED, "confidence": False}),
+        ("int8", "stochastic", torch.bfloat16, {**DEBIASED, "confidence": False}),
     ],
     ids=str,
 )

@@ -64,6 +64,7 @@ def test_every_hyperparameter_is_honoured_per_group() -> None:
         {"debias": True},
         {"maximize": True},
         {"factor": "last2"},
+        {"confidence": False, "matrix_dims": ((0, 1), (2,))},
         {"matrix_dims": ((0, 1), (2,))},
         {"role": "vector"},
     ]
@@ -79,7 +80,7 @@ def test_every_hyperparameter_is_honoured_per_group() -> None:
             one.step()
     assert all(torch.equal(p, q) for p, q in zip(together, apart, strict=True))
     for i, p in enumerate(together):
-        others = [q for j, q in enumerate(together) if j != i and {i, j} != {0, 10}]
+        others = [q for j, q in enumerate(together) if j != i and {i, j} != {0, 11}]
         assert all(not torch.equal(p, q) for q in others)
 
 

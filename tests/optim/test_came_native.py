@@ -118,7 +118,12 @@ def test_scratch_of_wide_matrices_stays_small() -> None:
 @pytest.mark.parametrize("momentum", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"debias": True, "weight_decay": 0.1, "betas": (0.9, 0.95, 0.995)}, {"maximize": True, "factor": "last2"}],
+    [
+        {},
+        {"debias": True, "weight_decay": 0.1, "betas": (0.9, 0.95, 0.995)},
+        {"maximize": True, "factor": "last2"},
+        {"debias": True, "confidence": False, "weight_decay": 0.1},
+    ],
     ids=str,
 )
 def test_it_computes_what_the_operations_do(momentum: Any, rounding: Any, dtype: torch.dtype, options: Any) -> None:

@@ -121,10 +121,11 @@ def assert_close(sharded: Tensor, whole: Tensor, tolerance: float, what: str) ->
 def steps_with_an_empty_shard() -> None:
     """One expert on two ranks: the second has nothing of it, and takes part in the exchange all the same."""
     mesh = init_device_mesh("cpu", (2,))
-    for momentum in ("fp32", "bf16", "int8", "int4"):
+    for momentum, confidence in product(("fp32", "bf16", "int8", "int4"), (True, False)):
         whole = nn.Parameter(torch.ones(1, 32, 32))
         part = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]))
-        one, many = (CAME([{"params": [p], "matrix_dims": STACK}], momentum=momentum, **OPTIONS) for p in (whole, part))
+        options = {**OPTIONS, "momentum": momentum, "confidence": confidence}
+        one, many = (CAME([{"params": [p], "matrix_dims": STACK}], **options) for p in (whole, part))
         for number in range(3):
             whole.grad = gradient((1, 32, 32), number, 0, torch.float32)
             part.grad = distribute_tensor(whole.grad, mesh, [Shard(0)], src_data_rank=None)

@@ -59,6 +59,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("rmsprop", {"momentum": 0.9, "centered": True}),
     ("came", {"factor": "last2"}),
     ("came", {"debias": True, "betas": [0.9, 0.95, 0.995]}),
+    ("came", {"confidence": False}),
 ]
 
 

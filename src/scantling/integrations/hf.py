@@ -57,6 +57,7 @@ def came(
     momentum: Momentum = "fp32",
     rounding: Rounding = "nearest",
     factor: Factor = "auto",
+    confidence: bool = True,
     maximize: bool = False,
     foreach: bool | None = None,
     capturable: bool = False,
@@ -68,7 +69,8 @@ def came(
         weight_decay: of matrices and embeddings, decoupled; vectors are never decayed. That of `TrainingArguments` has
             no effect.
         core_lr: of the cores of a model of cores; a third of `lr` is a good start. Default: `lr`.
-        betas, eps, clip_threshold, debias, momentum, rounding, factor, maximize, foreach, capturable: as in
+        betas, eps, clip_threshold, debias, momentum, rounding, factor, confidence, maximize, foreach,
+            capturable: as in
             `scantling.CAME`.
 
     Returns:
@@ -89,6 +91,7 @@ def came(
         "momentum": momentum,
         "rounding": rounding,
         "factor": factor,
+        "confidence": confidence,
         "maximize": maximize,
         "foreach": foreach,
         "capturable": capturable,

@@ -67,6 +67,7 @@ class Hyper:
     maximize: bool
     momentum: Momentum
     rounding: Rounding
+    confidence: bool
     foreach: bool | None
 
     @classmethod
@@ -85,6 +86,7 @@ class Hyper:
             maximize=group["maximize"],
             momentum=group["momentum"],
             rounding=group["rounding"],
+            confidence=group["confidence"],
             foreach=group["foreach"],
         )
 
@@ -177,7 +179,7 @@ def step(job: Job, *, tile: int | None = None) -> None:
 
 
 class _Factored:
-    """A factored second moment and the confidence."""
+    """A factored second moment and, where it is wanted, the confidence."""
 
     def __init__(self, job: Job, view: MatrixDims, tile_limit: int) -> None:
         self._job, self._view = job, view
@@ -207,10 +209,13 @@ class _Factored:
         return [(self._total, job.plan.groups(range(job.param.ndim)))]
 
     def residual(self) -> list[Partial]:
-        hyper, (row, col) = self._job.hyper, self._statistics("res_row", "res_col")
+        hyper = self._job.hyper
         self._a.mul_(clip_factor(self._total, self._job.plan.numel, hyper.clip_threshold))
         if hyper.maximize:
             self._a.neg_()
+        if not hyper.confidence:
+            return []
+        row, col = self._statistics("res_row", "res_col")
         self._begin(row, col, hyper.beta3, hyper.eps2)
         weights = self._weights(hyper.beta1**2 * (1.0 - hyper.beta3))
         for tile in self._tiles:
@@ -227,19 +232,25 @@ class _Factored:
 
     def apply(self) -> None:
         job, hyper = self._job, self._job.hyper
-        a, b = self._inverse_root("res_row", "res_col")
         scale = job.scalar(-1.0).mul_(hyper.lr)
         if hyper.debias:
-            scale.mul_(job.correction(hyper.beta3).sqrt_()).div_(job.correction(hyper.beta1))
-        a.mul_(scale)
-        decay = hyper.decay(a)
+            scale.div_(job.correction(hyper.beta1))
+        if hyper.confidence:
+            a, b = self._inverse_root("res_row", "res_col")
+            if hyper.debias:
+                scale.mul_(job.correction(hyper.beta3).sqrt_())
+            a.mul_(scale)
+        decay = hyper.decay(scale)
         momentum, weight = self._momentum, _Weight(job)
         for tile in self._tiles:
             m = momentum.read(tile)
-            if momentum.is_rounded:
+            if momentum.is_rounded or not hyper.confidence:
                 update_momentum(m, self._whitened(tile), hyper.beta1)
             value = weight.read(tile)
-            apply_update(value, m * cut(a, tile), cut(b, tile), decay)
+            if hyper.confidence:
+                apply_update(value, m * cut(a, tile), cut(b, tile), decay)
+            else:
+                apply_update(value, m, scale, decay)
             weight.write(value, tile)
             del value
             momentum.write(m, tile)

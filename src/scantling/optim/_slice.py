@@ -54,6 +54,8 @@ def cut_state(
         result["exp_avg_sq"] = second_moment(state, before).index_select(dim, index)
     else:
         for names in (("row", "col"), ("res_row", "res_col")):
+            if names[0] not in needed:
+                continue
             pair = _cut_factors([state[name] for name in names], dim, index, before)
             result |= dict(zip(names, pair, strict=True))
     if "exp_avg" in needed:

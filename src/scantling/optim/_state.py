@@ -3,7 +3,8 @@
 step                       0-D fp32
 exp_avg                    momentum in fp32 or bf16, of the parameter's shape
 exp_avg_codes, _scale      momentum as codes, see `_codec.py`
-row, col, res_row, res_col factored second moment and instability, in fp32
+row, col                   factored second moment, in fp32
+res_row, res_col           factored instability, in fp32; not without confidence
 exp_avg_sq                 full second moment, where a parameter is not factored
 low                        the bits of a bf16 weight below bf16, see `_rounding.py`
 """
@@ -26,6 +27,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
+def needed_state(group: dict[str, Any], shape: Sequence[int], dtype: torch.dtype) -> Shapes:
+    """(shape, dtype) of the state tensors of a parameter of this shape and dtype in this group."""
+    return state_tensors(
+        tuple(shape),
+        dtype,
+        view_of(group, shape),
+        momentum=group["momentum"],
+        rounding=group["rounding"],
+        confidence=group["confidence"],
+    )
+
+
 def view_of(group: dict[str, Any], shape: Sequence[int]) -> MatrixDims | None:
     """(row dims, column dims) of a parameter of this shape in this group, or None for a full second moment."""
     dims = group["matrix_dims"]
@@ -34,7 +47,13 @@ def view_of(group: dict[str, Any], shape: Sequence[int]) -> MatrixDims | None:
 
 
 def state_tensors(
-    shape: tuple[int, ...], dtype: torch.dtype, view: MatrixDims | None, momentum: Momentum, rounding: Rounding
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    view: MatrixDims | None,
+    *,
+    momentum: Momentum,
+    rounding: Rounding,
+    confidence: bool,
 ) -> Shapes:
     """(shape, dtype) of the state tensors of one parameter, by their keys in the state dict."""
     statistics = statistics_dtype(dtype)
@@ -45,7 +64,8 @@ def state_tensors(
         rows, cols = view
         row = tuple(1 if dim in cols else size for dim, size in enumerate(shape))
         col = tuple(1 if dim in rows else size for dim, size in enumerate(shape))
-        tensors |= {key: (size, statistics) for key, size in zip(_FACTORS, (row, col, row, col), strict=True)}
+        kept = zip(_FACTORS[: 4 if confidence else 2], (row, col, row, col), strict=False)
+        tensors |= {key: (size, statistics) for key, size in kept}
     if rounding == "compensated" and dtype == torch.bfloat16:
         tensors["low"] = (shape, torch.int8)
     return tensors
@@ -73,13 +93,14 @@ def came_state_bytes(
     factor: Factor = "auto",
     matrix_dims: MatrixDims | None = None,
     role: str | None = None,
+    confidence: bool = True,
 ) -> int:
     """Bytes of the state that `CAME` keeps of one parameter, the step counter included.
 
     Args:
         shape: of the parameter.
         dtype: of the parameter.
-        momentum, rounding, factor, matrix_dims, role: as in the parameter's group.
+        momentum, rounding, factor, matrix_dims, role, confidence: as in the parameter's group.
 
     Returns:
         Exactly what the storages hold after the first step; 0 for an empty parameter.
@@ -100,5 +121,6 @@ def came_state_bytes(
         matrix_dims = check_matrix_dims(matrix_dims, len(sizes))
     if not prod(sizes):
         return 0
-    tensors = state_tensors(sizes, dtype, matrix_view(sizes, factor, matrix_dims, role), momentum, rounding)
+    view = matrix_view(sizes, factor, matrix_dims, role)
+    tensors = state_tensors(sizes, dtype, view, momentum=momentum, rounding=rounding, confidence=confidence)
     return sum(prod(size) * kind.itemsize for size, kind in tensors.values())

@@ -33,7 +33,7 @@ def check_hyper(group: dict[str, Any]) -> None:
     _check_numbers("eps", group["eps"], 2, at_least=0.0)
     _check_number("clip_threshold", group["clip_threshold"], above=0.0)
     _check_number("weight_decay", group["weight_decay"], at_least=0.0)
-    for key in ("debias", "maximize", "capturable", "foreach"):
+    for key in ("debias", "confidence", "maximize", "capturable", "foreach"):
         if not isinstance(group[key], bool) and not (key == "foreach" and group[key] is None):
             raise UserError(f"{key} must be True or False; given {group[key]!r}")
     for key, allowed in (("momentum", MOMENTA), ("rounding", ROUNDINGS), ("factor", FACTORS)):

@@ -69,7 +69,7 @@ from scantling.optim._rounding import Rounding
 from scantling.optim._sharded import step_sharded
 from scantling.optim._shardplan import local, local_bytes, local_grad, place, plan_of, zeros
 from scantling.optim._slice import cut_state, shape_of
-from scantling.optim._state import averaged_dims, state_tensors, view_of
+from scantling.optim._state import averaged_dims, needed_state, view_of
 from scantling.optim._validation import check_grads, check_hyper, check_param, check_start
 
 
@@ -90,6 +90,8 @@ class CAME(torch.optim.Optimizer):
         factor: "auto" (group key `matrix_dims`, convolutions as O x (I * kernel), sides under 16 unfactored) or "last2"
             (the last two dims of everything, as the reference).
         momentum: how the momentum of factored parameters is kept: "fp32", "bf16", "int8" or "int4", see `_codec.py`.
+        confidence: divide the momentum by the root of its instability, (6) to (9). Without, D = m, there is less state,
+            and the third beta and the second eps have no effect.
         rounding: how bf16 parameters are written back: "nearest", "stochastic" or "compensated", see `_rounding.py`.
         maximize: ascend.
         foreach: False takes one parameter after the other in PyTorch operations, which is slower and the plainest.
@@ -122,6 +124,7 @@ class CAME(torch.optim.Optimizer):
         momentum: Momentum = "fp32",
         rounding: Rounding = "nearest",
         factor: Factor = "auto",
+        confidence: bool = True,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -136,6 +139,7 @@ class CAME(torch.optim.Optimizer):
             "momentum": momentum,
             "rounding": rounding,
             "factor": factor,
+            "confidence": confidence,
             "maximize": maximize,
             "foreach": foreach,
             "capturable": capturable,
@@ -271,9 +275,8 @@ class CAME(torch.optim.Optimizer):
         dim, index = _checked_index(shape, dim, index, param.device)
         after = (*shape[:dim], len(index), *shape[dim + 1 :])
         views = view_of(group, shape), view_of(group, after)
-        momentum, rounding = group["momentum"], group["rounding"]
-        needed = state_tensors(after, param.dtype, views[1], momentum, rounding)
-        self.state[param] = cut_state(state, dim, index, views=views, momentum=momentum, needed=needed)
+        needed = needed_state(group, after, param.dtype)
+        self.state[param] = cut_state(state, dim, index, views=views, momentum=group["momentum"], needed=needed)
 
     def state_bytes(self) -> int:
         """Bytes of the state on this rank once all parameters have been stepped; `state_bytes` counts what is there."""
@@ -339,7 +342,7 @@ class CAME(torch.optim.Optimizer):
                 f"{', '.join(map(str, state_dict))}, with {len(state_dict.get('param_groups', ()))} groups"
             )
         for index, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
-            for key in ("momentum", "rounding", "factor"):
+            for key in ("momentum", "rounding", "factor", "confidence"):
                 if saved.get(key, self.defaults[key]) != group[key]:
                     raise UserError(
                         f"group {index} was saved with {key}={saved.get(key)!r}, this optimizer has "
@@ -356,8 +359,7 @@ def _take(jobs: Sequence[Job]) -> None:
 
 
 def _needed(group: dict[str, Any], param: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    view = view_of(group, param.shape)
-    return state_tensors(tuple(param.shape), param.dtype, view, group["momentum"], group["rounding"])
+    return needed_state(group, param.shape, param.dtype)
 
 
 def _checked_index(shape: tuple[int, ...], dim: int, index: Tensor, device: torch.device) -> tuple[int, Tensor]:

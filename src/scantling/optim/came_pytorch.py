@@ -16,7 +16,7 @@ from scantling.errors import UserError
 from scantling.groups import MatrixDims
 from scantling.optim._factor import matrix_view, statistics_dtype
 from scantling.optim._slice import coded_momentum, second_moment, whole_momentum
-from scantling.optim._state import state_tensors, view_of
+from scantling.optim._state import needed_state, view_of
 from scantling.optim.came import CAME
 
 _THEIR_FACTORS = {
@@ -64,7 +64,12 @@ def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
     """A state dict for `came_pytorch.CAME(params, lr).load_state_dict` over the same parameters and groups.
 
     Weights in 24 bits (`rounding="compensated"`) lose their lowest 8: the published package has no place for them.
+
+    Raises:
+        UserError: a group without confidence, which the published package always has.
     """
+    if not all(group["confidence"] for group in optimizer.param_groups):
+        raise UserError("came-pytorch always has its confidence; given confidence=False, whose state does not hold it")
     saved_groups = optimizer.state_dict()["param_groups"]
     state: dict[int, Any] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
@@ -78,7 +83,7 @@ def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
 def _ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
     shape = tuple(param.shape)
     view, last_two = view_of(group, shape), matrix_view(shape, "last2")
-    needed = state_tensors(shape, param.dtype, view, group["momentum"], group["rounding"])
+    needed = needed_state(group, shape, param.dtype)
     state: dict[str, Tensor] = {"step": torch.tensor(float(saved["step"]))}
     if last_two is None:
         state["exp_avg_sq"] = saved["exp_avg_sq"]

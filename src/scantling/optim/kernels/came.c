@@ -324,7 +324,9 @@ static void residual(Shared *s, const Job *job, int64_t matrix, int chunk, float
     }
 }
 
-static void apply(Shared *s, const Job *job, int64_t matrix, int chunk, float *buffer, float *momentum, float *weights) {
+/* Without confidence there was no residual() to take the gradient into a momentum in fp32, and `scale` is all there is. */
+static void apply(Shared *s, const Job *job, int64_t matrix, int chunk, float scale, float *buffer, float *momentum,
+                  float *weights) {
     int64_t begin, end, cols = job->cols;
     chunk_of(job->rows, chunk, &begin, &end);
     float keep = (float)(1.0 - job->beta1), decay = (float)(-job->lr * job->weight_decay);
@@ -333,14 +335,18 @@ static void apply(Shared *s, const Job *job, int64_t matrix, int chunk, float *b
         float *restrict m = load_momentum(job, index, momentum);
         const float *restrict b = s->b;
         const float *restrict res_b = s->res_b;
-        if (job->momentum_kind != FP32) {
+        if (job->momentum_kind != FP32 || !job->res_row) {
             const float *restrict g = load(job->grad, job->grad_kind, index * cols, cols, buffer);
             float a = s->a[i] * s->factor;
             for (int64_t j = 0; j < cols; j++) m[j] += (g[j] * a * b[j] - m[j]) * keep;
         }
         float *restrict p = load_weight(job, index * cols, cols, weights);
-        float a = s->res_a[i];
-        for (int64_t j = 0; j < cols; j++) p[j] = p[j] + p[j] * decay + m[j] * a * res_b[j];
+        if (job->res_row) {
+            float a = s->res_a[i];
+            for (int64_t j = 0; j < cols; j++) p[j] = p[j] + p[j] * decay + m[j] * a * res_b[j];
+        } else {
+            for (int64_t j = 0; j < cols; j++) p[j] = p[j] + p[j] * decay + m[j] * scale;
+        }
         store_weight(job, index * cols, cols, p);
         store_momentum(job, index, m);
     }
@@ -377,21 +383,23 @@ static void step_factored(Shared *s, const Job *job, int index, float *buffers) 
     }
     if (index == 0) s->factor = clip_factor(s, job, (double)(job->batch * rows * cols));
     wait_for_all(s);
-    scale = -job->lr * sqrt(correction(job, job->beta3)) / correction(job, job->beta1);
+    scale = -job->lr * (job->res_row ? sqrt(correction(job, job->beta3)) : 1.0) / correction(job, job->beta1);
     for (int64_t k = 0; k < job->batch; k++) {
         if (job->batch > 1) {
             if (index == 0) inverse_root(job->row + k * rows, job->col + k * cols, rows, cols, debias2, s->a, s->b);
             wait_for_all(s);
         }
-        for (int chunk = index; chunk < CHUNKS; chunk += s->num_threads) residual(s, job, k, chunk, buffer, momentum, sums);
+        for (int chunk = index; chunk < CHUNKS && job->res_row; chunk += s->num_threads)
+            residual(s, job, k, chunk, buffer, momentum, sums);
         wait_for_all(s);
-        if (index == 0) {
+        if (index == 0 && job->res_row) {
             double weight = job->beta1 * job->beta1 * (1.0 - job->beta3) / (double)rows;
             finish_columns(s, job->res_col + k * cols, cols, job->beta3, job->eps2, weight);
             inverse_root(job->res_row + k * rows, job->res_col + k * cols, rows, cols, scale, s->res_a, s->res_b);
         }
         wait_for_all(s);
-        for (int chunk = index; chunk < CHUNKS; chunk += s->num_threads) apply(s, job, k, chunk, buffer, momentum, weights);
+        for (int chunk = index; chunk < CHUNKS; chunk += s->num_threads)
+            apply(s, job, k, chunk, (float)scale, buffer, momentum, weights);
         wait_for_all(s);
     }
 }
