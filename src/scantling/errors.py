@@ -30,6 +30,10 @@ class NonFiniteError(RunError):
     """
 
 
+class ReplicaError(RunError):
+    """Replicas that should be alike are not."""
+
+
 class PayloadError(RunError):
     """What another process sent is not what it should have sent: damaged, of another run, step or configuration."""
 

@@ -59,6 +59,9 @@ class ThreadLink(Link):
         found = self.room.meet(self._rank, [self.on_its_way(each) for each in messages])
         return [each[self._rank].clone() for each in found]
 
+    def broadcast(self, values: Tensor, source: int) -> None:
+        values.copy_(self.room.meet(self._rank, values.clone())[source])
+
     def mean(self, values: Tensor) -> Tensor:
         values.copy_(torch.stack(self.room.meet(self._rank, values.clone())).mean(0))
         return values

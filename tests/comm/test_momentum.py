@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.comm.momentum import MomentumExchange
 from scantling.comm.values import VALUES
-from scantling.errors import NonFiniteError, PayloadError, UserError
+from scantling.errors import NonFiniteError, PayloadError, ReplicaError, UserError
 from tests.comm.replicas import ThreadLink, together
 
 SHAPES = {
@@ -225,6 +225,8 @@ def test_half_precision_parameters_have_fp32_residuals() -> None:
         ({"values": "int2"}, "values must be one of fp32, bf16, int8, int4, sign; given 'int2'"),
         ({"exchange": "ring"}, "exchange must be one of auto, all_gather, owner; given 'ring'"),
         ({"sync_every": 0}, "sync_every must be a whole number from 1 on; given 0"),
+        ({"check_every": 0}, "check_every must be a whole number from 1 on; given 0"),
+        ({"on_mismatch": "go"}, "on_mismatch must be 'stop' or 'resync'; given 'go'"),
         ({"process_group": 3}, "process_group must be a process group or a mesh of one dim; given 3"),
     ],
 )
@@ -240,3 +242,51 @@ def test_the_groups_of_a_model() -> None:
     assert "2 tensors" not in text.splitlines()[0]
     assert "8 of 64 x 64, sign" in text
     assert "rows of 64, bf16" in text
+
+
+@pytest.mark.parametrize("action", ["stop", "resync"])
+def test_parameters_that_are_not_alike_any_more(action: Any) -> None:
+    def work(link: ThreadLink) -> list[Tensor]:
+        params = params_of()
+        made = exchange_of(link, params, check_every=2, on_mismatch=action)
+        for step in range(5):
+            if step == 1 and link.rank == 1:
+                with torch.no_grad():
+                    params[3].view(-1)[7] += 1e-4
+            for param in params:
+                param.grad = gradient(link.rank, step, param.shape)
+            made.exchange()
+        return params
+
+    if action == "stop":
+        with pytest.raises(ReplicaError, match=r"step 3: conv is not on rank 1 what it is on others"):
+            together(3, work)
+        return
+    found = together(3, work)
+    for params in found[1:]:
+        assert all(map(torch.equal, params, found[0]))
+
+
+def test_divergence_and_averaged_residuals() -> None:
+    def work(link: ThreadLink) -> tuple[float | None, float | None, list[Tensor]]:
+        params = params_of()
+        alike, apart = (exchange_of(link, params_of(), check_every=1) for _ in range(2))
+        for step in range(2):
+            for made, rank in ((alike, 0), (apart, link.rank)):
+                for param in made.param_groups[0]["params"]:
+                    param.grad = gradient(rank, step, param.shape)
+                made.exchange()
+        synced = exchange_of(link, params, state_sync_every=2, decay=1.0, topk=1)
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(link.rank, step, param.shape) if step < 2 else torch.zeros_like(param)
+            synced.exchange()
+        return alike.replica_divergence, apart.replica_divergence, residuals(synced, params)
+
+    found = together(4, work)
+    for alike, apart, _ in found:
+        assert alike == 0.0
+        assert apart == pytest.approx((3 / 4) ** 0.5, rel=0.2)  # independent: all but a quarter is apart
+    for _, _, left in found[1:]:
+        for one, other in zip(left, found[0][2], strict=True):
+            torch.testing.assert_close(one, other)

@@ -19,6 +19,8 @@ from scantling.comm.link import Link
 from scantling.errors import UserError
 from scantling.numerics.checksum import checksum
 
+SKETCH = 256
+
 
 def check_alike(link: Link, described: Sequence[str], names: Sequence[str], params: Sequence[Tensor]) -> int:
     """Compare replicas. Collectives: two all-gathers, and one more where the options differ.
@@ -52,7 +54,7 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
         raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}")
     differing = unlike(link, params)
     if differing is not None:
-        rank, place = differing
+        rank, place, _ = differing
         raise UserError(
             f"rank {rank} differs from the others: {names[place]} has other values there. Start all replicas from the "
             "same weights: the same seed, the same checkpoint, or a broadcast from rank 0"
@@ -60,8 +62,38 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
     return own
 
 
-def unlike(link: Link, params: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The first (rank, position) where a parameter is not what it is on most ranks; None where all are alike.
+def spread(link: Link, values: Sequence[Tensor], seed: int) -> float:
+    """How far values that each replica has for itself are apart: 0 where they are alike, near 1 where nothing is shared.
+
+    The root of (mean over replicas of |x_i - mean x|^2) / (mean of |x_i|^2), of all values together. Norms are those of
+    sketches of `SKETCH` numbers (Charikar, Chen and Farach-Colton, 2002), so that little is sent: the figure is off by
+    some tenth of itself. Collective: one all-gather.
+
+    Args:
+        link: to the other replicas.
+        values: of this one, of the same shapes on all.
+        seed: of the sketch, the same on all.
+    """
+    if not values:
+        return 0.0
+    generator = torch.Generator().manual_seed(seed)
+    sketch = torch.zeros(SKETCH, dtype=torch.float64, device=values[0].device)
+    for value in values:
+        rows = -(-value.numel() // SKETCH)
+        signs = torch.randint(0, 2, (rows, SKETCH), generator=generator, dtype=torch.int8).to(value.device) * 2 - 1
+        flat = torch.nn.functional.pad(value.flatten(), (0, rows * SKETCH - value.numel())).view(rows, SKETCH)
+        sketch += (flat * signs).sum(0, dtype=torch.float64)
+    all_of_them = torch.stack(link.all_gather(sketch))
+    apart = (all_of_them - all_of_them.mean(0)).square().sum()
+    whole = all_of_them.square().sum()
+    return float((apart / whole).sqrt()) if float(whole) > 0.0 else 0.0
+
+
+def unlike(link: Link, params: Sequence[Tensor]) -> tuple[int, int, int] | None:
+    """Where parameters are not what they are on most ranks; None where all are alike.
+
+    Returns:
+        The first such rank, the position of the parameter, and the lowest rank on which all are what most have.
 
     Collectives: one all-gather of 8 bytes a parameter.
     """
@@ -69,4 +101,7 @@ def unlike(link: Link, params: Sequence[Tensor]) -> tuple[int, int] | None:
     found = torch.stack(link.all_gather(sums)).cpu()
     usual = found.mode(dim=0).values
     wrong = (found != usual).nonzero()
-    return None if not len(wrong) else (int(wrong[0, 0]), int(wrong[0, 1]))
+    if not len(wrong):
+        return None
+    sound = (found == usual).sum(1).argmax()
+    return int(wrong[0, 0]), int(wrong[0, 1]), int(sound)

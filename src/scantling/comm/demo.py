@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from scantling.comm.link import Link
-from scantling.comm.momentum import Exchange, MomentumExchange, check_options, local
+from scantling.comm.momentum import Exchange, MomentumExchange, Rounds, check_options, local
 from scantling.comm.values import Values
 from scantling.errors import UserError
 from scantling.groups import default_matrix_dims
@@ -47,7 +47,8 @@ class DeMo(torch.optim.Optimizer):
             Bare parameters of two dims and more and at least 4,096 numbers count as matrices.
         lr: of matrices. With `update="sign"` each number moves by it: about a third of AdamW's is a good start.
         decay: of the residual; default 0.95, the paper's is 0.999.
-        topk, chunk, alpha, values, dense, exchange, sync_every, process_group: as of `MomentumExchange`.
+        topk, chunk, alpha, values, dense, exchange, sync_every, state_sync_every, check_every, on_mismatch,
+            process_group: as of `MomentumExchange`.
         weight_decay: decoupled, scaled by the current lr.
         update: what is done with the decoded momentum of matrices.
         dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`.
@@ -57,7 +58,7 @@ class DeMo(torch.optim.Optimizer):
     Attributes:
         exchange: the `MomentumExchange`; print it to see what travels how.
 
-    Every argument but exchange, sync_every and process_group is a group key and can be set per group.
+    Every argument but exchange, the `..._every`, on_mismatch and process_group is a group key and can be set per group.
 
     Raises:
         UserError: a value out of range; from `step`, a closure, and replicas that differ.
@@ -85,6 +86,9 @@ class DeMo(torch.optim.Optimizer):
         dense_betas: tuple[float, float] = (0.9, 0.95),
         dense_eps: float = 1e-8,
         sync_every: int = 1,
+        state_sync_every: int | None = None,
+        check_every: int | None = 100,
+        on_mismatch: Literal["stop", "resync"] = "stop",
         compat: Literal["paper"] | None = None,
         process_group: Any = None,
     ) -> None:
@@ -111,7 +115,8 @@ class DeMo(torch.optim.Optimizer):
         if dense_lr is not None and not dense_lr >= 0.0:
             raise UserError(f"dense_lr must be at least 0; given {dense_lr!r}")
         super().__init__(params, defaults)
-        self.exchange = MomentumExchange._over(self.param_groups, self.state, exchange, sync_every, Link(process_group))
+        rounds = Rounds(exchange, sync_every, state_sync_every, check_every, on_mismatch)
+        self.exchange = MomentumExchange._over(self.param_groups, self.state, rounds, Link(process_group))
 
     @property
     def wire_bytes(self) -> int:

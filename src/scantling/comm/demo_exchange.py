@@ -56,6 +56,11 @@ class DemoExchange(GradientExchange):
             raise AssertionError("prepare() comes first")
         return self._inner
 
+    def metrics(self) -> dict[str, Any]:
+        """How far the residuals of the processes were apart when they were last compared."""
+        found = self.inner.replica_divergence
+        return {} if found is None else {"replica_divergence": found}
+
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         """Cut the residual of a parameter that keeps only some positions of a dim."""
         self.inner.slice_state(param, dim, index)

@@ -43,6 +43,10 @@ class GradientExchange:
         """Names among which this process's own gradient was NaN or Inf before the exchange; empty where none was."""
         return []
 
+    def metrics(self) -> dict[str, Any]:
+        """Further figures of this step, by name."""
+        return {}
+
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         """Cut what is kept of a parameter that keeps only some positions, 1-D int64, of a dim."""
 

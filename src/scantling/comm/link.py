@@ -102,6 +102,15 @@ class Link:
             values /= self.size
         return values
 
+    def broadcast(self, values: Tensor, source: int) -> None:
+        """Give all ranks the values of one, in place. Collective: one broadcast.
+
+        Args:
+            source: rank in the group.
+        """
+        if not self.is_alone:
+            dist.broadcast(values, group=self.group, group_src=source)
+
     def gather_texts(self, texts: Sequence[str]) -> list[list[str]]:
         """The texts of all ranks, in order. Collectives: two all-gathers, of a length and of JSON."""
         if self.is_alone:

@@ -19,25 +19,47 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from scantling.comm.agreement import check_alike
+from scantling.comm.agreement import check_alike, spread, unlike
 from scantling.comm.channels import Channel, channels_of
 from scantling.comm.link import Link
 from scantling.comm.payload import Header
 from scantling.comm.rounds import Outcome, Sparse, Way, cheaper_way, exchange, wire_bytes
 from scantling.comm.values import VALUES, Values
-from scantling.errors import UserError
+from scantling.errors import ReplicaError, UserError
 
 logger = logging.getLogger(__name__)
 
 Exchange: TypeAlias = Literal["auto", "all_gather", "owner"]
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 Group: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """When replicas exchange what; the arguments of `MomentumExchange`."""
+
+    exchange: Exchange
+    sync_every: int
+    state_sync_every: int | None
+    check_every: int | None
+    on_mismatch: Literal["stop", "resync"]
+
+    def __post_init__(self) -> None:
+        if self.exchange not in EXCHANGES:
+            raise UserError(f"exchange must be one of {', '.join(EXCHANGES)}; given {self.exchange!r}")
+        if self.on_mismatch not in ("stop", "resync"):
+            raise UserError(f"on_mismatch must be 'stop' or 'resync'; given {self.on_mismatch!r}")
+        for key in ("sync_every", "state_sync_every", "check_every"):
+            value = getattr(self, key)
+            if not (isinstance(value, int) and value >= 1) and not (value is None and key != "sync_every"):
+                raise UserError(f"{key} must be a whole number from 1 on; given {value!r}")
 
 
 class MomentumExchange:
@@ -55,8 +77,14 @@ class MomentumExchange:
         values: format of the coefficients: fp32, bf16, int8, int4 or sign.
         dense: format of what is no matrix.
         exchange: all_gather, owner, or auto: what sends fewer bytes, see `rounds.py`.
-        sync_every: exchange at every so-manieth call; at the others gradients go into the residuals, and no parameter
+        sync_every: calls from one exchange to the next; at the others gradients go into the residuals, and no parameter
             has a gradient left.
+        state_sync_every: exchanges after which the residuals are averaged over the replicas, which sends 8 bytes for
+            each of their numbers; None for never.
+        check_every: exchanges after which the parameters of all replicas are compared by hashes, which sends 8 bytes
+            for each parameter, and `replica_divergence` is measured; None for never.
+        on_mismatch: what is done with parameters that are not alike: "stop" with an error that names tensor and rank,
+            or "resync" with a warning, from the lowest rank that has what most have.
         process_group: group of the replicas, or a mesh of one dim; default all processes.
 
     Attributes:
@@ -64,6 +92,7 @@ class MomentumExchange:
         state: by parameter: `residual`, in fp32.
         wire_bytes: what this process sent in the last exchange, headers included.
         left_out: ranks whose gradients were NaN or Inf in the last exchange.
+        replica_divergence: how far the residuals were apart when they were last compared, from 0 to 1.
 
     Raises:
         UserError: an option out of range; at the first exchange, replicas that differ in parameters or options.
@@ -85,34 +114,39 @@ class MomentumExchange:
         dense: Values = "bf16",
         exchange: Exchange = "auto",
         sync_every: int = 1,
+        state_sync_every: int | None = None,
+        check_every: int | None = 100,
+        on_mismatch: Literal["stop", "resync"] = "stop",
         process_group: Any = None,
     ) -> None:
         options = {"decay": decay, "topk": topk, "chunk": chunk, "alpha": alpha, "values": values, "dense": dense}
         defaults = {**options, "role": None, "matrix_dims": None, "compat": None}
         self.link = Link(process_group)
-        self._begin(_as_groups(groups, defaults), {}, exchange, sync_every)
+        self._begin(
+            _as_groups(groups, defaults),
+            {},
+            Rounds(exchange, sync_every, state_sync_every, check_every, on_mismatch),
+        )
 
     @classmethod
     def _over(
-        cls, groups: list[Group], state: dict[Tensor, dict[str, Any]], exchange: Exchange, sync_every: int, link: Link
+        cls, groups: list[Group], state: dict[Tensor, dict[str, Any]], rounds: Rounds, link: Link
     ) -> MomentumExchange:
         """The exchange of an optimizer, on its own groups and state."""
         self = cls.__new__(cls)
         self.link = link
-        self._begin(groups, state, exchange, sync_every)
+        self._begin(groups, state, rounds)
         return self
 
-    def _begin(
-        self, groups: list[Group], state: dict[Tensor, dict[str, Any]], exchange: Exchange, sync_every: int
-    ) -> None:
-        if exchange not in EXCHANGES:
-            raise UserError(f"exchange must be one of {', '.join(EXCHANGES)}; given {exchange!r}")
-        if not isinstance(sync_every, int) or sync_every < 1:
-            raise UserError(f"sync_every must be a whole number from 1 on; given {sync_every!r}")
+    def _begin(self, groups: list[Group], state: dict[Tensor, dict[str, Any]], rounds: Rounds) -> None:
         for group in groups:
             check_options(group)
-        self.param_groups, self.state = groups, state
-        self.wanted_way, self.sync_every = exchange, sync_every
+        if len({group["compat"] for group in groups}) > 1:
+            raise UserError("compat must be the same in all groups: it says how the mean over replicas is taken")
+        if groups[0]["compat"] == "paper" and rounds.exchange == "owner":
+            raise UserError("compat='paper' takes the mean over those that sent a coefficient: exchange='all_gather'")
+        self.param_groups, self.state, self.rounds = groups, state, rounds
+        self.replica_divergence: float | None = None
         self.step = self.epoch = 0
         self.wire_bytes = 0
         self.left_out: list[int] = []
@@ -122,8 +156,8 @@ class MomentumExchange:
     def exchange(self) -> bool:
         """Take each `.grad` into the residual, exchange, and put the decoded momentum in its place.
 
-        Collectives: one all-gather, or an all-to-all and an all-gather, see `rounds.py`; at the first call and
-        whenever shapes have changed two more, which compare the replicas.
+        Collectives: one all-gather, or an all-to-all and an all-gather, see `rounds.py`; at the first call, whenever
+        shapes have changed, and every `check_every` exchanges two more, which compare the replicas.
 
         Returns:
             Whether there was an exchange; where not (`sync_every`), every `.grad` is None.
@@ -132,6 +166,7 @@ class MomentumExchange:
             UserError: replicas differ in parameters or options.
             NonFiniteError: the gradients of all replicas are NaN or Inf; nothing has changed but the step counter.
             PayloadError: what came is damaged or of another step.
+            ReplicaError: parameters are not alike any more.
         """
         decoded = self.decoded()
         for place, param in enumerate(self._parameters()):
@@ -146,8 +181,14 @@ class MomentumExchange:
         gradients = [_gradient(param) for param in params]
         valid = _all_finite(gradients)
         residuals = [self._accumulated(channel, gradients, valid=valid) for channel in channels]
-        if self.step % self.sync_every:
+        rounds, number = self.rounds, self.step // self.rounds.sync_every
+        if self.step % rounds.sync_every:
             return None
+        if number > 1 and _due(number - 1, rounds.check_every):
+            self._compare(params)
+        if number > 1 and _due(number - 1, rounds.state_sync_every):
+            for residual in self._residuals():
+                self.link.mean(residual)
         selected = []
         for channel, values in zip(channels, residuals, strict=True):
             blocks = channel.cut(values) if valid else _zeros(channel, params)
@@ -173,9 +214,9 @@ class MomentumExchange:
     @property
     def way(self) -> Way:
         """How bytes travel, which for "auto" depends on their number and that of the processes."""
-        if self.wanted_way != "auto":
-            return self.wanted_way
-        if any(group["compat"] == "paper" for group in self.param_groups):
+        if self.rounds.exchange != "auto":
+            return self.rounds.exchange
+        if self.param_groups[0]["compat"] == "paper":
             return "all_gather"
         return cheaper_way(self._channels()[0], self.link.size)
 
@@ -183,7 +224,8 @@ class MomentumExchange:
         """Bytes that each process sends in an exchange of so many processes, headers included; no communication."""
         channels = self._lay_out()
         size = self.link.size if num_processes is None else num_processes
-        way = cheaper_way(channels, size) if self.wanted_way == "auto" else self.wanted_way
+        wanted = "all_gather" if self.param_groups[0]["compat"] == "paper" else self.rounds.exchange
+        way = cheaper_way(channels, size) if wanted == "auto" else wanted
         return wire_bytes(channels, size, way)
 
     def planned_state_bytes(self) -> int:
@@ -192,7 +234,7 @@ class MomentumExchange:
         return sum(
             torch.float32.itemsize * local(params[member.param]).numel()
             for channel in self._lay_out()
-            if not (channel.kind.is_exact and self.sync_every == 1)
+            if not (channel.kind.is_exact and self.rounds.sync_every == 1)
             for member in channel.members
         )
 
@@ -284,6 +326,25 @@ class MomentumExchange:
             )
         return "\n".join(lines)
 
+    def _compare(self, params: Sequence[Tensor]) -> None:
+        """Compare the parameters of all replicas, and measure how far their residuals are apart."""
+        found = unlike(self.link, params)
+        if found is not None:
+            rank, place, sound = found
+            text = f"step {self.step}: {self._names()[place]} is not on rank {rank} what it is on others"
+            if self.rounds.on_mismatch == "stop":
+                raise ReplicaError(
+                    f"{text}. Go on from the last checkpoint; on_mismatch='resync' takes the values of rank {sound}"
+                )
+            if self.link.rank == 0:
+                logger.warning("%s; all take those of rank %d", text, sound)
+            for param in params:
+                self.link.broadcast(local(param), sound)
+        self.replica_divergence = spread(self.link, self._residuals(), self.step)
+
+    def _residuals(self) -> list[Tensor]:
+        return [self.state[param]["residual"] for param in self._parameters() if self._has(param)]
+
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
@@ -317,7 +378,7 @@ class MomentumExchange:
         keys = ("decay", "topk", "chunk", "alpha", "values", "dense", "role", "matrix_dims", "compat")
         texts = []
         for param, group in zip(self._parameters(), self._groups(), strict=True):
-            options = {key: group[key] for key in keys} | {"exchange": self.wanted_way, "sync_every": self.sync_every}
+            options = {key: group[key] for key in keys} | asdict(self.rounds)
             texts.append(f"shape {tuple(param.shape)}, {param.dtype}, {options}")
         return texts
 
@@ -329,7 +390,7 @@ class MomentumExchange:
             param, gradient = params[member.param], gradients[member.param]
             group = groups[member.param]
             scale = float(group["lr"]) if group["compat"] == "paper" else 1.0
-            if channel.kind.is_exact and self.sync_every == 1:
+            if channel.kind.is_exact and self.rounds.sync_every == 1:
                 part = local(param)
                 found[member.param] = torch.zeros_like(part) if gradient is None else gradient
                 continue
@@ -350,7 +411,7 @@ class MomentumExchange:
 
     def _forget(self, channel: Channel, outcome: Outcome) -> None:
         """Take out of the residuals what is in the mean, and into them what an owner owes."""
-        if channel.kind.is_exact and self.sync_every == 1:
+        if channel.kind.is_exact and self.rounds.sync_every == 1:
             return
         params = self._parameters()
         pairs: list[tuple[Sparse | None, float]] = [(outcome.accepted, -1.0), (outcome.gained, 1.0)]
@@ -358,6 +419,10 @@ class MomentumExchange:
             if part is not None:
                 for place, value in channel.paste_sent(*part):
                     self._residual(params[place]).add_(value, alpha=sign * channel.kind.alpha)
+
+
+def _due(number: int, every: int | None) -> bool:
+    return every is not None and number % every == 0
 
 
 def merge_local_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

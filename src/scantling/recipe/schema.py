@@ -241,7 +241,13 @@ class CommSection(Section):
     exchange: Literal["auto", "all_gather", "owner"] = "auto"
     """demo: how messages travel; `auto` takes what sends fewer bytes."""
     sync_every: int = Field(default=1, ge=1)
-    """demo: steps between exchanges; in the others gradients are only accumulated."""
+    """demo: steps from one exchange to the next; in the others gradients are only accumulated."""
+    state_sync_every: int | None = Field(default=None, ge=1)
+    """demo: exchanges after which the momenta of all processes are averaged. Default: never."""
+    check_every: int | None = Field(default=100, ge=1)
+    """demo: exchanges after which the parameters of all processes are compared; null for never."""
+    on_mismatch: Literal["stop", "resync"] = "stop"
+    """demo: what is done where they are not alike."""
 
     @property
     def demo_options(self) -> dict[str, Any]:

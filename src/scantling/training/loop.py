@@ -171,6 +171,7 @@ class Loop:
             record["skipped"] = True
         if self.stepper.exchange.left_out:
             record["left_out"] = list(self.stepper.exchange.left_out)
+        record |= self.stepper.exchange.metrics()
         for method in self.methods:
             record |= method.metrics()
         last = step == self.schedule.steps
