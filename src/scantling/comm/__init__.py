@@ -4,6 +4,7 @@ from scantling.comm.allreduce import AllReduce, allreduce_wire_bytes
 from scantling.comm.demo import DeMo
 from scantling.comm.demo_exchange import DemoExchange
 from scantling.comm.exchange import GradientExchange, NoExchange
+from scantling.comm.guard import refuse_reduction
 from scantling.comm.momentum import MomentumExchange, merge_local_states
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "NoExchange",
     "allreduce_wire_bytes",
     "merge_local_states",
+    "refuse_reduction",
 ]

@@ -63,7 +63,7 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
 
 
 def spread(link: Link, values: Sequence[Tensor], seed: int) -> float:
-    """How far values that each replica has for itself are apart: 0 where they are alike, near 1 where nothing is shared.
+    """How far values that each replica has for itself are apart: 0 where alike, near 1 where nothing is shared.
 
     The root of (mean over replicas of |x_i - mean x|^2) / (mean of |x_i|^2), of all values together. Norms are those of
     sketches of `SKETCH` numbers (Charikar, Chen and Farach-Colton, 2002), so that little is sent: the figure is off by
