@@ -44,7 +44,11 @@ def _tell_accelerate(rank: int, world: int) -> None:
 def counted() -> Iterator[list[tuple[str, Any]]]:
     """The collectives that are called meanwhile, each with its process group."""
     calls: list[tuple[str, Any]] = []
-    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier", "all_gather")
+    names = (
+        *("all_reduce", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "broadcast", "barrier"),
+        *("all_gather", "all_to_all_single"),
+    )
+    names = tuple(name for name in names if hasattr(dist, name))
     originals = {name: getattr(dist, name) for name in names}
 
     def wrap(name: str) -> Any:

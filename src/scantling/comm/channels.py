@@ -113,16 +113,17 @@ class Channel:
             yield member.param, member.grid.paste(part)
 
 
-def kind_and_grid(shape: tuple[int, ...], group: dict[str, Any]) -> tuple[Kind, Grid]:
+def kind_and_grid(shape: tuple[int, ...], numel: int, group: dict[str, Any]) -> tuple[Kind, Grid]:
     """How a parameter travels.
 
     Args:
         shape: of it, or of the part of it that this process holds.
+        numel: of the whole parameter, which decides whether it is small.
         group: its group, with the options of `MomentumExchange`, and `role` and `matrix_dims`.
     """
     chunk, topk, values = group["chunk"], group["topk"], group["values"]
     paper = group["compat"] == "paper"
-    if paper or (group["role"] in (None, "matrix") and len(shape) >= 2 and prod(shape) >= MIN_NUMBERS):
+    if paper or (group["role"] in (None, "matrix") and len(shape) >= 2 and numel >= MIN_NUMBERS):
         view: MatrixDims = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _row(shape))
         grid = grid_of(shape, view, chunk, divide=paper)
         size = grid.height * grid.width
@@ -134,17 +135,20 @@ def kind_and_grid(shape: tuple[int, ...], group: dict[str, Any]) -> tuple[Kind, 
     return Kind(Section(grid.width, grid.width, dense), grid.height, grid.width, False, 1.0, 1.0), grid
 
 
-def channels_of(shapes: Sequence[tuple[int, ...]], groups: Sequence[dict[str, Any]]) -> list[Channel]:
+def channels_of(
+    shapes: Sequence[tuple[int, ...]], numels: Sequence[int], groups: Sequence[dict[str, Any]]
+) -> list[Channel]:
     """The channels of parameters, in an order that depends on shapes and options alone.
 
     Args:
-        shapes: of all parameters.
+        shapes: of all parameters, or of the parts of them that this process holds.
+        numels: of the whole parameters.
         groups: of each of them.
     """
     open_ones: dict[Kind, list[Member]] = {}
     found: list[Channel] = []
-    for position, (shape, group) in enumerate(zip(shapes, groups, strict=True)):
-        kind, grid = kind_and_grid(shape, group)
+    for position, (shape, numel, group) in enumerate(zip(shapes, numels, groups, strict=True)):
+        kind, grid = kind_and_grid(shape, numel, group)
         if not grid.count:
             continue
         members = open_ones.setdefault(kind, [])

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scantling.errors import UserError
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """PyTorch 2.13 renamed it."""
 
 
@@ -76,7 +76,7 @@ class Link:
         if self.is_alone:
             return [message]
         whole = message.new_empty(self.size, message.numel())
-        _all_gather(whole.view(-1), message.contiguous(), group=self.group)
+        getattr(dist, _ALL_GATHER)(whole.view(-1), message.contiguous(), group=self.group)
         self.wire_bytes += (self.size - 1) * message.nbytes
         return list(whole)
 

@@ -352,7 +352,9 @@ class MomentumExchange:
         return [group for group in self.param_groups for _ in group["params"]]
 
     def _lay_out(self) -> list[Channel]:
-        return channels_of([tuple(local(param).shape) for param in self._parameters()], self._groups())
+        params = self._parameters()
+        shapes, numels = [tuple(local(param).shape) for param in params], [param.numel() for param in params]
+        return channels_of(shapes, numels, self._groups())
 
     def _channels(self) -> tuple[list[Channel], int]:
         """The channels, and the hash of what all replicas agree on; compared with theirs where it is new."""

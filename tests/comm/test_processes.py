@@ -1,0 +1,83 @@
+"""The exchange between processes: bytes over a real group, and replicas of shards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import scantling as sc
+from tests.processes import counted, run
+
+pytestmark = pytest.mark.dist
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(70, 130), nn.Tanh(), nn.Linear(130, 33), nn.LayerNorm(33))
+
+
+def train(net: nn.Module, optimizer: sc.DeMo, replica: int, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(8, 70, generator=torch.Generator().manual_seed(1000 * replica + step))
+        optimizer.zero_grad()
+        (net(x) - x[:, :33]).square().mean().backward()
+        optimizer.step()
+
+
+def assert_alike(net: nn.Module) -> None:
+    flat = torch.cat([param.detach().flatten() for param in net.parameters()])
+    found = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, flat)
+    assert all(torch.equal(each, flat) for each in found)
+
+
+def bytes_and_turns() -> None:
+    rank = dist.get_rank()
+    for way, names in (("all_gather", ["all_gather"]), ("owner", ["all_to_all", "all_gather"])):
+        net = model()
+        optimizer = sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4, exchange=way, dense="sign", check_every=2)
+        train(net, optimizer, rank, range(1))
+        with counted() as calls:
+            train(net, optimizer, rank, range(1, 2))
+        assert [name.removesuffix("_single").removesuffix("_into_tensor") for name, _ in calls] == names
+        assert optimizer.wire_bytes == optimizer.exchange.planned_wire_bytes() > 0
+        train(net, optimizer, rank, range(2, 5))
+        assert 0.0 < (optimizer.exchange.replica_divergence or 0.0) < 1.0
+        assert_alike(net)
+
+
+def replicas_of_shards() -> None:
+    """Two replicas of two shards, everything sent, against two replicas that each hold all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replica = mesh.get_local_rank("replicate")
+    options: dict[str, Any] = {"lr": 1e-2, "topk": 4096, "values": "fp32", "dense": "fp32", "update": "identity"}
+    plain = model()
+    first = sc.DeMo(sc.param_groups(plain, weight_decay=0.1), process_group=mesh["replicate"], **options)
+    train(plain, first, replica, range(4))
+    sharded = copy.deepcopy(model())
+    for layer in sharded:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(sharded, mesh=mesh["shard"])
+    second = sc.DeMo(sc.param_groups(sharded, weight_decay=0.1), process_group=mesh["replicate"], **options)
+    train(sharded, second, replica, range(4))
+    for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert isinstance(part, DTensor)
+        torch.testing.assert_close(part.full_tensor(), whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_replicas_send_what_is_planned_and_stay_alike(world: int) -> None:
+    run(world, bytes_and_turns)
+
+
+def test_shards_are_exchanged_between_replicas_alone() -> None:
+    run(4, replicas_of_shards)
