@@ -5,6 +5,7 @@ from scantling.comm.demo import DeMo
 from scantling.comm.demo_exchange import DemoExchange
 from scantling.comm.exchange import GradientExchange, NoExchange
 from scantling.comm.guard import refuse_reduction
+from scantling.comm.local_steps import LocalSteps, diloco, sparseloco
 from scantling.comm.momentum import MomentumExchange, merge_local_states
 
 __all__ = [
@@ -12,9 +13,12 @@ __all__ = [
     "DeMo",
     "DemoExchange",
     "GradientExchange",
+    "LocalSteps",
     "MomentumExchange",
     "NoExchange",
     "allreduce_wire_bytes",
+    "diloco",
     "merge_local_states",
     "refuse_reduction",
+    "sparseloco",
 ]

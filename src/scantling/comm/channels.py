@@ -52,6 +52,7 @@ class Kind:
     Attributes:
         section: what of a block is sent.
         height, width: of a block.
+        is_matrix: whether it goes by blocks, and not densely.
         transformed: whether it is the cosine transform that is sent.
         decay: of the residual, each step.
         alpha: share of what was sent that is taken out of the residual.
@@ -60,6 +61,7 @@ class Kind:
     section: Section
     height: int
     width: int
+    is_matrix: bool
     transformed: bool
     decay: float
     alpha: float
@@ -128,11 +130,12 @@ def kind_and_grid(shape: tuple[int, ...], numel: int, group: dict[str, Any]) -> 
         grid = grid_of(shape, view, chunk, divide=paper)
         size = grid.height * grid.width
         kept = min(topk, size) if paper else max(1, min(size, round(topk * size / chunk**2)))
-        return Kind(Section(size, kept, values), grid.height, grid.width, True, group["decay"], group["alpha"]), grid
+        section, transformed = Section(size, kept, values), group["transform"] == "dct"
+        return Kind(section, grid.height, grid.width, True, transformed, group["decay"], group["alpha"]), grid
     view = _row(shape)
     grid = Grid(shape, view, 1, even_side(prod(shape[dim] for dim in view[1]), ROW))
     dense: Values = group["dense"]
-    return Kind(Section(grid.width, grid.width, dense), grid.height, grid.width, False, 1.0, 1.0), grid
+    return Kind(Section(grid.width, grid.width, dense), grid.height, grid.width, False, False, 1.0, 1.0), grid
 
 
 def channels_of(

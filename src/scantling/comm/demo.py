@@ -102,6 +102,7 @@ class DeMo(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "values": preset["values"] if values is None else values,
             "dense": dense,
+            "transform": "dct",
             "update": update,
             "dense_ratio": 1.0 if dense_lr is None or not lr else dense_lr / lr,
             "dense_betas": dense_betas,

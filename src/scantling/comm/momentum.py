@@ -37,6 +37,7 @@ from scantling.errors import ReplicaError, UserError
 logger = logging.getLogger(__name__)
 
 Exchange: TypeAlias = Literal["auto", "all_gather", "owner"]
+Transform: TypeAlias = Literal["dct", "none"]
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 Group: TypeAlias = dict[str, Any]
 
@@ -76,6 +77,7 @@ class MomentumExchange:
         alpha: share of what was sent that is taken out of the residual.
         values: format of the coefficients: fp32, bf16, int8, int4 or sign.
         dense: format of what is no matrix.
+        transform: "dct" selects among the coefficients of the cosine transform, "none" among the numbers themselves.
         exchange: all_gather, owner, or auto: what sends fewer bytes, see `rounds.py`.
         sync_every: calls from one exchange to the next; at the others gradients go into the residuals, and no parameter
             has a gradient left.
@@ -112,6 +114,7 @@ class MomentumExchange:
         alpha: float = 1.0,
         values: Values = "sign",
         dense: Values = "bf16",
+        transform: Transform = "dct",
         exchange: Exchange = "auto",
         sync_every: int = 1,
         state_sync_every: int | None = None,
@@ -120,7 +123,7 @@ class MomentumExchange:
         process_group: Any = None,
     ) -> None:
         options = {"decay": decay, "topk": topk, "chunk": chunk, "alpha": alpha, "values": values, "dense": dense}
-        defaults = {**options, "role": None, "matrix_dims": None, "compat": None}
+        defaults = {**options, "transform": transform, "role": None, "matrix_dims": None, "compat": None}
         self.link = Link(process_group)
         self._begin(
             _as_groups(groups, defaults),
@@ -170,7 +173,7 @@ class MomentumExchange:
         """
         decoded = self.decoded()
         for place, param in enumerate(self._parameters()):
-            param.grad = None if decoded is None else _as_gradient(decoded[place], param)
+            param.grad = None if decoded is None else as_gradient(decoded[place], param)
         return decoded is not None
 
     def decoded(self) -> list[Tensor] | None:
@@ -239,11 +242,11 @@ class MomentumExchange:
         )
 
     def are_matrices(self) -> list[bool]:
-        """For each parameter whether it travels as blocks of a transform."""
+        """For each parameter whether it goes by blocks."""
         found = [False] * len(self._parameters())
         for channel in self._channels()[0]:
             for member in channel.members:
-                found[member.param] = channel.kind.transformed
+                found[member.param] = channel.kind.is_matrix
         return found
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -319,7 +322,7 @@ class MomentumExchange:
         for channel in self._lay_out():
             kind, section = channel.kind, channel.kind.section
             numbers = sum(local(params[member.param]).numel() for member in channel.members)
-            what = f"{section.kept} of {kind.height} x {kind.width}" if kind.transformed else f"rows of {kind.width}"
+            what = f"{section.kept} of {kind.height} x {kind.width}" if kind.is_matrix else f"rows of {kind.width}"
             lines.append(
                 f"{len(channel.members):4} tensors, {numbers:>12,} numbers: {what}, {section.values}, "
                 f"{channel.num_bytes:,} bytes"
@@ -377,7 +380,7 @@ class MomentumExchange:
 
     def _described(self) -> list[str]:
         """What each parameter is and how it travels, for the comparison of replicas."""
-        keys = ("decay", "topk", "chunk", "alpha", "values", "dense", "role", "matrix_dims", "compat")
+        keys = ("decay", "topk", "chunk", "alpha", "values", "dense", "transform", "role", "matrix_dims", "compat")
         texts = []
         for param, group in zip(self._parameters(), self._groups(), strict=True):
             options = {key: group[key] for key in keys} | asdict(self.rounds)
@@ -470,6 +473,8 @@ def check_options(group: Group) -> None:
     for key in ("values", "dense"):
         if group[key] not in VALUES:
             raise UserError(f"{key} must be one of {', '.join(VALUES)}; given {group[key]!r}")
+    if group["transform"] not in ("dct", "none"):
+        raise UserError(f"transform must be 'dct' or 'none'; given {group['transform']!r}")
     if group["compat"] not in (None, "paper"):
         raise UserError(f"compat must be None or 'paper'; given {group['compat']!r}")
 
@@ -511,7 +516,7 @@ def _zeros(channel: Channel, params: Sequence[Tensor]) -> Tensor:
     return torch.zeros(channel.count, channel.kind.section.size, device=like.device)
 
 
-def _as_gradient(value: Tensor, param: Tensor) -> Tensor:
+def as_gradient(value: Tensor, param: Tensor) -> Tensor:
     """A local tensor as the gradient of a parameter: of its dtype, and placed as it is."""
     cast = value.to(param.dtype)
     if isinstance(param, DTensor):

@@ -1,0 +1,175 @@
+"""Replicas that take several optimizer steps of their own between exchanges: DiLoCo, and SparseLoCo.
+
+Every replica steps its own optimizer H times. Then, with p0 the parameters that all had and p what a replica has now:
+
+    d   =  p0 - p                        pseudo-gradient, different on each replica
+    D   =  exchange(d)                   the mean over replicas, in full or of few components with error feedback
+    p0  <-  outer step with D            SGD, for DiLoCo with Nesterov momentum
+    p   <-  p0
+
+DiLoCo (Douillard et al., arXiv 2311.08105) exchanges everything; SparseLoCo (Sarfi et al., arXiv 2508.15706) the
+largest components of each block, without a transform and without outer momentum, which the decaying residual is in its
+place.
+
+Cost: 4 bytes for each parameter for p0, and those of exchange and outer momentum; `wire_bytes` every H steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from scantling.comm.momentum import MomentumExchange, as_gradient, local
+from scantling.errors import UserError
+
+
+class LocalSteps:
+    """An optimizer that steps by itself, and the exchange that brings replicas together every so many steps.
+
+    It goes where an optimizer goes in a loop: `step()`, `zero_grad()`, `state_dict()`. Schedules of the learning rate
+    belong to the inner optimizer.
+
+    Args:
+        inner: steps the parameters of this replica; any optimizer, with gradients that were not averaged.
+        exchange: over the same parameters, with `sync_every=1`.
+        sync_every: H.
+        outer_lr, outer_momentum: of the outer SGD; its momentum is Nesterov's.
+
+    Attributes:
+        wire_bytes: what this process sent in the last step, 0 but for every H-th.
+
+    Raises:
+        UserError: a value out of range, or an exchange over other parameters.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: MomentumExchange,
+        *,
+        sync_every: int,
+        outer_lr: float,
+        outer_momentum: float = 0.0,
+    ) -> None:
+        if not isinstance(sync_every, int) or sync_every < 1:
+            raise UserError(f"sync_every must be a whole number from 1 on; given {sync_every!r}")
+        if not outer_lr > 0.0 or not 0.0 <= outer_momentum < 1.0:
+            raise UserError(
+                f"outer_lr must be above 0 and outer_momentum from 0 to below 1; given {outer_lr!r}, {outer_momentum!r}"
+            )
+        self.inner, self.exchange, self.sync_every = inner, exchange, sync_every
+        self._params = [param for group in exchange.param_groups for param in group["params"]]
+        if {id(p) for group in inner.param_groups for p in group["params"]} != {id(p) for p in self._params}:
+            raise UserError("the inner optimizer and the exchange must hold the same parameters")
+        nesterov = outer_momentum > 0.0
+        self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
+        self._anchors = [local(param).clone() for param in self._params]
+        self.steps, self.wire_bytes = 0, 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the inner optimizer."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """A step of the inner optimizer; every H-th time replicas come together after it.
+
+        Collectives: those of `MomentumExchange.exchange`, every H-th time.
+
+        Raises:
+            UserError, NonFiniteError, PayloadError: as of `MomentumExchange.exchange`.
+        """
+        self.inner.step()
+        self.steps += 1
+        self.wire_bytes = 0
+        if self.steps % self.sync_every:
+            return
+        for param, anchor in zip(self._params, self._anchors, strict=True):
+            part = local(param)
+            moved = anchor - part
+            part.copy_(anchor)  # what replicas compare, and where the outer step begins
+            param.grad = None
+            param.grad = as_gradient(moved, param)
+        self.exchange.exchange()
+        self.wire_bytes = self.exchange.wire_bytes
+        self.outer.step()
+        self.outer.zero_grad()
+        for param, anchor in zip(self._params, self._anchors, strict=True):
+            anchor.copy_(local(param))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that this replica needs to go on."""
+        return {
+            "inner": self.inner.state_dict(),
+            "outer": self.outer.state_dict(),
+            "exchange": self.exchange.state_dict(),
+            "anchors": [anchor.clone() for anchor in self._anchors],
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave on this replica."""
+        self.inner.load_state_dict(state_dict["inner"])
+        self.outer.load_state_dict(state_dict["outer"])
+        self.exchange.load_state_dict(state_dict["exchange"])
+        for anchor, saved in zip(self._anchors, state_dict["anchors"], strict=True):
+            anchor.copy_(saved)
+        self.steps = int(state_dict["steps"])
+
+
+def diloco(
+    inner: torch.optim.Optimizer,
+    groups: Iterable[Any],
+    *,
+    sync_every: int = 100,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    **options: Any,
+) -> LocalSteps:
+    """DiLoCo (arXiv 2311.08105): everything is exchanged every `sync_every` steps.
+
+    Args:
+        inner: the optimizer of this replica, AdamW in the paper.
+        groups: the same parameters, or groups of them.
+        sync_every: 500 in the paper.
+        outer_lr, outer_momentum: of the outer optimizer, the paper's.
+        options: of `MomentumExchange`; `dense` is the format, fp32 unless given.
+    """
+    pairs = [pair for group in _groups(groups) for pair in group["params"]]
+    whole = [{"params": pairs, "role": "vector"}]
+    exchange = MomentumExchange(whole, **{"dense": "fp32", **options})
+    return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr, outer_momentum=outer_momentum)
+
+
+def sparseloco(
+    inner: torch.optim.Optimizer,
+    groups: Iterable[Any],
+    *,
+    sync_every: int = 30,
+    outer_lr: float = 1.0,
+    **options: Any,
+) -> LocalSteps:
+    """SparseLoCo (arXiv 2508.15706): the 64 largest of 4096 numbers every `sync_every` steps, with error feedback.
+
+    Args:
+        inner: the optimizer of this replica.
+        groups: the same parameters, or groups of them from `scantling.param_groups`.
+        sync_every: 15 to 250 in the paper.
+        outer_lr: of the outer step.
+        options: of `MomentumExchange`; unless given topk=64, chunk=64, decay=0.95, values="int4", transform="none".
+    """
+    defaults = {"topk": 64, "chunk": 64, "decay": 0.95, "values": "int4", "transform": "none"}
+    exchange = MomentumExchange(groups, **{**defaults, **options})
+    return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr)
+
+
+def _groups(given: Iterable[Any]) -> list[dict[str, Any]]:
+    items = list(given)
+    return items if items and isinstance(items[0], dict) else [{"params": items}]

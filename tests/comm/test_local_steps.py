@@ -1,0 +1,105 @@
+"""Steps between exchanges: DiLoCo and SparseLoCo."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.comm import LocalSteps, diloco, sparseloco
+from scantling.errors import UserError
+from tests.comm.replicas import ThreadLink, together
+
+torch.manual_seed(0)
+START = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
+TARGET = nn.Linear(64, 64).requires_grad_(False)
+
+
+def optimizer_of(net: nn.Module, kind: str, link: ThreadLink, **options: Any) -> LocalSteps:
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    make = diloco if kind == "diloco" else sparseloco
+    made = make(inner, sc.param_groups(net), **options)
+    made.exchange.link = link
+    return made
+
+
+def train(net: nn.Module, optimizer: LocalSteps, rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * rank + step))
+        loss = (net(x) - TARGET(x)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_one_step_with_an_outer_rate_of_one_is_the_mean_of_the_replicas() -> None:
+    def work(link: ThreadLink) -> list[Tensor]:
+        net = copy.deepcopy(START)
+        train(
+            net, optimizer_of(net, "diloco", link, sync_every=3, outer_lr=1.0, outer_momentum=0.0), link.rank, range(3)
+        )
+        return [param.detach() for param in net.parameters()]
+
+    found = together(2, work)
+    alone = []
+    for rank in range(2):
+        net = copy.deepcopy(START)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * rank + step))
+            inner.zero_grad()
+            (net(x) - TARGET(x)).square().mean().backward()
+            inner.step()
+        alone.append([param.detach() for param in net.parameters()])
+    for place, (one, other) in enumerate(zip(*alone, strict=True)):
+        torch.testing.assert_close(found[0][place], (one + other) / 2, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found[0][place], found[1][place])
+
+
+@pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
+def test_the_loss_falls_and_bytes_are_sent_now_and_then(kind: str) -> None:
+    def work(link: ThreadLink) -> tuple[list[float], list[int]]:
+        net = copy.deepcopy(START)
+        optimizer = optimizer_of(net, kind, link, sync_every=4, **({"topk": 1024} if kind == "sparseloco" else {}))
+        losses, sent = [], []
+        for step in range(60):
+            losses += train(net, optimizer, link.rank, range(step, step + 1))
+            sent.append(optimizer.wire_bytes)
+        return losses, sent
+
+    losses, sent = together(2, work)[0]
+    assert losses[-1] < 0.85 * losses[0]  # SGD alone comes to 0.80
+    assert [number > 0 for number in sent] == [step % 4 == 3 for step in range(60)]
+
+
+@pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
+def test_a_saved_run_goes_on_to_the_bit(kind: str) -> None:
+    def work(link: ThreadLink) -> None:
+        straight, parted = copy.deepcopy(START), copy.deepcopy(START)
+        train(straight, optimizer_of(straight, kind, link, sync_every=3), link.rank, range(8))
+        first = optimizer_of(parted, kind, link, sync_every=3)
+        train(parted, first, link.rank, range(5))
+        second = optimizer_of(parted, kind, link, sync_every=3)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        train(parted, second, link.rank, range(5, 8))
+        assert all(map(torch.equal, straight.parameters(), parted.parameters()))
+
+    together(2, work)
+
+
+def test_bad_options() -> None:
+    net = copy.deepcopy(START)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(UserError, match="sync_every must be a whole number from 1 on; given 0"):
+        diloco(inner, net.parameters(), sync_every=0)
+    with pytest.raises(UserError, match="outer_lr must be above 0"):
+        diloco(inner, net.parameters(), outer_lr=0.0)
+    with pytest.raises(UserError, match="must hold the same parameters"):
+        sparseloco(inner, [net[0].weight])
