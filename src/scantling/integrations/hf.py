@@ -17,14 +17,16 @@ from typing import Any
 import torch
 
 from scantling.groups import param_groups
+from scantling.integrations.hf_exchange import ExchangeCallback, attach
 from scantling.integrations.hf_ranks import RankCallback
 from scantling.optim._codec import Momentum
 from scantling.optim._factor import Factor
 from scantling.optim._rounding import Rounding
 from scantling.optim.came import CAME
+from scantling.optim.registry import build_optimizer
 from scantling.tensor import pretrained  # registers the cores
 
-__all__ = ["CAMEFactory", "RankCallback", "came", "load"]
+__all__ = ["CAMEFactory", "ExchangeCallback", "RankCallback", "SignFactory", "attach", "came", "load", "sign"]
 
 load = pretrained.load
 
@@ -101,3 +103,32 @@ def came(
     CAME(trial.parameters(), weight_decay=weight_decay, **options)
     param_groups(trial, core_lr=core_lr)
     return CAMEFactory, {"weight_decay": weight_decay, "core_lr": core_lr, "options": options}
+
+
+class SignFactory:
+    """What the Trainer makes and calls to get its optimizer; it takes no part in the training."""
+
+    def __call__(
+        self, model: torch.nn.Module, *, lr: float, weight_decay: float, options: dict[str, Any]
+    ) -> torch.optim.Optimizer:
+        """Sign descent for the matrices of a model, AdamW for the rest; arguments as of `sign`."""
+        groups = param_groups(model, weight_decay=weight_decay)
+        return build_optimizer("sign", groups, lr=lr, weight_decay=0.0, **options)
+
+
+def sign(lr: float, *, weight_decay: float = 0.0, **options: Any) -> tuple[type[SignFactory], dict[str, Any]]:
+    """Sign descent for matrices and AdamW for the rest, for the Trainer: with `attach`, DeMo.
+
+    Args:
+        lr: what each number of a matrix moves by, and AdamW's rate; its schedule is that of `TrainingArguments`.
+        weight_decay: of matrices and embeddings, decoupled; vectors are never decayed.
+        options: `momentum` of the sign descent, `betas` and `eps` of AdamW.
+
+    Returns:
+        What `Trainer(optimizer_cls_and_kwargs=...)` takes.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    SignFactory()(torch.nn.Linear(2, 2), lr=lr, weight_decay=weight_decay, options=options)  # says what is wrong now
+    return SignFactory, {"lr": lr, "weight_decay": weight_decay, "options": options}

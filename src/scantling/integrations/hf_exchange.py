@@ -1,0 +1,119 @@
+"""DeMo's exchange in the Trainer of transformers.
+
+The Trainer wraps its model in DistributedDataParallel, which averages gradients. A communication hook that does nothing
+leaves them as they are on each process; before each optimizer step `MomentumExchange` makes of them what all processes
+decode alike. What a process keeps for itself is saved beside the Trainer's own files, which hold the state of the first
+process alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from scantling.comm import MomentumExchange
+from scantling.errors import UserError
+from scantling.groups import param_groups
+
+FILE = "exchange-rank{}.pt"
+
+
+class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
+    """Exchanges momentum in place of gradients; made and added by `attach`.
+
+    Attributes:
+        exchange: the `MomentumExchange`, once the training has begun.
+    """
+
+    def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
+        self._trainer, self._options = trainer, options
+        self.exchange: MomentumExchange | None = None
+        self.checkpoint: Path | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self._trainer
+        if isinstance(trainer.model_wrapped, DistributedDataParallel):
+            trainer.model_wrapped.register_comm_hook(None, noop_hook)
+        self.exchange = MomentumExchange(param_groups(trainer.model), **self._options)
+        if state.global_step and self.checkpoint is not None:
+            file = self.checkpoint / FILE.format(self.exchange.link.rank)
+            if not file.is_file():
+                raise UserError(
+                    f"{file} is missing: every process keeps residuals of its own there. Resume with as many processes "
+                    "as wrote the checkpoint"
+                )
+            self.exchange.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.exchange is not None:
+            self.exchange.exchange()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs is not None and self.exchange is not None:
+            figures = {"wire_bytes": self.exchange.wire_bytes}
+            logs.update(figures)
+            state.log_history[-1].update(figures)  # which was copied before the callbacks are asked
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.exchange is None:
+            return
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(self.exchange.state_dict(), folder / FILE.format(self.exchange.link.rank))
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
+    """Let the processes of a Trainer exchange momentum in place of gradients.
+
+    Clipping is that of each process's own gradient. Any optimizer steps with what comes of the exchange; one that has a
+    momentum of its own keeps two, so take few or none of its own: `betas=(0.0, 0.95)`, or `sc.hf.sign`.
+
+    Args:
+        trainer: before `train()`; with one process or several, not under FSDP or DeepSpeed.
+        options: of `scantling.MomentumExchange`.
+
+    Returns:
+        The callback that was added to the trainer.
+
+    Raises:
+        UserError: FSDP or DeepSpeed, fp16, or options out of range; when the training begins, residuals of a process
+            that are missing in the checkpoint to resume from.
+
+    Example:
+        >>> trainer = Trainer(model=model, args=args, train_dataset=texts)  # doctest: +SKIP
+        >>> sc.hf.attach(trainer, topk=8)  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+    for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
+        if enabled:
+            raise UserError(
+                f"sc.hf.attach: under {name} the Trainer averages gradients over all processes before anybody sees "
+                "them. Use DistributedDataParallel (torchrun alone), or sc.DeMo with FSDP2 in a loop of your own"
+            )
+    if trainer.args.fp16:
+        raise UserError("sc.hf.attach: fp16 scales the loss anew now and then, which a momentum would keep; use bf16")
+    MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)  # says what is wrong with the options now
+    callback = ExchangeCallback(trainer, options)
+    trainer.add_callback(callback)
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_and_note(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        found = resume_from_checkpoint
+        if isinstance(found, bool) and found:
+            found = get_last_checkpoint(trainer.args.output_dir)
+        callback.checkpoint = Path(found) if found else None
+        return train(resume_from_checkpoint, *args, **kwargs)
+
+    trainer.train = train_and_note
+    return callback

@@ -1,0 +1,98 @@
+"""An exchange of momentum in the Trainer of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import scantling as sc
+from scantling.errors import UserError
+from tests.integrations.test_hf_trainer import Sequences, StopAtThree
+from tests.processes import run
+
+
+def trainer(folder: Path, **options: Any) -> tuple[Trainer, sc.hf.ExchangeCallback]:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=6,
+        save_steps=3,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    made = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=Sequences(),
+        optimizer_cls_and_kwargs=sc.hf.sign(lr=3e-3, weight_decay=0.1),
+    )
+    return made, sc.hf.attach(made, topk=64, dense="sign", **options)
+
+
+def straight_and_resumed(folder: Path) -> None:
+    straight, callback = trainer(folder / "straight")
+    straight.train()
+    first, _ = trainer(folder / "parted")
+    first.add_callback(StopAtThree())
+    first.train()
+    second, resumed = trainer(folder / "parted")
+    second.train(resume_from_checkpoint=True)
+    start = trainer(folder / "start")[0].model
+    for (name, one), other in zip(straight.model.named_parameters(), second.model.named_parameters(), strict=True):
+        assert torch.equal(one, other[1]), name
+        assert not torch.equal(one, start.get_parameter(name)) or "norm" in name
+    assert callback.exchange is not None
+    assert resumed.exchange is not None
+    local = [each.exchange.local_state_dict()["residuals"] for each in (callback, resumed)]
+    assert all(torch.equal(local[0][name], local[1][name]) for name in local[0])
+    if not dist.is_initialized():
+        return
+    flat = torch.cat([param.detach().flatten() for param in straight.model.parameters()])
+    own = torch.cat([value.flatten() for value in local[0].values()])
+    for values, alike in ((flat, True), (own, False)):
+        found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, values)
+        assert torch.equal(found[0], found[1]) is alike
+    assert callback.exchange.wire_bytes > 0
+    assert straight.state.log_history[-2]["wire_bytes"] == callback.exchange.wire_bytes
+
+
+def test_resume_is_bitwise_on_one_process(tmp_path: Path) -> None:
+    straight_and_resumed(tmp_path)
+
+
+@pytest.mark.dist
+def test_resume_is_bitwise_on_two_processes_that_stay_alike(tmp_path: Path) -> None:
+    run(2, straight_and_resumed, tmp_path)
+
+
+def test_missing_residuals_are_an_error(tmp_path: Path) -> None:
+    first, _ = trainer(tmp_path)
+    first.add_callback(StopAtThree())
+    first.train()
+    (tmp_path / "checkpoint-3" / "exchange-rank0.pt").unlink()
+    second, _ = trainer(tmp_path)
+    with pytest.raises(UserError, match=r"exchange-rank0\.pt is missing"):
+        second.train(resume_from_checkpoint=True)
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = trainer(tmp_path)
+    with pytest.raises(UserError, match="topk must be at most"):
+        sc.hf.attach(made, topk=17, chunk=4)
+    monkeypatch.setattr(made, "is_fsdp_enabled", True)
+    with pytest.raises(UserError, match="under FSDP the Trainer averages gradients"):
+        sc.hf.attach(made)
+    with pytest.raises(UserError, match="momentum must be from 0"):
+        sc.hf.sign(lr=1e-3, momentum=2.0)
