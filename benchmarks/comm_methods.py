@@ -1,0 +1,129 @@
+"""What replicas can exchange, each as a training step: DDP, PowerSGD, DiLoCo, SparseLoCo, DeMo as published, ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import scantling as sc
+from scantling.comm import allreduce_wire_bytes, diloco, sparseloco
+
+ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+OURS = {"values": "sign", "dense": "sign", "decay": 0.95}
+
+
+@dataclass
+class Replica:
+    """One of several that train together.
+
+    Attributes:
+        model: what the loop calls.
+        optimizer: with `step`, `zero_grad` and `param_groups`.
+        computed_bytes: that a process sends for a step by formula, on average over many; called after a few steps.
+        sent: that the method says it sent in the last step; None where it does not count.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    computed_bytes: Callable[[], float]
+    sent: Callable[[], int] | None = None
+
+    def step(self, loss_of: Callable[[nn.Module], Tensor]) -> Tensor:
+        """One step: forward, backward, exchange, update. Returns the loss of this replica."""
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+
+def numel(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """AdamW that spares vectors from decay."""
+    groups = [
+        {"params": [param for _, param in group["params"]], "weight_decay": group["weight_decay"]}
+        for group in sc.param_groups(model, weight_decay=ADAMW["weight_decay"])  # type: ignore[arg-type]
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=ADAMW["betas"])  # type: ignore[arg-type]
+
+
+def alone(model: nn.Module, lr: float) -> Replica:
+    """No exchange at all: what computing alone takes."""
+    return Replica(model, adamw(model, lr), lambda: 0.0)
+
+
+def ddp(model: nn.Module, lr: float, *, half: bool = False) -> Replica:
+    """Averaged gradients in fp32, or in fp16 while they travel."""
+    wrapped = DistributedDataParallel(model)
+    if half:
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    size = (2 if half else 4) * numel(model)
+    return Replica(wrapped, adamw(model, lr), lambda: float(allreduce_wire_bytes(size, dist.get_world_size())))
+
+
+def power_sgd(model: nn.Module, lr: float, *, rank: int) -> Replica:
+    """PyTorch's own PowerSGD, after two steps of plain averaging."""
+    wrapped = DistributedDataParallel(model)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def computed() -> float:
+        _, before, after = state.compression_stats()
+        share = after / before if before else 1.0
+        return float(allreduce_wire_bytes(round(4 * numel(model) * share), dist.get_world_size()))
+
+    return Replica(wrapped, adamw(model, lr), computed)
+
+
+def local_steps(model: nn.Module, lr: float, *, make: Callable[..., Any], every: int) -> Replica:
+    """DiLoCo or SparseLoCo with AdamW inside."""
+    inner = adamw(model, lr)
+    optimizer = make(inner, sc.param_groups(model), sync_every=every)
+    return Replica(
+        model, optimizer, lambda: optimizer.exchange.planned_wire_bytes() / every, lambda: optimizer.wire_bytes
+    )
+
+
+def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
+    """sc.DeMo."""
+    paper = options.get("compat") == "paper"
+    decayed = sc.param_groups(model, weight_decay=0.0 if paper else 0.1)
+    optimizer = sc.DeMo(decayed, lr, **options)
+    planned = optimizer.exchange.planned_wire_bytes
+    return Replica(model, optimizer, lambda: float(planned()), lambda: optimizer.wire_bytes)
+
+
+METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
+    "alone": alone,
+    "ddp fp32": ddp,
+    "ddp fp16": partial(ddp, half=True),
+    **{f"powersgd r{rank}": partial(power_sgd, rank=rank) for rank in (1, 4, 16)},
+    **{f"diloco h{every}": partial(local_steps, make=diloco, every=every) for every in (30, 100)},
+    "sparseloco h30": partial(local_steps, make=sparseloco, every=30),
+    **{f"demo paper k{k}": partial(demo, compat="paper", topk=k) for k in (1, 2, 4, 8, 16, 32)},
+    **{
+        f"ours k{k} {way}": partial(demo, topk=k, exchange=way, **OURS)
+        for k in (2, 8, 32)
+        for way in ("all_gather", "owner")
+    },
+}
+
+
+def accumulating(replica: Replica) -> AbstractContextManager[None]:
+    """The context of a micro-batch that is not the last."""
+    if isinstance(replica.model, DistributedDataParallel):
+        context: AbstractContextManager[None] = replica.model.no_sync()
+        return context
+    return nullcontext()

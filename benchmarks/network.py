@@ -1,0 +1,285 @@
+"""What replicas send and how long a step takes on a slow link: real processes, real sockets, a real bandwidth cap.
+
+    python benchmarks/network.py --replicas 2 --rate 100mbit           (root, iproute2)
+    python benchmarks/network.py --replicas 2 --rate uncapped --methods "ddp fp32" "ours k8 all_gather"
+
+Every replica runs in a network namespace of its own, joined to the others by a veth pair and a bridge; `tc tbf` caps
+both ends of each pair. Before anything is measured a plain socket copy says what the cap lets through. Bytes are those
+of the interface's own counters, between barriers, less what the interface sends when nobody trains; beside them stands
+what the formulas of the methods say, which leave out the headers of packets. Times are medians over the steps, of one
+process with one thread on a core of its own: where there are fewer cores than replicas, only bytes are told.
+
+Writes results/network-N-RATE-DATE.json. Where there are no namespaces, no tc or no root, it says so and exits with 4,
+which is neither a pass nor a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dated import dated, write
+
+NETWORK, PORT = "10.77.0", 29777
+SKIPPED = 4
+STEPS, WARM_UP = 12, 4
+COPY_BYTES = 4 << 20
+SETTLE_S = 0.4
+
+
+def address(rank: int) -> str:
+    return f"{NETWORK}.{rank + 1}"
+
+
+def why_not() -> str | None:
+    """Why namespaces with a bandwidth cap cannot be had here, or None."""
+    if os.geteuid() != 0:
+        return "it needs root"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"there is no {tool}; install iproute2"
+    name = f"scantling-{os.getpid()}"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"network namespaces cannot be made: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    return None
+
+
+@contextmanager
+def namespaces(count: int, rate: str) -> Iterator[list[str]]:
+    """The names of network namespaces that are joined by a bridge; they are gone afterwards.
+
+    Args:
+        count: how many.
+        rate: of each link in both directions, as `tc` spells it, or "uncapped".
+    """
+    prefix = f"sc{os.getpid()}"
+    names = [f"{prefix}-{rank}" for rank in range(count)]
+    hub = f"{prefix}-hub"
+
+    def run(*command: str) -> None:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+    with ExitStack() as undo:
+        for name in (hub, *names):
+            run("ip", "netns", "add", name)
+            undo.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+        run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", hub, "link", "set", "bridge", "up")
+        for rank, name in enumerate(names):
+            inner, outer = "eth0", f"port{rank}"
+            run("ip", "-n", name, "link", "add", inner, "type", "veth", "peer", "name", outer, "netns", hub)
+            run("ip", "-n", hub, "link", "set", outer, "master", "bridge", "up")
+            run("ip", "-n", name, "addr", "add", f"{address(rank)}/24", "dev", inner)
+            run("ip", "-n", name, "link", "set", inner, "up")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+            if rate != "uncapped":
+                for where, device in ((name, inner), (hub, outer)):
+                    cap = ("tbf", "rate", rate, "burst", "32kb", "latency", "50ms")
+                    run("ip", "netns", "exec", where, "tc", "qdisc", "add", "dev", device, "root", *cap)
+        yield names
+
+
+def copied_mbit(names: Sequence[str]) -> float:
+    """Mbit/s of a plain socket copy from the second namespace to the first."""
+    command = ["ip", "netns", "exec"]
+    script = [sys.executable, __file__]
+    receiver = subprocess.Popen([*command, names[0], *script, "--receive"], stdout=subprocess.PIPE, text=True)
+    assert receiver.stdout is not None
+    receiver.stdout.readline()  # it listens
+    subprocess.run([*command, names[1], *script, "--send"], check=True)
+    return float(receiver.communicate(timeout=600)[0])
+
+
+def receive() -> None:
+    with socket.create_server((address(0), PORT)) as server:
+        print("listening", flush=True)
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)  # the first bytes come out of the bucket
+            began, found = time.perf_counter(), 0
+            while part := connection.recv(65536):
+                found += len(part)
+            print(found * 8 / 1e6 / (time.perf_counter() - began))
+
+
+def send() -> None:
+    with socket.create_connection((address(0), PORT), timeout=60) as connection:
+        connection.sendall(bytes(COPY_BYTES))
+
+
+def sent_bytes() -> int:
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def worker(rank: int, options: argparse.Namespace) -> None:
+    """One replica, in its namespace: a line of JSON on stdout."""
+    import torch
+    import torch.distributed as dist
+    from comm_methods import METHODS
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from scantling.models.presets import PRESETS
+
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    init = f"tcp://{address(0)}:{PORT + 1}"
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=options.replicas)
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**PRESETS[options.preset].config, "vocab_size": 320})
+    replica = METHODS[options.method](LlamaForCausalLM(config), 1e-3)
+    generator = torch.Generator().manual_seed(rank)
+
+    def one() -> float:
+        ids = torch.randint(256, (options.batch, options.length), generator=generator)
+        began = time.perf_counter()
+        replica.step(lambda model: model(input_ids=ids, labels=ids).loss)
+        return time.perf_counter() - began
+
+    for _ in range(WARM_UP):
+        one()
+    idle = measured(lambda: time.sleep(1.0)) / (1.0 + 2 * SETTLE_S)
+    times: list[float] = []
+    cpu = time.process_time()
+    began = time.perf_counter()
+    total = measured(lambda: times.extend(one() for _ in range(options.steps)))
+    took = time.perf_counter() - began
+    line = {
+        "rank": rank,
+        "sent_bytes": (total - idle * took) / options.steps,
+        "computed_bytes": replica.computed_bytes(),
+        "idle_bytes_a_s": idle,
+        "step_s": times,
+        "cpu_s": (time.process_time() - cpu) / options.steps,
+        "num_parameters": sum(param.numel() for param in replica.model.parameters()),
+    }
+    print(json.dumps(line), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured(work: Any) -> int:
+    """Bytes that this interface sends while some work is done, between two barriers."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    time.sleep(SETTLE_S)
+    before = sent_bytes()
+    work()
+    time.sleep(SETTLE_S)
+    found = sent_bytes() - before
+    dist.barrier()
+    return found
+
+
+def run_method(names: Sequence[str], method: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The lines of all replicas of one method."""
+    # a method that exchanges every so many steps is measured over whole rounds of them
+    every = int(method.rpartition(" h")[2]) if " h" in method else 1
+    steps = max(options.steps, every) // every * every
+    own = ["--method", method, "--replicas", str(len(names)), "--preset", options.preset, "--steps", str(steps)]
+    own += ["--batch", str(options.batch), "--length", str(options.length)]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, __file__, "--worker", str(rank), *own],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for rank, name in enumerate(names)
+    ]
+    outputs = [process.communicate(timeout=options.timeout) for process in started]
+    for process, (_, errors) in zip(started, outputs, strict=True):
+        if process.returncode:
+            raise SystemExit(f"{method}: a replica failed\n{errors[-2000:]}")
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+def table(found: dict[str, list[dict[str, Any]]], *, with_times: bool) -> None:
+    """Bytes, their formula, and times, a row a method."""
+    dense = max((row["computed_bytes"] for row in found.get("ddp fp32", [])), default=None)
+    for method, rows in found.items():
+        sent, computed = (max(row[key] for row in rows) for key in ("sent_bytes", "computed_bytes"))
+        parts = [f"{method:22} {sent / 1e6:9.4f} MB a step, formula {computed / 1e6:9.4f}"]
+        parts.append(f"x {sent / computed:5.3f}" if computed else "       ")
+        if dense and sent > 0:
+            parts.append(f"{dense / sent:8.1f} x fewer than fp32")
+        if with_times:
+            parts.append(f"{1e3 * max(float(np.median(row['step_s'])) for row in rows):9.1f} ms")
+            parts.append(f"mean {1e3 * max(float(np.mean(row['step_s'])) for row in rows):9.1f} ms")
+        print("  ".join(parts), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--rate", default="100mbit", help="of each link, as tc spells it, or uncapped")
+    parser.add_argument("--methods", nargs="+", help="default: all")
+    parser.add_argument("--preset", default="llama-10m")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of one method")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--method", help=argparse.SUPPRESS)
+    parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--send", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.receive:
+        receive()
+        return 0
+    if options.send:
+        send()
+        return 0
+    if options.worker is not None:
+        worker(options.worker, options)
+        return 0
+    reason = why_not()
+    if reason is not None:
+        print(f"skipped: {reason}")
+        return SKIPPED
+    from comm_methods import METHODS
+
+    with_times = len(os.sched_getaffinity(0)) >= options.replicas
+    found: dict[str, list[dict[str, Any]]] = {}
+    with namespaces(options.replicas, options.rate) as names:
+        copied = copied_mbit(names)
+        print(f"{options.replicas} replicas, {options.rate}: a plain copy takes {copied:.1f} Mbit/s", flush=True)
+        for method in options.methods or METHODS:
+            found[method] = run_method(names, method, options)
+            table({name: found[name] for name in ("ddp fp32", method) if name in found}, with_times=with_times)
+    print()
+    table(found, with_times=with_times)
+    report = dated(
+        __file__,
+        replicas=options.replicas,
+        rate=options.rate,
+        copied_mbit=copied,
+        preset=options.preset,
+        batch=options.batch,
+        length=options.length,
+        with_times=with_times,
+        methods=found,
+    )
+    print(write(report, f"network-{options.replicas}-{options.rate}", options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
