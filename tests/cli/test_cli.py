@@ -213,3 +213,23 @@ def test_overrides_reach_the_model(tmp_path: Path, capsys: pytest.CaptureFixture
     small = json.loads(capsys.readouterr().out)["num_parameters"]
     assert run(["plan", str(path), "--json", "--set", f"model.overrides.hidden_size={2 * TINY['hidden_size']}"]) == 0
     assert json.loads(capsys.readouterr().out)["num_parameters"] > 2 * small
+
+
+def test_doctor_says_what_is_here() -> None:
+    done = scantling("doctor", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "torch" in done.stdout
+    assert "one process; to test the links" in done.stdout
+
+
+@pytest.mark.dist
+def test_doctor_measures_all_links() -> None:
+    done = scantling("doctor", "--device", "cpu", "--json", processes=3)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["processes"]) == 3
+    assert sorted((pair["source"], pair["target"]) for pair in found["pairs"]) == [
+        (a, b) for a in range(3) for b in range(3) if a != b
+    ]
+    assert all(0 < pair["latency_s"] < 5 and pair["bytes_a_s"] > 1e5 for pair in found["pairs"])
+    assert found["allreduce_4mib_s"] > 0

@@ -123,6 +123,18 @@ def report(
 
 
 @app.command()
+def doctor(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    timeout: Annotated[float, typer.Option(help="Seconds after which a process that is silent is an error.")] = 60.0,
+    as_json: AsJson = False,
+) -> int:
+    """Say what a run would find here: versions, hardware and, under torchrun, the links between its processes."""
+    from scantling.cli import commands
+
+    return commands.doctor(device, timeout, as_json=as_json)
+
+
+@app.command()
 def schema() -> int:
     """Print the JSON schema of a recipe, for editors."""
     import json

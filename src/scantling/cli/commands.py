@@ -146,3 +146,61 @@ def report(runs: Sequence[Path], out: Path | None) -> int:
     page = write_report([read_run(run) for run in runs], out or runs[0] / "report.html")
     make_console().print(f"report {page}", markup=False)
     return 0
+
+
+def doctor(device: str, timeout: float, *, as_json: bool) -> int:
+    """Say what a run would find here; under torchrun also what passes between its processes."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from scantling.reporting.format import format_bytes
+    from scantling.training.distributed import joined
+    from scantling.training.doctor import interfaces, measure_allreduce, measure_pairs, settings
+    from scantling.training.rundir import environment
+
+    with joined(device, timeout_s=timeout) as place:
+        machines = place.gather({**environment(), "interfaces": interfaces(), "settings": settings()})
+        pairs = measure_pairs(place) if place.world_size > 1 else []
+        allreduce = measure_allreduce(place) if place.world_size > 1 else None
+        if not place.is_main:
+            return 0
+    if as_json:
+        found = {"processes": machines, "pairs": [vars(pair) for pair in pairs], "allreduce_4mib_s": allreduce}
+        print(json.dumps(found, indent=2))
+        return 0
+    console = make_console()
+    table = Table(title=Text("processes"), title_justify="left")
+    for header in ("rank", "machine", "versions", "interfaces"):
+        table.add_column(header)
+    for rank, machine in enumerate(machines):
+        hardware, versions = machine["hardware"], machine["versions"]
+        gpus = ", ".join(hardware["gpus"]) or "no GPU"
+        ports = (
+            f"{each['name']} {each['state']}"
+            + (f" {each['address']}" if each["address"] else "")
+            + (f" {each['mbit']} Mbit/s" if each["mbit"] else "")
+            for each in machine["interfaces"]
+        )
+        known = [f"{name} {value}" for name, value in versions.items() if value]
+        known += [f"{name}={value}" for name, value in machine["settings"].items()]
+        memory = format_bytes(hardware["memory_bytes"])
+        about = f"{hardware['cpu']}\n{hardware['cpu_count']} cores, {memory}\n{gpus}"
+        table.add_row(str(rank), Text(about), Text("\n".join(known)), Text("\n".join(ports)))
+    console.print(table)
+    first = machines[0]["versions"]
+    differing = {name for each in machines for name, value in each["versions"].items() if value != first[name]}
+    if differing:
+        console.print(f"the processes have different versions of {', '.join(sorted(differing))}", markup=False)
+    if not pairs:
+        console.print("one process; to test the links: torchrun --nproc-per-node N -m scantling doctor", markup=False)
+        return 0
+    links = Table(title=Text("from process to process"), title_justify="left")
+    for header in ("from", "to", "latency", "bandwidth"):
+        links.add_column(header, justify="right")
+    for pair in sorted(pairs, key=lambda each: (each.source, each.target)):
+        latency, rate = f"{1e3 * pair.latency_s:.2f} ms", f"{pair.bytes_a_s * 8 / 1e6:,.0f} Mbit/s"
+        links.add_row(str(pair.source), str(pair.target), latency, rate)
+    console.print(links)
+    assert allreduce is not None
+    console.print(f"all-reduce of 4 MiB: {1e3 * allreduce:.1f} ms", markup=False)
+    return 0

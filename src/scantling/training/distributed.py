@@ -58,11 +58,12 @@ class Place:
 
 
 @contextlib.contextmanager
-def joined(device: str = "auto") -> Iterator[Place]:
+def joined(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[Place]:
     """Join the process group of torchrun, or stand alone, and leave it at the end.
 
     Args:
         device: "auto" (the GPU where there is one), "cpu" or "cuda".
+        timeout_s: how long a collective may take before it is an error.
 
     Raises:
         UserError: CUDA was asked for and there is none.
@@ -81,7 +82,7 @@ def joined(device: str = "auto") -> Iterator[Place]:
         torch.cuda.set_device(place.device)
     ours = world_size > 1 and not dist.is_initialized()
     if ours:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timedelta(minutes=30))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
     try:
         yield place
     finally:
