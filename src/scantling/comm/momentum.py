@@ -400,10 +400,12 @@ class MomentumExchange:
                 found[member.param] = torch.zeros_like(part) if gradient is None else gradient
                 continue
             residual = self._residual(param)
-            if valid:
+            if valid and gradient is None:
                 residual.mul_(channel.kind.decay)
-                if gradient is not None:
-                    residual.add_(gradient, alpha=scale)
+            elif valid and gradient is not None and scale == 1.0:
+                torch.add(gradient, residual, alpha=channel.kind.decay, out=residual)
+            elif valid and gradient is not None:
+                residual.mul_(channel.kind.decay).add_(gradient, alpha=scale)
             found[member.param] = residual
         return found
 
@@ -507,8 +509,9 @@ def _gradient(param: Tensor) -> Tensor | None:
 
 
 def _all_finite(gradients: Iterable[Tensor | None]) -> bool:
-    norms = [torch.linalg.vector_norm(each, ord=torch.inf) for each in gradients if each is not None and each.numel()]
-    return not norms or bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
+    """Whether no number is NaN or Inf; by sums, which is several times as fast as to look at each."""
+    sums = [each.sum(dtype=torch.float32) for each in gradients if each is not None and each.numel()]
+    return not sums or bool(torch.isfinite(torch.stack(sums)).all())
 
 
 def _zeros(channel: Channel, params: Sequence[Tensor]) -> Tensor:
