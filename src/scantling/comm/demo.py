@@ -47,8 +47,8 @@ class DeMo(torch.optim.Optimizer):
             Bare parameters of two dims and more and at least 4,096 numbers count as matrices.
         lr: of matrices. With `update="sign"` each number moves by it: about a third of AdamW's is a good start.
         decay: of the residual; default 0.95, the paper's is 0.999.
-        topk, chunk, alpha, values, dense, exchange, sync_every, state_sync_every, check_every, on_mismatch,
-            process_group: as of `MomentumExchange`.
+        topk, chunk, alpha, values, dense, process_group: as of `MomentumExchange`.
+        exchange, sync_every, state_sync_every, check_every, on_mismatch: as of `MomentumExchange`.
         weight_decay: decoupled, scaled by the current lr.
         update: what is done with the decoded momentum of matrices.
         dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`.

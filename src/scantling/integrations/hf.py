@@ -71,9 +71,8 @@ def came(
         weight_decay: of matrices and embeddings, decoupled; vectors are never decayed. That of `TrainingArguments` has
             no effect.
         core_lr: of the cores of a model of cores; a third of `lr` is a good start. Default: `lr`.
-        betas, eps, clip_threshold, debias, momentum, rounding, factor, confidence, maximize, foreach,
-            capturable: as in
-            `scantling.CAME`.
+        betas, eps, clip_threshold, debias, momentum, rounding: as in `scantling.CAME`.
+        factor, confidence, maximize, foreach, capturable: as in `scantling.CAME`.
 
     Returns:
         What `Trainer(optimizer_cls_and_kwargs=...)` takes.
