@@ -40,6 +40,8 @@ Exchange: TypeAlias = Literal["auto", "all_gather", "owner"]
 Transform: TypeAlias = Literal["dct", "none"]
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 Group: TypeAlias = dict[str, Any]
+OPTIONS = ("decay", "topk", "chunk", "alpha", "values", "dense", "transform", "role", "matrix_dims", "compat")
+"""Keys of a group that say how its parameters travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +363,8 @@ class MomentumExchange:
 
     def _channels(self) -> tuple[list[Channel], int]:
         """The channels, and the hash of what all replicas agree on; compared with theirs where it is new."""
-        state = tuple((id(param), tuple(param.shape)) for param in self._parameters())
+        shapes = tuple((id(param), tuple(param.shape)) for param in self._parameters())
+        state = shapes, tuple(tuple(group[key] for key in OPTIONS) for group in self.param_groups)
         if self._laid_out is None or self._laid_out[0] != state:
             channels = self._lay_out()
             configuration = check_alike(self.link, self._described(), self._names(), self._parameters())
@@ -380,10 +383,9 @@ class MomentumExchange:
 
     def _described(self) -> list[str]:
         """What each parameter is and how it travels, for the comparison of replicas."""
-        keys = ("decay", "topk", "chunk", "alpha", "values", "dense", "transform", "role", "matrix_dims", "compat")
         texts = []
         for param, group in zip(self._parameters(), self._groups(), strict=True):
-            options = {key: group[key] for key in keys} | asdict(self.rounds)
+            options = {key: group[key] for key in OPTIONS} | asdict(self.rounds)
             texts.append(f"shape {tuple(param.shape)}, {param.dtype}, {options}")
         return texts
 
