@@ -30,6 +30,15 @@ def recipe(folder: Path, **sections: Any) -> dict[str, Any]:
     )
 
 
+def test_cores_are_drawn_from_the_seed_whatever_ran_before(tmp_path: Path) -> None:
+    def first_loss(name: str, seed: int) -> float:
+        torch.rand(len(name))
+        sc.train(recipe(tmp_path, tensor={"rank": 6}, train={"steps": 1, "seed": seed}), run_dir=tmp_path / name)
+        return float(records(tmp_path / name)[0]["loss"])
+
+    assert first_loss("one", 0) == first_loss("another", 0) != first_loss("other seed", 1)
+
+
 def test_the_planned_size_is_the_first_and_the_target_the_last(tmp_path: Path) -> None:
     result = sc.train(recipe(tmp_path), run_dir=tmp_path / "run")
     lines = records(result.run_dir)

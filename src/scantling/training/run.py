@@ -343,6 +343,10 @@ def build_methods(recipe: Recipe) -> list[Method]:
     return [TensorMethod(recipe.tensor, steps=recipe.train.steps, merges=not recipe.optim.release_gradients)]
 
 
+_OF_METHODS = 1 << 32
+"""Added to the seed for what methods draw, such as cores, so that they do not draw what the weights did."""
+
+
 def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequence[Method] = ()) -> Any:
     """The model of a run on the CPU, with the weights it starts from."""
     model = build_model(
@@ -353,8 +357,10 @@ def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequenc
         config_overrides=task.config_overrides(data),
         seed=recipe.train.seed,
     )
-    for method in methods:
-        model = method.prepare(model)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(recipe.train.seed + _OF_METHODS)
+        for method in methods:
+            model = method.prepare(model)
     return model
 
 
