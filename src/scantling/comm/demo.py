@@ -17,12 +17,14 @@ residual but where it is sent in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from scantling.comm.blocks import Grid
 from scantling.comm.link import Link
 from scantling.comm.momentum import Exchange, MomentumExchange, Rounds, check_options, local
 from scantling.comm.values import Values
@@ -152,10 +154,10 @@ class DeMo(torch.optim.Optimizer):
             group["steps"] = self.exchange.step
         if decoded is None:
             return None
-        place = 0
+        place, all_matrices = 0, self.exchange.are_matrices()
         for group in self.param_groups:
             values = decoded[place : place + len(group["params"])]
-            matrices = self.exchange.are_matrices()[place : place + len(group["params"])]
+            matrices = all_matrices[place : place + len(group["params"])]
             place += len(group["params"])
             pairs = list(zip(group["params"], values, strict=True))
             _step_matrices(group, [pair for pair, is_matrix in zip(pairs, matrices, strict=True) if is_matrix])
@@ -260,21 +262,18 @@ def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
     Five steps of a Newton-Schulz iteration of degree 5 (Jordan et al., Muon, 2024), scaled after Liu et al.,
     arXiv 2502.16982.
     """
-    rows, cols = group["matrix_dims"] or default_matrix_dims(value.ndim)
-    batch = [dim for dim in range(value.ndim) if dim not in (*rows, *cols)]
-    order = [*batch, *rows, *cols]
-    moved = value.permute(order)
-    sizes = [int(torch.Size([value.shape[dim] for dim in dims]).numel()) for dims in (rows, cols)]
-    x = moved.reshape(-1, *sizes)
-    tall = sizes[0] > sizes[1]
+    view = group["matrix_dims"] or default_matrix_dims(value.ndim)
+    rows, cols = (prod(value.shape[dim] for dim in dims) for dims in view)
+    whole = Grid(tuple(value.shape), view, rows, cols)  # one block a matrix
+    x = whole.cut(value)
+    tall = rows > cols
     x = x.transpose(1, 2) if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.transpose(1, 2)
         x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
-    x = (x.transpose(1, 2) if tall else x) * (0.2 * float(max(sizes)) ** 0.5)
-    found: Tensor = x.reshape(moved.shape).permute([order.index(dim) for dim in range(len(order))])
-    return found
+    x = (x.transpose(1, 2) if tall else x) * (0.2 * float(max(rows, cols)) ** 0.5)
+    return whole.paste(x.contiguous())
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -40,10 +40,10 @@ class DemoExchange(GradientExchange):
 
     def exchange(self) -> None:
         inner = self.inner
-        gradients = [param.grad for group in inner.param_groups for param in group["params"] if param.grad is not None]
-        self.norm = torch.nn.utils.get_total_norm(gradients)
+        params = [param for group in inner.param_groups for param in group["params"]]
+        self.norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
         if self.clip is not None and bool(torch.isfinite(self.norm)):
-            torch._foreach_mul_(gradients, (self.clip / (self.norm + 1e-6)).clamp(max=1.0))
+            torch.nn.utils.clip_grads_with_norm_(params, self.clip, self.norm)
         began = time.perf_counter()
         inner.exchange()
         self.exposed_s = time.perf_counter() - began

@@ -219,19 +219,18 @@ class MomentumExchange:
     @property
     def way(self) -> Way:
         """How bytes travel, which for "auto" depends on their number and that of the processes."""
+        return self._way_of(self._channels()[0], self.link.size)
+
+    def _way_of(self, channels: Sequence[Channel], size: int) -> Way:
         if self.rounds.exchange != "auto":
             return self.rounds.exchange
-        if self.param_groups[0]["compat"] == "paper":
-            return "all_gather"
-        return cheaper_way(self._channels()[0], self.link.size)
+        return "all_gather" if self.param_groups[0]["compat"] == "paper" else cheaper_way(channels, size)
 
     def planned_wire_bytes(self, num_processes: int | None = None) -> int:
         """Bytes that each process sends in an exchange of so many processes, headers included; no communication."""
         channels = self._lay_out()
         size = self.link.size if num_processes is None else num_processes
-        wanted = "all_gather" if self.param_groups[0]["compat"] == "paper" else self.rounds.exchange
-        way = cheaper_way(channels, size) if wanted == "auto" else wanted
-        return wire_bytes(channels, size, way)
+        return wire_bytes(channels, size, self._way_of(channels, size))
 
     def planned_state_bytes(self) -> int:
         """Bytes of the residuals once there was an exchange; no communication."""
@@ -239,7 +238,7 @@ class MomentumExchange:
         return sum(
             torch.float32.itemsize * local(params[member.param]).numel()
             for channel in self._lay_out()
-            if not (channel.kind.is_exact and self.rounds.sync_every == 1)
+            if self._keeps(channel)
             for member in channel.members
         )
 
@@ -397,7 +396,7 @@ class MomentumExchange:
             param, gradient = params[member.param], gradients[member.param]
             group = groups[member.param]
             scale = float(group["lr"]) if group["compat"] == "paper" else 1.0
-            if channel.kind.is_exact and self.rounds.sync_every == 1:
+            if not self._keeps(channel):
                 part = local(param)
                 found[member.param] = torch.zeros_like(part) if gradient is None else gradient
                 continue
@@ -411,6 +410,10 @@ class MomentumExchange:
             found[member.param] = residual
         return found
 
+    def _keeps(self, channel: Channel) -> bool:
+        """Whether the members of a channel have residuals: not where everything is sent in full at every call."""
+        return not (channel.kind.is_exact and self.rounds.sync_every == 1)
+
     def _residual(self, param: Tensor) -> Tensor:
         state = self.state.setdefault(param, {})
         if "residual" not in state:
@@ -420,7 +423,7 @@ class MomentumExchange:
 
     def _forget(self, channel: Channel, outcome: Outcome) -> None:
         """Take out of the residuals what is in the mean, and into them what an owner owes."""
-        if channel.kind.is_exact and self.rounds.sync_every == 1:
+        if not self._keeps(channel):
             return
         params = self._parameters()
         pairs: list[tuple[Sparse | None, float]] = [(outcome.accepted, -1.0), (outcome.gained, 1.0)]
