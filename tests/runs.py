@@ -98,6 +98,17 @@ def scantling(
     )
 
 
+def run_script(script: str, *arguments: str | Path, processes: int) -> subprocess.CompletedProcess[str]:
+    """Run a script in place of the command line under torchrun and return what it printed."""
+    return subprocess.run(
+        [*command([], processes=processes)[:-2], script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
 def start_scantling(*arguments: str | Path, processes: int = 1, **env: str) -> subprocess.Popen[str]:
     """Start the command line in a process group of its own, to be signalled."""
     return subprocess.Popen(

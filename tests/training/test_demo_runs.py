@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 import scantling as sc
 from scantling.training.checkpoint import load_tensors
-from tests.runs import command, records, scantling, tiny_recipe, write_recipe
+from tests.runs import records, run_script, scantling, tiny_recipe, write_recipe
 from tests.training import poisoned
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}
@@ -56,13 +55,7 @@ def test_two_processes_send_little_and_stay_alike(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_a_process_with_nan_is_left_out_of_one_step(tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "recipe.yaml", demo_recipe(tmp_path))
-    done = subprocess.run(
-        [*command([], processes=2)[:-2], poisoned.__file__, "train", str(path), "--run-dir", str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run_script(poisoned.__file__, "train", path, "--run-dir", tmp_path / "run", processes=2)
     assert done.returncode == 0, done.stderr
     assert "step 3: ranks [1] have NaN or Inf gradients and are left out" in done.stderr
     found = records(tmp_path / "run")

@@ -19,8 +19,8 @@ from scantling.training.checkpoint import Checkpointer, damage
 from scantling.training.distributed import Place
 from scantling.training.rundir import RunDir
 from tests.runs import (
-    command,
     records,
+    run_script,
     scantling,
     start_scantling,
     tiny_recipe,
@@ -209,13 +209,7 @@ def test_nan_stops_before_the_update_and_names_step_and_tensor(tmp_path: Path) -
 def test_nan_on_one_of_two_ranks_is_named_with_its_rank(tmp_path: Path) -> None:
     """Only rank 1's own gradient is NaN; after the exchange it would be NaN everywhere and its origin lost."""
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"checkpoint_every": 1}))
-    done = subprocess.run(
-        [*command([], processes=2)[:-2], poisoned.__file__, "train", str(path), "--run-dir", str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run_script(poisoned.__file__, "train", path, "--run-dir", tmp_path / "run", processes=2)
     assert done.returncode == 1
     assert f"step 3, rank 1: the gradient of {poisoned.POISONED} " in done.stderr, done.stderr
     assert newest_step(tmp_path / "run") == 2
