@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -147,10 +147,10 @@ def variant_spec(lines: Lines, data: str, change: str, seed: int) -> Spec:
     return run_spec(data, "came", best_rate(lines, data, "came"), seed, **VARIANTS.get(change, {}))
 
 
-def specs(phase: str, lines: Lines, data: str) -> Iterator[Spec]:
-    """The runs of a phase that need no result of each other."""
+def specs(phase: str, lines: Lines, data: str, names: Sequence[str] = FINALISTS) -> Iterator[Spec]:
+    """The runs of a phase that need no result of each other; `seeds` of these optimizers."""
     if phase == "seeds":
-        yield from (run_spec(data, n, best_rate(lines, data, n), seed) for seed in range(SEEDS) for n in FINALISTS)
+        yield from (run_spec(data, n, best_rate(lines, data, n), seed) for seed in range(SEEDS) for n in names)
     elif phase == "variants":
         yield from (variant_spec(lines, data, change, 0) for change in VARIANTS)
     elif phase == "ablations":
@@ -246,8 +246,8 @@ def main() -> int:
         runs = [longer_spec(data, n, options.lr or best_rate(lines, data, n), options.tokens) for n in LONGER]
         side_by_side(options.jobs, ledger.run, runs)
     else:
-        runs = [s for s in specs(options.phase, lines, data) if options.only is None or s["optimizer"] in options.only]
-        side_by_side(options.jobs, ledger.run, runs)
+        names = [name for name in FINALISTS if options.only is None or name in options.only]
+        side_by_side(options.jobs, ledger.run, specs(options.phase, lines, data, names))
     return 0
 
 
