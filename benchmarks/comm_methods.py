@@ -30,18 +30,21 @@ class Replica:
         optimizer: with `step`, `zero_grad` and `param_groups`.
         computed_bytes: that a process sends for a step by formula, on average over many; called after a few steps.
         sent: that the method says it sent in the last step; None where it does not count.
+        last_backward: context of the last backward pass before a step.
     """
 
     model: nn.Module
     optimizer: Any
     computed_bytes: Callable[[], float]
     sent: Callable[[], int] | None = None
+    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def step(self, loss_of: Callable[[nn.Module], Tensor]) -> Tensor:
         """One step: forward, backward, exchange, update. Returns the loss of this replica."""
         self.optimizer.zero_grad()
         loss = loss_of(self.model)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with self.last_backward():
+            loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return loss.detach()
 
@@ -102,7 +105,7 @@ def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
     decayed = sc.param_groups(model, weight_decay=0.0 if paper else 0.1)
     optimizer = sc.DeMo(decayed, lr, **options)
     planned = optimizer.exchange.planned_wire_bytes
-    return Replica(model, optimizer, lambda: float(planned()), lambda: optimizer.wire_bytes)
+    return Replica(model, optimizer, lambda: float(planned()), lambda: optimizer.wire_bytes, optimizer.overlapped)
 
 
 METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
@@ -118,6 +121,9 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
         for k in (2, 8, 32)
         for way in ("all_gather", "owner")
     },
+    "ours k8 all_gather delay": partial(demo, topk=8, exchange="all_gather", delay=1, **OURS),
+    "ours k8 all_gather overlap": partial(demo, topk=8, exchange="all_gather", overlap=True, **OURS),
+    "ours k8 all_gather int8": partial(demo, topk=8, exchange="all_gather", residual="int8", **OURS),
 }
 
 

@@ -53,6 +53,8 @@ METHODS = (
 OURS = "ours k8 all_gather"
 SETTINGS: dict[str, dict[str, Any]] = {
     "decay 0.9": {"decay": 0.9},
+    "delay 1": {"delay": 1},
+    "residual int8": {"residual": "int8"},
     "decay 0.98": {"decay": 0.98},
     "decay 0.99": {"decay": 0.99},
     "alpha 0.5": {"alpha": 0.5},

@@ -32,7 +32,12 @@ def _enter(rank: int, world: int, store: str, case: Callable[..., None], args: t
     finally:
         dist.destroy_process_group()
     if world > 1:
-        os._exit(0)  # a gloo thread can abort while the interpreter shuts down, after all work is done (PyTorch 2.13)
+        quiet_exit()
+
+
+def quiet_exit() -> None:
+    """Leave at once: a gloo thread can abort while the interpreter shuts down, when all is done (PyTorch 2.13)."""
+    os._exit(0)
 
 
 def _tell_accelerate(rank: int, world: int) -> None:

@@ -30,6 +30,10 @@ class NonFiniteError(RunError):
     """
 
 
+class SilentPeerError(RunError):
+    """Another process does not answer: it is stopped, dead, or cut off."""
+
+
 class ReplicaError(RunError):
     """Replicas that should be alike are not."""
 

@@ -21,6 +21,19 @@ class Room:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=60)
         self.things: list[Any] = [None] * size
+        self.next_door: Room | None = None
+        self._lock = threading.Lock()
+
+    def another(self) -> Room:
+        """A second room for the same replicas, the same for all of them."""
+        with self._lock:
+            self.next_door = self.next_door or Room(self.size)
+        return self.next_door
+
+    def close(self) -> None:
+        self.barrier.abort()
+        if self.next_door is not None:
+            self.next_door.close()
 
     def meet(self, rank: int, thing: Any) -> list[Any]:
         self.things[rank] = thing
@@ -37,6 +50,11 @@ class ThreadLink(Link):
         super().__init__()
         self.room, self._rank = room, rank
         self.on_its_way: Callable[[Tensor], Tensor] = lambda message: message
+
+    def apart(self) -> ThreadLink:
+        made = ThreadLink(self.room.another(), self._rank)
+        made.on_its_way = lambda message: self.on_its_way(message)
+        return made
 
     @property
     def is_alone(self) -> bool:
@@ -78,7 +96,7 @@ def together(size: int, work: Callable[[ThreadLink], Result]) -> list[Result]:
             results[rank] = work(ThreadLink(room, rank))
         except BaseException as error:
             errors.append(error)
-            room.barrier.abort()
+            room.close()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -54,6 +54,25 @@ def bytes_and_turns() -> None:
         assert_alike(net)
 
 
+def beside_the_training() -> None:
+    """Messages go by a thread while gradients, and other collectives, go on."""
+    rank = dist.get_rank()
+    for way in ("all_gather", "owner"):
+        net = model()
+        options: dict[str, Any] = {"delay": 1, "overlap": True, "bucket_mb": 0.01, "check_every": 3}
+        optimizer = sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4, exchange=way, dense="sign", **options)
+        for step in range(20):
+            x = torch.randn(8, 70, generator=torch.Generator().manual_seed(1000 * rank + step))
+            optimizer.zero_grad()
+            loss = (net(x) - x[:, :33]).square().mean()
+            with optimizer.overlapped():
+                loss.backward()
+            dist.all_reduce(loss.detach())
+            optimizer.step()
+            assert optimizer.wire_bytes == (optimizer.exchange.planned_wire_bytes() if step else 0)
+        assert_alike(net)
+
+
 def replicas_of_shards() -> None:
     """Two replicas of two shards, everything sent, against two replicas that each hold all."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -77,6 +96,10 @@ def replicas_of_shards() -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_replicas_send_what_is_planned_and_stay_alike(world: int) -> None:
     run(world, bytes_and_turns)
+
+
+def test_messages_go_beside_the_training() -> None:
+    run(2, beside_the_training)
 
 
 def test_shards_are_exchanged_between_replicas_alone() -> None:

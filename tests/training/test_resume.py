@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,14 +39,15 @@ def gpt2_with_dropout(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("processes", "optim", "compute", "steps", "comm"),
     [
-        (1, "came", "bf16", 40, "allreduce"),
-        (1, "adamw", "fp16", 20, "allreduce"),
-        (2, "came", "fp32", 40, "allreduce"),
-        (2, "sign", "fp32", 20, "demo"),
+        (1, "came", "bf16", 40, {}),
+        (1, "adamw", "fp16", 20, {}),
+        (2, "came", "fp32", 40, {}),
+        (2, "sign", "fp32", 20, {"name": "demo"}),
+        (2, "sign", "fp32", 20, {"name": "demo", "delay": 1, "overlap": True, "residual": "int8"}),
     ],
 )
 def test_kill_and_resume_is_bitwise(
-    tmp_path: Path, processes: int, optim: str, compute: str, steps: int, comm: str
+    tmp_path: Path, processes: int, optim: str, compute: str, steps: int, comm: dict[str, Any]
 ) -> None:
     """Dropout is on, batches are accumulated, an epoch ends in between: all generators and counters matter."""
     recipe = tiny_recipe(
@@ -53,8 +55,15 @@ def test_kill_and_resume_is_bitwise(
         model={"preset": None, "overrides": {}, "hf": str(gpt2_with_dropout(tmp_path / "model"))},
         optim={"name": optim, "lr": 0.003},
         precision={"compute": compute},
-        comm={"name": comm},
-        train={"steps": steps, "batch_size": 64, "micro_batch_size": 16, "checkpoint_every": 3, "eval_every": 6},
+        comm=comm,
+        train={
+            "steps": steps,
+            "batch_size": 64,
+            "micro_batch_size": 16,
+            "checkpoint_every": 3,
+            "eval_every": 6,
+            "clip": None if comm.get("overlap") else 1.0,
+        },
     )
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -79,7 +88,7 @@ def test_kill_and_resume_is_bitwise(
     want_tensors, got_tensors = (load_tensors(run / checkpoint) for run in (straight, broken))
     assert want_tensors.keys() == got_tensors.keys()
     assert any(key.startswith("optimizer/") for key in want_tensors)
-    if comm == "demo":
+    if comm:
         own, other = (want_tensors[f"exchange/rank{rank}/transformer.h.0.attn.c_attn.weight"] for rank in range(2))
         assert not torch.equal(own, other)
     for key, tensor in want_tensors.items():

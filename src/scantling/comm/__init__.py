@@ -1,12 +1,14 @@
 """What the processes of one run exchange: all gradients, or the largest components of their momentum."""
 
 from scantling.comm.allreduce import AllReduce, allreduce_wire_bytes
+from scantling.comm.buffers import average_buffers
 from scantling.comm.demo import DeMo
 from scantling.comm.demo_exchange import DemoExchange
 from scantling.comm.exchange import GradientExchange, NoExchange
 from scantling.comm.guard import refuse_reduction
 from scantling.comm.local_steps import LocalSteps, diloco, sparseloco
-from scantling.comm.momentum import MomentumExchange, merge_local_states
+from scantling.comm.momentum import MomentumExchange
+from scantling.comm.replica import merge_local_states
 
 __all__ = [
     "AllReduce",
@@ -17,6 +19,7 @@ __all__ = [
     "MomentumExchange",
     "NoExchange",
     "allreduce_wire_bytes",
+    "average_buffers",
     "diloco",
     "merge_local_states",
     "refuse_reduction",

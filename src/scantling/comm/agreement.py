@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from scantling.comm.link import Link
+from scantling.comm.shards import local
 from scantling.errors import UserError
 from scantling.numerics.checksum import checksum
 
@@ -97,7 +97,7 @@ def unlike(link: Link, params: Sequence[Tensor]) -> tuple[int, int, int] | None:
 
     Collectives: one all-gather of 8 bytes a parameter.
     """
-    sums = torch.cat([checksum(param.to_local() if isinstance(param, DTensor) else param) for param in params])
+    sums = torch.cat([checksum(local(param)) for param in params])
     found = torch.stack(link.all_gather(sums)).cpu()
     usual = found.mode(dim=0).values
     wrong = (found != usual).nonzero()

@@ -139,19 +139,19 @@ def kind_and_grid(shape: tuple[int, ...], numel: int, group: dict[str, Any]) -> 
 
 
 def channels_of(
-    shapes: Sequence[tuple[int, ...]], numels: Sequence[int], groups: Sequence[dict[str, Any]]
+    shapes: Mapping[int, tuple[int, ...]], numels: Mapping[int, int], groups: Sequence[dict[str, Any]]
 ) -> list[Channel]:
     """The channels of parameters, in an order that depends on shapes and options alone.
 
     Args:
-        shapes: of all parameters, or of the parts of them that this process holds.
+        shapes: of the parameters, or of the parts of them that this process holds, by their positions.
         numels: of the whole parameters.
-        groups: of each of them.
+        groups: of all parameters.
     """
     open_ones: dict[Kind, list[Member]] = {}
     found: list[Channel] = []
-    for position, (shape, numel, group) in enumerate(zip(shapes, numels, groups, strict=True)):
-        kind, grid = kind_and_grid(shape, numel, group)
+    for position, shape in shapes.items():
+        kind, grid = kind_and_grid(shape, numels[position], groups[position])
         if not grid.count:
             continue
         members = open_ones.setdefault(kind, [])

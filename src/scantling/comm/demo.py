@@ -17,6 +17,7 @@ residual but where it is sent in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -26,7 +27,10 @@ from torch.optim.adamw import adamw
 
 from scantling.comm.blocks import Grid
 from scantling.comm.link import Link
-from scantling.comm.momentum import Exchange, MomentumExchange, Rounds, check_options, local
+from scantling.comm.momentum import MomentumExchange
+from scantling.comm.options import Exchange, Rounds, check_options
+from scantling.comm.residuals import KEYS, Format, num_rows
+from scantling.comm.shards import local
 from scantling.comm.values import Values
 from scantling.errors import UserError
 from scantling.groups import default_matrix_dims
@@ -51,6 +55,7 @@ class DeMo(torch.optim.Optimizer):
         decay: of the residual; default 0.95, the paper's is 0.999.
         topk, chunk, alpha, values, dense, process_group: as of `MomentumExchange`.
         exchange, sync_every, state_sync_every, check_every, on_mismatch: as of `MomentumExchange`.
+        delay, overlap, bucket_mb, residual: as of `MomentumExchange`.
         weight_decay: decoupled, scaled by the current lr.
         update: what is done with the decoded momentum of matrices.
         dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`.
@@ -60,7 +65,7 @@ class DeMo(torch.optim.Optimizer):
     Attributes:
         exchange: the `MomentumExchange`; print it to see what travels how.
 
-    Every argument but exchange, the `..._every`, on_mismatch and process_group is a group key and can be set per group.
+    What is an option of a parameter (`lr` to `dense_eps`, `residual`) is a group key and can be set per group.
 
     Raises:
         UserError: a value out of range; from `step`, a closure, and replicas that differ.
@@ -91,6 +96,10 @@ class DeMo(torch.optim.Optimizer):
         state_sync_every: int | None = None,
         check_every: int | None = 100,
         on_mismatch: Literal["stop", "resync"] = "stop",
+        delay: int = 0,
+        overlap: bool = False,
+        bucket_mb: float = 25.0,
+        residual: Format = "fp32",
         compat: Literal["paper"] | None = None,
         process_group: Any = None,
     ) -> None:
@@ -105,6 +114,7 @@ class DeMo(torch.optim.Optimizer):
             "values": preset["values"] if values is None else values,
             "dense": dense,
             "transform": "dct",
+            "residual": residual,
             "update": update,
             "dense_ratio": 1.0 if dense_lr is None or not lr else dense_lr / lr,
             "dense_betas": dense_betas,
@@ -118,7 +128,7 @@ class DeMo(torch.optim.Optimizer):
         if dense_lr is not None and not dense_lr >= 0.0:
             raise UserError(f"dense_lr must be at least 0; given {dense_lr!r}")
         super().__init__(params, defaults)
-        rounds = Rounds(exchange, sync_every, state_sync_every, check_every, on_mismatch)
+        rounds = Rounds(exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb)
         self.exchange = MomentumExchange._over(self.param_groups, self.state, rounds, Link(process_group))
 
     @property
@@ -195,6 +205,17 @@ class DeMo(torch.optim.Optimizer):
             if value is not part:
                 part.copy_(value)
 
+    def overlapped(self) -> AbstractContextManager[None]:
+        """Context of the last backward pass before a step, with `overlap`; see `MomentumExchange.overlapped`."""
+        self._reconnect()
+        return self.exchange.overlapped()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the step needs to go on on this rank; with `delay`, what is on its way is waited for."""
+        self._reconnect()
+        self.exchange.settle()
+        return super().state_dict()
+
     def local_state_dict(self) -> dict[str, Any]:
         """What this replica has for itself: its residuals, by the names of their parameters."""
         self._reconnect()
@@ -213,7 +234,7 @@ class DeMo(torch.optim.Optimizer):
         """What all replicas have alike: the groups with their options, and the moments of what is no matrix."""
         whole = self.state_dict()
         state = {
-            key: {name: value for name, value in entries.items() if name != "residual"}
+            key: {name: value for name, value in entries.items() if name not in KEYS}
             for key, entries in whole["state"].items()
         }
         return {"state": {key: entries for key, entries in state.items() if entries}, "groups": whole["param_groups"]}
@@ -224,10 +245,12 @@ class DeMo(torch.optim.Optimizer):
         Raises:
             UserError: a moment of another shape than its parameter.
         """
-        residuals = {param: state["residual"] for param, state in self.state.items() if "residual" in state}
+        residuals = {
+            param: {key: state[key] for key in KEYS if key in state} for param, state in list(self.state.items())
+        }
         self.load_state_dict({"state": state_dict["state"], "param_groups": state_dict["groups"]})
-        for param, residual in residuals.items():
-            self.state[param]["residual"] = residual
+        for param, kept in residuals.items():
+            self.state[param] |= kept
 
     def _reconnect(self) -> None:
         """The exchange works on the groups and the state of this optimizer, which loading and copying replace."""
@@ -240,6 +263,7 @@ class DeMo(torch.optim.Optimizer):
         Raises:
             UserError: a residual of another shape than its parameter.
         """
+        self.exchange.drop()
         load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
 
 
@@ -290,11 +314,13 @@ def _check(group: dict[str, Any]) -> None:
 
 
 def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], name: str) -> None:
+    shape = tuple(local(param).shape)
+    wanted = {"step": (), "residual_scale": (num_rows(local(param).numel()),)}
     for key, value in state.items():
-        if key != "step" and tuple(value.shape) != tuple(local(param).shape):
+        if tuple(value.shape) != wanted.get(key, shape):
             raise UserError(
                 f"the loaded {key} of {name} has the shape {tuple(value.shape)}, this process holds "
-                f"{tuple(local(param).shape)} of it; load the file of this rank, saved at the same world size"
+                f"{shape} of it; load the file of this rank, saved at the same world size"
             )
 
 

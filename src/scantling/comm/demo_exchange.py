@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from scantling.comm.buffers import average_buffers
 from scantling.comm.exchange import GradientExchange
 from scantling.comm.momentum import MomentumExchange
+from scantling.errors import UserError
 from scantling.groups import param_groups
+
+_PENDING = "pending/"
+"""Before the names of what a delay holds back; no parameter has a slash in its name."""
 
 
 class DemoExchange(GradientExchange):
     """Local gradients go into residuals, and each `.grad` becomes the momentum that all processes decode alike.
+
+    Buffers that are saved become their mean over the processes.
 
     Clipping by the global norm is that of each process's own gradient, before it is accumulated; a momentum has no
     scale that a threshold could be chosen for.
@@ -26,17 +34,23 @@ class DemoExchange(GradientExchange):
     """
 
     def __init__(self, *, clip: float | None = None, **options: Any) -> None:
+        if clip is not None and options.get("overlap"):
+            raise UserError("overlap sends gradients before the norm of all is known, by which they would be clipped")
         self.clip, self.options = clip, options
         self._inner: MomentumExchange | None = None
 
     def prepare(self, model: nn.Module) -> nn.Module:
         inner = MomentumExchange(param_groups(model), **self.options)
         if self._inner is not None:  # parameters have other shapes than before, or some are gone
+            self._inner.settle()
             params = {param for group in inner.param_groups for param in group["params"]}
             inner.state = {param: state for param, state in self._inner.state.items() if param in params}
             inner.step = self._inner.step
-        self._inner = inner
+        self._inner, self._model = inner, model
         return model
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
+        return self.inner.overlapped() if last else nullcontext()
 
     def exchange(self) -> None:
         inner = self.inner
@@ -46,8 +60,9 @@ class DemoExchange(GradientExchange):
             torch.nn.utils.clip_grads_with_norm_(params, self.clip, self.norm)
         began = time.perf_counter()
         inner.exchange()
+        sent = average_buffers(self._model, inner.link)
         self.exposed_s = time.perf_counter() - began
-        self.wire_bytes, self.left_out = inner.wire_bytes, tuple(inner.left_out)
+        self.wire_bytes, self.left_out = inner.wire_bytes + sent, tuple(inner.left_out)
 
     @property
     def inner(self) -> MomentumExchange:
@@ -66,11 +81,18 @@ class DemoExchange(GradientExchange):
         self.inner.slice_state(param, dim, index)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors of this process alone, and how many steps there were."""
-        return {**self.inner.local_state_dict()["residuals"], "step": self.inner.step}
+        """Tensors of this process, and how many steps there were."""
+        pending = self.inner.shared_state_dict()["pending"]
+        return {
+            **self.inner.local_state_dict()["residuals"],
+            **{_PENDING + name: value for name, value in pending.items()},
+            "step": self.inner.step,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave on this process, or the mean of what it gave on all."""
-        residuals = {name: value for name, value in state.items() if name != "step"}
+        held = {name for name in state if name.startswith(_PENDING)}
+        residuals = {name: value for name, value in state.items() if name != "step" and name not in held}
+        pending = {name.removeprefix(_PENDING): state[name] for name in held}
         self.inner.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
-        self.inner.step = int(state["step"])
+        self.inner.load_shared_state_dict({"step": state["step"], "pending": pending})

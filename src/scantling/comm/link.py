@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from scantling.comm.silence import named
 from scantling.errors import UserError
 
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -25,6 +28,8 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 
 class Link:
     """A process group, and a count of what this process sent.
+
+    Collectives raise a SilentPeerError that names the processes that do not answer within the timeout of the group.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the default group, or none at all.
@@ -48,6 +53,16 @@ class Link:
             raise UserError(f"process_group must be a process group or a mesh of one dim; given {group!r}")
         self.group = group
         self.wire_bytes = 0
+
+    def apart(self) -> Link:
+        """A link between the same processes that nothing else uses. Collective: a new process group.
+
+        Its timeout is that of the group it is made of.
+        """
+        if self.is_alone:
+            return Link(self.group)
+        ranks = dist.get_process_group_ranks(self.group)
+        return Link(dist.new_group(ranks, timeout=_timeout(self.group), use_local_synchronization=True))
 
     @property
     def is_alone(self) -> bool:
@@ -76,7 +91,8 @@ class Link:
         if self.is_alone:
             return [message]
         whole = message.new_empty(self.size, message.numel())
-        getattr(dist, _ALL_GATHER)(whole.view(-1), message.contiguous(), group=self.group)
+        with named():
+            getattr(dist, _ALL_GATHER)(whole.view(-1), message.contiguous(), group=self.group)
         self.wire_bytes += (self.size - 1) * message.nbytes
         return list(whole)
 
@@ -90,14 +106,16 @@ class Link:
             return list(messages)
         whole = torch.stack(list(messages))
         found = torch.empty_like(whole)
-        dist.all_to_all_single(found.view(-1), whole.view(-1), group=self.group)
+        with named():
+            dist.all_to_all_single(found.view(-1), whole.view(-1), group=self.group)
         self.wire_bytes += (self.size - 1) * whole[0].nbytes
         return list(found)
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over all ranks, in place. Collective: one all-reduce."""
         if not self.is_alone:
-            dist.all_reduce(values, group=self.group)
+            with named():
+                dist.all_reduce(values, group=self.group)
             self.wire_bytes += 2 * (self.size - 1) * values.nbytes // self.size
             values /= self.size
         return values
@@ -109,7 +127,8 @@ class Link:
             source: rank in the group.
         """
         if not self.is_alone:
-            dist.broadcast(values, group=self.group, group_src=source)
+            with named():
+                dist.broadcast(values, group=self.group, group_src=source)
 
     def gather_texts(self, texts: Sequence[str]) -> list[list[str]]:
         """The texts of all ranks, in order. Collectives: two all-gathers, of a length and of JSON."""
@@ -121,3 +140,13 @@ class Link:
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         found = self.all_gather(padded)
         return [json.loads(bytes(each[:length].tolist())) for each, length in zip(found, lengths, strict=True)]
+
+
+def _timeout(group: Any) -> timedelta | None:
+    """How long a group waits; None, which is the default of the backend, where it does not say."""
+    group = dist.group.WORLD if group is None else group
+    for device in ("cpu", "cuda"):
+        with suppress(RuntimeError, AttributeError):
+            found: timedelta = group._get_backend(torch.device(device)).options._timeout
+            return found
+    return None

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from scantling.comm.momentum import MomentumExchange, as_gradient, local
+from scantling.comm.momentum import MomentumExchange
+from scantling.comm.shards import as_gradient, local
 from scantling.errors import UserError
 
 

@@ -12,60 +12,87 @@ What is subtracted is what was sent, after quantisation, so that no error is los
 was applied add up to the decayed sum of all gradients. Embeddings and vectors travel densely, in few bits with the same
 error feedback (decay 1), as a synchronised gradient.
 
-Cost: a residual of 4 bytes for each number of a parameter, but for what travels in full; `wire_bytes` for the network.
+Cost: a residual of 4 bytes for each number of a parameter (1.03 in int8), but for what travels in full; `wire_bytes`
+for the network.
+
+With `delay=1` the result of an exchange comes at the next call, so that messages have the time of a whole step;
+residuals are as the equations say. With `overlap` what is complete leaves during the backward pass. Both go through a
+thread and a process group of their own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from scantling.comm.agreement import check_alike, spread, unlike
-from scantling.comm.channels import Channel, channels_of
+from scantling.comm.agreement import spread, unlike
+from scantling.comm.background import Background
+from scantling.comm.channels import Channel
+from scantling.comm.layout import (
+    Bucket,
+    Layout,
+    channels_in,
+    described,
+    groups_of,
+    keeps_residuals,
+    laid_out,
+    names_of,
+    planned_state_bytes,
+    planned_wire_bytes,
+)
 from scantling.comm.link import Link
+from scantling.comm.options import Exchange, Group, Rounds, Transform, as_groups, check_options
 from scantling.comm.payload import Header
-from scantling.comm.rounds import Outcome, Sparse, Way, cheaper_way, exchange, wire_bytes
-from scantling.comm.values import VALUES, Values
+from scantling.comm.replica import Replica
+from scantling.comm.residuals import Format
+from scantling.comm.rounds import Outcome, Sparse, Way, exchange
+from scantling.comm.shards import as_gradient, local
+from scantling.comm.values import Values
 from scantling.errors import ReplicaError, UserError
 
 logger = logging.getLogger(__name__)
 
-Exchange: TypeAlias = Literal["auto", "all_gather", "owner"]
-Transform: TypeAlias = Literal["dct", "none"]
-EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
-Group: TypeAlias = dict[str, Any]
-OPTIONS = ("decay", "topk", "chunk", "alpha", "values", "dense", "transform", "role", "matrix_dims", "compat")
-"""Keys of a group that say how its parameters travel."""
+Found: TypeAlias = tuple[list[Outcome], list[int]]
+
+
+@dataclass(slots=True)
+class Opened:
+    """A step that has begun.
+
+    Attributes:
+        before: the result of the exchange before, where there is a delay.
+        waiting: positions of the parameters of each bucket whose gradients have not come yet.
+        next: number of the next bucket to send.
+    """
+
+    before: list[Tensor] | None
+    waiting: list[set[int]]
+    next: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
-    """When replicas exchange what; the arguments of `MomentumExchange`."""
+class Sent:
+    """A message on its way.
 
-    exchange: Exchange
-    sync_every: int
-    state_sync_every: int | None
-    check_every: int | None
-    on_mismatch: Literal["stop", "resync"]
+    Attributes:
+        bucket: what it is about.
+        step: when it was sent.
+        arrived: waits for what came of it.
+    """
 
-    def __post_init__(self) -> None:
-        if self.exchange not in EXCHANGES:
-            raise UserError(f"exchange must be one of {', '.join(EXCHANGES)}; given {self.exchange!r}")
-        if self.on_mismatch not in ("stop", "resync"):
-            raise UserError(f"on_mismatch must be 'stop' or 'resync'; given {self.on_mismatch!r}")
-        for key in ("sync_every", "state_sync_every", "check_every"):
-            value = getattr(self, key)
-            if not (isinstance(value, int) and value >= 1) and not (value is None and key != "sync_every"):
-                raise UserError(f"{key} must be a whole number from 1 on; given {value!r}")
+    bucket: Bucket
+    step: int
+    arrived: Callable[[], Found]
 
 
-class MomentumExchange:
+class MomentumExchange(Replica):
     """Turn local gradients into the same decoded momentum on all replicas; any optimizer steps with it.
 
     Gradients must not have been averaged: no DistributedDataParallel, or every backward pass in its `no_sync()`.
@@ -89,13 +116,19 @@ class MomentumExchange:
             for each parameter, and `replica_divergence` is measured; None for never.
         on_mismatch: what is done with parameters that are not alike: "stop" with an error that names tensor and rank,
             or "resync" with a warning, from the lowest rank that has what most have.
+        delay: calls from an exchange to its result, 0 or 1. With 1 the network has the time of a whole step, and the
+            first call has no result.
+        overlap: whether what is ready leaves during the backward pass, in a context of `overlapped`.
+        bucket_mb: with overlap, MiB of parameters that share a message, at least.
+        residual: format of the residuals of matrices: "fp32", or "int8" with stochastic rounding, 1.03 bytes a number.
         process_group: group of the replicas, or a mesh of one dim; default all processes.
 
     Attributes:
         param_groups: the groups, with all options.
-        state: by parameter: `residual`, in fp32.
-        wire_bytes: what this process sent in the last exchange, headers included.
-        left_out: ranks whose gradients were NaN or Inf in the last exchange.
+        state: by parameter: `residual`, and in int8 `residual_scale`; `pending`, a result that a delay holds back, once
+            it was asked for by `state_dict`.
+        wire_bytes: what this process sent in the exchange of the last result, headers included.
+        left_out: ranks whose gradients were NaN or Inf in it; with overlap, in a part of it.
         replica_divergence: how far the residuals were apart when they were last compared, from 0 to 1.
 
     Raises:
@@ -122,16 +155,17 @@ class MomentumExchange:
         state_sync_every: int | None = None,
         check_every: int | None = 100,
         on_mismatch: Literal["stop", "resync"] = "stop",
+        delay: int = 0,
+        overlap: bool = False,
+        bucket_mb: float = 25.0,
+        residual: Format = "fp32",
         process_group: Any = None,
     ) -> None:
-        options = {"decay": decay, "topk": topk, "chunk": chunk, "alpha": alpha, "values": values, "dense": dense}
-        defaults = {**options, "transform": transform, "role": None, "matrix_dims": None, "compat": None}
-        self.link = Link(process_group)
-        self._begin(
-            _as_groups(groups, defaults),
-            {},
-            Rounds(exchange, sync_every, state_sync_every, check_every, on_mismatch),
-        )
+        options: dict[str, Any] = {"decay": decay, "topk": topk, "chunk": chunk, "alpha": alpha, "values": values}
+        options |= {"dense": dense, "transform": transform, "residual": residual}
+        defaults = {**options, "role": None, "matrix_dims": None, "compat": None}
+        rounds = Rounds(exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb)
+        self._begin(as_groups(groups, defaults), {}, rounds, Link(process_group))
 
     @classmethod
     def _over(
@@ -139,37 +173,42 @@ class MomentumExchange:
     ) -> MomentumExchange:
         """The exchange of an optimizer, on its own groups and state."""
         self = cls.__new__(cls)
-        self.link = link
-        self._begin(groups, state, rounds)
+        self._begin(groups, state, rounds, link)
         return self
 
-    def _begin(self, groups: list[Group], state: dict[Tensor, dict[str, Any]], rounds: Rounds) -> None:
+    def _begin(self, groups: list[Group], state: dict[Tensor, dict[str, Any]], rounds: Rounds, link: Link) -> None:
         for group in groups:
             check_options(group)
         if len({group["compat"] for group in groups}) > 1:
             raise UserError("compat must be the same in all groups: it says how the mean over replicas is taken")
         if groups[0]["compat"] == "paper" and rounds.exchange == "owner":
             raise UserError("compat='paper' takes the mean over those that sent a coefficient: exchange='all_gather'")
-        self.param_groups, self.state, self.rounds = groups, state, rounds
+        self.param_groups, self.state, self.rounds, self.link = groups, state, rounds, link
         self.replica_divergence: float | None = None
         self.step = self.epoch = 0
         self.wire_bytes = 0
         self.left_out: list[int] = []
-        self._laid_out: tuple[Any, list[Channel], int] | None = None
+        self._layout: Layout | None = None
+        self._opened: Opened | None = None
+        self._sent: list[Sent] = []
+        self._line: Link | None = None
+        self._background: Background | None = None
 
     @torch.no_grad()
     def exchange(self) -> bool:
         """Take each `.grad` into the residual, exchange, and put the decoded momentum in its place.
 
-        Collectives: one all-gather, or an all-to-all and an all-gather, see `rounds.py`; at the first call, whenever
-        shapes have changed, and every `check_every` exchanges two more, which compare the replicas.
+        Collectives: one all-gather, or an all-to-all and an all-gather, see `rounds.py`, for each bucket of `overlap`;
+        at the first call, whenever shapes have changed, and every `check_every` exchanges two more, which compare the
+        replicas. With `delay` or `overlap` they are those of a thread, in a process group of its own.
 
         Returns:
-            Whether there was an exchange; where not (`sync_every`), every `.grad` is None.
+            Whether there is a result; where not (`sync_every`, and the first call with `delay`), every `.grad` is None.
 
         Raises:
             UserError: replicas differ in parameters or options.
-            NonFiniteError: the gradients of all replicas are NaN or Inf; nothing has changed but the step counter.
+            NonFiniteError: the gradients of all replicas are NaN or Inf; nothing has changed but the step counter, and
+                with `overlap` what has left before.
             PayloadError: what came is damaged or of another step.
             ReplicaError: parameters are not alike any more.
         """
@@ -180,162 +219,177 @@ class MomentumExchange:
 
     def decoded(self) -> list[Tensor] | None:
         """As `exchange`, but the momentum of all parameters in fp32, of the local part of each; None without one."""
-        channels, configuration = self._channels()
+        opened = self._opened or self._open()
+        self._opened = None
+        while opened.next < len(opened.waiting):
+            self._send(opened)
+        return opened.before if self.rounds.delay else self._arrived()
+
+    @contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """Context of the last backward pass before `exchange`: what is ready leaves while the pass goes on.
+
+        Without `overlap` it does nothing. Gradients must be as they are to be exchanged: no clipping by a norm of all.
+
+        Raises:
+            UserError: in the backward pass, a gradient that comes a second time after it has left.
+        """
+        if not self.rounds.overlap:
+            yield
+            return
+        with torch.no_grad():
+            self._opened = self._opened or self._open()
+        hooks = [
+            param.register_post_accumulate_grad_hook(partial(self._ready, place))  # type: ignore[no-untyped-call]
+            for place, param in enumerate(self._parameters())
+            if param.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for what `delay` has on its way, and keep it in the state for the next call."""
+        found = self._arrived()
+        for param, value in zip(self._parameters(), found or [], strict=False):
+            self.state.setdefault(param, {})["pending"] = value
+
+    def drop(self) -> None:
+        """Wait for what is on its way and forget it: what is loaded is in its place."""
+        sent, self._sent = self._sent, []
+        for each in sent:
+            with suppress(Exception):
+                each.arrived()
+
+    def _open(self) -> Opened:
+        """Begin a step: take in what is still on its way, and compare the replicas where it is time to."""
+        before = self._arrived()
+        layout = self._laid_out()
         self.step += 1
-        params = self._parameters()
-        gradients = [_gradient(param) for param in params]
-        valid = _all_finite(gradients)
-        residuals = [self._accumulated(channel, gradients, valid=valid) for channel in channels]
-        rounds, number = self.rounds, self.step // self.rounds.sync_every
-        if self.step % rounds.sync_every:
-            return None
-        if number > 1 and _due(number - 1, rounds.check_every):
+        rounds, params = self.rounds, self._parameters()
+        if rounds.comes_round(self.step, rounds.check_every):
             self._compare(params)
-        if number > 1 and _due(number - 1, rounds.state_sync_every):
-            for residual in self._residuals():
-                self.link.mean(residual)
-        selected = []
-        for channel, values in zip(channels, residuals, strict=True):
-            blocks = channel.cut(values) if valid else _zeros(channel, params)
-            selected.append(channel.kind.section.select(blocks))
+        if rounds.comes_round(self.step, rounds.state_sync_every):
+            for place, value in self._residuals():
+                self._keep(place, self.link.mean(value))
+        if self._line is None:
+            in_thread = bool(rounds.delay or rounds.overlap) and not self.link.is_alone
+            self._line = self.link.apart() if in_thread else self.link
+            self._background = Background() if in_thread else None
+        self._line.start()
+        return Opened(before, [set(bucket.params) for bucket in layout.buckets])
+
+    def _ready(self, place: int, _: Tensor) -> None:
+        """Note that a parameter has its gradient, and send the buckets that are complete, in their order."""
+        opened = self._opened
+        if opened is None or not any(place in waiting for waiting in opened.waiting[opened.next :]):
+            raise UserError(
+                f"{names_of(self.param_groups)[place]} got a gradient after its own had left: overlapped() is for the "
+                "last backward pass before exchange() alone, in which each parameter gets its gradient once "
+                "(checkpointed layers: use_reentrant=False)"
+            )
+        for waiting in opened.waiting:
+            waiting.discard(place)
+        with torch.no_grad():
+            while opened.next < len(opened.waiting) and not opened.waiting[opened.next]:
+                self._send(opened)
+
+    def _send(self, opened: Opened) -> None:
+        """Take the gradients of the next bucket into its residuals and, where it is time to, begin its exchange."""
+        layout, params, number = self._laid_out(), self._parameters(), opened.next
+        opened.next += 1
+        bucket = layout.buckets[number]
+        gradients = {place: _gradient(params[place]) for place in bucket.params}
+        valid = _all_finite(gradients.values())
+        is_due, selected = self.rounds.is_due(self.step), []
+        for channel in bucket.channels:
+            values = self._accumulated(channel, gradients, valid=valid)
+            if is_due:
+                blocks = channel.cut(values) if valid else _zeros(channel, params)
+                selected.append(channel.kind.section.select(blocks))
+        if not is_due or self._line is None:
+            return
+        configuration = (layout.configuration + number) & 0xFFFFFFFF
         header = Header(valid, self.epoch, self.step, self.link.rank, configuration)
-        self.link.start()
-        outcomes, self.left_out = exchange(
-            self.link, self.way, channels, selected, header, by_senders=self.param_groups[0]["compat"] == "paper"
-        )
-        self.wire_bytes = self.link.wire_bytes
+        by_senders = self.param_groups[0]["compat"] == "paper"
+        work = partial(exchange, self._line, layout.way, bucket.channels, selected, header, by_senders=by_senders)
+        if self._background is None:
+            found = work()
+            self._sent.append(Sent(bucket, self.step, lambda: found))
+        else:
+            device = local(params[bucket.params[0]]).device
+            task = self._background.submit(work, device)
+            self._sent.append(Sent(bucket, self.step, partial(task.result, _tensors)))
+
+    def _arrived(self) -> list[Tensor] | None:
+        """The momentum of what was sent, which residuals lose; or what was kept of it; None without any."""
+        params = self._parameters()
+        if not self._sent:
+            kept = [self.state[param].pop("pending", None) if param in self.state else None for param in params]
+            return _filled(kept, params) if any(value is not None for value in kept) else None
+        sent, self._sent = self._sent, []
+        arrived, errors = [], []
+        for each in sent:  # all of them, so that nothing is on its way any more when one raises
+            try:
+                arrived.append(each.arrived())
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        self.left_out = sorted({rank for _, ranks in arrived for rank in ranks})
+        self.wire_bytes = self._line.wire_bytes if self._line is not None else 0
         if self.left_out and self.link.rank == 0:
-            logger.warning("step %d: ranks %s have NaN or Inf gradients and are left out", self.step, self.left_out)
-        found: list[Tensor] = [torch.zeros(0)] * len(params)
-        for channel, outcome in zip(channels, outcomes, strict=True):
-            for place, value in channel.paste_sent(*outcome.mean):
-                found[place] = value
-            self._forget(channel, outcome)
-        for place, param in enumerate(params):
-            if not local(param).numel():
-                found[place] = torch.zeros_like(local(param), dtype=torch.float32)
-        return found
+            logger.warning("step %d: ranks %s have NaN or Inf gradients and are left out", sent[0].step, self.left_out)
+        found: list[Tensor | None] = [None] * len(params)
+        for each, (outcomes, _) in zip(sent, arrived, strict=True):
+            for channel, outcome in zip(each.bucket.channels, outcomes, strict=True):
+                for place, value in channel.paste_sent(*outcome.mean):
+                    found[place] = value
+                self._forget(channel, outcome, each.step)
+        return _filled(found, params)
 
     @property
     def way(self) -> Way:
         """How bytes travel, which for "auto" depends on their number and that of the processes."""
-        return self._way_of(self._channels()[0], self.link.size)
-
-    def _way_of(self, channels: Sequence[Channel], size: int) -> Way:
-        if self.rounds.exchange != "auto":
-            return self.rounds.exchange
-        return "all_gather" if self.param_groups[0]["compat"] == "paper" else cheaper_way(channels, size)
+        return self._laid_out().way
 
     def planned_wire_bytes(self, num_processes: int | None = None) -> int:
         """Bytes that each process sends in an exchange of so many processes, headers included; no communication."""
-        channels = self._lay_out()
-        size = self.link.size if num_processes is None else num_processes
-        return wire_bytes(channels, size, self._way_of(channels, size))
+        return planned_wire_bytes(self.param_groups, self.rounds, num_processes or self.link.size)
 
     def planned_state_bytes(self) -> int:
         """Bytes of the residuals once there was an exchange; no communication."""
-        params = self._parameters()
-        return sum(
-            torch.float32.itemsize * local(params[member.param]).numel()
-            for channel in self._lay_out()
-            if self._keeps(channel)
-            for member in channel.members
-        )
+        return planned_state_bytes(self.param_groups, self.rounds)
 
     def are_matrices(self) -> list[bool]:
         """For each parameter whether it goes by blocks."""
         found = [False] * len(self._parameters())
-        for channel in self._channels()[0]:
+        for channel in channels_in(self._laid_out().buckets):
             for member in channel.members:
                 found[member.param] = channel.kind.is_matrix
         return found
 
-    def local_state_dict(self) -> dict[str, Any]:
-        """What this replica has for itself: its residuals, by the names of their parameters."""
-        pairs = zip(self._names(), self._parameters(), strict=True)
-        residuals = {name: self.state[param]["residual"].clone() for name, param in pairs if self._has(param)}
-        return {"world_size": self.link.size, "rank": self.link.rank, "residuals": residuals}
-
-    def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `local_state_dict` gave on this replica.
-
-        Args:
-            state_dict: of the same rank and world size, or of `merge_local_states`, which fits every replica.
-
-        Raises:
-            UserError: another world size or rank, other parameters or shapes; nothing has been loaded.
-        """
-        for key, own in (("world_size", self.link.size), ("rank", self.link.rank)):
-            if state_dict[key] not in (None, own):
-                raise UserError(
-                    f"the residuals are those of {key} {state_dict[key]}, this is {key} {own}. Every replica has its "
-                    "own; for another number of replicas give each what scantling.comm.merge_local_states makes of all"
-                )
-        known = dict(zip(self._names(), self._parameters(), strict=True))
-        for name, residual in state_dict["residuals"].items():
-            if name not in known or tuple(residual.shape) != tuple(local(known[name]).shape):
-                shape = tuple(local(known[name]).shape) if name in known else None
-                raise UserError(
-                    f"the residual of {name} has the shape {tuple(residual.shape)}, "
-                    + ("there is no such parameter here" if shape is None else f"its parameter here {shape}")
-                )
-        for name, param in known.items():
-            if name in state_dict["residuals"]:
-                self._residual(param).copy_(state_dict["residuals"][name])
-            elif self._has(param):
-                del self.state[param]["residual"]
-
-    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
-        """Cut the residual of a parameter that keeps only some positions of one dim.
-
-        Args:
-            param: of this exchange; cut before or after.
-            dim: of the parameter.
-            index: positions that stay, 1-D int64.
-        """
-        if self._has(param):
-            self.state[param]["residual"] = self.state[param]["residual"].index_select(dim, index)
-
-    def shared_state_dict(self) -> dict[str, Any]:
-        """What all replicas have alike: the number of steps."""
-        return {"step": self.step}
-
-    def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `shared_state_dict` gave on any replica."""
-        self.step = int(state_dict["step"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Both, for a replica that keeps a file of its own."""
-        return {"local": self.local_state_dict(), "shared": self.shared_state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave on this replica."""
-        self.load_local_state_dict(state_dict["local"])
-        self.load_shared_state_dict(state_dict["shared"])
-
-    def _has(self, param: Tensor) -> bool:
-        return "residual" in self.state.get(param, {})
-
     def __str__(self) -> str:
         """What travels how, a line each."""
-        lines = []
-        params = self._parameters()
-        for channel in self._lay_out():
-            kind, section = channel.kind, channel.kind.section
-            numbers = sum(local(params[member.param]).numel() for member in channel.members)
-            what = f"{section.kept} of {kind.height} x {kind.width}" if kind.is_matrix else f"rows of {kind.width}"
-            lines.append(
-                f"{len(channel.members):4} tensors, {numbers:>12,} numbers: {what}, {section.values}, "
-                f"{channel.num_bytes:,} bytes"
-            )
-        return "\n".join(lines)
+        return described(self.param_groups, self.rounds)
+
+    def _laid_out(self) -> Layout:
+        """How everything travels; compared with how it does on the other replicas where it is new."""
+        found = laid_out(self.param_groups, self.rounds, self.link, self._layout)
+        if self._layout is None and self.link.rank == 0:
+            logger.info("%s; exchange by %s among %d processes", self, found.way, self.link.size)
+        self._layout = found
+        return found
 
     def _compare(self, params: Sequence[Tensor]) -> None:
         """Compare the parameters of all replicas, and measure how far their residuals are apart."""
         found = unlike(self.link, params)
         if found is not None:
             rank, place, sound = found
-            text = f"step {self.step}: {self._names()[place]} is not on rank {rank} what it is on others"
+            text = f"step {self.step}: {names_of(self.param_groups)[place]} is not on rank {rank} what it is on others"
             if self.rounds.on_mismatch == "stop":
                 raise ReplicaError(
                     f"{text}. Go on from the last checkpoint; on_mismatch='resync' takes the values of rank {sound}"
@@ -344,163 +398,68 @@ class MomentumExchange:
                 logger.warning("%s; all take those of rank %d", text, sound)
             for param in params:
                 self.link.broadcast(local(param), sound)
-        self.replica_divergence = spread(self.link, self._residuals(), self.step)
+        self.replica_divergence = spread(self.link, [value for _, value in self._residuals()], self.step)
 
-    def _residuals(self) -> list[Tensor]:
-        return [self.state[param]["residual"] for param in self._parameters() if self._has(param)]
-
-    def _parameters(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _groups(self) -> list[Group]:
-        return [group for group in self.param_groups for _ in group["params"]]
-
-    def _lay_out(self) -> list[Channel]:
-        params = self._parameters()
-        shapes, numels = [tuple(local(param).shape) for param in params], [param.numel() for param in params]
-        return channels_of(shapes, numels, self._groups())
-
-    def _channels(self) -> tuple[list[Channel], int]:
-        """The channels, and the hash of what all replicas agree on; compared with theirs where it is new."""
-        shapes = tuple((id(param), tuple(param.shape)) for param in self._parameters())
-        state = shapes, tuple(tuple(group[key] for key in OPTIONS) for group in self.param_groups)
-        if self._laid_out is None or self._laid_out[0] != state:
-            channels = self._lay_out()
-            configuration = check_alike(self.link, self._described(), self._names(), self._parameters())
-            first = self._laid_out is None
-            self._laid_out = state, channels, configuration
-            if first and self.link.rank == 0:
-                logger.info("%s; exchange by %s among %d processes", self, self.way, self.link.size)
-        return self._laid_out[1], self._laid_out[2]
-
-    def _names(self) -> list[str]:
-        names: list[str] = []
-        for number, group in enumerate(self.param_groups):
-            given = group.get("param_names")
-            names += given or [f"group {number}, parameter {place}" for place in range(len(group["params"]))]
-        return names
-
-    def _described(self) -> list[str]:
-        """What each parameter is and how it travels, for the comparison of replicas."""
-        texts = []
-        for param, group in zip(self._parameters(), self._groups(), strict=True):
-            options = {key: group[key] for key in OPTIONS} | asdict(self.rounds)
-            texts.append(f"shape {tuple(param.shape)}, {param.dtype}, {options}")
-        return texts
-
-    def _accumulated(self, channel: Channel, gradients: Sequence[Tensor | None], *, valid: bool) -> dict[int, Tensor]:
-        """The residuals of a channel's members with their gradients in them, by position."""
+    def _accumulated(
+        self, channel: Channel, gradients: Mapping[int, Tensor | None], *, valid: bool
+    ) -> dict[int, Tensor]:
+        """The residuals of a channel's members with their gradients in them, in fp32, by position."""
         found: dict[int, Tensor] = {}
-        params, groups = self._parameters(), self._groups()
+        params, groups, kept = self._parameters(), groups_of(self.param_groups), self.residuals
         for member in channel.members:
-            param, gradient = params[member.param], gradients[member.param]
-            group = groups[member.param]
+            place = member.param
+            part, gradient = local(params[place]), gradients[place]
+            group = groups[place]
             scale = float(group["lr"]) if group["compat"] == "paper" else 1.0
-            if not self._keeps(channel):
-                part = local(param)
-                found[member.param] = torch.zeros_like(part) if gradient is None else gradient
+            if not keeps_residuals(channel, self.rounds):
+                found[place] = torch.zeros_like(part) if gradient is None else gradient
                 continue
-            residual = self._residual(param)
-            if valid and gradient is None:
+            residual = found[place] = kept.read(params[place], part)
+            if not valid:
+                continue
+            if gradient is None:
                 residual.mul_(channel.kind.decay)
-            elif valid and gradient is not None and scale == 1.0:
+            elif scale == 1.0:
                 torch.add(gradient, residual, alpha=channel.kind.decay, out=residual)
-            elif valid and gradient is not None:
+            else:
                 residual.mul_(channel.kind.decay).add_(gradient, alpha=scale)
-            found[member.param] = residual
+            self._keep(place, residual, _seed(self.step, 0, place))
         return found
 
-    def _keeps(self, channel: Channel) -> bool:
-        """Whether the members of a channel have residuals: not where everything is sent in full at every call."""
-        return not (channel.kind.is_exact and self.rounds.sync_every == 1)
-
-    def _residual(self, param: Tensor) -> Tensor:
-        state = self.state.setdefault(param, {})
-        if "residual" not in state:
-            state["residual"] = torch.zeros_like(local(param), dtype=torch.float32)
-        residual: Tensor = state["residual"]
-        return residual
-
-    def _forget(self, channel: Channel, outcome: Outcome) -> None:
+    def _forget(self, channel: Channel, outcome: Outcome, step: int) -> None:
         """Take out of the residuals what is in the mean, and into them what an owner owes."""
-        if not self._keeps(channel):
+        if not keeps_residuals(channel, self.rounds):
             return
-        params = self._parameters()
+        params, kept = self._parameters(), self.residuals
+        changed: dict[int, Tensor] = {}
         pairs: list[tuple[Sparse | None, float]] = [(outcome.accepted, -1.0), (outcome.gained, 1.0)]
         for part, sign in pairs:
             if part is not None:
                 for place, value in channel.paste_sent(*part):
-                    self._residual(params[place]).add_(value, alpha=sign * channel.kind.alpha)
+                    if place not in changed:
+                        changed[place] = kept.read(params[place], value)
+                    changed[place].add_(value, alpha=sign * channel.kind.alpha)
+        for place, residual in changed.items():
+            self._keep(place, residual, _seed(step, 1, place))
 
 
-def _due(number: int, every: int | None) -> bool:
-    return every is not None and number % every == 0
+def _seed(step: int, turn: int, place: int) -> int:
+    """Of the noise of one rounding of one residual."""
+    return ((2 * step + turn) << 24) + place
 
 
-def merge_local_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The local state that every replica of another number of them begins with: the mean of all residuals.
-
-    The mean over the replicas, which is what the next exchanges apply, stays what it was.
-
-    Args:
-        states: of `local_state_dict`, one of every replica.
-
-    Raises:
-        UserError: not one of every replica, or of other parameters.
-    """
-    ranks = sorted(state["rank"] for state in states)
-    if not states or ranks != list(range(states[0]["world_size"])):
-        raise UserError(f"merge_local_states needs one state of every replica; given those of ranks {ranks}")
-    names = states[0]["residuals"].keys()
-    if any(state["residuals"].keys() != names for state in states):
-        raise UserError("merge_local_states: the states are of different parameters")
-    residuals = {name: torch.stack([state["residuals"][name] for state in states]).mean(0) for name in names}
-    return {"world_size": None, "rank": None, "residuals": residuals}
+def _tensors(found: Found) -> Iterator[Tensor]:
+    for outcome in found[0]:
+        for part in (outcome.mean, outcome.accepted, outcome.gained):
+            yield from (tensor for tensor in part or () if tensor is not None)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def check_options(group: Group) -> None:
-    """Raise a UserError for the first option of a group that is out of range."""
-    for key, least in (("chunk", 1), ("topk", 1)):
-        if not isinstance(group[key], int) or group[key] < least:
-            raise UserError(f"{key} must be a whole number from {least} on; given {group[key]!r}")
-    if group["topk"] > group["chunk"] ** 2:
-        raise UserError(
-            f"topk must be at most chunk^2 = {group['chunk'] ** 2}, all there is in a block; given {group['topk']}"
-        )
-    if group["chunk"] > 4096:
-        raise UserError(f"chunk must be at most 4096; given {group['chunk']}")
-    for key in ("decay", "alpha"):
-        if not isinstance(group[key], float | int) or not 0.0 <= group[key] <= 1.0:
-            raise UserError(f"{key} must be from 0 to 1; given {group[key]!r}")
-    for key in ("values", "dense"):
-        if group[key] not in VALUES:
-            raise UserError(f"{key} must be one of {', '.join(VALUES)}; given {group[key]!r}")
-    if group["transform"] not in ("dct", "none"):
-        raise UserError(f"transform must be 'dct' or 'none'; given {group['transform']!r}")
-    if group["compat"] not in (None, "paper"):
-        raise UserError(f"compat must be None or 'paper'; given {group['compat']!r}")
-
-
-def _as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
-    """Groups with all options; parameters alone, or (name, parameter) pairs, are one group."""
-    items = list(given)
-    if not items:
-        raise UserError("MomentumExchange needs at least one parameter; given none")
-    if not isinstance(items[0], dict):
-        items = [{"params": items}]
-    groups = []
-    for item in items:
-        pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in item["params"]]
-        group = {**defaults, **item, "params": [param for _, param in pairs]}
-        if all(name is not None for name, _ in pairs):
-            group["param_names"] = [name for name, _ in pairs]
-        groups.append(group)
-    return groups
+def _filled(found: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros where a parameter has nothing: it is empty here, or was not there yet."""
+    return [
+        torch.zeros_like(local(param), dtype=torch.float32) if value is None else value
+        for value, param in zip(found, params, strict=True)
+    ]
 
 
 def _gradient(param: Tensor) -> Tensor | None:
@@ -522,13 +481,3 @@ def _all_finite(gradients: Iterable[Tensor | None]) -> bool:
 def _zeros(channel: Channel, params: Sequence[Tensor]) -> Tensor:
     like = local(params[channel.members[0].param])
     return torch.zeros(channel.count, channel.kind.section.size, device=like.device)
-
-
-def as_gradient(value: Tensor, param: Tensor) -> Tensor:
-    """A local tensor as the gradient of a parameter: of its dtype, and placed as it is."""
-    cast = value.to(param.dtype)
-    if isinstance(param, DTensor):
-        return DTensor.from_local(
-            cast, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
-        )
-    return cast

@@ -102,6 +102,8 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
             )
     if trainer.args.fp16:
         raise UserError("sc.hf.attach: fp16 scales the loss anew now and then, which a momentum would keep; use bf16")
+    if options.get("overlap"):
+        raise UserError("sc.hf.attach: the Trainer clips gradients, for which overlap cannot wait; leave it out")
     MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)  # says what is wrong with the options now
     callback = ExchangeCallback(trainer, options)
     trainer.add_callback(callback)

@@ -305,11 +305,18 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     comm, optim, train, precision = (_section(content, name) for name in ("comm", "optim", "train", "precision"))
     if comm.get("name", "allreduce") != "demo":
         for key in CommSection.model_fields:
-            if key not in ("name", "bucket_mb") and _changed(comm, CommSection, key):
+            if key not in ("name", "bucket_mb", "timeout") and _changed(comm, CommSection, key):
                 yield Fault(f"comm.{key}", "has an effect with comm.name: demo alone")
         return
-    if _changed(comm, CommSection, "bucket_mb"):
-        yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce alone")
+    if comm.get("overlap") is True:
+        clip = train.get("clip", TrainSection.model_fields["clip"].default)
+        if clip is not None:
+            problem = (
+                "sends gradients before their global norm is known, by which they are clipped; set train.clip: null"
+            )
+            yield Fault("comm.overlap", problem, f"train.clip: {clip}")
+    elif _changed(comm, CommSection, "bucket_mb"):
+        yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce, or with comm.overlap")
     topk, chunk = (comm.get(key, CommSection.model_fields[key].default) for key in ("topk", "chunk"))
     if isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2:
         yield Fault("comm.topk", f"must be at most chunk^2 = {chunk**2}, all there is in a block", str(topk))

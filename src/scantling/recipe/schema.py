@@ -225,7 +225,9 @@ class CommSection(Section):
     """`allreduce`: gradients are averaged in buckets while the backward pass runs (DDP). `demo`: each process keeps a
     momentum of its own, and only its largest components travel; `optim.name: sign` makes DeMo of it."""
     bucket_mb: float = Field(default=25.0, gt=0.0, le=1024.0)
-    """allreduce: size of one bucket in MiB."""
+    """Size of one bucket in MiB: of allreduce, and of demo with overlap."""
+    timeout: float = Field(default=1800.0, gt=0.0)
+    """Seconds that processes wait for each other, also while the first one prepares the data."""
     topk: int = Field(default=32, ge=1)
     """demo: components sent of a block of chunk x chunk."""
     chunk: int = Field(default=64, ge=1, le=4096)
@@ -248,11 +250,17 @@ class CommSection(Section):
     """demo: exchanges after which the parameters of all processes are compared; null for never."""
     on_mismatch: Literal["stop", "resync"] = "stop"
     """demo: what is done where they are not alike."""
+    delay: int = Field(default=0, ge=0, le=1)
+    """demo: steps from an exchange to its result; with 1 messages have the time of a whole step."""
+    overlap: bool = False
+    """demo: whether what is ready leaves during the backward pass; without clipping."""
+    residual: Literal["fp32", "int8"] = "fp32"
+    """demo: format of the momentum of each process."""
 
     @property
     def demo_options(self) -> dict[str, Any]:
         """The arguments of `MomentumExchange`."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name not in ("name", "bucket_mb")}
+        return {name: getattr(self, name) for name in type(self).model_fields if name not in ("name", "timeout")}
 
 
 class PrecisionSection(Section):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scantling.comm.silence import named
 from scantling.errors import UserError
 
 
@@ -67,6 +68,7 @@ def joined(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[Place
 
     Raises:
         UserError: CUDA was asked for and there is none.
+        SilentPeerError: a process that does not answer in time.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("train.device is 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
@@ -84,7 +86,8 @@ def joined(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[Place
     if ours:
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
     try:
-        yield place
+        with named():
+            yield place
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()

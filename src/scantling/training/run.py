@@ -104,7 +104,7 @@ def train(
         >>> result.metrics["eval_loss"]  # doctest: +SKIP
     """
     recipe, run_dir = resolve(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
-    with joined(recipe.train.device) as place:
+    with joined(recipe.train.device, timeout_s=recipe.comm.timeout) as place:
         folder, problem = None, None
         if place.is_main:
             try:

@@ -1,0 +1,88 @@
+"""Work that goes on beside the training: one thread that does what it is given, in order.
+
+An exchange is two turns of messages with decoding between them, which no collective of PyTorch does by itself. In a
+thread, over a process group that nothing else uses, it needs no other form than in the open: gloo and NCCL let go of
+Python's lock while they wait. On a GPU the thread has a stream of its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+class Task(Generic[Result]):
+    """Something that the thread does; `result` waits for it."""
+
+    def __init__(self, work: Callable[[], Result], device: torch.device) -> None:
+        self._work, self._device = work, device
+        self._future: Future[Result] = Future()
+        self._ready: torch.cuda.Event | None = None
+        self._done: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._ready = torch.cuda.current_stream(device).record_event()
+
+    def run(self, stream: Any) -> None:
+        """Do it, on a stream that waits for what was there when the task was made."""
+        try:
+            with torch.no_grad():
+                if self._ready is None:
+                    found = self._work()
+                else:
+                    stream.wait_event(self._ready)
+                    with torch.cuda.stream(stream):
+                        found = self._work()
+                        self._done = stream.record_event()
+            self._future.set_result(found)
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def result(self, tensors: Callable[[Result], Iterable[Tensor]]) -> Result:
+        """What came of it; raises what it raised.
+
+        Args:
+            tensors: those of the result that are used afterwards, on the current stream.
+        """
+        found = self._future.result()
+        if self._done is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._done)
+            for tensor in tensors(found):
+                tensor.record_stream(stream)
+        return found
+
+
+class Background:
+    """The thread, which ends with the process and holds nothing up."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Task[Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="scantling-exchange", daemon=True).start()
+
+    def submit(self, work: Callable[[], Result], device: torch.device) -> Task[Result]:
+        """Do something after all that was submitted before.
+
+        Args:
+            work: called in the thread, without gradients.
+            device: of the tensors that it uses.
+        """
+        task = Task(work, device)
+        self._tasks.put(task)
+        return task
+
+    def _run(self) -> None:
+        streams: dict[torch.device, Any] = {}
+        while True:
+            task = self._tasks.get()
+            device = task._device
+            if device.type == "cuda" and device not in streams:
+                streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            task.run(streams.get(device))

@@ -1,0 +1,41 @@
+"""Buffers of replicas: running statistics that each gathers from data of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from scantling.comm.link import Link
+from scantling.comm.shards import local
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, process_group: Any = None) -> int:
+    """Give all replicas the mean of their buffers, such as the running statistics of batch normalisation.
+
+    Of the buffers that are saved, those of real numbers: others are counters and masks, which are alike. Call it before
+    an evaluation or a checkpoint, on all replicas. Collective: one all-reduce for each dtype among them.
+
+    Args:
+        model: the same on all replicas.
+        process_group: of the replicas, or a mesh of one dim; default all processes.
+
+    Returns:
+        Bytes that this process sent.
+    """
+    link = process_group if isinstance(process_group, Link) else Link(process_group)
+    link.start()
+    found = [
+        local(value)
+        for module in model.modules()
+        for name, value in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set and value.is_floating_point()
+    ]
+    for dtype in sorted({value.dtype for value in found}, key=str):
+        parts = [value for value in found if value.dtype == dtype]
+        flat = link.mean(torch.cat([value.flatten() for value in parts]))
+        for value, mean in zip(parts, torch.split(flat, [value.numel() for value in parts]), strict=True):
+            value.copy_(mean.view_as(value))
+    return link.wire_bytes

@@ -1,0 +1,166 @@
+"""Which parameter travels how, in which message: what all replicas must agree on, and what it comes to in bytes.
+
+All parameters share one message, or, to overlap with the backward pass, runs of them from the last one on: gradients
+come in about the reverse order of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from scantling.comm.agreement import check_alike
+from scantling.comm.channels import Channel, channels_of, kind_and_grid
+from scantling.comm.link import Link
+from scantling.comm.options import OPTIONS, Group, Rounds
+from scantling.comm.residuals import Format, residual_bytes
+from scantling.comm.rounds import Way, cheaper_way, wire_bytes
+from scantling.comm.shards import local
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters whose momentum travels in one message.
+
+    Attributes:
+        params: their positions among all.
+        channels: how they travel.
+    """
+
+    params: tuple[int, ...]
+    channels: tuple[Channel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How everything travels.
+
+    Attributes:
+        key: what it was made of.
+        buckets: a message each.
+        configuration: a hash of what all replicas agree on.
+        way: of the messages.
+    """
+
+    key: Any
+    buckets: list[Bucket]
+    configuration: int
+    way: Way
+
+
+def laid_out(groups: Sequence[Group], rounds: Rounds, link: Link, last: Layout | None) -> Layout:
+    """How parameters travel; compared with how they do on the other replicas where it is new.
+
+    Collectives: those of `check_alike` where something has changed since the last time.
+    """
+    params = parameters_of(groups)
+    shapes = tuple((id(param), tuple(param.shape)) for param in params)
+    key = shapes, tuple(tuple(group[option] for option in OPTIONS) for group in groups)
+    if last is not None and last.key == key:
+        return last
+    texts = []
+    for param, group in zip(params, groups_of(groups), strict=True):
+        options = {option: group[option] for option in OPTIONS} | asdict(rounds)
+        texts.append(f"shape {tuple(param.shape)}, {param.dtype}, {options}")
+    buckets = buckets_of(groups, rounds)
+    return Layout(key, buckets, check_alike(link, texts, names_of(groups), params), way_of(groups, rounds, link.size))
+
+
+def buckets_of(groups: Sequence[Group], rounds: Rounds) -> list[Bucket]:
+    """The messages, in their order; it depends on shapes and options alone."""
+    params, each_group = parameters_of(groups), groups_of(groups)
+    runs: list[list[int]] = [[]]
+    size = 0
+    for position in reversed(range(len(params))):
+        if rounds.overlap and size >= rounds.bucket_mb * 2**20:
+            runs.append([])
+            size = 0
+        runs[-1].append(position)
+        size += local(params[position]).nbytes
+    found = []
+    for run in runs:
+        positions = sorted(run)
+        shapes = {position: tuple(local(params[position]).shape) for position in positions}
+        numels = {position: params[position].numel() for position in positions}
+        found.append(Bucket(tuple(positions), tuple(channels_of(shapes, numels, each_group))))
+    return found
+
+
+def way_of(groups: Sequence[Group], rounds: Rounds, num_processes: int) -> Way:
+    """How bytes travel between so many processes."""
+    if rounds.exchange != "auto":
+        return rounds.exchange
+    if groups[0]["compat"] == "paper":
+        return "all_gather"
+    return cheaper_way(channels_in(buckets_of(groups, rounds)), num_processes)
+
+
+def keeps_residuals(channel: Channel, rounds: Rounds) -> bool:
+    """Whether the members of a channel have residuals: not where everything is sent in full at every call."""
+    return not (channel.kind.is_exact and rounds.sync_every == 1)
+
+
+def residual_format(param: Tensor, group: Group) -> Format:
+    """How the residual of a parameter is kept: of what travels densely, the residual is below the steps of few bits."""
+    kind, _ = kind_and_grid(tuple(local(param).shape), param.numel(), group)
+    form: Format = group["residual"] if kind.is_matrix else "fp32"
+    return form
+
+
+def planned_wire_bytes(groups: Sequence[Group], rounds: Rounds, num_processes: int) -> int:
+    """Bytes that each process sends in an exchange, headers included."""
+    way = way_of(groups, rounds, num_processes)
+    return sum(wire_bytes(bucket.channels, num_processes, way) for bucket in buckets_of(groups, rounds))
+
+
+def planned_state_bytes(groups: Sequence[Group], rounds: Rounds) -> int:
+    """Bytes of the residuals once there was an exchange."""
+    params, each_group = parameters_of(groups), groups_of(groups)
+    return sum(
+        residual_bytes(local(param).numel(), residual_format(param, group))
+        for channel in channels_in(buckets_of(groups, rounds))
+        if keeps_residuals(channel, rounds)
+        for param, group in ((params[member.param], each_group[member.param]) for member in channel.members)
+    )
+
+
+def described(groups: Sequence[Group], rounds: Rounds) -> str:
+    """What travels how, a line each."""
+    lines = []
+    params = parameters_of(groups)
+    for channel in channels_in(buckets_of(groups, rounds)):
+        kind, section = channel.kind, channel.kind.section
+        numbers = sum(local(params[member.param]).numel() for member in channel.members)
+        what = f"{section.kept} of {kind.height} x {kind.width}" if kind.is_matrix else f"rows of {kind.width}"
+        lines.append(
+            f"{len(channel.members):4} tensors, {numbers:>12,} numbers: {what}, {section.values}, "
+            f"{channel.num_bytes:,} bytes"
+        )
+    return "\n".join(lines)
+
+
+def channels_in(buckets: Sequence[Bucket]) -> list[Channel]:
+    """The channels of all messages."""
+    return [channel for bucket in buckets for channel in bucket.channels]
+
+
+def parameters_of(groups: Sequence[Group]) -> list[Tensor]:
+    """All parameters, in their order."""
+    return [param for group in groups for param in group["params"]]
+
+
+def groups_of(groups: Sequence[Group]) -> list[Group]:
+    """The group of each parameter."""
+    return [group for group in groups for _ in group["params"]]
+
+
+def names_of(groups: Sequence[Group]) -> list[str]:
+    """The names of all parameters, or their places where they have none."""
+    names: list[str] = []
+    for number, group in enumerate(groups):
+        given = group.get("param_names")
+        names += given or [f"group {number}, parameter {place}" for place in range(len(group["params"]))]
+    return names

@@ -1,0 +1,100 @@
+"""What can be set of an exchange of momentum: for each group of parameters, and for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from scantling.comm.residuals import FORMATS
+from scantling.comm.values import VALUES
+from scantling.errors import UserError
+
+Exchange: TypeAlias = Literal["auto", "all_gather", "owner"]
+Transform: TypeAlias = Literal["dct", "none"]
+EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+Group: TypeAlias = dict[str, Any]
+OPTIONS = (
+    *("decay", "topk", "chunk", "alpha", "values", "dense", "transform", "residual"),
+    *("role", "matrix_dims", "compat"),
+)
+"""Keys of a group that say how its parameters travel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """When replicas exchange what; the arguments of `MomentumExchange`."""
+
+    exchange: Exchange
+    sync_every: int
+    state_sync_every: int | None
+    check_every: int | None
+    on_mismatch: Literal["stop", "resync"]
+    delay: int = 0
+    overlap: bool = False
+    bucket_mb: float = 25.0
+
+    def __post_init__(self) -> None:
+        if self.exchange not in EXCHANGES:
+            raise UserError(f"exchange must be one of {', '.join(EXCHANGES)}; given {self.exchange!r}")
+        if self.on_mismatch not in ("stop", "resync"):
+            raise UserError(f"on_mismatch must be 'stop' or 'resync'; given {self.on_mismatch!r}")
+        for key in ("sync_every", "state_sync_every", "check_every"):
+            value = getattr(self, key)
+            if not (isinstance(value, int) and value >= 1) and not (value is None and key != "sync_every"):
+                raise UserError(f"{key} must be a whole number from 1 on; given {value!r}")
+        if self.delay not in (0, 1):
+            raise UserError(f"delay must be 0 or 1 calls; given {self.delay!r}")
+        if not self.bucket_mb > 0.0:
+            raise UserError(f"bucket_mb must be above 0 MiB; given {self.bucket_mb!r}")
+
+    def is_due(self, step: int) -> bool:
+        """Whether there is an exchange at this call, counted from 1."""
+        return step % self.sync_every == 0
+
+    def comes_round(self, step: int, every: int | None) -> bool:
+        """Whether what is done once in so many exchanges is done before that of this call, which is never the first."""
+        number = step // self.sync_every
+        return every is not None and self.is_due(step) and number > 1 and (number - 1) % every == 0
+
+
+def check_options(group: Group) -> None:
+    """Raise a UserError for the first option of a group that is out of range."""
+    for key, least in (("chunk", 1), ("topk", 1)):
+        if not isinstance(group[key], int) or group[key] < least:
+            raise UserError(f"{key} must be a whole number from {least} on; given {group[key]!r}")
+    if group["topk"] > group["chunk"] ** 2:
+        raise UserError(
+            f"topk must be at most chunk^2 = {group['chunk'] ** 2}, all there is in a block; given {group['topk']}"
+        )
+    if group["chunk"] > 4096:
+        raise UserError(f"chunk must be at most 4096; given {group['chunk']}")
+    for key in ("decay", "alpha"):
+        if not isinstance(group[key], float | int) or not 0.0 <= group[key] <= 1.0:
+            raise UserError(f"{key} must be from 0 to 1; given {group[key]!r}")
+    for key in ("values", "dense"):
+        if group[key] not in VALUES:
+            raise UserError(f"{key} must be one of {', '.join(VALUES)}; given {group[key]!r}")
+    if group["residual"] not in FORMATS:
+        raise UserError(f"residual must be one of {', '.join(FORMATS)}; given {group['residual']!r}")
+    if group["transform"] not in ("dct", "none"):
+        raise UserError(f"transform must be 'dct' or 'none'; given {group['transform']!r}")
+    if group["compat"] not in (None, "paper"):
+        raise UserError(f"compat must be None or 'paper'; given {group['compat']!r}")
+
+
+def as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
+    """Groups with all options; parameters alone, or (name, parameter) pairs, are one group."""
+    items = list(given)
+    if not items:
+        raise UserError("MomentumExchange needs at least one parameter; given none")
+    if not isinstance(items[0], dict):
+        items = [{"params": items}]
+    groups = []
+    for item in items:
+        pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in item["params"]]
+        group = {**defaults, **item, "params": [param for _, param in pairs]}
+        if all(name is not None for name, _ in pairs):
+            group["param_names"] = [name for name, _ in pairs]
+        groups.append(group)
+    return groups

@@ -1,0 +1,167 @@
+"""What one replica holds for an exchange of momentum, and how it is saved, loaded and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scantling.comm.layout import groups_of, names_of, parameters_of, residual_format
+from scantling.comm.link import Link
+from scantling.comm.options import Group
+from scantling.comm.residuals import Residuals
+from scantling.comm.shards import local
+from scantling.errors import UserError
+
+
+class Replica:
+    """Groups of parameters and a state by parameter: `residual` of this replica alone, `pending` alike on all.
+
+    Attributes:
+        param_groups: the groups, with all options.
+        state: by parameter.
+        link: to the other replicas.
+        step: calls so far.
+    """
+
+    param_groups: list[Group]
+    state: dict[Tensor, dict[str, Any]]
+    link: Link
+    step: int
+
+    def settle(self) -> None:
+        """Wait for what is on its way, and keep it in the state."""
+
+    def drop(self) -> None:
+        """Wait for what is on its way, and forget it."""
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """What this replica has for itself: its residuals, by the names of their parameters."""
+        self.settle()
+        names = names_of(self.param_groups)
+        residuals = {names[place]: value.clone() for place, value in self._residuals()}
+        return {"world_size": self.link.size, "rank": self.link.rank, "residuals": residuals}
+
+    def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `local_state_dict` gave on this replica.
+
+        Args:
+            state_dict: of the same rank and world size, or of `merge_local_states`, which fits every replica.
+
+        Raises:
+            UserError: another world size or rank, other parameters or shapes; nothing has been loaded.
+        """
+        self.drop()
+        for key, own in (("world_size", self.link.size), ("rank", self.link.rank)):
+            if state_dict[key] not in (None, own):
+                raise UserError(
+                    f"the residuals are those of {key} {state_dict[key]}, this is {key} {own}. Every replica has its "
+                    "own; for another number of replicas give each what scantling.comm.merge_local_states makes of all"
+                )
+        self._check_shapes("residual", state_dict["residuals"])
+        kept = self.residuals
+        for place, (name, param) in enumerate(zip(names_of(self.param_groups), self._parameters(), strict=True)):
+            if name in state_dict["residuals"]:
+                residual = state_dict["residuals"][name]
+                self._keep(place, residual.to(device=local(param).device, dtype=torch.float32, copy=True))
+            else:
+                kept.drop(param)
+
+    def _check_shapes(self, what: str, values: Mapping[str, Tensor]) -> None:
+        known = dict(zip(names_of(self.param_groups), self._parameters(), strict=True))
+        for name, value in values.items():
+            if name not in known or tuple(value.shape) != tuple(local(known[name]).shape):
+                shape = tuple(local(known[name]).shape) if name in known else None
+                raise UserError(
+                    f"the {what} of {name} has the shape {tuple(value.shape)}, "
+                    + ("there is no such parameter here" if shape is None else f"its parameter here {shape}")
+                )
+
+    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
+        """Cut the residual of a parameter that keeps only some positions of one dim.
+
+        Args:
+            param: of this exchange; cut before or after.
+            dim: of the parameter.
+            index: positions that stay, 1-D int64.
+        """
+        self.settle()
+        if param in self.residuals:
+            place = next(place for place, each in enumerate(self._parameters()) if each is param)
+            residual = self.residuals.read(param, local(param))
+            self._keep(place, residual.index_select(dim, index))
+        if "pending" in self.state.get(param, {}):
+            self.state[param]["pending"] = self.state[param]["pending"].index_select(dim, index)
+
+    def shared_state_dict(self) -> dict[str, Any]:
+        """What all replicas have alike: the number of steps, and with `delay` the result of the next call."""
+        self.settle()
+        pairs = zip(names_of(self.param_groups), self._parameters(), strict=True)
+        pending = {name: self.state.get(param, {}).get("pending") for name, param in pairs}
+        return {"step": self.step, "pending": {name: value for name, value in pending.items() if value is not None}}
+
+    def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `shared_state_dict` gave on any replica.
+
+        Raises:
+            UserError: other parameters or shapes; nothing has been loaded.
+        """
+        self.drop()
+        pending = state_dict.get("pending", {})
+        self._check_shapes("momentum", pending)
+        self.step = int(state_dict["step"])
+        for name, param in zip(names_of(self.param_groups), self._parameters(), strict=True):
+            self.state.get(param, {}).pop("pending", None)
+            if name in pending:
+                self.state.setdefault(param, {})["pending"] = pending[name].to(local(param).device, copy=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both, for a replica that keeps a file of its own."""
+        return {"local": self.local_state_dict(), "shared": self.shared_state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave on this replica."""
+        self.load_local_state_dict(state_dict["local"])
+        self.load_shared_state_dict(state_dict["shared"])
+
+    @property
+    def residuals(self) -> Residuals:
+        """Those of this replica."""
+        return Residuals(self.state)
+
+    def _keep(self, place: int, value: Tensor, seed: int | None = None) -> None:
+        param = self._parameters()[place]
+        self.residuals.write(param, value, residual_format(param, groups_of(self.param_groups)[place]), seed)
+
+    def _residuals(self) -> Iterator[tuple[int, Tensor]]:
+        """The residuals that there are, in fp32, with the positions of their parameters."""
+        kept = self.residuals
+        for place, param in enumerate(self._parameters()):
+            if param in kept:
+                yield place, kept.read(param, local(param))
+
+    def _parameters(self) -> list[Tensor]:
+        return parameters_of(self.param_groups)
+
+
+def merge_local_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The local state that every replica of another number of them begins with: the mean of all residuals.
+
+    The mean over the replicas, which is what the next exchanges apply, stays what it was.
+
+    Args:
+        states: of `local_state_dict`, one of every replica.
+
+    Raises:
+        UserError: not one of every replica, or of other parameters.
+    """
+    ranks = sorted(state["rank"] for state in states)
+    if not states or ranks != list(range(states[0]["world_size"])):
+        raise UserError(f"merge_local_states needs one state of every replica; given those of ranks {ranks}")
+    names = states[0]["residuals"].keys()
+    if any(state["residuals"].keys() != names for state in states):
+        raise UserError("merge_local_states: the states are of different parameters")
+    residuals = {name: torch.stack([state["residuals"][name] for state in states]).mean(0) for name in names}
+    return {"world_size": None, "rank": None, "residuals": residuals}

@@ -1,0 +1,76 @@
+"""Who did not answer: an error of a collective says that something took too long, and not whom it waited for.
+
+Every process that such an error reaches leaves a note in the store of the process group. After a while, whoever has
+left none is silent: stopped, killed, or cut off.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+from scantling.errors import SilentPeerError
+
+WAIT_S = 10.0
+"""How long notes of the others are waited for."""
+_SIGNS = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe", re.IGNORECASE)
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """Context of collectives: an error of the network becomes one that names the silent processes.
+
+    Raises:
+        SilentPeerError: a time-out or a connection that broke.
+    """
+    try:
+        yield
+    except SilentPeerError:
+        raise
+    except RuntimeError as error:
+        if not dist.is_initialized() or not _SIGNS.search(str(error)):
+            raise
+        raise SilentPeerError(_explained(error)) from error
+
+
+def _explained(error: RuntimeError) -> str:
+    first = str(error).strip().splitlines()[0]
+    advice = "Start the run again from its last checkpoint; all processes must be started together"
+    silent = silent_ranks(WAIT_S)
+    if silent is None:
+        return f"the process that holds the store of the group, in general rank 0, does not answer ({first}). {advice}"
+    if not silent:
+        return f"the connection between the processes broke, and all are still there ({first}). {advice}"
+    ranks = ", ".join(map(str, silent))
+    return f"no answer from rank {ranks} of {dist.get_world_size()} ({first}). {advice}"
+
+
+def silent_ranks(wait_s: float) -> list[int] | None:
+    """The processes that have not come here too; None where the store does not answer either.
+
+    Args:
+        wait_s: how long they are waited for.
+    """
+    found: list[list[int]] = []
+    asking = threading.Thread(target=_not_there, args=(wait_s, found), daemon=True)
+    asking.start()
+    asking.join(1.5 * wait_s)  # what asks a store that is stopped waits for ever, whatever its timeout
+    return found[0] if found else None
+
+
+def _not_there(wait_s: float, found: list[list[int]]) -> None:
+    """Append the answer to a list, unless the store is gone."""
+    store = dist.distributed_c10d._get_default_store()
+    silent = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    until = time.monotonic() + wait_s
+    with suppress(RuntimeError):
+        store.set(f"scantling/failed/{dist.get_rank()}", "1")
+        while silent and time.monotonic() < until:
+            silent = [rank for rank in silent if not store.check([f"scantling/failed/{rank}"])]
+            time.sleep(0.1)
+        found.append(silent)

@@ -1,0 +1,237 @@
+"""Exchanges that go on beside the training: with a delay of one call, and during the backward pass."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.comm.momentum import MomentumExchange
+from scantling.errors import NonFiniteError, UserError
+from tests.comm.replicas import ThreadLink, together
+from tests.comm.test_momentum import exchange_of, gradient, params_of
+
+STEPS = 5
+
+
+def stepped(made: MomentumExchange, params: list[nn.Parameter], rank: int, steps: range) -> list[list[Tensor] | None]:
+    """The results of calls with gradients that depend on rank and step alone."""
+    found = []
+    for step in steps:
+        for param in params:
+            param.grad = gradient(rank, step, param.shape)
+        found.append([param.grad for param in params] if made.exchange() else None)
+    return found
+
+
+@pytest.mark.parametrize("way", ["all_gather", "owner"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_delayed_result_is_that_of_the_call_before(size: int, way: str) -> None:
+    def work(link: ThreadLink) -> tuple[list[Any], list[Any]]:
+        plain, late = params_of(), params_of()
+        first = exchange_of(link, plain, exchange=way, check_every=2)
+        second = exchange_of(link, late, exchange=way, check_every=2, delay=1)
+        return (
+            stepped(first, plain, link.rank, range(STEPS)),
+            stepped(second, late, link.rank, range(STEPS)),
+        )
+
+    for plain, late in together(size, work):
+        assert late[0] is None
+        for one, other in zip(plain[:-1], late[1:], strict=True):
+            assert all(map(torch.equal, one, other))
+
+
+def test_what_a_delay_holds_back_is_saved_and_loaded() -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params, delay=1)
+        stepped(made, params, link.rank, range(2))
+        file = io.BytesIO()
+        torch.save(made.state_dict(), file)
+        wanted = stepped(made, params, link.rank, range(2, STEPS))
+        params = params_of()
+        again = exchange_of(link, params, delay=1)
+        stepped(again, params, link.rank, range(7, 8))  # something on its way, which loading replaces
+        file.seek(0)
+        again.load_state_dict(torch.load(file, weights_only=True))
+        found = stepped(again, params, link.rank, range(2, STEPS))
+        for one, other in zip(wanted, found, strict=True):
+            assert one is not None
+            assert other is not None
+            assert all(map(torch.equal, one, other))
+
+    together(2, work)
+
+
+def test_demo_with_a_delay_goes_on_bitwise() -> None:
+    def work(link: ThreadLink) -> None:
+        def begin() -> tuple[list[nn.Parameter], sc.DeMo]:
+            params = params_of()
+            optimizer = sc.DeMo(params, lr=1e-2, topk=8, chunk=16, delay=1, residual="int8")
+            optimizer.exchange.link = link
+            return params, optimizer
+
+        def step(params: list[nn.Parameter], optimizer: sc.DeMo, steps: range) -> None:
+            for number in steps:
+                for param in params:
+                    param.grad = gradient(link.rank, number, param.shape)
+                optimizer.step()
+
+        params, optimizer = begin()
+        before = [param.clone() for param in params]
+        step(params, optimizer, range(1))
+        assert all(map(torch.equal, before, params))
+        step(params, optimizer, range(1, 3))
+        weights, file = [param.detach().clone() for param in params], io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        local, shared = optimizer.local_state_dict(), copy.deepcopy(optimizer.shared_state_dict())
+        step(params, optimizer, range(3, STEPS))
+        for parts in (False, True):
+            others, second = begin()
+            with torch.no_grad():
+                for param, value in zip(others, weights, strict=True):
+                    param.copy_(value)
+            file.seek(0)
+            if parts:
+                second.load_local_state_dict(local)
+                second.load_shared_state_dict(shared)
+            else:
+                second.load_state_dict(torch.load(file, weights_only=True))
+            step(others, second, range(3, STEPS))
+            assert all(map(torch.equal, params, others))
+
+    together(2, work)
+
+
+def test_what_is_held_back_is_cut_with_its_parameter() -> None:
+    params = [nn.Parameter(torch.ones(64, 80))]
+    made = MomentumExchange(params, delay=1, residual="int8")
+    params[0].grad = torch.randn(64, 80)
+    made.exchange()
+    made.settle()
+    index = torch.arange(3, 40)
+    wanted = made.state[params[0]]["pending"][index]
+    with torch.no_grad():
+        params[0].data = params[0].data[index]
+    made.slice_state(params[0], 0, index)
+    params[0].grad = torch.randn(37, 80)
+    assert made.exchange()
+    assert torch.equal(params[0].grad, wanted)
+
+
+@functools.cache
+def first_network() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 80), nn.Tanh(), nn.Linear(80, 72))
+    net.unused = nn.Parameter(torch.ones(70, 70))  # gets no gradient
+    return net
+
+
+def network(rank: int) -> tuple[nn.Module, Tensor]:
+    net = copy.deepcopy(first_network())
+    return net, torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: int) -> None:
+    first_network()
+
+    def results(link: ThreadLink, *, overlap: bool) -> tuple[list[list[Tensor] | None], MomentumExchange, int]:
+        net, x = network(link.rank)
+        made = MomentumExchange(
+            sc.param_groups(net), topk=8, chunk=16, overlap=overlap, bucket_mb=0.02, delay=delay, sync_every=sync_every
+        )
+        made.link = link
+        found: list[list[Tensor] | None] = []
+        early = 0
+        for _ in range(4):
+            net.zero_grad()
+            net(x).square().mean().backward()  # a micro-batch before the last
+            with made.overlapped():
+                net(x[:8]).square().mean().backward()
+                early = made._opened.next if made._opened is not None else 0
+            done = made.exchange()
+            grads = [param.grad for group in made.param_groups for param in group["params"]]
+            found.append(grads if done else None)
+        return found, made, early
+
+    def work(link: ThreadLink) -> None:
+        plain, first, _ = results(link, overlap=False)
+        overlapped, second, early = results(link, overlap=True)
+        assert early == 3  # all but the bucket with what is unused
+        assert second.wire_bytes == second.planned_wire_bytes() > first.planned_wire_bytes() > 0
+        for one, other in zip(plain, overlapped, strict=True):
+            assert (one is None) == (other is None)
+            for a, b in zip(one or [], other or [], strict=True):
+                torch.testing.assert_close(a, b)
+
+    together(2, work)
+
+
+def test_a_gradient_that_comes_again_after_it_left_is_an_error() -> None:
+    net, x = network(0)
+    made = MomentumExchange(sc.param_groups(net), overlap=True, bucket_mb=0.02)
+    with made.overlapped():
+        net(x).square().mean().backward()
+        loss = net(x).square().mean()
+        with pytest.raises(UserError, match=r"4\.bias got a gradient after its own had left: overlapped\(\) is for"):
+            loss.backward()
+
+
+def test_nan_in_one_bucket_leaves_a_replica_out_of_that_bucket_alone() -> None:
+    def work(link: ThreadLink) -> tuple[list[int], list[Tensor]]:
+        net, x = network(link.rank)
+        made = MomentumExchange(
+            sc.param_groups(net), topk=4096, values="fp32", dense="fp32", overlap=True, bucket_mb=0.02
+        )
+        made.link = link
+        net(x).square().mean().backward()
+        if link.rank == 1:
+            net[0].weight.grad[3, 4] = torch.nan
+        made.exchange()
+        return made.left_out, [net[0].weight.grad, net[4].weight.grad]
+
+    wanted = []
+    for rank in range(2):
+        net, x = network(rank)
+        net(x).square().mean().backward()
+        wanted.append([net[0].weight.grad, net[4].weight.grad])
+    for left_out, (first, last) in together(2, work):
+        assert left_out == [1]
+        torch.testing.assert_close(first, wanted[0][0], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(last, (wanted[0][1] + wanted[1][1]) / 2, rtol=1e-4, atol=1e-6)
+
+
+def test_an_error_on_its_way_is_raised_by_the_next_call() -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params, delay=1)
+        for param in params:
+            param.grad = torch.full_like(param, torch.nan)
+        made.exchange()
+        with pytest.raises(NonFiniteError, match="step 1: the gradients of all 2 processes"):
+            made.exchange()
+
+    together(2, work)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"delay": 2}, "delay must be 0 or 1 calls; given 2"),
+        ({"bucket_mb": 0}, "bucket_mb must be above 0 MiB; given 0"),
+        ({"residual": "int4"}, "residual must be one of fp32, int8; given 'int4'"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError) as error:
+        MomentumExchange([nn.Parameter(torch.ones(4, 4))], **options)
+    assert text in str(error.value)

@@ -1,0 +1,33 @@
+"""Buffers of replicas."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from scantling.comm import average_buffers
+from tests.comm.replicas import ThreadLink, together
+
+
+def test_running_statistics_become_their_mean_and_nothing_else_changes() -> None:
+    nets = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)) for _ in range(3)]
+    for rank, net in enumerate(nets):
+        net.register_buffer("table", torch.full((5,), float(rank)), persistent=False)
+        net[1].running_mean.fill_(rank)
+        net[1].num_batches_tracked.fill_(7)
+    weights = [net[0].weight.clone() for net in nets]
+
+    def work(link: ThreadLink) -> None:
+        average_buffers(nets[link.rank], link)
+
+    together(3, work)
+    for rank, net in enumerate(nets):
+        assert net[1].running_mean.tolist() == [1.0] * 6
+        assert net[1].running_var.tolist() == [1.0] * 6
+        assert int(net[1].num_batches_tracked) == 7
+        assert net.table.tolist() == [float(rank)] * 5
+        assert torch.equal(net[0].weight, weights[rank])
+
+
+def test_a_model_without_them_sends_nothing() -> None:
+    assert average_buffers(nn.Linear(3, 3)) == 0

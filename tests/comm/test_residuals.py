@@ -1,0 +1,85 @@
+"""Residuals in fp32 and in int8."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scantling.comm.channels import MIN_NUMBERS
+from scantling.comm.momentum import MomentumExchange
+from scantling.comm.residuals import ROW, Residuals, residual_bytes
+from tests.comm.replicas import ThreadLink, together
+from tests.comm.test_momentum import exchange_of, gradient, params_of
+
+
+def kept(value: Tensor, seed: int | None) -> tuple[Residuals, Tensor]:
+    residuals, param = Residuals({}), torch.empty_like(value)
+    residuals.write(param, value, "int8", seed)
+    return residuals, param
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (ROW,), (3, 1021), (0, 5), (7, 5, 3)])
+def test_int8_is_right_on_average_and_within_a_step(shape: tuple[int, ...]) -> None:
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    total = torch.zeros(shape)
+    for seed in range(200):
+        residuals, param = kept(value, seed)
+        found = residuals.read(param, param)
+        assert found.shape == value.shape
+        if value.numel():
+            assert (found - value).abs().max() <= value.abs().max() / 127 * 1.001
+        total += found
+    if value.numel():
+        step = value.abs().max() / 127
+        assert (total / 200 - value).abs().max() < 5 * step / (4 * 200) ** 0.5
+
+
+def test_codes_come_back_to_the_bit() -> None:
+    value = torch.randn(37, 129, generator=torch.Generator().manual_seed(2))
+    first, param = kept(value, 5)
+    again, other = kept(first.read(param, param), None)
+    for key in ("residual", "residual_scale"):
+        assert torch.equal(first.state[param][key], again.state[other][key])
+
+
+def test_bytes_are_as_planned() -> None:
+    params = [nn.Parameter(torch.zeros(64, 80)), nn.Parameter(torch.zeros(70, 77)), nn.Parameter(torch.zeros(33))]
+    for form in ("fp32", "int8"):
+        made = MomentumExchange(params, residual=form)
+        for param in params:
+            param.grad = torch.randn_like(param)
+        made.exchange()
+        held = [value for state in made.state.values() for value in state.values()]
+        assert sum(value.nbytes for value in held) == made.planned_state_bytes()
+    assert residual_bytes(1 << 20, "int8") == (1 << 20) * (1 + 4 / ROW)
+
+
+@pytest.mark.parametrize("way", ["all_gather", "owner"])
+def test_what_int8_loses_is_small_and_no_bias(way: str) -> None:
+    """As `test_nothing_is_lost`, with the noise of each rounding: a random walk of steps of a 127th of the largest.
+
+    What travels densely keeps its residual in fp32.
+    """
+
+    def work(link: ThreadLink) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        params = params_of()
+        made = exchange_of(link, params, decay=1.0, exchange=way, residual="int8", topk=1)
+        given, applied = ([torch.zeros_like(param) for param in params] for _ in range(2))
+        for step in range(20):
+            for place, param in enumerate(params):
+                param.grad = gradient(link.rank, step, param.shape)
+                given[place] += param.grad
+            made.exchange()
+            for place, param in enumerate(params):
+                applied[place] += param.grad
+        left = [made.residuals.read(param, param) for param in params]
+        return given, applied, left
+
+    found = together(2, work)
+    for place in range(len(params_of())):
+        given, left = (torch.stack([each[part][place] for each in found]).mean(0) for part in (0, 2))
+        error = found[0][1][place] + left - given
+        step = max(each[2][place].abs().max() for each in found) / 127
+        assert error.abs().max() < (8 * step if error.numel() >= MIN_NUMBERS else 1e-4)
+        assert error.mean().abs() < 1e-4 + 4 * error.std(correction=0) / error.numel() ** 0.5
