@@ -2,12 +2,16 @@
 
     python benchmarks/network.py --replicas 2 --rate 100mbit           (root, iproute2)
     python benchmarks/network.py --replicas 2 --rate uncapped --methods "ddp fp32" "ours k8 all_gather"
+    python benchmarks/network.py --rate 10mbit --round-trip-ms 150     (emulated, see delaying_hub.py)
 
 Every replica runs in a network namespace of its own, joined to the others by a veth pair and a bridge; `tc tbf` caps
 both ends of each pair. Before anything is measured a plain socket copy says what the cap lets through. Bytes are those
 of the interface's own counters, between barriers, less what the interface sends when nobody trains; beside them stands
 what the formulas of the methods say, which leave out the headers of packets. Times are medians over the steps, of one
 process with one thread on a core of its own: where there are fewer cores than replicas, only bytes are told.
+
+With a round trip, a process in place of the bridge holds every frame for half of it; how long a byte takes there and
+back is measured before anything else, and the result is marked as emulated.
 
 Writes results/network-N-RATE-DATE.json. Where there are no namespaces, no tc or no root, it says so and exits with 4,
 which is neither a pass nor a failure.
@@ -31,6 +35,7 @@ from typing import Any
 import numpy as np
 from dated import dated, write
 
+HUB = Path(__file__).with_name("delaying_hub.py")
 NETWORK, PORT = "10.77.0", 29777
 SKIPPED = 4
 STEPS, WARM_UP = 12, 4
@@ -58,12 +63,13 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def namespaces(count: int, rate: str) -> Iterator[list[str]]:
+def namespaces(count: int, rate: str, round_trip_ms: float = 0.0) -> Iterator[list[str]]:
     """The names of network namespaces that are joined by a bridge; they are gone afterwards.
 
     Args:
         count: how many.
         rate: of each link in both directions, as `tc` spells it, or "uncapped".
+        round_trip_ms: of the line between any two, by a process in place of the bridge; 0 for none.
     """
     prefix = f"sc{os.getpid()}"
     names = [f"{prefix}-{rank}" for rank in range(count)]
@@ -76,12 +82,13 @@ def namespaces(count: int, rate: str) -> Iterator[list[str]]:
         for name in (hub, *names):
             run("ip", "netns", "add", name)
             undo.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-        run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
-        run("ip", "-n", hub, "link", "set", "bridge", "up")
+        if not round_trip_ms:
+            run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
+            run("ip", "-n", hub, "link", "set", "bridge", "up")
         for rank, name in enumerate(names):
             inner, outer = "eth0", f"port{rank}"
             run("ip", "-n", name, "link", "add", inner, "type", "veth", "peer", "name", outer, "netns", hub)
-            run("ip", "-n", hub, "link", "set", outer, "master", "bridge", "up")
+            run("ip", "-n", hub, "link", "set", outer, *(() if round_trip_ms else ("master", "bridge")), "up")
             run("ip", "-n", name, "addr", "add", f"{address(rank)}/24", "dev", inner)
             run("ip", "-n", name, "link", "set", inner, "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
@@ -89,7 +96,53 @@ def namespaces(count: int, rate: str) -> Iterator[list[str]]:
                 for where, device in ((name, inner), (hub, outer)):
                     cap = ("tbf", "rate", rate, "burst", "32kb", "latency", "50ms")
                     run("ip", "netns", "exec", where, "tc", "qdisc", "add", "dev", device, "root", *cap)
+        if round_trip_ms:
+            for name in names:
+                run("ip", "netns", "exec", name, sys.executable, str(HUB), "--plain", "eth0")
+            ports = [f"port{rank}" for rank in range(count)]
+            forwarding = subprocess.Popen(
+                ["ip", "netns", "exec", hub, sys.executable, str(HUB), "--delay-ms", str(round_trip_ms / 2), *ports],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            undo.callback(forwarding.wait)
+            undo.callback(forwarding.kill)
+            assert forwarding.stdout is not None
+            forwarding.stdout.readline()
         yield names
+
+
+def measured_round_trip_ms(names: Sequence[str]) -> float:
+    """Milliseconds of a byte from the second namespace to the first and back, the median of ten."""
+    command = ["ip", "netns", "exec"]
+    script = [sys.executable, __file__]
+    echo = subprocess.Popen([*command, names[0], *script, "--echo"], stdout=subprocess.PIPE, text=True)
+    assert echo.stdout is not None
+    echo.stdout.readline()  # it listens
+    asked = subprocess.run([*command, names[1], *script, "--ask"], check=True, stdout=subprocess.PIPE, text=True)
+    echo.wait()
+    return float(asked.stdout)
+
+
+def answer() -> None:
+    with socket.create_server((address(0), PORT)) as server:
+        print("listening", flush=True)
+        connection, _ = server.accept()
+        with connection:
+            while part := connection.recv(1):
+                connection.sendall(part)
+
+
+def ask() -> None:
+    times = []
+    with socket.create_connection((address(0), PORT), timeout=60) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(10):
+            began = time.perf_counter()
+            connection.sendall(b"x")
+            connection.recv(1)
+            times.append(time.perf_counter() - began)
+    print(1e3 * float(np.median(times)))
 
 
 def copied_mbit(names: Sequence[str]) -> float:
@@ -229,6 +282,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--rate", default="100mbit", help="of each link, as tc spells it, or uncapped")
+    parser.add_argument("--round-trip-ms", type=float, default=0.0, help="of the line, emulated")
     parser.add_argument("--methods", nargs="+", help="default: all")
     parser.add_argument("--preset", default="llama-10m")
     parser.add_argument("--batch", type=int, default=4)
@@ -238,15 +292,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--method", help=argparse.SUPPRESS)
-    parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--send", action="store_true", help=argparse.SUPPRESS)
+    ends = {"receive": receive, "send": send, "echo": answer, "ask": ask}
+    for name in ends:
+        parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.receive:
-        receive()
-        return 0
-    if options.send:
-        send()
-        return 0
+    for name, end in ends.items():
+        if getattr(options, name):
+            end()
+            return 0
     if options.worker is not None:
         worker(options.worker, options)
         return 0
@@ -258,9 +311,10 @@ def main() -> int:
 
     with_times = len(os.sched_getaffinity(0)) >= options.replicas
     found: dict[str, list[dict[str, Any]]] = {}
-    with namespaces(options.replicas, options.rate) as names:
-        copied = copied_mbit(names)
-        print(f"{options.replicas} replicas, {options.rate}: a plain copy takes {copied:.1f} Mbit/s", flush=True)
+    with namespaces(options.replicas, options.rate, options.round_trip_ms) as names:
+        copied, round_trip = copied_mbit(names), measured_round_trip_ms(names)
+        line = f"a plain copy takes {copied:.1f} Mbit/s, a byte there and back {round_trip:.2f} ms"
+        print(f"{options.replicas} replicas, {options.rate}: {line}", flush=True)
         for method in options.methods or METHODS:
             found[method] = run_method(names, method, options)
             table({name: found[name] for name in ("ddp fp32", method) if name in found}, with_times=with_times)
@@ -271,13 +325,16 @@ def main() -> int:
         replicas=options.replicas,
         rate=options.rate,
         copied_mbit=copied,
+        round_trip_ms=round_trip,
+        emulated_round_trip=options.round_trip_ms > 0,
         preset=options.preset,
         batch=options.batch,
         length=options.length,
         with_times=with_times,
         methods=found,
     )
-    print(write(report, f"network-{options.replicas}-{options.rate}", options.out))
+    line = f"-{options.round_trip_ms:g}ms" if options.round_trip_ms else ""
+    print(write(report, f"network-{options.replicas}-{options.rate}{line}", options.out))
     return 0
 
 
