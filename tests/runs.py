@@ -72,11 +72,12 @@ def write_recipe(path: Path, recipe: dict[str, Any]) -> Path:
     return path
 
 
-def command(arguments: Sequence[str | Path], *, processes: int = 1) -> list[str]:
-    start = [sys.executable]
+def command(arguments: Sequence[str | Path], *, processes: int = 1, launcher: Sequence[str] = ()) -> list[str]:
+    """The command line, under torchrun for several processes; `launcher` are further options of it."""
+    words = [sys.executable]
     if processes > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*start, "-m", "scantling", *(str(a) for a in arguments)]
+        words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *launcher]
+    return [*words, "-m", "scantling", *(str(a) for a in arguments)]
 
 
 def scantling(
@@ -111,8 +112,13 @@ def run_script(script: str, *arguments: str | Path, processes: int) -> subproces
 
 def start_scantling(*arguments: str | Path, processes: int = 1, **env: str) -> subprocess.Popen[str]:
     """Start the command line in a process group of its own, to be signalled."""
+    return start(command(arguments, processes=processes), **env)
+
+
+def start(words: Sequence[str], **env: str) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own, to be signalled."""
     return subprocess.Popen(
-        command(arguments, processes=processes),
+        words,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

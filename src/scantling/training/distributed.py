@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from scantling.comm.silence import named
 from scantling.errors import UserError
@@ -58,6 +59,24 @@ class Place:
             dist.barrier()
 
 
+def is_restart() -> bool:
+    """Whether torchrun has started the processes again, after one of them died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Join the group; under names of its own in the store where torchrun has started the processes again.
+
+    torchrun keeps one store for all attempts, and PyTorch 2.13 uses the same names in each: whoever comes first would
+    connect to the address of a process that is dead.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(  # type: ignore[attr-defined]
+        f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
 @contextlib.contextmanager
 def joined(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[Place]:
     """Join the process group of torchrun, or stand alone, and leave it at the end.
@@ -84,7 +103,7 @@ def joined(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[Place
         torch.cuda.set_device(place.device)
     ours = world_size > 1 and not dist.is_initialized()
     if ours:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+        _join("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(seconds=timeout_s))
     try:
         with named():
             yield place

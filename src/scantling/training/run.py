@@ -36,7 +36,7 @@ from scantling.reporting.runs import read_records, read_run, summarise
 from scantling.tasks import get_task
 from scantling.tasks.base import Task, TaskData
 from scantling.training.checkpoint import Checkpointer, load_model
-from scantling.training.distributed import Place, joined
+from scantling.training.distributed import Place, is_restart, joined
 from scantling.training.evaluate import evaluate
 from scantling.training.loop import Loop, Outcome, Schedule, load_methods, out_of_memory
 from scantling.training.meters import EnergyMeter, MemoryMeter
@@ -83,7 +83,8 @@ def train(
     Args:
         recipe: path of a YAML file, a mapping, or a `Recipe`; with `resume` also a run directory.
         run_dir: where the run goes. Default: `runs/<name>`, with a number where that is taken.
-        resume: go on from the newest whole checkpoint in the run directory.
+        resume: go on from the newest whole checkpoint in the run directory. A run that torchrun starts again after a
+            process died (`--max-restarts`) does so by itself.
         force: replace a run that is in `run_dir`.
         settings: overrides as text, `train.steps=100`.
         sinks: further receivers of the records.
@@ -108,10 +109,13 @@ def train(
         folder, problem = None, None
         if place.is_main:
             try:
+                if is_restart():
+                    resume = _can_resume(run_dir)
+                    force = not resume
                 folder = _claim(run_dir, recipe, resume=resume, force=force)
             except UserError as error:
                 problem = str(error)
-        problem, path = place.share((problem, folder and folder.path))
+        problem, path, resume = place.share((problem, folder and folder.path, resume))
         if problem is not None:
             raise UserError(problem)
         folder = folder or RunDir(path)
@@ -147,6 +151,13 @@ def resolve(
         raise UserError("to resume, give the run directory: scantling train RUN_DIR --resume")
     texts = [*settings, *(f"{s}.{k}={json.dumps(v)}" for s, keys in overrides.items() for k, v in keys.items())]
     return load_recipe(recipe, texts), run_dir
+
+
+def _can_resume(run_dir: Path | None) -> bool:
+    """Whether the run that torchrun starts again has come to a checkpoint."""
+    if run_dir is None:
+        raise UserError("torchrun has started this run again, which does not know where it was: give it a --run-dir")
+    return Checkpointer(RunDir(run_dir).checkpoints, Place(0, 1, torch.device("cpu"))).newest() is not None
 
 
 def _claim(run_dir: Path | None, recipe: Recipe, *, resume: bool, force: bool) -> RunDir:
