@@ -104,7 +104,7 @@ def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
     paper = options.get("compat") == "paper"
     decayed = sc.param_groups(model, weight_decay=0.0 if paper else 0.1)
     optimizer = sc.DeMo(decayed, lr, **options)
-    planned = optimizer.exchange.planned_wire_bytes
+    planned = optimizer.exchange.planned_wire_bytes_a_step
     return Replica(model, optimizer, lambda: float(planned()), lambda: optimizer.wire_bytes, optimizer.overlapped)
 
 

@@ -49,6 +49,7 @@ class ThreadLink(Link):
     def __init__(self, room: Room, rank: int) -> None:
         super().__init__()
         self.room, self._rank = room, rank
+        self.total = 0
         self.on_its_way: Callable[[Tensor], Tensor] = lambda message: message
 
     def apart(self) -> ThreadLink:
@@ -68,11 +69,18 @@ class ThreadLink(Link):
     def rank(self) -> int:
         return self._rank
 
+    def counted(self) -> int:
+        """Bytes of all messages since the last time this was asked."""
+        found, self.total = self.total, 0
+        return found
+
     def all_gather(self, message: Tensor) -> list[Tensor]:
+        self.total += (self.size - 1) * message.nbytes
         self.wire_bytes += (self.size - 1) * message.nbytes
         return [each.clone() for each in self.room.meet(self._rank, self.on_its_way(message))]
 
     def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        self.total += (self.size - 1) * messages[0].nbytes
         self.wire_bytes += (self.size - 1) * messages[0].nbytes
         found = self.room.meet(self._rank, [self.on_its_way(each) for each in messages])
         return [each[self._rank].clone() for each in found]
@@ -82,6 +90,8 @@ class ThreadLink(Link):
 
     def mean(self, values: Tensor) -> Tensor:
         values.copy_(torch.stack(self.room.meet(self._rank, values.clone())).mean(0))
+        self.total += 2 * (self.size - 1) * values.nbytes // self.size
+        self.wire_bytes += 2 * (self.size - 1) * values.nbytes // self.size
         return values
 
 

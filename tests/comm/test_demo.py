@@ -213,7 +213,7 @@ def test_a_closure_is_refused() -> None:
         ({"topk": 5000}, "topk must be at most chunk^2 = 4096"),
         ({"dense_betas": (0.9, 1.0)}, "dense_betas must be two numbers"),
         ({"compat": "v2"}, "compat must be None or 'paper'; given 'v2'"),
-        ({"dense_lr": -1.0}, "dense_lr must be at least 0; given -1.0"),
+        ({"dense_lr": -1.0}, "dense_lr must be a number of at least 0; given -1.0"),
     ],
 )
 def test_bad_options(options: dict[str, Any], text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import scantling as sc
-from scantling.training.checkpoint import load_tensors
+from scantling.training.checkpoint import load_tensors, read_manifest
 from tests.runs import records, run_script, scantling, tiny_recipe, write_recipe
 from tests.training import poisoned
 
@@ -78,3 +79,26 @@ def test_ranks_come_down_and_residuals_with_them(tmp_path: Path, optim: str) -> 
     for name, residual in residuals.items():
         assert residual.shape == stored[f"model/{name}"].shape
         assert torch.isfinite(residual).all()
+
+
+@pytest.mark.dist
+def test_removed_ranks_cost_no_exchange(tmp_path: Path) -> None:
+    """Whoever lays out anew after a removal must not send what is in the residuals, and throw it away."""
+    tensor = {"rank": 8, "size_target": 0.4, "truncate_every": 2, "adapt": 0.5}
+    recipe = demo_recipe(tmp_path, tensor=tensor, train={"steps": 12, "checkpoint_every": 6})
+    recipe["optim"] = {"name": "came", "lr": 2e-3, "momentum": "int8"}
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    straight, again = tmp_path / "straight", tmp_path / "again"
+    done = scantling("train", path, "--run-dir", straight, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert records(straight)[-1]["tensor_size"] == pytest.approx(0.4, rel=0.02)
+    for rank in ("0", "1"):
+        assert read_manifest(straight / "checkpoints" / "step-12")["values"]["exchange"][rank]["step"] == 12
+    assert "64 of 64 x 64" in done.stdout
+    shutil.copytree(straight, again)
+    shutil.rmtree(again / "checkpoints" / "step-12")
+    done = scantling("train", again, "--resume", processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted, found = (load_tensors(run / "checkpoints" / "step-12") for run in (straight, again))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(tensor, found[key]) for key, tensor in wanted.items())

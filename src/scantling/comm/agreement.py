@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scantling.comm.link import Link
-from scantling.comm.shards import local
+from scantling.comm.shards import all_finite, local
 from scantling.errors import UserError
 from scantling.numerics.checksum import checksum
 
@@ -93,15 +93,20 @@ def unlike(link: Link, params: Sequence[Tensor]) -> tuple[int, int, int] | None:
     """Where parameters are not what they are on most ranks; None where all are alike.
 
     Returns:
-        The first such rank, the position of the parameter, and the lowest rank on which all are what most have.
+        The first rank that differs from the sound one, the position of the parameter, and the sound one: of those whose
+        parameters are finite the one that is most often what most are, the lowest where there are several.
 
-    Collectives: one all-gather of 8 bytes a parameter.
+    Collectives: one all-gather of 8 bytes a parameter, and 8 more.
     """
+    finite = all_finite(map(local, params))
     sums = torch.cat([checksum(local(param)) for param in params])
-    found = torch.stack(link.all_gather(sums)).cpu()
-    usual = found.mode(dim=0).values
-    wrong = (found != usual).nonzero()
-    if not len(wrong):
+    gathered = torch.stack(link.all_gather(torch.cat([sums, sums.new_tensor([finite])]))).cpu()
+    found, is_finite = gathered[:, :-1], gathered[:, -1].bool()
+    if (found == found[0]).all():
         return None
-    sound = (found == usual).sum(1).argmax()
-    return int(wrong[0, 0]), int(wrong[0, 1]), int(sound)
+    alike = (found[:, None] == found[None]).sum(1)  # how many ranks have what each has, by parameter
+    votes = (alike == alike.amax(0)).sum(1)
+    votes[~is_finite] = -1
+    sound = int(votes.argmax())
+    rank, place = (found != found[sound]).nonzero()[0].tolist()
+    return rank, place, sound

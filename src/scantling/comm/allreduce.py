@@ -44,6 +44,8 @@ class AllReduce(GradientExchange):
         bucket_mb: size of one bucket in MiB.
     """
 
+    learns_from_a_pass = True
+
     def __init__(self, *, bucket_mb: float = 25.0) -> None:
         self.bucket_mb = bucket_mb
         self._bytes = 0

@@ -23,6 +23,7 @@ from scantling.comm import dct
 from scantling.comm.blocks import Grid, even_side, grid_of
 from scantling.comm.section import Section
 from scantling.comm.values import Values
+from scantling.errors import UserError
 from scantling.groups import MatrixDims, default_matrix_dims
 
 MIN_NUMBERS = 4096
@@ -127,6 +128,9 @@ def kind_and_grid(shape: tuple[int, ...], numel: int, group: dict[str, Any]) -> 
     paper = group["compat"] == "paper"
     if paper or (group["role"] in (None, "matrix") and len(shape) >= 2 and numel >= MIN_NUMBERS):
         view: MatrixDims = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _row(shape))
+        dims = [*view[0], *view[1]]
+        if len(set(dims)) < len(dims) or not set(dims) <= set(range(len(shape))) or (len(shape) > 1 and not view[1]):
+            raise UserError(f"matrix_dims must be dims of shape {shape}, of rows and of columns; given {view!r}")
         grid = grid_of(shape, view, chunk, divide=paper)
         size = grid.height * grid.width
         kept = min(topk, size) if paper else max(1, min(size, round(topk * size / chunk**2)))

@@ -16,6 +16,9 @@ residual but where it is sent in fp32.
 
 from __future__ import annotations
 
+import copy
+import math
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from math import prod
@@ -38,15 +41,40 @@ from scantling.loading import load_keeping_dtypes
 
 Update: TypeAlias = Literal["sign", "identity", "muon"]
 UPDATES: tuple[Update, ...] = get_args(Update)
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+COMPARED = ("lr", "weight_decay", "update", "dense_ratio", "dense_betas", "dense_eps")
+"""Keys of groups that must be alike on all replicas at the start, beside those of the exchange."""
+REPLICA = ("replica", "replicas")
+"""Keys of saved groups that say whose state it is."""
 _PAPER = {"decay": 0.999, "values": "fp32"}
 _DEFAULT = {"decay": 0.95, "values": "sign"}
+
+
+class DemoMomentum(MomentumExchange):
+    """The exchange of an optimizer, on its groups and its state."""
+
+    def __init__(self, optimizer: DeMo, link: Link) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._begin(optimizer.param_groups, optimizer.state, optimizer._rounds, link)
+        self._compared = COMPARED
+
+    def _shared_tensors(self) -> list[Tensor]:
+        """The moments of what travels densely, made where they are not there yet."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        found = []
+        for param, is_matrix in zip(self._parameters(), self.are_matrices(), strict=True):
+            if not is_matrix and param.requires_grad and local(param).numel():
+                moments = optimizer.moments(param)
+                found += [moments[key] for key in MOMENTS]
+        return found
 
 
 class DeMo(torch.optim.Optimizer):
     """DeMo (Peng et al., arXiv 2411.19870) as a plain `torch.optim.Optimizer`; it replaces the gradient all-reduce.
 
     Gradients must not have been averaged over the replicas: no DistributedDataParallel, or every backward pass in its
-    `no_sync()`. Works unchanged on one process.
+    `no_sync()`. Works unchanged on one process, and with `torch.amp.GradScaler.step`. Frozen parameters are left alone.
 
     Args:
         params: parameters, named parameters or groups; from `scantling.param_groups(model)` also what is an embedding.
@@ -57,8 +85,8 @@ class DeMo(torch.optim.Optimizer):
         exchange, sync_every, state_sync_every, check_every, on_mismatch: as of `MomentumExchange`.
         delay, overlap, bucket_mb, residual: as of `MomentumExchange`.
         weight_decay: decoupled, scaled by the current lr.
-        update: what is done with the decoded momentum of matrices.
-        dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`.
+        update: what is done with the decoded momentum of matrices; of sharded ones, "muon" takes each shard for itself.
+        dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`, which must not be 0.
         dense_betas, dense_eps: of AdamW.
         compat: "paper" for the published code, step for step; its defaults are then those of the paper.
 
@@ -74,6 +102,8 @@ class DeMo(torch.optim.Optimizer):
         >>> optimizer = sc.DeMo(sc.param_groups(model, weight_decay=0.1), lr=3e-4, topk=8)  # doctest: +SKIP
         >>> loss.backward(); optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
     """
+
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -116,7 +146,7 @@ class DeMo(torch.optim.Optimizer):
             "transform": "dct",
             "residual": residual,
             "update": update,
-            "dense_ratio": 1.0 if dense_lr is None or not lr else dense_lr / lr,
+            "dense_lr": dense_lr,
             "dense_betas": dense_betas,
             "dense_eps": dense_eps,
             "compat": compat,
@@ -125,11 +155,14 @@ class DeMo(torch.optim.Optimizer):
             "steps": 0,
         }
         _check(defaults)
-        if dense_lr is not None and not dense_lr >= 0.0:
-            raise UserError(f"dense_lr must be at least 0; given {dense_lr!r}")
+        self._rounds = Rounds(
+            exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb
+        )
         super().__init__(params, defaults)
-        rounds = Rounds(exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb)
-        self.exchange = MomentumExchange._over(self.param_groups, self.state, rounds, Link(process_group))
+        self._connect(Link(process_group))
+
+    def _connect(self, link: Link) -> None:
+        self.exchange = DemoMomentum(self, link)
 
     @property
     def wire_bytes(self) -> int:
@@ -142,8 +175,14 @@ class DeMo(torch.optim.Optimizer):
         Raises:
             UserError: a value out of range; the group is not added.
         """
-        _check({**self.defaults, **param_group})
+        group = {**self.defaults, **param_group}
+        _check(group)
+        known = self.param_groups[0]["compat"] if self.param_groups else group["compat"]
+        if group["compat"] != known:
+            raise UserError(f"compat must be the same in all groups; given {group['compat']!r} beside {known!r}")
         super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        added["dense_ratio"] = 1.0 if added["dense_lr"] is None else added["dense_lr"] / added["lr"]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -159,6 +198,7 @@ class DeMo(torch.optim.Optimizer):
         if closure is not None:
             raise UserError("DeMo takes no closure: gradients of a loss that is computed again were not exchanged")
         self._reconnect()
+        self._unscale()
         decoded = self.exchange.decoded()
         for group in self.param_groups:
             group["steps"] = self.exchange.step
@@ -169,21 +209,27 @@ class DeMo(torch.optim.Optimizer):
             values = decoded[place : place + len(group["params"])]
             matrices = all_matrices[place : place + len(group["params"])]
             place += len(group["params"])
-            pairs = list(zip(group["params"], values, strict=True))
-            _step_matrices(group, [pair for pair, is_matrix in zip(pairs, matrices, strict=True) if is_matrix])
-            self._step_dense(group, [pair for pair, is_matrix in zip(pairs, matrices, strict=True) if not is_matrix])
+            triples = [
+                triple for triple in zip(group["params"], values, matrices, strict=True) if triple[0].requires_grad
+            ]
+            _step_matrices(group, [(param, value) for param, value, is_matrix in triples if is_matrix])
+            self._step_dense(group, [(param, value) for param, value, is_matrix in triples if not is_matrix])
         return None
+
+    def _unscale(self) -> None:
+        """Take a GradScaler's factor out of the gradients; it leaves that to the optimizer, and the finiteness too."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.div_(scale)
 
     def _step_dense(self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         pairs = [(param, value) for param, value in pairs if local(param).numel()]
-        for param, value in pairs:
-            state = self.state[param]
-            if "exp_avg" not in state:
-                state |= {"exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)}
-                state["step"] = torch.zeros((), dtype=torch.float32)
         if not pairs:
             return
-        states = [self.state[param] for param, _ in pairs]
+        states = [self.moments(param) for param, _ in pairs]
         parts = [local(param) for param, _ in pairs]
         whole = [part.float() for part in parts]  # itself where it is fp32
         adamw(
@@ -214,7 +260,19 @@ class DeMo(torch.optim.Optimizer):
         """What the step needs to go on on this rank; with `delay`, what is on its way is waited for."""
         self._reconnect()
         self.exchange.settle()
-        return super().state_dict()
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            group["replica"], group["replicas"] = self.exchange.link.rank, self.exchange.link.size
+        return found
+
+    def moments(self, param: Tensor) -> dict[str, Tensor]:
+        """AdamW's moments of a parameter, zeros where there are none yet."""
+        state = self.state[param]
+        if MOMENTS[0] not in state:
+            like = torch.zeros_like(local(param), dtype=torch.float32)
+            state |= {"exp_avg": like, "exp_avg_sq": like.clone(), "step": torch.zeros((), dtype=torch.float32)}
+        found: dict[str, Tensor] = state
+        return found
 
     def local_state_dict(self) -> dict[str, Any]:
         """What this replica has for itself: its residuals, by the names of their parameters."""
@@ -237,7 +295,8 @@ class DeMo(torch.optim.Optimizer):
             key: {name: value for name, value in entries.items() if name not in KEYS}
             for key, entries in whole["state"].items()
         }
-        return {"state": {key: entries for key, entries in state.items() if entries}, "groups": whole["param_groups"]}
+        groups = [{key: value for key, value in group.items() if key not in REPLICA} for group in whole["param_groups"]]
+        return {"state": {key: entries for key, entries in state.items() if entries}, "groups": groups}
 
     def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `shared_state_dict` gave on any replica; residuals stay.
@@ -261,10 +320,41 @@ class DeMo(torch.optim.Optimizer):
         """Load what `state_dict` returned on this rank: every tensor keeps the dtype it was saved with.
 
         Raises:
-            UserError: a residual of another shape than its parameter.
+            UserError: the state of another rank or world size, or a residual of another shape than its parameter.
         """
+        link = self.exchange.link
+        for group in state_dict["param_groups"]:
+            saved = group.get("replica", link.rank), group.get("replicas", link.size)
+            if saved != (link.rank, link.size):
+                raise UserError(
+                    f"this is the state of rank {saved[0]} of {saved[1]}, here is {link.rank} of {link.size}. Every "
+                    "replica has residuals of its own: let each save and load a file of its own, or load what is alike "
+                    "by load_shared_state_dict and what scantling.comm.merge_local_states makes of all the rest"
+                )
         self.exchange.drop()
         load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
+        for group in self.param_groups:
+            for key in REPLICA:
+                group.pop(key, None)
+        self._reconnect()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._reconnect()
+        self.exchange.settle()
+        return {**super().__getstate__(), "_rounds": self._rounds}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "exchange" not in self.__dict__:  # not so when a state is loaded, which comes here too
+            self._connect(Link())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeMo:
+        """A copy between the same processes, which shares no tensor with this one."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        made.exchange.link = self.exchange.link
+        return made
 
 
 def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -286,7 +376,8 @@ def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
     Five steps of a Newton-Schulz iteration of degree 5 (Jordan et al., Muon, 2024), scaled after Liu et al.,
     arXiv 2502.16982.
     """
-    view = group["matrix_dims"] or default_matrix_dims(value.ndim)
+    dims = tuple(range(value.ndim))
+    view = group["matrix_dims"] or (default_matrix_dims(value.ndim) if value.ndim > 1 else (dims[:-1], dims[-1:]))
     rows, cols = (prod(value.shape[dim] for dim in dims) for dims in view)
     whole = Grid(tuple(value.shape), view, rows, cols)  # one block a matrix
     x = whole.cut(value)
@@ -302,10 +393,14 @@ def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
 
 def _check(group: dict[str, Any]) -> None:
     check_options(group)
-    for key in ("lr", "weight_decay", "dense_eps"):
+    for key in ("lr", "weight_decay", "dense_eps", "dense_lr"):
         value = group[key]
-        if isinstance(value, Tensor) or not isinstance(value, float | int) or not value >= 0.0:
+        if key == "dense_lr" and value is None:
+            continue
+        if isinstance(value, Tensor) or not isinstance(value, float | int) or not 0.0 <= value < math.inf:
             raise UserError(f"{key} must be a number of at least 0; given {value!r}")
+    if group["dense_lr"] is not None and not group["lr"]:
+        raise UserError("dense_lr follows the schedule of lr, which must be above 0 at the start; given 0")
     if group["update"] not in UPDATES:
         raise UserError(f"update must be one of {', '.join(UPDATES)}; given {group['update']!r}")
     betas = group["dense_betas"]

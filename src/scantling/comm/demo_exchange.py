@@ -39,6 +39,11 @@ class DemoExchange(GradientExchange):
         self.clip, self.options = clip, options
         self._inner: MomentumExchange | None = None
 
+    def describe(self) -> str:
+        """The groups, and how their messages travel."""
+        inner = self.inner
+        return f"{inner}\n  exchange by {inner.way} among {inner.link.size} processes"
+
     def prepare(self, model: nn.Module) -> nn.Module:
         inner = MomentumExchange(param_groups(model), **self.options)
         if self._inner is not None:  # parameters have other shapes than before, or some are gone

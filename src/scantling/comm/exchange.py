@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -21,12 +21,18 @@ class GradientExchange:
         exposed_s: seconds of the last exchange that no computation hid.
         left_out: ranks whose gradients were NaN or Inf and were left out of the last exchange.
         norm: of this process's own gradient before the exchange, where a norm after it would mean nothing; else None.
+        learns_from_a_pass: whether a backward pass changes how later ones are summed.
     """
 
     wire_bytes: int = 0
     exposed_s: float = 0.0
     left_out: tuple[int, ...] = ()
     norm: Tensor | None = None
+    learns_from_a_pass: ClassVar[bool] = False
+
+    def describe(self) -> str | None:
+        """What travels how, for the reader of a run; None where there is nothing to say."""
+        return None
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return what the loop calls in place of `model`; the parameters stay those of `model`."""

@@ -51,30 +51,41 @@ class Layout:
     way: Way
 
 
-def laid_out(groups: Sequence[Group], rounds: Rounds, link: Link, last: Layout | None) -> Layout:
+def laid_out(
+    groups: Sequence[Group], rounds: Rounds, link: Link, last: Layout | None, *, step: int, also: Sequence[str] = ()
+) -> Layout:
     """How parameters travel; compared with how they do on the other replicas where it is new.
+
+    Args:
+        groups: with all options.
+        rounds: of all of them.
+        link: to the other replicas.
+        last: the layout until now.
+        step: calls so far, which must be alike too.
+        also: further keys of groups that must be alike when something is new.
 
     Collectives: those of `check_alike` where something has changed since the last time.
     """
     params = parameters_of(groups)
-    shapes = tuple((id(param), tuple(param.shape)) for param in params)
+    shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
     key = shapes, tuple(tuple(group[option] for option in OPTIONS) for group in groups)
     if last is not None and last.key == key:
         return last
     texts = []
     for param, group in zip(params, groups_of(groups), strict=True):
-        options = {option: group[option] for option in OPTIONS} | asdict(rounds)
-        texts.append(f"shape {tuple(param.shape)}, {param.dtype}, {options}")
+        options = {option: group[option] for option in (*OPTIONS, *also)} | asdict(rounds)
+        frozen = "" if param.requires_grad else ", frozen"
+        texts.append(f"shape {tuple(param.shape)}, {param.dtype}{frozen}, {options}, {step} calls before")
     buckets = buckets_of(groups, rounds)
     return Layout(key, buckets, check_alike(link, texts, names_of(groups), params), way_of(groups, rounds, link.size))
 
 
 def buckets_of(groups: Sequence[Group], rounds: Rounds) -> list[Bucket]:
-    """The messages, in their order; it depends on shapes and options alone."""
+    """The messages, in their order; it depends on shapes and options alone. What is frozen does not travel."""
     params, each_group = parameters_of(groups), groups_of(groups)
     runs: list[list[int]] = [[]]
     size = 0
-    for position in reversed(range(len(params))):
+    for position in reversed([place for place, param in enumerate(params) if param.requires_grad]):
         if rounds.overlap and size >= rounds.bucket_mb * 2**20:
             runs.append([])
             size = 0
@@ -114,6 +125,21 @@ def planned_wire_bytes(groups: Sequence[Group], rounds: Rounds, num_processes: i
     """Bytes that each process sends in an exchange, headers included."""
     way = way_of(groups, rounds, num_processes)
     return sum(wire_bytes(bucket.channels, num_processes, way) for bucket in buckets_of(groups, rounds))
+
+
+def planned_wire_bytes_a_step(groups: Sequence[Group], rounds: Rounds, num_processes: int) -> float:
+    """Bytes that each process sends in a call on average: with what is averaged now and then, without comparisons."""
+    sent = float(planned_wire_bytes(groups, rounds, num_processes))
+    if rounds.state_sync_every is not None and num_processes > 1:
+        params = parameters_of(groups)
+        numbers = sum(
+            local(params[member.param]).numel()
+            for channel in channels_in(buckets_of(groups, rounds))
+            if keeps_residuals(channel, rounds)
+            for member in channel.members
+        )
+        sent += 2 * (num_processes - 1) / num_processes * 4 * numbers / rounds.state_sync_every
+    return sent / rounds.sync_every
 
 
 def planned_state_bytes(groups: Sequence[Group], rounds: Rounds) -> int:

@@ -16,18 +16,23 @@ Cost: 4 bytes for each parameter for p0, and those of exchange and outer momentu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from scantling.comm.momentum import MomentumExchange
-from scantling.comm.shards import as_gradient, local
+from scantling.comm.shards import all_finite, as_gradient, local
 from scantling.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class LocalSteps:
     """An optimizer that steps by itself, and the exchange that brings replicas together every so many steps.
+
+    A step whose gradients are NaN or Inf is left out on its replica.
 
     It goes where an optimizer goes in a loop: `step()`, `zero_grad()`, `state_dict()`. Schedules of the learning rate
     belong to the inner optimizer.
@@ -87,7 +92,10 @@ class LocalSteps:
         Raises:
             UserError, NonFiniteError, PayloadError: as of `MomentumExchange.exchange`.
         """
-        self.inner.step()
+        if all_finite(local(param.grad) for param in self._params if param.grad is not None):
+            self.inner.step()
+        else:
+            logger.warning("local step %d is left out: a gradient of this replica is NaN or Inf", self.steps + 1)
         self.steps += 1
         self.wire_bytes = 0
         if self.steps % self.sync_every:

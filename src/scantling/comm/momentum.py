@@ -31,6 +31,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from scantling.comm.agreement import spread, unlike
 from scantling.comm.background import Background
@@ -46,19 +47,22 @@ from scantling.comm.layout import (
     names_of,
     planned_state_bytes,
     planned_wire_bytes,
+    planned_wire_bytes_a_step,
 )
 from scantling.comm.link import Link
-from scantling.comm.options import Exchange, Group, Rounds, Transform, as_groups, check_options
+from scantling.comm.options import Exchange, Group, Rounds, Transform, as_groups, check_groups
 from scantling.comm.payload import Header
 from scantling.comm.replica import Replica
 from scantling.comm.residuals import Format
 from scantling.comm.rounds import Outcome, Sparse, Way, exchange
-from scantling.comm.shards import as_gradient, local
+from scantling.comm.shards import all_agree, all_finite, as_gradient, local
 from scantling.comm.values import Values
 from scantling.errors import ReplicaError, UserError
 
 logger = logging.getLogger(__name__)
 
+AVERAGED_AT_ONCE = 1 << 24
+"""Numbers of the residuals that are averaged in one collective; a larger one goes alone."""
 Found: TypeAlias = tuple[list[Outcome], list[int]]
 
 
@@ -167,23 +171,10 @@ class MomentumExchange(Replica):
         rounds = Rounds(exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb)
         self._begin(as_groups(groups, defaults), {}, rounds, Link(process_group))
 
-    @classmethod
-    def _over(
-        cls, groups: list[Group], state: dict[Tensor, dict[str, Any]], rounds: Rounds, link: Link
-    ) -> MomentumExchange:
-        """The exchange of an optimizer, on its own groups and state."""
-        self = cls.__new__(cls)
-        self._begin(groups, state, rounds, link)
-        return self
-
     def _begin(self, groups: list[Group], state: dict[Tensor, dict[str, Any]], rounds: Rounds, link: Link) -> None:
-        for group in groups:
-            check_options(group)
-        if len({group["compat"] for group in groups}) > 1:
-            raise UserError("compat must be the same in all groups: it says how the mean over replicas is taken")
-        if groups[0]["compat"] == "paper" and rounds.exchange == "owner":
-            raise UserError("compat='paper' takes the mean over those that sent a coefficient: exchange='all_gather'")
+        check_groups(groups, rounds)
         self.param_groups, self.state, self.rounds, self.link = groups, state, rounds, link
+        self._compared: tuple[str, ...] = ()
         self.replica_divergence: float | None = None
         self.step = self.epoch = 0
         self.wire_bytes = 0
@@ -191,6 +182,7 @@ class MomentumExchange(Replica):
         self._layout: Layout | None = None
         self._opened: Opened | None = None
         self._sent: list[Sent] = []
+        self._settled: tuple[int, list[int]] = 0, []
         self._line: Link | None = None
         self._background: Background | None = None
 
@@ -214,11 +206,15 @@ class MomentumExchange(Replica):
         """
         decoded = self.decoded()
         for place, param in enumerate(self._parameters()):
-            param.grad = None if decoded is None else as_gradient(decoded[place], param)
+            if param.requires_grad:
+                param.grad = None if decoded is None else as_gradient(decoded[place], param)
         return decoded is not None
 
     def decoded(self) -> list[Tensor] | None:
-        """As `exchange`, but the momentum of all parameters in fp32, of the local part of each; None without one."""
+        """As `exchange`, but the momentum of all parameters in fp32, of the local part of each; None without one.
+
+        What is frozen has zeros.
+        """
         opened = self._opened or self._open()
         self._opened = None
         while opened.next < len(opened.waiting):
@@ -253,7 +249,10 @@ class MomentumExchange(Replica):
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for what `delay` has on its way, and keep it in the state for the next call."""
+        if not self._sent:
+            return
         found = self._arrived()
+        self._settled = self.wire_bytes, self.left_out
         for param, value in zip(self._parameters(), found or [], strict=False):
             self.state.setdefault(param, {})["pending"] = value
 
@@ -266,15 +265,18 @@ class MomentumExchange(Replica):
 
     def _open(self) -> Opened:
         """Begin a step: take in what is still on its way, and compare the replicas where it is time to."""
+        self.wire_bytes, self.left_out = self._settled
+        self._settled = 0, []
         before = self._arrived()
         layout = self._laid_out()
         self.step += 1
         rounds, params = self.rounds, self._parameters()
+        self.link.start()
         if rounds.comes_round(self.step, rounds.check_every):
             self._compare(params)
         if rounds.comes_round(self.step, rounds.state_sync_every):
-            for place, value in self._residuals():
-                self._keep(place, self.link.mean(value))
+            self._average()
+        self.wire_bytes += self.link.wire_bytes
         if self._line is None:
             in_thread = bool(rounds.delay or rounds.overlap) and not self.link.is_alone
             self._line = self.link.apart() if in_thread else self.link
@@ -303,7 +305,7 @@ class MomentumExchange(Replica):
         opened.next += 1
         bucket = layout.buckets[number]
         gradients = {place: _gradient(params[place]) for place in bucket.params}
-        valid = _all_finite(gradients.values())
+        valid = self._is_valid(gradients)
         is_due, selected = self.rounds.is_due(self.step), []
         for channel in bucket.channels:
             values = self._accumulated(channel, gradients, valid=valid)
@@ -311,7 +313,15 @@ class MomentumExchange(Replica):
                 blocks = channel.cut(values) if valid else _zeros(channel, params)
                 selected.append(channel.kind.section.select(blocks))
         if not is_due or self._line is None:
+            if not valid:
+                logger.warning("step %d, rank %d: NaN or Inf gradients are left out", self.step, self.link.rank)
             return
+        if valid and not all_finite(values for _, values in selected):
+            logger.warning("step %d, rank %d: a residual is NaN or Inf and begins anew", self.step, self.link.rank)
+            for place in bucket.params:
+                self.residuals.drop(params[place])
+            valid = False
+            selected = [channel.kind.section.select(_zeros(channel, params)) for channel in bucket.channels]
         configuration = (layout.configuration + number) & 0xFFFFFFFF
         header = Header(valid, self.epoch, self.step, self.link.rank, configuration)
         by_senders = self.param_groups[0]["compat"] == "paper"
@@ -340,7 +350,7 @@ class MomentumExchange(Replica):
         if errors:
             raise errors[0]
         self.left_out = sorted({rank for _, ranks in arrived for rank in ranks})
-        self.wire_bytes = self._line.wire_bytes if self._line is not None else 0
+        self.wire_bytes += self._line.wire_bytes if self._line is not None else 0
         if self.left_out and self.link.rank == 0:
             logger.warning("step %d: ranks %s have NaN or Inf gradients and are left out", sent[0].step, self.left_out)
         found: list[Tensor | None] = [None] * len(params)
@@ -351,14 +361,36 @@ class MomentumExchange(Replica):
                 self._forget(channel, outcome, each.step)
         return _filled(found, params)
 
+    def _is_valid(self, gradients: Mapping[int, Tensor | None]) -> bool:
+        """Whether all gradients are finite, on all processes that share the parameters of this replica.
+
+        Collective: of sharded parameters, one all-reduce of 4 bytes for each dim of their mesh.
+        """
+        params = self._parameters()
+        valid = all_finite(gradient for gradient in gradients.values() if gradient is not None)
+        meshes = [param.device_mesh for place in gradients if isinstance(param := params[place], DTensor)]
+        for mesh in dict.fromkeys(meshes):
+            valid = all_agree(mesh, valid)
+        return valid
+
     @property
     def way(self) -> Way:
-        """How bytes travel, which for "auto" depends on their number and that of the processes."""
+        """How bytes travel, which for "auto" depends on their number and that of the processes.
+
+        Collectives before the first call of `exchange`: those that compare the replicas.
+        """
         return self._laid_out().way
 
     def planned_wire_bytes(self, num_processes: int | None = None) -> int:
-        """Bytes that each process sends in an exchange of so many processes, headers included; no communication."""
+        """Bytes that each process sends in an exchange of so many processes, headers included; no communication.
+
+        What is sent now and then comes on top: `check_every`, `state_sync_every`.
+        """
         return planned_wire_bytes(self.param_groups, self.rounds, num_processes or self.link.size)
+
+    def planned_wire_bytes_a_step(self, num_processes: int | None = None) -> float:
+        """As `planned_wire_bytes`, in a call on average: with `sync_every`, and `state_sync_every`."""
+        return planned_wire_bytes_a_step(self.param_groups, self.rounds, num_processes or self.link.size)
 
     def planned_state_bytes(self) -> int:
         """Bytes of the residuals once there was an exchange; no communication."""
@@ -378,7 +410,7 @@ class MomentumExchange(Replica):
 
     def _laid_out(self) -> Layout:
         """How everything travels; compared with how it does on the other replicas where it is new."""
-        found = laid_out(self.param_groups, self.rounds, self.link, self._layout)
+        found = laid_out(self.param_groups, self.rounds, self.link, self._layout, step=self.step, also=self._compared)
         if self._layout is None and self.link.rank == 0:
             logger.info("%s; exchange by %s among %d processes", self, found.way, self.link.size)
         self._layout = found
@@ -396,9 +428,31 @@ class MomentumExchange(Replica):
                 )
             if self.link.rank == 0:
                 logger.warning("%s; all take those of rank %d", text, sound)
-            for param in params:
-                self.link.broadcast(local(param), sound)
+            for tensor in (*map(local, params), *self._shared_tensors()):
+                self.link.broadcast(tensor, sound)
         self.replica_divergence = spread(self.link, [value for _, value in self._residuals()], self.step)
+
+    def _average(self) -> None:
+        """Give all replicas the mean of their residuals, some at a time. Collectives: all-reduces of up to 64 MiB."""
+        held: list[tuple[int, Tensor]] = []
+        for place, value in self._residuals():
+            if held and sum(each.numel() for _, each in held) + value.numel() > AVERAGED_AT_ONCE:
+                self._average_these(held)
+                held = []
+            held.append((place, value))
+        self._average_these(held)
+
+    def _average_these(self, held: Sequence[tuple[int, Tensor]]) -> None:
+        if not held:
+            return
+        mean = self.link.mean(torch.cat([value.flatten() for _, value in held]))
+        parts = torch.split(mean, [value.numel() for _, value in held])
+        for (place, value), part in zip(held, parts, strict=True):
+            self._keep(place, part.view_as(value).clone())
+
+    def _shared_tensors(self) -> list[Tensor]:
+        """What all replicas hold alike beside their parameters."""
+        return []
 
     def _accumulated(
         self, channel: Channel, gradients: Mapping[int, Tensor | None], *, valid: bool
@@ -470,12 +524,6 @@ def _gradient(param: Tensor) -> Tensor | None:
             f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; use sparse=False in its embedding"
         )
     return local(param.grad)
-
-
-def _all_finite(gradients: Iterable[Tensor | None]) -> bool:
-    """Whether no number is NaN or Inf; by sums, which is several times as fast as to look at each."""
-    sums = [each.sum(dtype=torch.float32) for each in gradients if each is not None and each.numel()]
-    return not sums or bool(torch.isfinite(torch.stack(sums)).all())
 
 
 def _zeros(channel: Channel, params: Sequence[Tensor]) -> Tensor:

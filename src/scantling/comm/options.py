@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -14,6 +14,7 @@ Exchange: TypeAlias = Literal["auto", "all_gather", "owner"]
 Transform: TypeAlias = Literal["dct", "none"]
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 Group: TypeAlias = dict[str, Any]
+ROLES = (None, "matrix", "embedding", "vector")
 OPTIONS = (
     *("decay", "topk", "chunk", "alpha", "values", "dense", "transform", "residual"),
     *("role", "matrix_dims", "compat"),
@@ -61,7 +62,7 @@ class Rounds:
 def check_options(group: Group) -> None:
     """Raise a UserError for the first option of a group that is out of range."""
     for key, least in (("chunk", 1), ("topk", 1)):
-        if not isinstance(group[key], int) or group[key] < least:
+        if not isinstance(group[key], int) or isinstance(group[key], bool) or group[key] < least:
             raise UserError(f"{key} must be a whole number from {least} on; given {group[key]!r}")
     if group["topk"] > group["chunk"] ** 2:
         raise UserError(
@@ -75,6 +76,8 @@ def check_options(group: Group) -> None:
     for key in ("values", "dense"):
         if group[key] not in VALUES:
             raise UserError(f"{key} must be one of {', '.join(VALUES)}; given {group[key]!r}")
+    if group["role"] not in ROLES:
+        raise UserError(f"role must be one of {', '.join(map(repr, ROLES))}; given {group['role']!r}")
     if group["residual"] not in FORMATS:
         raise UserError(f"residual must be one of {', '.join(FORMATS)}; given {group['residual']!r}")
     if group["transform"] not in ("dct", "none"):
@@ -97,4 +100,25 @@ def as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
         if all(name is not None for name, _ in pairs):
             group["param_names"] = [name for name, _ in pairs]
         groups.append(group)
+    seen: set[int] = set()
+    for group in groups:
+        for param in group["params"]:
+            if id(param) in seen:
+                raise UserError(
+                    f"a parameter of shape {tuple(param.shape)} is given twice; each must be in one group once"
+                )
+            seen.add(id(param))
     return groups
+
+
+def check_groups(groups: Sequence[Group], rounds: Rounds) -> None:
+    """Raise a UserError for the first option out of range, or that does not go with those of other groups."""
+    for group in groups:
+        check_options(group)
+        for param in group["params"]:
+            if param.is_complex():
+                raise UserError(f"a parameter of shape {tuple(param.shape)} is complex; exchange its real view instead")
+    if len({group["compat"] for group in groups}) > 1:
+        raise UserError("compat must be the same in all groups: it says how the mean over replicas is taken")
+    if groups[0]["compat"] == "paper" and rounds.exchange == "owner":
+        raise UserError("compat='paper' takes the mean over those that sent a coefficient: exchange='all_gather'")

@@ -105,7 +105,8 @@ def _by_owners(
         index, values = _back(section).select(total / len(valid))
         exact.append(values)
         own.append(_back(section).pack(index, values))
-    _, answers = unseal(link.all_gather(seal(header, torch.cat(own))))
+    headers_back, answers = unseal(link.all_gather(seal(header, torch.cat(own))))
+    check(headers_back, header)
     sizes = [_back(channel.kind.section).num_bytes(share) for channel, share in zip(channels, shares, strict=True)]
     told = [torch.split(answer, sizes) for answer in answers]
     outcomes = []

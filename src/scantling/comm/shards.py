@@ -1,8 +1,13 @@
-"""The part of a tensor that this process holds."""
+"""The part of a tensor that this process holds, and whether it is finite."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -19,3 +24,20 @@ def as_gradient(value: Tensor, param: Tensor) -> Tensor:
             cast, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
         )
     return cast
+
+
+def all_finite(values: Iterable[Tensor]) -> bool:
+    """Whether no number is NaN or Inf: by sums first, which is several times as fast as to look at each."""
+    filled = [value for value in values if value.numel() and value.is_floating_point()]
+    sums = [value.sum(dtype=torch.float32) for value in filled]
+    if not sums or bool(torch.isfinite(torch.stack(sums)).all()):
+        return True
+    return all(bool(torch.isfinite(value).all()) for value in filled)  # a sum of large numbers may overflow
+
+
+def all_agree(mesh: DeviceMesh, value: bool) -> bool:
+    """Whether it is so on all processes of a mesh. Collectives: one all-reduce of 4 bytes for each of its dims."""
+    found = torch.tensor([float(value)], device=mesh.device_type)
+    for group in mesh.get_all_groups():
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+    return bool(found)

@@ -233,7 +233,7 @@ def plan(
     wire, residuals = allreduce_wire_bytes(sum(p.nbytes for p in trainable), world_size), 0
     if recipe.comm.name == "demo":
         exchange = MomentumExchange(groups, **recipe.comm.demo_options)
-        wire, residuals = exchange.planned_wire_bytes(world_size), exchange.planned_state_bytes()
+        wire, residuals = round(exchange.planned_wire_bytes_a_step(world_size)), exchange.planned_state_bytes()
     held = None if state is None else base + weight_bytes + state + residuals
     peak = None if held is None or working is None else held + working + (kept or 0)
     tokens = recipe.batch_size * task.examples_to_tokens(recipe.data)

@@ -232,6 +232,9 @@ def _train(
     loop.sink.start(
         name=name, run_dir=folder.path, plan=planned, first_step=loop.step + 1, last_step=loop.schedule.steps
     )
+    told = loop.stepper.exchange.describe()
+    if told is not None:
+        loop.sink.message(told)
     if checkpoint is not None:
         anew = "" if exact else ", saved by another number of processes: the random generators start anew"
         loop.sink.message(f"resumed from {checkpoint}{anew}")

@@ -194,8 +194,11 @@ class Stepper:
 
         DDP lays its buckets out anew after its first pass, and over more than two processes the place of a gradient in
         a bucket decides the order in which it is summed. A resumed run rehearses before it takes its state back, so
-        that its first step is summed as the step of the run that was never stopped. Collectives: the exchange's.
+        that its first step is summed as the step of the run that was never stopped. Collectives: the exchange's. An
+        exchange that learns nothing from a pass is left alone.
         """
+        if not self.exchange.learns_from_a_pass:
+            return
         with self.exchange.accumulate(last=True), autocast(self.compute, self.place.device):
             loss = self.task.loss(self.forward_model, batch.to(self.place.device)).loss
             loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,353 @@
+"""What must not happen silently: frozen parameters step, replicas part, bytes go untold, another's state is taken."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.comm import LocalSteps
+from scantling.comm.agreement import unlike
+from scantling.comm.link import Link
+from scantling.comm.momentum import MomentumExchange
+from scantling.errors import NonFiniteError, PayloadError, UserError
+from tests.comm.replicas import ThreadLink, together
+from tests.comm.test_momentum import exchange_of, gradient, params_of
+
+
+def demo_of(link: Link | None, params: list[nn.Parameter], **options: Any) -> sc.DeMo:
+    made = sc.DeMo(params, **{"lr": 1e-2, "topk": 8, "chunk": 16, **options})
+    if link is not None:
+        made.exchange.link = link
+    return made
+
+
+def fill(params: list[nn.Parameter], rank: int, step: int) -> None:
+    for param in params:
+        param.grad = gradient(rank, step, param.shape)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_frozen_parameters_are_left_alone(weight_decay: float) -> None:
+    params = params_of()
+    optimizer = demo_of(None, params, weight_decay=weight_decay)
+    fill(params, 0, 0)
+    optimizer.step()
+    frozen = (params[0], params[4])
+    for param in frozen:
+        param.requires_grad_(False)
+        param.grad = None
+    before, sent = [param.clone() for param in frozen], optimizer.exchange.planned_wire_bytes(2)
+    fill([param for param in params if param.requires_grad], 0, 1)
+    optimizer.step()
+    assert all(map(torch.equal, before, frozen))
+    exchange = MomentumExchange(params)
+    exchange.exchange()
+    assert all(param.grad is None for param in frozen)
+    for param in frozen:
+        param.requires_grad_(True)
+    assert sent < optimizer.exchange.planned_wire_bytes(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lr": 2e-2}, "'lr': 0.02"),
+        ({"update": "identity"}, "'update': 'identity'"),
+        ({"weight_decay": 0.1}, "'weight_decay': 0.1"),
+        ({"dense_lr": 3e-2}, "'dense_ratio': 3"),
+    ],
+)
+def test_rates_and_updates_that_differ_are_named(options: dict[str, Any], text: str) -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        optimizer = demo_of(link, params, **(options if link.rank == 1 else {}))
+        fill(params, link.rank, 0)
+        optimizer.step()
+
+    with pytest.raises(UserError, match="rank 1 differs from the others") as error:
+        together(3, work)
+    assert text in str(error.value)
+
+
+def test_a_checkpoint_that_one_rank_alone_has_loaded_is_named() -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params)
+        if link.rank == 1:
+            made.load_shared_state_dict({"step": 5})
+        made.exchange()
+
+    with pytest.raises(
+        UserError, match=r"rank 1 differs from the others: it has .* 5 calls before; they have .* 0 calls"
+    ):
+        together(3, work)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_of_two_replicas_the_finite_one_is_sound_and_the_lower_one_of_two_finite(bad: int) -> None:
+    def work(link: ThreadLink) -> tuple[Any, Any]:
+        damaged, other = params_of(), params_of()
+        with torch.no_grad():
+            if link.rank == bad:
+                damaged[2][0, 0, 0] = torch.nan
+                other[3][0, 0, 0, 0] += 1e-3
+        return unlike(link, damaged), unlike(link, other)
+
+    for nan, apart in together(2, work):
+        assert nan == (bad, 2, 1 - bad)
+        assert apart == (1, 3, 0)
+
+
+def test_resync_mends_moments_too() -> None:
+    def work(link: ThreadLink) -> list[list[Tensor]]:
+        params = params_of()
+        optimizer = demo_of(link, params, check_every=2, on_mismatch="resync", dense="fp32")
+        steps = []
+        for step in range(8):
+            fill(params, link.rank, step)
+            optimizer.step()
+            if step == 0 and link.rank == 1:
+                optimizer.state[params[4]]["exp_avg"] += 0.1
+            steps.append([param.detach().clone() for param in params])
+        return steps
+
+    first, second = together(2, work)
+    assert not torch.equal(first[1][4], second[1][4])
+    assert all(map(torch.equal, first[-1], second[-1]))
+
+
+def test_wire_bytes_are_those_of_the_step() -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params, sync_every=2, state_sync_every=2, check_every=None)
+        found = []
+        for step in range(8):
+            fill(params, link.rank, step)
+            made.exchange()
+            found.append(made.wire_bytes)
+            if step:  # the first one compares the replicas, once
+                assert made.wire_bytes == link.counted()
+            link.counted()
+        planned = made.planned_wire_bytes()
+        assert found[:5] == [0, planned, 0, planned, 0]
+        assert found[5] > planned + 4 * sum(param.numel() for param in params[:3]) / 2
+        total = made.planned_wire_bytes_a_step() * 8
+        assert sum(found) == pytest.approx(total, abs=found[5] - planned)
+
+    together(2, work)
+
+
+def test_who_was_left_out_is_of_the_step() -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params, sync_every=2)
+        found = []
+        for step in range(4):
+            fill(params, link.rank, step)
+            if step == 1 and link.rank == 1:
+                params[0].grad[0, 0] = torch.nan
+            made.exchange()
+            found.append(made.left_out)
+        assert found == [[], [1], [], []]
+
+    together(2, work)
+
+
+def test_nan_between_exchanges_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    params = params_of()
+    made = exchange_of(None, params, sync_every=2)
+    fill(params, 0, 0)
+    params[0].grad[0, 0] = torch.inf
+    with caplog.at_level(logging.WARNING):
+        made.exchange()
+    assert "step 1, rank 0: NaN or Inf gradients are left out" in caplog.text
+
+
+def test_large_gradients_are_finite_and_a_residual_that_overflows_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    param = nn.Parameter(torch.zeros(64, 64))
+    made = MomentumExchange([param], topk=8, decay=1.0)
+    param.grad = torch.full((64, 64), 1e36)
+    assert made.exchange()
+    assert made.left_out == []
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            param.grad = torch.zeros(64, 64)
+            param.grad[3, 4] = 3e38
+            try:
+                made.exchange()
+            except NonFiniteError:
+                break
+    assert "a residual is NaN or Inf and begins anew" in caplog.text
+    param.grad = torch.ones(64, 64)
+    assert made.exchange()
+    assert torch.isfinite(param.grad).all()
+
+
+def test_local_steps_leave_a_step_with_nan_out() -> None:
+    params = params_of()
+    inner = torch.optim.AdamW(params, lr=1e-3)
+    local = LocalSteps(inner, MomentumExchange(params), sync_every=2, outer_lr=1.0)
+    for step in range(4):
+        fill(params, 0, step)
+        if step == 1:
+            params[0].grad[0, 0] = torch.nan
+        local.step()
+    for param in params:
+        assert torch.isfinite(param).all()
+        assert all(torch.isfinite(value).all() for value in inner.state[param].values())
+
+
+def test_the_state_of_another_rank_is_refused() -> None:
+    def work(link: ThreadLink) -> dict[str, Any]:
+        params = params_of()
+        optimizer = demo_of(link, params)
+        fill(params, link.rank, 0)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    first, second = together(2, work)
+    assert "replica" not in demo_of(None, params_of()).param_groups[0]
+
+    def load(link: ThreadLink) -> None:
+        optimizer = demo_of(link, params_of())
+        optimizer.load_state_dict((first, second)[link.rank])
+        assert optimizer.exchange.local_state_dict()["residuals"]
+        optimizer.load_state_dict(first)
+
+    with pytest.raises(UserError, match="this is the state of rank 0 of 2, here is 1 of 2"):
+        together(2, load)
+
+
+def test_an_owner_that_answers_with_an_old_message_is_refused() -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params, exchange="owner")
+        seen: list[Tensor] = []
+
+        def keep(message: Tensor) -> Tensor:
+            seen.append(message.clone())
+            return message
+
+        def replay(message: Tensor) -> Tensor:
+            seen.append(message.clone())
+            return old if len(message) == len(old) and len(seen) > 2 else message
+
+        fill(params, link.rank, 0)
+        made.exchange()  # compares the replicas
+        link.on_its_way = keep
+        fill(params, link.rank, 1)
+        made.exchange()
+        old, turns = seen[-1], len(seen)
+        assert turns == 3  # two parts, and an answer
+        seen.clear()
+        if link.rank == 1:
+            link.on_its_way = replay
+        fill(params, link.rank, 2)
+        made.exchange()
+
+    with pytest.raises(PayloadError, match=r"rank 1 sent a message of step 2; rank \d expects 3"):
+        together(2, work)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])  # noqa: S301
+def test_copies_step_alike_and_share_nothing(clone: Any) -> None:
+    params = params_of()
+    optimizer = demo_of(None, params, delay=1)
+    for step in range(2):
+        fill(params, 0, step)
+        optimizer.step()
+    copied = clone(optimizer)
+    others = [param for group in copied.param_groups for param in group["params"]]
+    for made, held in ((optimizer, params), (copied, others)):
+        for step in range(2, 4):
+            fill(held, 0, step)
+            made.step()
+    assert all(map(torch.equal, params, others))
+    assert all(param is not other for param, other in zip(params, others, strict=True))
+
+
+def test_a_grad_scaler_steps_as_without_one() -> None:
+    def trained(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
+        params = params_of()
+        optimizer = demo_of(None, params, update="identity", values="fp32", dense="fp32")
+        for step in range(3):
+            loss = sum((param * gradient(0, step, param.shape)).sum() for param in params)
+            optimizer.zero_grad()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return params
+
+    scaled = trained(torch.amp.GradScaler("cpu", init_scale=1024.0))
+    for one, other in zip(trained(None), scaled, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_rate_of_what_is_dense() -> None:
+    def moved(groups: list[dict[str, Any]], **options: Any) -> list[float]:
+        optimizer = sc.DeMo(groups, **options)
+        before = [param.clone() for group in groups for param in group["params"]]
+        for group in groups:
+            for param in group["params"]:
+                param.grad = torch.ones_like(param)
+        optimizer.step()
+        after = [param for group in optimizer.param_groups for param in group["params"]]
+        return [float((a - b).detach().abs().max()) for a, b in zip(after, before, strict=True)]
+
+    def vectors() -> list[dict[str, Any]]:
+        return [{"params": [nn.Parameter(torch.zeros(5))]}, {"params": [nn.Parameter(torch.zeros(5))], "lr": 0.2}]
+
+    assert moved(vectors(), lr=0.1, dense_lr=0.01) == pytest.approx([0.01, 0.01], rel=1e-3)
+    own = vectors()
+    own[1]["dense_lr"] = 0.5
+    assert moved(own, lr=0.1) == pytest.approx([0.1, 0.5], rel=1e-3)
+    with pytest.raises(UserError, match="dense_lr must be a number of at least 0; given -5"):
+        sc.DeMo([nn.Parameter(torch.zeros(5))], lr=0.1, dense_lr=-5)
+    with pytest.raises(UserError, match="dense_lr follows the schedule of lr"):
+        sc.DeMo([nn.Parameter(torch.zeros(5))], lr=0.0, dense_lr=0.1)
+
+
+def test_vectors_of_the_published_form_go_through_muons_map_too() -> None:
+    params = [nn.Parameter(torch.zeros(33)), nn.Parameter(torch.tensor(1.0))]
+    optimizer = sc.DeMo(params, lr=0.1, compat="paper", update="muon", topk=4, chunk=16)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all(torch.isfinite(param).all() for param in params)
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ([{"params": [nn.Parameter(torch.zeros(70, 70))], "role": "matrixx"}], "role must be one of None, 'matrix'"),
+        ([{"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]}], "is complex; exchange its real view"),
+        (
+            [{"params": [nn.Parameter(torch.zeros(70, 70))], "matrix_dims": ((0,), (2,))}],
+            "matrix_dims must be dims of shape (70, 70)",
+        ),
+    ],
+)
+def test_groups_that_do_not_fit(groups: list[dict[str, Any]], text: str) -> None:
+    with pytest.raises(UserError) as error:
+        MomentumExchange(groups).planned_wire_bytes(2)
+    assert text in str(error.value)
+
+
+def test_compat_and_parameters_given_twice() -> None:
+    optimizer = sc.DeMo([nn.Parameter(torch.zeros(3))], lr=0.1)
+    with pytest.raises(UserError, match="compat must be the same in all groups; given 'paper' beside None"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "compat": "paper"})
+    param = nn.Parameter(torch.zeros(3))
+    with pytest.raises(UserError, match=r"a parameter of shape \(3,\) is given twice"):
+        MomentumExchange([param, param])
