@@ -5,10 +5,10 @@
     python benchmarks/comm_quality.py settings   ours with other coefficients, decay, alpha, formats; a quarter of seeds
     python benchmarks/comm_quality.py report     loss, bytes, paired differences to AdamW, and steps to AdamW's loss
 
-A decoder of 0.9 million parameters on English novels, two replicas that are two processes, each with half of every
-batch. Bytes are those of the formulas, which benchmarks/network.py holds to what an interface counts. DeMo's AdamW, for
-embeddings and vectors, has the rate that is best for AdamW alone. Runs are lines of results/comm-quality.jsonl; none is
-made twice.
+A decoder of 0.9 million parameters on English novels, or with `--data digits` a vision transformer of 0.2 million on
+scikit-learn's digits; two replicas that are two processes, each with half of every batch. Bytes are those of the
+formulas, which benchmarks/network.py holds to what an interface counts. DeMo's AdamW, for embeddings and vectors, has
+the rate that is best for AdamW alone. Runs are lines of results/comm-quality.jsonl; none is made twice.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,38 @@ MODEL = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": True,
 }
-SEQ_LEN, BATCH, STEPS, REPLICAS, SEEDS = 128, 32, 600, 2, 5
+REPLICAS, SEEDS = 2, 5
 GRID = Grid([0.125e-3 * 2**power for power in range(9)], start=4)  # 0.125e-3 to 32e-3, from 2e-3 on
-DENSE_LR = 4e-3
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, and what is fixed for all its runs.
+
+    Attributes:
+        model, data: sections of the recipe.
+        batch: examples in a step of all replicas.
+        steps: of a run.
+        dense_lr: of DeMo's AdamW.
+    """
+
+    model: dict[str, Any]
+    data: dict[str, Any]
+    batch: int
+    steps: int
+    dense_lr: float
+
+
+WORKS = {
+    "novels": Work(
+        {"preset": "llama-1m", "overrides": MODEL},
+        {**text("novels"), "tokenizer": {"bpe": 512}, "seq_len": 128},
+        batch=32,
+        steps=600,
+        dense_lr=4e-3,
+    ),
+    "digits": Work({"preset": "vit-digits"}, {"images": "digits", "heldout": 0.2}, batch=64, steps=300, dense_lr=2e-3),
+}
 METHODS = (
     "ddp fp32",
     "powersgd r1",
@@ -73,19 +103,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 Lines = dict[str, Line]
 
 
-def run_spec(method: str, lr: float, seed: int, **options: Any) -> Spec:
+def run_spec(data: str, method: str, lr: float, seed: int, **options: Any) -> Spec:
     """One run, as plain values."""
-    return {"method": method, "lr": lr, "seed": seed, "steps": STEPS, "replicas": REPLICAS, "options": options}
+    named = {} if data == "novels" else {"data": data}  # as the first lines of the results have it
+    steps = WORKS[data].steps
+    return {**named, "method": method, "lr": lr, "seed": seed, "steps": steps, "replicas": REPLICAS, "options": options}
+
+
+def work_of(spec: Spec) -> Work:
+    return WORKS[spec.get("data", "novels")]
 
 
 def recipe_of(spec: Spec) -> dict[str, Any]:
+    work = work_of(spec)
     return {
         "name": "comm",
-        "model": {"preset": "llama-1m", "overrides": MODEL},
-        "data": {**text("novels"), "tokenizer": {"bpe": 512}, "seq_len": SEQ_LEN},
+        "model": work.model,
+        "data": work.data,
         "train": {
             "steps": spec["steps"],
-            "batch_size": BATCH,
+            "batch_size": work.batch,
             "warmup": 0.05,
             "eval_samples": 1000,
             "seed": spec["seed"],
@@ -105,24 +142,25 @@ def replica(rank: int, spec: Spec, port: int, out: str) -> None:
     from scantling.recipe import load_recipe
     from scantling.tasks import get_task
     from scantling.training.distributed import Place
-    from scantling.training.run import build_run_model, run_evaluation
+    from scantling.training.run import build_run_model, recipe_task, run_evaluation
     from scantling.training.schedule import lr_factor
 
     torch.set_num_threads(1)
     world = spec["replicas"]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     recipe = load_recipe(recipe_of(spec))
-    task = get_task("causal-lm")
+    task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=0)
     model = build_run_model(recipe, task, data)
-    options = {"dense_lr": DENSE_LR} if spec["method"].startswith("ours") else {}
+    work = work_of(spec)
+    options = {"dense_lr": work.dense_lr} if spec["method"].startswith("ours") else {}
     trained = KNOWN[spec["method"]](model, spec["lr"], **options, **spec["options"])
-    sampler = Sampler(len(data.train), batch_size=BATCH, seed=spec["seed"], lengths=data.lengths)
-    share = BATCH // world
+    sampler = Sampler(len(data.train), batch_size=work.batch, seed=spec["seed"], lengths=data.lengths)
+    share = work.batch // world
     batches = BatchSource(data.train, data.collate, sampler, micro_batch_size=share, rank=rank, world_size=world)
     place = Place(rank, world, torch.device("cpu"))
     rates = [group["lr"] for group in trained.optimizer.param_groups]
-    losses, heldout = [], []
+    losses, heldout, figures = [], [], {}
     for step in range(1, spec["steps"] + 1):
         factor = lr_factor(step, steps=spec["steps"], schedule="cosine", warmup=0.05)
         for group, rate in zip(trained.optimizer.param_groups, rates, strict=True):
@@ -131,12 +169,14 @@ def replica(rank: int, spec: Spec, port: int, out: str) -> None:
         loss = trained.step(lambda called, batch=batch: task.loss(called, batch).loss / batch.num_targets)
         losses.append(float(loss))
         if step % (spec["steps"] // 10) == 0:
-            heldout.append([step, run_evaluation(recipe, model, task, data, place)["eval_loss"]])
+            figures = run_evaluation(recipe, model, task, data, place)
+            heldout.append([step, figures["eval_loss"]])
             model.train()
     if rank == 0:
         found = {
             "eval_loss": heldout[-1][1],
             "heldout": heldout,
+            **{name: figures[name] for name in ("accuracy",) if name in figures},
             "train_loss": sum(losses[-20:]) / 20,
             "computed_bytes": trained.computed_bytes(),
             "num_parameters": sum(param.numel() for param in model.parameters()),
@@ -162,42 +202,42 @@ def run_one(spec: Spec) -> Line:
     return {"key": key_of(spec), **spec, **found, **facts(began)}
 
 
-def swept(lines: Lines, method: str) -> list[float | None]:
-    return GRID.results(lines, lambda rate: run_spec(method, rate, 0), "eval_loss")
+def swept(lines: Lines, data: str, method: str) -> list[float | None]:
+    return GRID.results(lines, lambda rate: run_spec(data, method, rate, 0), "eval_loss")
 
 
-def best_rate(lines: Lines, method: str) -> float:
-    rate = GRID.best(swept(lines, method))
+def best_rate(lines: Lines, data: str, method: str) -> float:
+    rate = GRID.best(swept(lines, data, method))
     if rate is None:
         raise SystemExit(f"run the sweep of {method} first")
     return rate
 
 
-def setting_specs(lines: Lines) -> Iterator[Spec]:
-    rate = best_rate(lines, OURS)
+def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
+    rate = best_rate(lines, data, OURS)
     for options in SETTINGS.values():
-        yield from (run_spec(OURS, rate, seed, **options) for seed in range(2))
+        yield from (run_spec(data, OURS, rate, seed, **options) for seed in range(2))
 
 
-def report(lines: Lines) -> None:
+def report(lines: Lines, data: str) -> None:
     """The sweep, then each method at its best rate beside AdamW under DDP."""
-    print(f"held-out nats a token by learning rate, seed 0\n{GRID.header()}")
+    print(f"{data}: held-out nats a target by learning rate, seed 0\n{GRID.header()}")
     for method in METHODS:
-        print(GRID.row(method[:15], swept(lines, method)))
-    base = GRID.best(swept(lines, METHODS[0]))
+        print(GRID.row(method[:15], swept(lines, data, method)))
+    base = GRID.best(swept(lines, data, METHODS[0]))
     if base is None:
         return
-    control = [lines.get(key_of(run_spec(METHODS[0], base, seed))) for seed in range(SEEDS)]
+    control = [lines.get(key_of(run_spec(data, METHODS[0], base, seed))) for seed in range(SEEDS)]
     for method in METHODS:
-        rate = GRID.best(swept(lines, method))
+        rate = GRID.best(swept(lines, data, method))
         if rate is not None:
-            found = [lines.get(key_of(run_spec(method, rate, seed))) for seed in range(SEEDS)]
+            found = [lines.get(key_of(run_spec(data, method, rate, seed))) for seed in range(SEEDS)]
             row(f"{method} at {rate:g}", found, control)
-    rate = GRID.best(swept(lines, OURS))
+    rate = GRID.best(swept(lines, data, OURS))
     for name, options in SETTINGS.items() if rate is not None else ():
-        found = [lines.get(key_of(run_spec(OURS, rate, seed, **options))) for seed in range(2)]
+        found = [lines.get(key_of(run_spec(data, OURS, rate, seed, **options))) for seed in range(2)]
         if any(found):
-            row(name, found, [lines.get(key_of(run_spec(OURS, rate, seed))) for seed in range(2)])
+            row(name, found, [lines.get(key_of(run_spec(data, OURS, rate, seed))) for seed in range(2)])
 
 
 def row(name: str, found: list[Line | None], control: list[Line | None]) -> None:
@@ -210,6 +250,9 @@ def row(name: str, found: list[Line | None], control: list[Line | None]) -> None
     dense = next((line["computed_bytes"] for line in control if line is not None), sent)
     mean, _ = interval([line["eval_loss"] for line in done])
     parts = [f"{name:32} {mean:.4f} ({len(done)} seeds)  {sent / 1e3:9.2f} kB a step, {dense / sent:7.1f} x fewer"]
+    if "accuracy" in done[0]:
+        right, width = interval([100 * line["accuracy"] for line in done])
+        parts.append(f"{right:.2f} ± {width:.2f} % right")
     if pairs and found is not control:
         difference, width = interval([a["eval_loss"] - b["eval_loss"] for a, b in pairs])
         parts.append(f"{difference:+.4f} ± {width:.4f}")
@@ -222,6 +265,7 @@ def row(name: str, found: list[Line | None], control: list[Line | None]) -> None
 def main() -> int:
     phases = ["sweep", "seeds", "settings", "report"]
     parser = command_line(__doc__, phases, RESULTS / "comm-quality.jsonl")
+    parser.add_argument("--data", choices=list(WORKS), default="novels", help="what is trained on; novels unless given")
     parser.add_argument("--only", nargs="*", help="sweep and seeds: these methods")
     options = parser.parse_args()
     if options.phase == "one":
@@ -230,17 +274,17 @@ def main() -> int:
     ledger = Ledger(options.results, Path(__file__))
     methods = options.only or METHODS
     if options.phase == "report":
-        report(ledger.lines())
+        report(ledger.lines(), options.data)
     elif options.phase == "sweep":
         for method in methods:
-            GRID.sweep(ledger, lambda rate, method=method: run_spec(method, rate, 0), "eval_loss")
+            GRID.sweep(ledger, lambda rate, method=method: run_spec(options.data, method, rate, 0), "eval_loss")
     elif options.phase == "seeds":
         lines = ledger.lines()
         for seed in range(SEEDS):
             for method in methods:
-                ledger.run(run_spec(method, best_rate(lines, method), seed))
+                ledger.run(run_spec(options.data, method, best_rate(lines, options.data, method), seed))
     else:
-        for spec in list(setting_specs(ledger.lines())):
+        for spec in list(setting_specs(ledger.lines(), options.data)):
             ledger.run(spec)
     return 0
 

@@ -72,3 +72,29 @@ def test_fine_tuning_against_adamw(capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows[2:]:
         assert "83.00 ± 2.48 %" in row
         assert "minus adamw   2.00 ± 0.00 %" in row
+
+
+def test_exchanges_on_novels_and_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines of both are told apart; those of novels are known as before there were digits."""
+    import comm_quality as quality
+    from resumable import key_of
+
+    assert "data" not in quality.run_spec("novels", "ddp fp32", 1e-3, 0)
+    lines: dict[str, dict[str, Any]] = {}
+    start = quality.GRID.start
+    for name, worse in (("ddp fp32", 0.0), ("ours k8 owner", 0.25)):
+        for seed in range(quality.SEEDS):
+            for index in (start - 1, start, start + 1):
+                spec = quality.run_spec("digits", name, quality.GRID.rates[index], seed)
+                assert quality.recipe_of(spec)["data"]["images"] == "digits"
+                loss = 0.1 + seed / 100 + worse + abs(index - start)
+                sent = 800.0 if worse == 0.0 else 4.0
+                found = {"eval_loss": loss, "heldout": [[30, loss]], "computed_bytes": sent, "accuracy": 0.9}
+                lines[key_of(spec)] = {**spec, **found}
+    quality.report(lines, "novels")
+    assert "seeds)" not in capsys.readouterr().out
+    quality.report(lines, "digits")
+    rows = [line for line in capsys.readouterr().out.splitlines() if "seeds)" in line]
+    assert [row.split(" at ")[0] for row in rows] == ["ddp fp32", "ours k8 owner"]
+    assert "0.3700 (5 seeds)" in rows[1]
+    assert "200.0 x fewer  90.00 ± 0.00 % right  +0.2500 ± 0.0000" in rows[1]

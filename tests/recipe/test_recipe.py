@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,52 @@ def test_faults_of_click_logs(changes: dict[str, Any], path: str, text: str) -> 
     found = faults({**CLICKS, "data": {**CLICKS["data"], **changes}})
     assert path in found, found
     assert text in found[path]
+
+
+IMAGES: dict[str, Any] = {
+    "model": {"preset": "vit-base"},
+    "data": {"images": "photos", "image_size": 224},
+    "train": {"steps": 10, "batch_size": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "text"),
+    [
+        ({"images": None, "jsonl": "a.jsonl"}, "data", "reads images, hf; given 'jsonl'"),
+        ({"image_size": None}, "data.image_size", "missing; images are resized"),
+        ({"image_size": 0}, "data.image_size", "greater than or equal to 1"),
+        ({"image_channels": 2}, "data.image_channels", "must be one of '1', '3'; given 2"),
+        ({"image_shift": -1}, "data.image_shift", "greater than or equal to 0"),
+        ({"images": "digits", "validation": "photos"}, "data.validation", "use data.heldout"),
+        ({"fields": {"label": "l"}}, "data.fields", "has no columns"),
+        ({"images": None, "hf": "cifar10"}, "data.fields.label", "needs the name of the label column"),
+        ({"images": None, "hf": "c", "fields": {"text": "t", "label": "l"}}, "data.fields.text", "image and label"),
+        ({"seq_len": 64}, "data.seq_len", "no meaning for the task 'image-classification', whose images"),
+        ({"tokenizer": {"bpe": 300}}, "data.tokenizer", "no meaning for the task 'image-classification'"),
+        ({"bucket": False}, "data.bucket", "no meaning for the task 'image-classification'"),
+    ],
+)
+def test_faults_of_images(changes: dict[str, Any], path: str, text: str) -> None:
+    found = faults({**IMAGES, "data": {**IMAGES["data"], **changes}})
+    assert path in found, found
+    assert text in found[path]
+
+
+def test_images_belong_to_their_task(tmp_path: Path) -> None:
+    found = faults({**IMAGES, "model": {"preset": "llama-1m"}})
+    assert "belongs to image-classification" in found["data.images"]
+    assert "belongs to image-classification" in found["data.image_size"]
+    found = faults(changed(data={"corpus": None, "hf": "d", "fields": {"image": "img"}}))
+    assert "no meaning for the task 'causal-lm'" in found["data.fields.image"]
+    assert "batch_size" in faults({**IMAGES, "train": {"steps": 3, "batch_tokens": 256}})["train.batch_tokens"]
+    assert load_recipe(IMAGES).data.images == os.path.abspath("photos")
+    digits = load_recipe({**IMAGES, "data": {"images": "digits"}})
+    assert digits.data.images == "digits"
+    assert digits.data.image_shape == (1, 8, 8)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(dump_recipe(digits))
+    assert load_recipe(path).data == digits.data
 
 
 def test_click_logs_belong_to_their_task(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def held_out(task: CausalLM, data: TaskData, net: torch.nn.Module, batch_size: i
 
 
 def test_names() -> None:
-    assert list(TASKS) == ["causal-lm", "masked-lm", "seq2seq", "classification", "clicks"]
+    text = ["causal-lm", "masked-lm", "seq2seq", "classification"]
+    assert list(TASKS) == [*text, "clicks", "image-classification"]
     with pytest.raises(UserError, match=r"given 'casual-lm' \(did you mean 'causal-lm'\?\)"):
         get_task("casual-lm")
 

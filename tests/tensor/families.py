@@ -19,6 +19,13 @@ _SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_IMAGES = {
+    **{name: size for name, size in _SHAPE.items() if name not in ("vocab_size", "max_position_embeddings")},
+    "image_size": 8,
+    "patch_size": 2,
+    "num_channels": 3,
+    "num_labels": 5,
+}
 _GQA = {**_SHAPE, "num_key_value_heads": 2}
 
 
@@ -61,6 +68,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**_SHAPE)),
     "roberta": lambda: hf.RobertaForMaskedLM(hf.RobertaConfig(**_SHAPE)),
     "t5": _t5,
+    "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**_IMAGES)),
 }
 
 
@@ -70,14 +78,19 @@ def made(family: str, seed: int = 0) -> Any:
     return FAMILIES[family]().eval()
 
 
-def batch(rows: int = 4, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Ids that are their own labels, none of them a special one."""
-    ids = torch.randint(4, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+def batch(rows: int = 4, seed: int = 1, *, model: Any = None) -> dict[str, torch.Tensor]:
+    """Ids that are their own labels, none of them a special one; images with labels for a model of images."""
+    source = torch.Generator().manual_seed(seed)
+    if model is not None and model.main_input_name == "pixel_values":
+        shape = (rows, model.config.num_channels, model.config.image_size, model.config.image_size)
+        labels = torch.arange(rows) % model.config.num_labels
+        return {"pixel_values": torch.randn(shape, generator=source), "labels": labels}
+    ids = torch.randint(4, VOCAB, (rows, LENGTH), generator=source)
     return {"input_ids": ids, "labels": ids}
 
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    """(rows, length, vocabulary) of the batch."""
-    found: torch.Tensor = model(**batch()).logits
+    """(rows, length, vocabulary) of the batch, or (rows, labels)."""
+    found: torch.Tensor = model(**batch(model=model)).logits
     return found

@@ -65,7 +65,7 @@ def test_training(family: str) -> None:
     optimizer = sc.CAME(groups, lr=1e-2, debias=True)
     losses = []
     for step in range(20):
-        loss = model(**batch(8)).loss
+        loss = model(**batch(8, model=model)).loss
         loss.backward()
         if step == 0:
             for name, parameter in model.named_parameters():

@@ -26,7 +26,7 @@ RANK = 4
 def converted(family: str) -> Any:
     """A model of cores that has been trained for one step."""
     model = sc.tensorize(made(family), RANK)
-    model(**batch()).loss.backward()
+    model(**batch(model=model)).loss.backward()
     torch.optim.AdamW(model.parameters(), lr=1e-2).step()
     model.zero_grad()
     return model
@@ -70,7 +70,8 @@ def test_a_new_process_and_one_that_does_not_know_cores(tmp_path: Path) -> None:
     knowing = started(f"""
 import torch
 from families import FAMILIES, logits, made
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
+from transformers import AutoModelForSeq2SeqLM
 import scantling as sc
 from scantling import hf
 for family in FAMILIES:
@@ -80,6 +81,7 @@ for family in FAMILIES:
     model.load_state_dict(saved["state"])
     assert torch.equal(logits(model), saved["logits"]), family
     auto = {{"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM, "roberta": AutoModelForMaskedLM}}
+    auto["vit"] = AutoModelForImageClassification
     loaded = auto.get(family, AutoModelForCausalLM).from_pretrained(f"{tmp_path}/{{family}}")
     assert torch.equal(logits(loaded), saved["logits"]), family
 print("equal", len(FAMILIES))

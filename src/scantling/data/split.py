@@ -21,7 +21,7 @@ def all_of(scan: Scan, side: int) -> Sides:
     return np.where(scan.sizes > 0, side, UNUSED).astype(np.int8)
 
 
-def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name: str) -> Sides:
+def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name: str, unit: str = "document") -> Sides:
     """Choose the documents and hold some out.
 
     Identical documents are on the same side. Where no set of documents reaches the share exactly because many are
@@ -33,6 +33,7 @@ def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name:
         max_bytes: most bytes of text, whole documents in the order of a hash that no seed changes; at least one.
         seed: decides which documents are held out.
         name: the source, for messages.
+        unit: what its documents are, for messages.
 
     Raises:
         UserError: something is to be held out and nothing would be left to train on.
@@ -47,11 +48,12 @@ def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name:
         used = np.flatnonzero(sides == TRAIN)
         sides[used[_held_out(scan.digests[used], heldout, seed)]] = HELDOUT
         if not (sides == HELDOUT).any():
-            number = "one document" if len(used) == 1 else f"{len(used)} documents, all of them equal"
+            number = f"one {unit}" if len(used) == 1 else f"{len(used)} {unit}s, all of them equal"
+            files = " (a text file is one document unless document_separator is set)" if unit == "document" else ""
             budget = "" if max_bytes is None else f" within max_bytes = {max_bytes}"
             raise UserError(
                 f"{name}: nothing can be held out of {number}{budget}; set data.heldout to 0, name held-out files in "
-                "data.validation, or give more documents (a text file is one document unless document_separator is set)"
+                f"data.validation, or give more {unit}s{files}"
             )
     return sides
 

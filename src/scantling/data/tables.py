@@ -150,7 +150,7 @@ class HubSource(Source):
     def __init__(self, path: str, config: str | None, split: str, fields: Fields) -> None:
         self.fields = fields
         self.name = f"{path} [{split}]"
-        self._data = _load(path, config, split)
+        self._data = load_hub(path, config, split)
         check_columns(columns(fields), self._data.column_names, self.name)
 
     def stamp(self) -> Any:
@@ -176,7 +176,7 @@ class HubSource(Source):
             logger.warning("%s: left out %d rows without a label", self.name, unlabelled)
 
 
-def _load(path: str, config: str | None, split: str) -> Any:
+def load_hub(path: str, config: str | None, split: str) -> Any:
     """A map-style dataset; whatever goes wrong is one `UserError`."""
     import datasets
 
@@ -220,7 +220,7 @@ def to_piece(row: Mapping[str, Any], fields: Fields, where: str) -> Piece:
     """The document in a row."""
     check_columns(columns(fields), list(row), where)
     pair = None if fields.pair is None else _text(row, fields.pair, where)
-    label = None if fields.label is None else _label(row[fields.label], fields.label, where)
+    label = None if fields.label is None else label_text(row[fields.label], fields.label, where)
     return Piece(_text(row, fields.text, where), pair, label, where=where)
 
 
@@ -231,7 +231,8 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
-def _label(value: Any, name: str, where: str) -> str:
+def label_text(value: Any, name: str, where: str) -> str:
+    """A label as text; refuses what is neither text nor a whole number."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | int) and value != "":

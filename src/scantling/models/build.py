@@ -29,8 +29,13 @@ _POSITIONS_AFTER_PADDING = {
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 """Model types that count positions from the padding id on, so that they have that many fewer."""
-_OF_THE_DATA = ("num_numeric", "table_sizes")
-"""Keys of DLRM's configuration that nothing else than the data can say."""
+_OF_THE_DATA = {
+    "num_numeric": "data.clicks",
+    "table_sizes": "data.clicks",
+    "image_size": "data.image_size",
+    "num_channels": "data.image_channels",
+}
+"""Keys of configurations that nothing else than the data can say, and what in the recipe they follow from."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -50,6 +55,7 @@ def default_task(section: ModelSection) -> str:
         ("LMHeadModel", "causal-lm"),
         ("ForMaskedLM", "masked-lm"),
         ("ForSequenceClassification", "classification"),
+        ("ForImageClassification", "image-classification"),
         ("DLRM", "clicks"),
     ):
         if any(str(name).endswith(ending) for name in architectures):
@@ -106,7 +112,7 @@ def build_config(
             known = did_you_mean(key, plain.to_dict())
             raise UserError(f"model.overrides.{key}: {config_class.__name__} has no such key" + _hint(known))
         if key in _OF_THE_DATA and key in config_overrides:
-            raise UserError(f"model.overrides.{key}: follows from the data; see data.clicks")
+            raise UserError(f"model.overrides.{key}: follows from the data; see {_OF_THE_DATA[key]}")
     if "hidden_size" in section.overrides and "head_dim" not in section.overrides:
         given.pop("head_dim", None)
     if not hasattr(plain, "use_cache"):
@@ -291,6 +297,12 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
         raise UserError(
             f"model.overrides: num_attention_heads = {heads} must be a multiple of "
             f"num_key_value_heads = {key_value_heads}"
+        )
+    size, patch = (getattr(config, name, None) for name in ("image_size", "patch_size"))
+    if isinstance(size, int) and isinstance(patch, int) and patch > 0 and size % patch:
+        raise UserError(
+            f"data.image_size is {size}, which the model's patches of {patch} do not fill; "
+            "give a multiple of it or set model.overrides.patch_size"
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None:

@@ -6,6 +6,9 @@ vocabulary. Embeddings and output head are not tied. `t5-small` is the Small mod
 section 3.7), of 60 million parameters with its vocabulary of 32,128. The vocabulary of a Llama or T5 preset is that of
 the tokenizer, rounded up to a multiple of 64; the encoders keep the vocabulary of the model they are named after.
 `dlrm` has the widths of the public DLRM's run on Criteo Kaggle; its features and tables are those of the data.
+`vit-base` is ViT-B/16 of Dosovitskiy et al. (arXiv 2010.11929, table 1), `vit-digits` a small one with 16 patches for
+images of 8 x 8 pixels, whose weights begin larger, as its width wants; size and channels of the images, and the
+classes, are those of the data.
 """
 
 from __future__ import annotations
@@ -70,6 +73,21 @@ _T5_SMALL = {
     "num_layers": 6,
     "decoder_start_token_id": 0,
 }
+_VIT_DIGITS = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "patch_size": 2,
+    "initializer_range": 0.1,
+}
+_VIT_BASE = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "patch_size": 16,
+}
 _DLRM = {
     "embedding_dim": 16,
     "bottom_mlp": [512, 256, 64],
@@ -87,4 +105,6 @@ PRESETS: dict[str, Preset] = {
     "roberta-code": Preset("masked-lm", "roberta", _ROBERTA_CODE, fixed_vocab=True),
     "t5-small": Preset("seq2seq", "t5", _T5_SMALL),
     "dlrm": Preset("clicks", "dlrm", _DLRM, fixed_vocab=True),
+    "vit-digits": Preset("image-classification", "vit", _VIT_DIGITS, fixed_vocab=True),
+    "vit-base": Preset("image-classification", "vit", _VIT_BASE, fixed_vocab=True),
 }

@@ -14,6 +14,8 @@ from pydantic import BaseModel
 from scantling.errors import Fault, UserError, did_you_mean
 from scantling.recipe.schema import (
     CLICK_SOURCES,
+    DIGITS,
+    IMAGE_SOURCES,
     SOURCES,
     TASKS,
     Clicks,
@@ -32,6 +34,11 @@ KEYS_OF_TASKS = {
     "clicks": ("clicks",),
     "criteo": ("clicks",),
     "document_mask": ("causal-lm",),
+    "image_channels": ("image-classification",),
+    "image_flip": ("image-classification",),
+    "image_shift": ("image-classification",),
+    "image_size": ("image-classification",),
+    "images": ("image-classification",),
     "mask_probability": ("masked-lm", "seq2seq"),
     "pad_to_multiple_of": ("classification", "seq2seq"),
     "span_length": ("seq2seq",),
@@ -109,7 +116,7 @@ def _check_data(content: Content) -> Iterator[Fault]:
         yield Fault("data", f"give exactly one source of {', '.join(SOURCES)}", ", ".join(given) if given else "none")
         return
     source = given[0]
-    if source in ("text", "corpus", "bin") and _changed_fields(data):
+    if source in ("text", "corpus", "bin", "images") and _changed_fields(data):
         yield Fault("data.fields", f"has no meaning for the source '{source}', which has no columns")
     if source != "text" and data.get("document_separator"):
         yield Fault("data.document_separator", f"has no meaning for the source '{source}'; it splits text files")
@@ -121,6 +128,8 @@ def _check_data(content: Content) -> Iterator[Fault]:
         yield Fault("data.bin_dtype", f"has no meaning for the source '{source}'")
     if source == "corpus" and data.get("validation"):
         yield Fault("data.validation", "a built-in corpus is split by document; use data.heldout")
+    if data.get("images") == DIGITS and data.get("validation"):
+        yield Fault("data.validation", "built-in images are split one by one; use data.heldout")
     if source == "bin" and data.get("max_bytes"):
         yield Fault("data.max_bytes", "has no meaning for the source 'bin', which holds tokens")
     if data.get("validation") and _changed(data, DataSection, "heldout") and data["heldout"] != 0:
@@ -135,6 +144,8 @@ def _check_task(content: Content) -> Iterator[Fault]:
     task = model.get("task") or (preset.task if preset else None)
     if task is None and _given(data, ("clicks", "criteo")):
         task = "clicks"
+    if task is None and _given(data, ("images",)):
+        task = "image-classification"
     fields = data.get("fields")
     label = fields.get("label") if isinstance(fields, Mapping) else None
     if task == "classification":
@@ -143,13 +154,17 @@ def _check_task(content: Content) -> Iterator[Fault]:
             yield Fault("data", f"classification needs labels, which '{source}' has not; use jsonl, csv, parquet or hf")
         elif data and not label:
             yield Fault("data.fields.label", "missing; classification needs the name of the label column")
-    elif task in TASKS:
+    elif task in TASKS and task != "image-classification":
         if label:
             yield Fault("data.fields.label", f"has no meaning for the task '{task}'", repr(label))
         if data.get("labels"):
             yield Fault("data.labels", f"has no meaning for the task '{task}'")
     if task == "clicks":
         yield from _check_click_task(content)
+    if task == "image-classification":
+        yield from _check_image_task(content)
+    elif task in TASKS and isinstance(fields, Mapping) and _changed(fields, Fields, "image"):
+        yield Fault("data.fields.image", f"has no meaning for the task '{task}'", repr(fields["image"]))
     if task in TASKS:
         for key, tasks in KEYS_OF_TASKS.items():
             if task not in tasks and _changed(data, DataSection, key):
@@ -169,15 +184,38 @@ def _check_click_task(content: Content) -> Iterator[Fault]:
         yield Fault("data", f"the task 'clicks' reads {', '.join(CLICK_SOURCES)}", f"'{source}'")
     if data and source != "criteo" and not data.get("clicks"):
         yield Fault("data.clicks", "missing; the task 'clicks' needs the names of the columns")
-    for key in ("tokenizer", "seq_len", "max_bytes"):
-        if _changed(data, DataSection, key):
-            yield Fault(f"data.{key}", "has no meaning for the task 'clicks', whose rows have no text")
     if _changed_fields(data):
         yield Fault("data.fields", "has no meaning for the task 'clicks'; name the columns in data.clicks")
+    yield from _check_no_text(content, "clicks", "rows")
+
+
+def _check_image_task(content: Content) -> Iterator[Fault]:
+    """What has no meaning for images, and what they need."""
+    data, task = _section(content, "data"), "image-classification"
+    source = next(iter(_given(data, SOURCES)), None)
+    fields = data.get("fields")
+    fields = fields if isinstance(fields, Mapping) else {}
+    if source is not None and source not in IMAGE_SOURCES:
+        yield Fault("data", f"the task '{task}' reads {', '.join(IMAGE_SOURCES)}", f"'{source}'")
+    elif source is not None and data.get("images") != DIGITS and data.get("image_size") is None:
+        yield Fault("data.image_size", "missing; images are resized to so many pixels on a side", None, "such as 224")
+    if source == "hf" and not fields.get("label"):
+        yield Fault("data.fields.label", f"missing; {task} needs the name of the label column")
+    for key in ("text", "pair"):
+        if source == "hf" and _changed(fields, Fields, key):
+            yield Fault(f"data.fields.{key}", f"has no meaning for the task '{task}'; name the columns image and label")
+    yield from _check_no_text(content, task, "images")
+
+
+def _check_no_text(content: Content, task: str, examples: str) -> Iterator[Fault]:
+    """What has no meaning for a task whose examples are no texts."""
+    data = _section(content, "data")
+    for key in ("tokenizer", "seq_len", "max_bytes"):
+        if _changed(data, DataSection, key):
+            yield Fault(f"data.{key}", f"has no meaning for the task '{task}', whose {examples} have no text")
     if _section(content, "train").get("batch_tokens") is not None:
-        yield Fault(
-            "train.batch_tokens", "has no meaning for the task 'clicks'; give the rows of a batch in batch_size"
-        )
+        problem = f"has no meaning for the task '{task}'; give the {examples} of a batch in batch_size"
+        yield Fault("train.batch_tokens", problem)
 
 
 def _check_clicks(content: Content) -> Iterator[Fault]:

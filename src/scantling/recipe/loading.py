@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from scantling.errors import Fault, RecipeError, UserError, did_you_mean
 from scantling.recipe.checks import semantic_faults
-from scantling.recipe.schema import Recipe
+from scantling.recipe.schema import DIGITS, Recipe
 
 RecipeLike = Recipe | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -235,8 +235,8 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
 
     data, model = content["data"], content["model"]
     kind_is_hf = data.get("hf") is not None
-    for key in ("text", "jsonl", "csv", "parquet", "bin", "criteo"):
-        if key in data:
+    for key in ("text", "jsonl", "csv", "parquet", "bin", "criteo", "images"):
+        if key in data and not (key == "images" and data[key] == DIGITS):
             data[key] = expand(data[key])
     if "validation" in data and not kind_is_hf:
         data["validation"] = expand(data["validation"])

@@ -20,10 +20,14 @@ Label = Annotated[
 ]
 Paths = Text | Annotated[list[Text], Field(min_length=1)]
 
-TASKS = ("causal-lm", "masked-lm", "seq2seq", "classification", "clicks")
-SOURCES = ("corpus", "text", "jsonl", "csv", "parquet", "hf", "bin", "criteo")
+TASKS = ("causal-lm", "masked-lm", "seq2seq", "classification", "clicks", "image-classification")
+SOURCES = ("corpus", "text", "jsonl", "csv", "parquet", "hf", "bin", "criteo", "images")
 CLICK_SOURCES = ("criteo", "csv", "parquet")
 """Sources that the task `clicks` reads."""
+IMAGE_SOURCES = ("images", "hf")
+"""Sources that the task `image-classification` reads."""
+DIGITS = "digits"
+"""The built-in images."""
 
 
 class Section(BaseModel):
@@ -47,7 +51,7 @@ class ModelSection(Section):
     """A local folder with `config.json` (and weights, for fine-tuning), or a `config.json` file."""
     pretrained: bool | None = None
     """Load the weights found in the `hf` folder. Default: yes when the folder holds weights."""
-    task: Literal["causal-lm", "masked-lm", "seq2seq", "classification", "clicks"] | None = None
+    task: Literal["causal-lm", "masked-lm", "seq2seq", "classification", "clicks", "image-classification"] | None = None
     """What the model is trained to do. Default: the preset's task, or what the configuration's architecture is for."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Keys of the transformers configuration to change, such as `{hidden_size: 128, num_hidden_layers: 2}`."""
@@ -63,7 +67,9 @@ class Fields(Section):
     pair: Text | None = None
     """Column with the second sentence of a pair; for seq2seq the target."""
     label: Text | None = None
-    """Column with the label, for classification."""
+    """Column with the label, for classification of texts and images."""
+    image: Text = "image"
+    """Column with the image, of an `hf` dataset."""
 
 
 Rows = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -125,6 +131,17 @@ class DataSection(Section):
     """Number format of the `bin` files."""
     criteo: Paths | None = None
     """Click logs in Criteo's layout, also compressed: a label, 13 numbers and 26 categories, with tabs between them."""
+    images: Text | None = None
+    """Labelled images: a folder that holds a folder of images for each class, an `.npz` file with arrays `images` and
+    `labels`, or `digits`: scikit-learn's 1,797 handwritten digits of 8x8 pixels (needs the `vision` extra)."""
+    image_size: int | None = Field(default=None, ge=1, le=4096)
+    """Pixels on a side, to which each image is resized, whatever its shape. Required for all images but `digits`."""
+    image_channels: Literal[1, 3] | None = None
+    """1 makes images grey, 3 RGB. Default: 3, and 1 for `digits`."""
+    image_shift: int = Field(default=0, ge=0, le=4096)
+    """Training images are moved by up to so many pixels along both sides, anew in each epoch; what is left is black."""
+    image_flip: bool = False
+    """Mirror half of the training images left to right, anew in each epoch."""
     clicks: Clicks | None = None
     """Columns of click logs: of `csv` and `parquet` they have to be named here."""
     fields: Fields = Field(default_factory=Fields)
@@ -142,9 +159,9 @@ class DataSection(Section):
     document_mask: bool = False
     """Keep attention inside a document when several are packed into one sequence (slower)."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Share of the documents held out for evaluation, chosen by document, never by window; of click logs, rows."""
+    """Share held out for evaluation: of the documents, never of windows; of the rows of click logs; of the images."""
     validation: Paths | None = None
-    """Held-out files of the same kind as the source (for `hf`: the name of a split), instead of `heldout`."""
+    """Held-out files, or images, of the same kind as the source (for `hf`: a split), instead of `heldout`."""
     max_bytes: int | None = Field(default=None, ge=1)
     """Use only about this many bytes of text, whole documents, chosen by hash."""
     mask_probability: float = Field(default=0.15, gt=0.0, lt=1.0)
@@ -158,6 +175,14 @@ class DataSection(Section):
     `seq_len` itself, all batches have one shape, which CUDA graphs want. Default: the longest example of the batch."""
     workers: int = Field(default=0, ge=0, le=64)
     """Processes that prepare batches; the order of the data does not depend on it."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the images that a model is given."""
+        size = self.image_size or (8 if self.images == DIGITS else None)
+        if size is None:
+            raise AssertionError("a loaded recipe has a size for its images")
+        return self.image_channels or (1 if self.images == DIGITS else 3), size, size
 
     @property
     def longest(self) -> int:

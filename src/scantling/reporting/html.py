@@ -140,16 +140,16 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     model, data, optim, train = (_section(recipe, name) for name in ("model", "data", "optim", "train"))
     source = next((f"{key}: {_text(data[key])}" for key in _sources() if data.get(key)), MISSING)
     batch = f"{train['batch_tokens']:,} tokens" if isinstance(train.get("batch_tokens"), int) else None
-    rows = bool(data.get("clicks") or data.get("criteo"))
-    unit = "rows" if rows else "sequences"
+    images = data.get("images") or data.get("image_size")
+    unit = "rows" if data.get("clicks") or data.get("criteo") else "images" if images else "sequences"
     batch = batch or (f"{train['batch_size']:,} {unit}" if isinstance(train.get("batch_size"), int) else MISSING)
     hardware, versions = _section(run.environment, "hardware"), _section(run.environment, "versions")
     facts = [
         ("model", _text(model.get("preset") or model.get("hf"))),
         ("task", _text(model.get("task"))),
         ("data", source),
-        ("tokenizer", MISSING if rows else _text(data.get("tokenizer"))),
-        ("sequence length", MISSING if rows else _text(data.get("seq_len"))),
+        ("tokenizer", _text(data.get("tokenizer")) if unit == "sequences" else MISSING),
+        ("sequence length", _text(data.get("seq_len")) if unit == "sequences" else MISSING),
         ("optimizer", f"{_text(optim.get('name'))}, lr {_text(optim.get('lr'))}"),
         ("batch per step", batch),
         ("number format", _text(_section(recipe, "precision").get("compute"))),

@@ -7,11 +7,12 @@ from scantling.tasks.base import LossSums, Task, TaskData
 from scantling.tasks.causal_lm import CausalLM
 from scantling.tasks.classification import Classification
 from scantling.tasks.clicks import ClickPrediction
+from scantling.tasks.image_classification import ImageClassification
 from scantling.tasks.masked_lm import MaskedLM
 from scantling.tasks.seq2seq import Seq2Seq
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (CausalLM, MaskedLM, Seq2Seq, Classification, ClickPrediction)
+    task.name: task for task in (CausalLM, MaskedLM, Seq2Seq, Classification, ClickPrediction, ImageClassification)
 }
 
 

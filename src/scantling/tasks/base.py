@@ -151,6 +151,16 @@ class Task(ABC):
         return {}
 
 
+def label_names(labels: Sequence[str]) -> dict[str, Any]:
+    """What the configuration of a classifier says of its labels, in the order of their ids."""
+    return {
+        "num_labels": len(labels),
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: number for number, label in enumerate(labels)},
+        "problem_type": "single_label_classification",
+    }
+
+
 def mean_loss(sums: dict[str, float]) -> float:
     """Nats a target."""
     if not sums.get("targets"):

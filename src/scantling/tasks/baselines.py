@@ -18,6 +18,7 @@ from scantling.data.hashing import key64, permutation
 from scantling.data.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
+    from scantling.data.images import ImageSet
     from scantling.tasks.classification import LabelledDataset
 
 FEATURES = 1 << 17
@@ -75,6 +76,27 @@ def bag_accuracy(
         batch = _Bags([_features(heldout, number, tokenizer, size) for number in numbers])
         correct += int((batch.scores(weights, bias).argmax(1) == labels[at : at + BATCH]).sum())
     return correct / len(heldout)
+
+
+def class_mean_accuracy(train: ImageSet, heldout: ImageSet, *, num_labels: int, seed: int = 0) -> float:
+    """Accuracy of answering the class whose mean training image is the closest, by the squares of the differences.
+
+    Args:
+        train: images to take the means of.
+        heldout: images to answer.
+        num_labels: size of the label set.
+        seed: decides which training images are used where there are many.
+    """
+    chosen = permutation(len(train), key64("means", seed))[:TRAIN_DOCUMENTS]
+    sums, counts = np.zeros((num_labels, *train.shape)), np.zeros(num_labels)
+    for index in chosen:
+        pixels, label = train[int(index)]
+        sums[label] += pixels
+        counts[label] += 1
+    means = sums / np.maximum(counts, 1)[:, None, None, None]
+    distances = (((means - pixels) ** 2).sum((1, 2, 3)) for pixels, _ in map(heldout.__getitem__, range(len(heldout))))
+    answers = [np.where(counts > 0, distance, np.inf).argmin() for distance in distances]
+    return float((np.array(answers) == heldout.labels).mean())
 
 
 def _features(dataset: LabelledDataset, index: int, tokenizer: Tokenizer, size: int) -> npt.NDArray[np.int64]:

@@ -22,6 +22,7 @@ from scantling.tasks.base import (
     Task,
     TaskData,
     cross_entropy_sum,
+    label_names,
     mean_loss,
     model_config,
     pad_rows,
@@ -123,13 +124,7 @@ class Classification(Task):
         )
 
     def config_overrides(self, data: TaskData) -> dict[str, Any]:
-        labels = data.labels or []
-        names = {
-            "num_labels": len(labels),
-            "id2label": dict(enumerate(labels)),
-            "label2id": {label: number for number, label in enumerate(labels)},
-            "problem_type": "single_label_classification",
-        }
+        names = label_names(data.labels or [])
         return names if data.tokenizer is None else names | {"pad_token_id": data.tokenizer.pad_id}
 
     def planned_overrides(self, data: DataSection, notes: list[str]) -> dict[str, Any]:
