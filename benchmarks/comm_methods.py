@@ -76,10 +76,10 @@ def ddp(model: nn.Module, lr: float, *, half: bool = False) -> Replica:
     return Replica(wrapped, adamw(model, lr), lambda: float(allreduce_wire_bytes(size, dist.get_world_size())))
 
 
-def power_sgd(model: nn.Module, lr: float, *, rank: int) -> Replica:
-    """PyTorch's own PowerSGD, after two steps of plain averaging."""
+def power_sgd(model: nn.Module, lr: float, *, rank: int, start: int = 2) -> Replica:
+    """PyTorch's own PowerSGD, after some steps of plain averaging, which its formula leaves out."""
     wrapped = DistributedDataParallel(model)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def computed() -> float:
@@ -101,9 +101,7 @@ def local_steps(model: nn.Module, lr: float, *, make: Callable[..., Any], every:
 
 def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
     """sc.DeMo."""
-    paper = options.get("compat") == "paper"
-    decayed = sc.param_groups(model, weight_decay=0.0 if paper else 0.1)
-    optimizer = sc.DeMo(decayed, lr, **options)
+    optimizer = sc.DeMo(sc.param_groups(model, weight_decay=0.1), lr, **options)
     planned = optimizer.exchange.planned_wire_bytes_a_step
     return Replica(model, optimizer, lambda: float(planned()), lambda: optimizer.wire_bytes, optimizer.overlapped)
 
@@ -116,6 +114,7 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     **{f"diloco h{every}": partial(local_steps, make=diloco, every=every) for every in (30, 100)},
     "sparseloco h30": partial(local_steps, make=sparseloco, every=30),
     **{f"demo paper k{k}": partial(demo, compat="paper", topk=k) for k in (1, 2, 4, 8, 16, 32)},
+    "demo paper k32 decay 0.95": partial(demo, compat="paper", topk=32, decay=0.95),
     **{
         f"ours k{k} {way}": partial(demo, topk=k, exchange=way, **OURS)
         for k in (2, 8, 32)
