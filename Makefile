@@ -21,8 +21,10 @@ help: ## list the targets
 setup: ## make .venv with the pinned packages and this package (quick when up to date)
 	@sh scripts/setup.sh
 
-demo: setup ## train one small model twice, dense and lean, and compare: the quickest way to see what this is
+demo: setup ## train one small model dense and lean, and on two processes: the quickest way to see what this is
 	@$(BIN)/scantling compare recipes/demo-dense.yaml recipes/demo-lean.yaml --out runs/demo --force
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m scantling train recipes/demo-two.yaml \
+		--run-dir runs/demo-two --force
 
 test: lint ## lint, type-check and run the default test suite (what CI runs)
 	@$(TEST) $(FAST)

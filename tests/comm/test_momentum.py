@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
+from scantling.comm.channels import kind_and_grid
 from scantling.comm.momentum import MomentumExchange
 from scantling.comm.values import VALUES
 from scantling.errors import NonFiniteError, PayloadError, ReplicaError, UserError
 from tests.comm.replicas import ThreadLink, together
 
+DENSE = {"chunk": 64, "topk": 8, "values": "sign", "dense": "sign", "transform": "dct", "decay": 0.9, "alpha": 1.0}
 SHAPES = {
     "square": (70, 130),
     "long": (1021, 7),
@@ -290,3 +292,12 @@ def test_divergence_and_averaged_residuals() -> None:
     for _, _, left in found[1:]:
         for one, other in zip(left, found[0][2], strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("shape", [(4, 40, 1), (1, 8, 3), (200,), (7,), (), (3, 5, 2, 2), (50, 96)])
+def test_what_is_dense_has_long_rows(shape: tuple[int, ...]) -> None:
+    kind, grid = kind_and_grid(shape, 1, {"role": "vector", "matrix_dims": None, "compat": None, **DENSE})
+    numel = max(1, torch.Size(shape).numel())
+    assert kind.width >= min(numel, 64)
+    value = torch.arange(numel, dtype=torch.float32).view(shape)
+    assert torch.equal(grid.paste(grid.cut(value)), value)

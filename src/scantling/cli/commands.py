@@ -16,6 +16,8 @@ from scantling.errors import RunError, UserError
 def train(
     recipe: str, run_dir: Path | None, settings: Sequence[str], *, resume: bool, dry_run: bool, force: bool
 ) -> int:
+    from scantling.comm.allreduce import allreduce_wire_bytes
+    from scantling.reporting.format import format_bytes
     from scantling.training.run import resolve
     from scantling.training.run import train as run_training
 
@@ -43,6 +45,13 @@ def train(
     losses = [("loss", metrics.get("loss")), ("held-out loss", metrics.get("eval_loss"))]
     listed = ", ".join(f"{label} {value:.4f}" for label, value in losses if value is not None)
     console.print(f"{result.status} at step {result.step}: {listed or 'nothing recorded'}", markup=False)
+    sent = metrics.get("wire_bytes")
+    if sent:
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        dense = allreduce_wire_bytes(metrics["gradient_bytes"], processes)
+        share = f", where all gradients would be {format_bytes(dense)}" if dense > sent else ""
+        times = f": {dense / sent:.0f} times fewer" if dense > 2 * sent else ""
+        console.print(f"each of {processes} processes sent {format_bytes(sent)} in a step{share}{times}", markup=False)
     console.print(f"report      {result.run_dir / 'report.html'}", markup=False)
     console.print(f"checkpoints {result.run_dir / 'checkpoints'}", markup=False)
     if result.status == "stopped":

@@ -6,7 +6,8 @@ parameters of a channel are encoded in one batch.
 - A parameter of two dims and more with the role `matrix` goes by blocks of up to chunk x chunk, of whose cosine
   transform a share of topk / chunk^2 is sent, rounded, at least one: a small or narrow block sends less.
 - Everything else (embeddings, vectors, what is smaller than `MIN_NUMBERS`) is dense: rows of up to `ROW` numbers, all
-  of which are sent, without a transform.
+  of which are sent, without a transform. A row follows the last dim, or where that is short all dims: each row has a
+  scale.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def kind_and_grid(shape: tuple[int, ...], numel: int, group: dict[str, Any]) -> 
         kept = min(topk, size) if paper else max(1, min(size, round(topk * size / chunk**2)))
         section, transformed = Section(size, kept, values), group["transform"] == "dct"
         return Kind(section, grid.height, grid.width, True, transformed, group["decay"], group["alpha"]), grid
-    view = _row(shape)
+    view = _row(shape) if shape and shape[-1] >= ROW // 2 else ((), tuple(range(len(shape))))
     grid = Grid(shape, view, 1, even_side(prod(shape[dim] for dim in view[1]), ROW))
     dense: Values = group["dense"]
     return Kind(Section(grid.width, grid.width, dense), grid.height, grid.width, False, False, 1.0, 1.0), grid
