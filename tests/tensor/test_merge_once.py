@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.tensor import layer as layer_module
-from scantling.tensor.layer import merge_once
+from scantling.tensor.layer import CoreLayer, merge_once
 
 
 class Net(nn.Module):
@@ -154,3 +155,43 @@ def test_training_and_inference_mode_keep_nothing() -> None:
     torch.testing.assert_close(one, model(ids))
     model.train()
     backward(model, 1)  # what inference mode kept is not in the way
+
+
+SIZES: dict[str, tuple[Callable[[], CoreLayer], Callable[[int], Tensor]]] = {
+    "table": (lambda: sc.TTMEmbedding(100_000, 64, 16), lambda number: torch.arange(number) * 7),
+    "bag": (lambda: sc.TTMEmbeddingBag(30_522, 128, 16), lambda number: torch.arange(number).view(-1, 1)),
+    "768 x 768": (lambda: sc.TTLinear(768, 768, 30), lambda number: torch.randn(number, 768)),
+    "768 x 3072": (lambda: sc.TTLinear(768, 3072, 30), lambda number: torch.randn(number, 768)),
+    "tiny ranks": (lambda: sc.TTLinear(512, 512, 2), lambda number: torch.randn(number, 512)),
+    "hardly smaller": (lambda: sc.TTLinear(64, 64, 20), lambda number: torch.randn(number, 64)),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_kept_is_a_small_multiple_of_the_cores(name: str) -> None:
+    made, input_of = SIZES[name]
+    layer = made().eval()
+    with torch.no_grad():
+        for number in (1, 16, 700, 5000):
+            x = input_of(number)
+            found = layer(x)
+            torch.testing.assert_close(found, copy.deepcopy(layer).train()(x), rtol=1e-4, atol=1e-4)
+            kept = sum(block.numel() for block in layer._kept[1].values())
+            assert kept <= 8 * sum(core.numel() for core in layer.cores)
+
+
+def test_a_linear_layer_keeps_its_two_halves() -> None:
+    layer = sc.TTLinear(768, 3072, 30).eval()
+    with torch.no_grad():
+        layer(torch.randn(64, 768))
+    assert sorted(block.numel() for block in layer._kept[1].values()) == [768 * 30, 3072 * 30]
+
+
+def test_the_passes_of_a_step_hold_no_dense_table() -> None:
+    table = sc.TTMEmbedding(4096, 64, 8)
+    with merge_once(table, 64):
+        for _ in range(2):
+            table(torch.arange(4096)).sum().backward()
+            table.logits(torch.randn(40, 64)).sum().backward()
+        held = sum(block.numel() for block, _ in (table._shared or {}).values())
+        assert held <= 8 * sum(core.numel() for core in table.cores)

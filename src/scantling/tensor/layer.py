@@ -14,7 +14,7 @@ tokens: `merge_once` does it once for several passes, and a model in evaluation 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Self, TypeAlias
 
@@ -23,7 +23,18 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.tensor.contraction import Head, Lookup, Network, Orders, Step, Tree, merged, orders
+from scantling.tensor.contraction import (
+    MOST_ORDERS,
+    Head,
+    Lookup,
+    Network,
+    Orders,
+    Step,
+    Tree,
+    can_keep,
+    merged,
+    orders,
+)
 from scantling.tensor.cores import num_parameters, tt_svd
 from scantling.tensor.steps import steps_taken, version_of
 
@@ -107,6 +118,8 @@ class CoreLayer(nn.Module):
 
     def _merged_once(self, shared: dict[Tree, tuple[Tensor, Tensor]], trees: Sequence[Tree]) -> list[Tensor]:
         missing = [tree for tree in trees if tree not in shared]
+        if missing and not self._has_room(shared, trees):
+            return self._merged(trees)
         for tree, block in zip(missing, self._merged(missing) if missing else [], strict=True):
             shared[tree] = block, block.detach().requires_grad_(block.requires_grad)
         return [shared[tree][1] for tree in trees]
@@ -118,8 +131,18 @@ class CoreLayer(nn.Module):
             self._kept = state, {}
         kept = self._kept[1]
         missing = [tree for tree in trees if tree not in kept]
+        if missing and not self._has_room(kept, trees):
+            if not self._has_room({}, trees):
+                return self._merged(trees)
+            kept.clear()  # of orders for other numbers of tokens
+            missing = list(trees)
         kept.update(zip(missing, self._merged(missing) if missing else [], strict=True))
         return [kept[tree] for tree in trees]
+
+    def _has_room(self, held: Iterable[Tree], trees: Sequence[Tree]) -> bool:
+        """Whether the blocks of an order may be held beside those that are."""
+        network = self.network
+        return can_keep(network, trees) and can_keep(network, {*held, *trees}, MOST_ORDERS)
 
     def _is_kept(self) -> bool:
         """Whether merged blocks stay for the next pass: in evaluation mode, without gradients."""
