@@ -161,6 +161,17 @@ def test_it_compiles_whole(kind: type[TTMEmbedding], shape: tuple[int, int]) -> 
     torch.testing.assert_close(compiled(ids), table(ids))
 
 
+@pytest.mark.parametrize("kind", [TTMEmbedding, TTMEmbeddingBag])
+@pytest.mark.parametrize("capacity", [None, 8])
+@pytest.mark.parametrize("wrong", [100, -1, 10**6])
+def test_compiled_code_refuses_ids_out_of_range(kind: type[TTMEmbedding], capacity: int | None, wrong: int) -> None:
+    table = kind(100, 8, rank=4, capacity=capacity)
+    compiled = torch.compile(table, fullgraph=True, backend="aot_eager")
+    compiled(torch.tensor([[1, 99]]))
+    with pytest.raises(RuntimeError, match="out of range"):
+        compiled(torch.tensor([[1, wrong]]))
+
+
 @pytest.mark.parametrize("ids", [[100], [-1], [3, 1 << 40]], ids=str)
 def test_ids_out_of_range_are_refused(ids: list[int]) -> None:
     with pytest.raises(IndexError, match="this table has the rows 0 to 99"):

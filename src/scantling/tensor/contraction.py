@@ -50,7 +50,7 @@ are much smaller than W and yet not tiny (2.3 times the cores at 768 x 768 and r
 4096 x 4096 and rank 256); W is where cores save little; all rows of a large table never are.
 """
 MOST_ORDERS = 2
-"""Whose blocks are kept of one layer: those of a table for lookups and for a head, of a layer for many tokens and few."""
+"""Whose blocks are kept of one layer: of a table for lookups and for a head, of others for many tokens and for few."""
 MOST_TOKENS = 1 << 22
 """Beyond these the order does not change any more."""
 

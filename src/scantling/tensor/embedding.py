@@ -181,7 +181,8 @@ class TTMEmbedding(CoreLayer):
         """Rows of the table: (...) integer ids to (..., embedding_dim).
 
         Raises:
-            IndexError: an id below 0 or not below `num_embeddings`; on a GPU a device-side assertion.
+            IndexError: an id below 0 or not below `num_embeddings`; a RuntimeError in compiled code, and on a GPU a
+                device-side assertion.
             RuntimeError: more distinct ids than the capacity.
         """
         _check_ids(ids, self.num_embeddings)
@@ -454,7 +455,10 @@ def _check_ids(ids: Tensor, num_embeddings: int) -> None:
     if isinstance(ids, FakeTensor) or ids.is_meta:
         return
     if ids.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(((ids >= 0) & (ids < num_embeddings)).all())
+        # with a message, or compiled code drops it
+        torch._assert_async(
+            ((ids >= 0) & (ids < num_embeddings)).all(), f"id out of range: rows 0 to {num_embeddings - 1}"
+        )
         return
     if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < num_embeddings):
         worst = ids.min() if int(ids.min()) < 0 else ids.max()
