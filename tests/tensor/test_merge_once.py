@@ -9,9 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import scantling as sc
 from scantling.tensor import layer as layer_module
+from scantling.tensor.head import TTMHead
 from scantling.tensor.layer import CoreLayer, merge_once
 
 
@@ -75,6 +77,31 @@ def test_gradients_are_those_of_every_pass_by_itself(with_controls: bool) -> Non
         backward(twin, 5)
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("with_controls", [False, True])
+def test_passes_may_be_checkpointed(use_reentrant: bool, with_controls: bool) -> None:
+    layers: list[tuple[nn.Module, Tensor]] = [
+        (sc.TTLinear(48, 48, 9).double(), torch.randn(40, 48, dtype=torch.float64, requires_grad=True)),
+        (sc.TTMEmbedding(60, 48, 6, num_modes=3).double(), torch.arange(50)),
+        (TTMHead(sc.TTMEmbedding(60, 48, 6).double()), torch.randn(9, 48, dtype=torch.float64, requires_grad=True)),
+    ]
+    for layer, x in layers:
+        table = layer.table if isinstance(layer, TTMHead) else layer
+        if with_controls:
+            sc.RankAdapter(table)
+        twin = copy.deepcopy(table)
+        again = TTMHead(twin) if isinstance(layer, TTMHead) else twin
+        dummy = torch.zeros((), dtype=torch.float64, requires_grad=True)  # for reentrant checkpoints of ids
+        for _ in range(3):
+            layer(x).square().sum().backward()
+        with merge_once(twin, 3):
+            for _ in range(3):
+                found = checkpoint(lambda x, _, again=again: again(x), x, dummy, use_reentrant=use_reentrant)
+                found.square().sum().backward()
+        for one, other in zip(table.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_it_merges_once() -> None:

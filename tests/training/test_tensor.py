@@ -105,6 +105,16 @@ def test_resume_is_bitwise_across_a_removal(tmp_path: Path, schedule: str) -> No
     same_bits(straight, broken, 12)
 
 
+def test_micro_batches_may_be_checkpointed(tmp_path: Path) -> None:
+    losses = []
+    for checkpointing in (False, True):
+        train = {"steps": 4, "checkpoint_every": None, "activation_checkpointing": checkpointing}
+        given = recipe(tmp_path, train=train)
+        lines = records(sc.train(given, run_dir=tmp_path / str(checkpointing)).run_dir)
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 @pytest.mark.dist
 def test_two_processes_remove_the_same_ranks_and_go_on_to_the_bit(tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "recipe.yaml", recipe(tmp_path, train={"batch_size": 8}))

@@ -120,7 +120,9 @@ class CoreLayer(nn.Module):
         missing = [tree for tree in trees if tree not in shared]
         if missing and not self._has_room(shared, trees):
             return self._merged(trees)
-        for tree, block in zip(missing, self._merged(missing) if missing else [], strict=True):
+        with saved_as_ever():
+            made = self._merged(missing) if missing else []
+        for tree, block in zip(missing, made, strict=True):
             shared[tree] = block, block.detach().requires_grad_(block.requires_grad)
         return [shared[tree][1] for tree in trees]
 
@@ -293,6 +295,15 @@ def merge_once(model: nn.Module, passes: int) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._shared, layer._passes = None, 1
+
+
+def saved_as_ever() -> AbstractContextManager[object]:
+    """The context in which tensors are saved for the backward pass itself, whatever hooks are in force.
+
+    What is merged for several passes belongs to none of them. A checkpoint would find less to be saved when it repeats
+    its pass, in which everything is merged already.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
