@@ -105,6 +105,21 @@ def test_resume_is_bitwise_across_a_removal(tmp_path: Path, schedule: str) -> No
     same_bits(straight, broken, 12)
 
 
+def test_an_evaluation_merges_once_for_all_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    gated = CoreLayer.gated
+
+    def seen(self: CoreLayer) -> list[torch.Tensor]:
+        if not torch.is_grad_enabled():
+            kept.append(self._kept is not None)
+        return gated(self)
+
+    monkeypatch.setattr(CoreLayer, "gated", seen)
+    sc.train(recipe(tmp_path, tensor={"rank": 4}, train={"steps": 1}), run_dir=tmp_path / "run")
+    assert kept
+    assert all(kept)
+
+
 def test_micro_batches_may_be_checkpointed(tmp_path: Path) -> None:
     losses = []
     for checkpointing in (False, True):
