@@ -299,7 +299,7 @@ class TTMEmbedding(CoreLayer):
     def to_dense(self) -> nn.Embedding:
         """An `nn.Embedding` with the same rows."""
         made = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
-        made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.cores[0].requires_grad)
+        made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.is_trainable)
         return made.train(self.training)
 
     def flops(self, tokens: int) -> int:
@@ -384,7 +384,7 @@ class TTMEmbeddingBag(TTMEmbedding):
             padding_idx=self.padding_idx,
             device="meta",
         )
-        made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.cores[0].requires_grad)
+        made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.is_trainable)
         return made.train(self.training)
 
 

@@ -85,6 +85,11 @@ class CoreLayer(nn.Module):
         """Elements of each core beside its bonds."""
         return tuple(core.shape[1:-1].numel() for core in self.cores)
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the cores take steps, or did until a bond died and nothing was left of them."""
+        return any(core.requires_grad or not core.numel() for core in self.chain)
+
     def gated(self) -> list[Tensor]:
         """The cores with the controls in them."""
         cores = self.chain

@@ -521,7 +521,12 @@ class RankAdapter:
         if optimizer is None or not self._controls:
             return
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        missing = [name for name, layer in self.layers.items() for each in layer.controls or () if id(each) not in held]
+        missing = [
+            name
+            for name, layer in self.layers.items()
+            for each in layer.controls or ()
+            if each.requires_grad and id(each) not in held
+        ]
         if missing:
             raise UserError(
                 f"the optimizer does not step the rank controls of '{missing[0]}'; attach the RankAdapter before the "
