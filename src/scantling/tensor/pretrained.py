@@ -27,6 +27,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from scantling.errors import UserError
+from scantling.tensor._cut import retire_if_empty
 from scantling.tensor.convert import densify
 from scantling.tensor.head import TTMHead
 from scantling.tensor.layer import CoreLayer
@@ -94,6 +95,7 @@ class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         for layer, names in layers_of_cores(model).items():
             for name, parameter in layer.named_parameters():
+                retire_if_empty(parameter)
                 if getattr(parameter, "_is_hf_initialized", False):
                     continue
                 if not isinstance(layer, TTMHead):
