@@ -173,6 +173,7 @@ class TTMEmbedding(CoreLayer):
             found = found.view(num_ids, step.before * table.shape[2], table.shape[3])
         assert found is not None
         values = found.reshape(num_ids, prod(self.col_modes))[:, : self.embedding_dim]
+        values = values.to(self.chain[0].dtype)  # as those of a dense table, also under autocast
         if self.padding_idx is None:
             return values
         return values.masked_fill((ids == self.padding_idx).unsqueeze(1), 0.0)
@@ -318,6 +319,8 @@ class TTMEmbedding(CoreLayer):
 
 class TTMEmbeddingBag(TTMEmbedding):
     """`nn.EmbeddingBag` with its table as cores: sums or means of rows, bag by bag.
+
+    Like `nn.EmbeddingBag` it has no second derivatives: they would take every row of every bag by itself.
 
     Args:
         num_embeddings, embedding_dim, rank: as of `TTMEmbedding`, and what it takes by keyword.
