@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from scantling.comm.momentum import MomentumExchange
     from scantling.groups import param_groups
     from scantling.integrations import hf
+    from scantling.models.load import load
     from scantling.optim.came import CAME
     from scantling.planning.plan import Plan, plan
     from scantling.tensor.convert import densify, tensorize
     from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
     from scantling.tensor.linear import TTLinear
-    from scantling.tensor.pretrained import load
     from scantling.tensor.ranks import RankAdapter
     from scantling.training.run import RunResult, train
 
@@ -35,7 +35,7 @@ _HOMES = {
     "TTMEmbedding": "scantling.tensor.embedding",
     "TTMEmbeddingBag": "scantling.tensor.embedding",
     "densify": "scantling.tensor.convert",
-    "load": "scantling.tensor.pretrained",
+    "load": "scantling.models.load",
     "param_groups": "scantling.groups",
     "plan": "scantling.planning.plan",
     "tensorize": "scantling.tensor.convert",

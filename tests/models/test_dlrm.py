@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+import scantling as sc
 from scantling.errors import UserError
 from scantling.groups import param_groups
 from scantling.models.build import build_model, default_task
@@ -106,6 +107,18 @@ def built(section: dict[str, Any], **of_the_data: Any) -> Any:
         config_overrides=of_the_data,
         seed=0,
     )
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_it_is_loaded_as_the_class_that_was_saved(tmp_path: Path, rank: int | None) -> None:
+    model = DLRM(DLRMConfig(num_numeric=4, table_sizes=[1000, 2000], embedding_dim=16, bottom_mlp=[64], top_mlp=[64]))
+    if rank is not None:
+        sc.tensorize(model, rank)
+    numeric, ids = torch.randn(5, 4), torch.randint(1000, (5, 2))
+    model.save_pretrained(tmp_path)
+    loaded = sc.load(tmp_path)
+    assert type(loaded) is DLRM
+    torch.testing.assert_close(loaded(numeric, ids).logits, model.eval()(numeric, ids).logits)
 
 
 def test_the_preset_takes_its_tables_from_the_data() -> None:

@@ -76,6 +76,25 @@ def test_many_tokens_compile_whole_with_the_same_gradients() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_backward_pass_holds_no_table(compiles: bool) -> None:
+    table = sc.TTMEmbedding(4096, 256, 32)
+    hidden = torch.randn(1024, 256, requires_grad=True)
+    torch.compiler.reset()
+    logits = torch.compile(table.logits, fullgraph=True, backend="aot_eager") if compiles else table.logits
+    saved: dict[int, int] = {}
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        values = logits(hidden)
+    assert sum(saved.values()) < hidden.nbytes + 4 * 4096 * 256 / 2
+    values.sum().backward()
+    assert table.cores[0].grad is not None
+
+
 def test_the_cores_are_there_once() -> None:
     model = Tied()
     assert [name for name, _ in model.named_parameters()] == [*(f"table.cores.{n}" for n in range(4)), "head.bias"]

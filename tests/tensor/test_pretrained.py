@@ -157,6 +157,7 @@ def test_ranks_that_have_changed_since(tmp_path: Path) -> None:
     assert loaded.model.layers[0].mlp.down_proj.ranks == dead.ranks
     assert loaded.model.embed_tokens.ranks == table.ranks
     assert torch.equal(logits(loaded), logits(model))
+    assert all(core.requires_grad == bool(core.numel()) for core in loaded.model.layers[0].mlp.down_proj.cores)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

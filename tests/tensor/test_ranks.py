@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -306,6 +307,35 @@ def test_a_dead_bond_leaves_the_bias() -> None:
     torch.testing.assert_close(model.first.to_dense()(x), model.first(x))
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-3),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_goes_on_when_a_bond_has_died(name: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=1000)
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    steps(model, adapter, optimizer, range(2))
+    controls = model.first.controls
+    assert controls is not None
+    with torch.no_grad():
+        controls[2].fill_(-1.0)
+    adapter.truncate(optimizer)
+    assert not any(param.requires_grad for param in (*model.first.cores, *controls))
+    before = model.second.cores[0].detach().clone()
+    losses = steps(model, adapter, optimizer, range(2, 5))
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert not torch.equal(model.second.cores[0], before)
+    adapter.truncate(optimizer)
+    assert model.first.to_dense().weight.requires_grad
 
 
 def test_a_rank_that_is_shut_may_come_back() -> None:

@@ -122,6 +122,18 @@ def test_bags_are_those_of_its_dense_form(options: dict[str, Any], mode: str) ->
         torch.testing.assert_close(bag(ids, per_sample_weights=weights), dense(ids, per_sample_weights=weights))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_autocast_leaves_rows_in_their_own_dtype(weighted: bool) -> None:
+    bag = TTMEmbeddingBag(500, 16, rank=4, mode="sum")
+    ids = torch.randint(500, (8, 3))
+    weights = torch.rand(8, 3) if weighted else None
+    with torch.autocast("cpu", torch.bfloat16):
+        found = bag(ids, per_sample_weights=weights)
+        rows = TTMEmbedding(500, 16, rank=4)(ids)
+    assert found.dtype == rows.dtype == torch.float32
+    torch.testing.assert_close(found, bag(ids, per_sample_weights=weights), rtol=0.05, atol=0.05)
+
+
 def test_a_bag_of_padding_alone_is_zero() -> None:
     bag = TTMEmbeddingBag(20, 4, rank=2, mode="mean", padding_idx=0)
     assert not bag(torch.zeros(1, 3, dtype=torch.int64)).any()
@@ -159,6 +171,17 @@ def test_it_compiles_whole(kind: type[TTMEmbedding], shape: tuple[int, int]) -> 
     ids = torch.randint(0, 100, shape)
     compiled = torch.compile(table, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(ids), table(ids))
+
+
+@pytest.mark.parametrize("kind", [TTMEmbedding, TTMEmbeddingBag])
+@pytest.mark.parametrize("capacity", [None, 8])
+@pytest.mark.parametrize("wrong", [100, -1, 10**6])
+def test_compiled_code_refuses_ids_out_of_range(kind: type[TTMEmbedding], capacity: int | None, wrong: int) -> None:
+    table = kind(100, 8, rank=4, capacity=capacity)
+    compiled = torch.compile(table, fullgraph=True, backend="aot_eager")
+    compiled(torch.tensor([[1, 99]]))
+    with pytest.raises(RuntimeError, match="out of range"):
+        compiled(torch.tensor([[1, wrong]]))
 
 
 @pytest.mark.parametrize("ids", [[100], [-1], [3, 1 << 40]], ids=str)

@@ -14,6 +14,7 @@ import torch
 
 import scantling as sc
 from scantling.errors import RecipeError, UserError
+from scantling.optim.memory import ParameterSpec, predicted_state_bytes
 from scantling.tensor.layer import CoreLayer
 from scantling.training.checkpoint import load_tensors
 from scantling.training.run import load_trained
@@ -103,6 +104,45 @@ def test_resume_is_bitwise_across_a_removal(tmp_path: Path, schedule: str) -> No
         shutil.rmtree(broken / "checkpoints" / f"step-{later}")
     sc.train(broken, resume=True)
     same_bits(straight, broken, 12)
+
+
+def test_an_evaluation_merges_once_for_all_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    gated = CoreLayer.gated
+
+    def seen(self: CoreLayer) -> list[torch.Tensor]:
+        if not torch.is_grad_enabled():
+            kept.append(self._kept is not None)
+        return gated(self)
+
+    monkeypatch.setattr(CoreLayer, "gated", seen)
+    sc.train(recipe(tmp_path, tensor={"rank": 4}, train={"steps": 1}), run_dir=tmp_path / "run")
+    assert any(kept)
+
+
+@pytest.mark.parametrize("optim", [{"name": "sgd", "lr": 0.1}, {"name": "adamw", "lr": 0.003}, CAME])
+def test_a_target_in_bytes_is_one_of_the_optimizer_of_the_run(tmp_path: Path, optim: dict[str, Any]) -> None:
+    share = {**ADAPTING, "unit": "bytes", "size_target": 12_000, "adapter": {"interval": 1}}
+    result = sc.train(recipe(tmp_path, tensor=share, optim=optim), run_dir=tmp_path / "run")
+    _, _, _, model, _ = load_trained(result.run_dir)
+    cores = [core for layer in model.modules() if isinstance(layer, CoreLayer) for core in layer.cores]
+    layers = [layer for layer in model.modules() if isinstance(layer, CoreLayer)]
+    specs = [
+        ParameterSpec(core.shape, core.dtype, own.core_role, own.core_dims) for own in layers for core in own.cores
+    ]
+    settings = {key: value for key, value in optim.items() if key not in ("name", "lr")}
+    held = 8 * sum(core.numel() for core, _ in cores) + (predicted_state_bytes(optim["name"], specs, **settings) or 0)
+    assert held == pytest.approx(12_000, rel=0.02)
+
+
+def test_micro_batches_may_be_checkpointed(tmp_path: Path) -> None:
+    losses = []
+    for checkpointing in (False, True):
+        train = {"steps": 4, "checkpoint_every": None, "activation_checkpointing": checkpointing}
+        given = recipe(tmp_path, tensor={**ADAPTING, "adapt": 2, "truncate_every": 2}, train=train)
+        lines = records(sc.train(given, run_dir=tmp_path / str(checkpointing)).run_dir)
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.dist

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import cache
+from math import prod
 from typing import TYPE_CHECKING
 
 from scantling.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
+
+    from scantling.groups import MatrixDims, Role
+    from scantling.tensor.ranks import BytesOf
 
 MIB = 2**20
 _TUNED = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
@@ -43,3 +48,27 @@ def held_gradient_bytes(recipe: Recipe, parameters: Iterable[torch.Tensor], *, w
     """Gradients that a process holds through a step: all, or the largest where each is freed as it comes."""
     sizes = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
     return max(sizes, default=0) if frees_gradients(recipe, world_size=world_size) else sum(sizes)
+
+
+def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
+    """Bytes of weight, gradient and state of a core under the optimizer of a recipe.
+
+    None where they are not known, or where the recipe says itself what a number takes.
+    """
+    import torch
+
+    from scantling.optim.memory import ParameterSpec, predicted_state_bytes
+
+    assert recipe.tensor is not None
+    if "bytes_per_parameter" in recipe.tensor.adapter:
+        return None
+    copies = 1 if frees_gradients(recipe) else 2
+
+    @cache
+    def of_core(shape: tuple[int, ...], dtype: torch.dtype, role: Role, dims: MatrixDims) -> float:
+        spec = ParameterSpec(shape, dtype, role, dims)
+        state = predicted_state_bytes(recipe.optim.name, [spec], **recipe.optim.options)
+        return float("nan") if state is None else copies * prod(shape) * dtype.itemsize + state
+
+    probe = of_core((2, 2, 2), torch.float32, "matrix", ((0, 1), (2,)))
+    return of_core if probe == probe else None

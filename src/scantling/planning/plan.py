@@ -170,7 +170,13 @@ def plan(
     from scantling.models.build import build_model, checkpoint_activations, default_task, quiet
     from scantling.models.costs import BACKWARD
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
-    from scantling.planning.memory import allocator_bytes, frees_gradients, held_gradient_bytes, resident_bytes
+    from scantling.planning.memory import (
+        allocator_bytes,
+        bytes_of_cores,
+        frees_gradients,
+        held_gradient_bytes,
+        resident_bytes,
+    )
     from scantling.planning.passes import plan_passes
     from scantling.tasks import get_task
     from scantling.tensor.convert import tensorize
@@ -197,7 +203,7 @@ def plan(
         tensorize(model, recipe.tensor.rank, num_modes=recipe.tensor.num_modes)
         if recipe.tensor.size_target is not None:
             options = recipe.tensor.rank_options(recipe.train.steps)
-            adapter = RankAdapter(model, **options)
+            adapter = RankAdapter(model, bytes_of=bytes_of_cores(recipe), **options)
             target = f"{format_number(adapter.target)} {adapter.options.unit}"
             notes.append(f"planned at the first ranks; the cores come down to {target} by step {adapter.options.steps}")
     if recipe.train.activation_checkpointing:

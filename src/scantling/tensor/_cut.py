@@ -24,6 +24,8 @@ def cut_parameter(
 ) -> None:
     """Keep only some positions of one dim of a parameter, in place: the optimizer and the module keep their object.
 
+    One of which nothing is left takes no more steps.
+
     Args:
         param: that is cut.
         dim: of the parameter.
@@ -43,6 +45,14 @@ def cut_parameter(
     param.data = kept
     if grad is not None:
         param.grad = grad.index_select(dim, index)
+    retire_if_empty(param)
+
+
+def retire_if_empty(param: nn.Parameter) -> None:
+    """Let a parameter without numbers take no steps: some optimizers divide by how many there are."""
+    if not param.numel():
+        param.requires_grad_(False)
+        param.grad = None
 
 
 def _cut_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, dim: int, index: Tensor) -> None:

@@ -16,11 +16,16 @@ core never helps where all bonds are 2 and more, and hardly where some are 1.
 The cost of a way is its multiplications plus `ELEMENT` for every number it reads or writes, so that none wins that
 saves multiplications by moving more than they are worth; but no way may take over `MOST_OVER` times the multiplications
 of the best among core after core, y = (x A) B, W built whole, and a dense layer.
+
+Blocks may be merged once for several passes, or for all there will be. That is free only in multiplications: with
+merging free, W built whole would always be best, and a table of any size would be held dense. So merging counts less
+only in the ways whose blocks hold at most `MOST_KEPT` times the numbers of the cores; in others it counts in full, and
+their blocks are merged for each pass and dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, pairwise
@@ -37,6 +42,15 @@ Tree: TypeAlias = "int | tuple[Tree, Tree]"
 ELEMENT = 8.0
 """Multiplications that take as long as it takes a CPU to read or write a number."""
 MOST_OVER = 1.05
+MOST_KEPT = 4.0
+"""Numbers in the blocks of an order that may be kept for the next pass, for each number in the cores.
+
+As many as AdamW keeps for it (weight, gradient, two moments). A and B of a linear layer are that small wherever cores
+are much smaller than W and yet not tiny (2.3 times the cores at 768 x 768 and rank 30, 4.0 at 768 x 3072, 0.9 at
+4096 x 4096 and rank 256); W is where cores save little; all rows of a large table never are.
+"""
+MOST_ORDERS = 2
+"""Whose blocks are kept of one layer: of a table for lookups and for a head, of others for many tokens and for few."""
 MOST_TOKENS = 1 << 22
 """Beyond these the order does not change any more."""
 
@@ -198,8 +212,8 @@ def best_plan(chain: Network, num_tokens: int, merges: float = 1.0, element: flo
     Args:
         chain: modes and ranks.
         num_tokens: rows of x.
-        merges: how often merging counts: less than 1 where a merged block serves several passes, 0 where it is there
-            already.
+        merges: how often merging counts: less than 1 where a merged block serves several passes, 0 where it serves all
+            there will be; in full where the blocks are too large to be kept.
         element: multiplications that a number read or written counts for; 0 finds the fewest multiplications.
     """
     ways = _ways(chain)
@@ -213,6 +227,7 @@ class _Ways:
     Attributes:
         steps: of each way.
         macs, elements: (2, ways): of merging its blocks, and for each token.
+        can_keep: which ways have blocks small enough to be kept.
         known: places of the ways that everybody knows.
         dense: multiplications of a dense layer for each token; infinite where there is none.
     """
@@ -220,15 +235,16 @@ class _Ways:
     steps: tuple[tuple[Step, ...], ...]
     macs: NDArray[np.float64]
     elements: NDArray[np.float64]
+    can_keep: NDArray[np.bool_]
     known: tuple[int, ...]
     dense: float
 
     def best(self, num_tokens: int, merges: float, element: float = ELEMENT) -> int:
         """The place of the cheapest way among those that are allowed."""
-        times = np.array([merges, num_tokens])
-        macs = times @ self.macs
+        times = np.stack([np.where(self.can_keep, merges, max(1.0, merges)), np.full(len(self.steps), num_tokens)])
+        macs = (times * self.macs).sum(0)
         most = max(macs.min(), MOST_OVER * min(*macs[list(self.known)], num_tokens * self.dense))
-        return int(np.where(macs <= most, macs + element * (times @ self.elements), np.inf).argmin())
+        return int(np.where(macs <= most, macs + element * (times * self.elements).sum(0), np.inf).argmin())
 
 
 @lru_cache(maxsize=4096)
@@ -244,7 +260,8 @@ def _ways(chain: Network) -> _Ways:
     known = tuple(cuts.index(each) for each in ((), middle, tuple(range(1, last))))
     dense = _dense_macs(chain)
     as_columns = [np.array(pairs, dtype=np.float64).T for pairs in (macs, moved)]
-    return _Ways(steps, as_columns[0], as_columns[1], known, dense if dense else np.inf)
+    small = np.array([can_keep(chain, [step.tree for step in way]) for way in steps])
+    return _Ways(steps, as_columns[0], as_columns[1], small, known, dense if dense else np.inf)
 
 
 Orders: TypeAlias = tuple[tuple[int, tuple[Step, ...]], ...]
@@ -332,6 +349,24 @@ def cores_of(tree: Tree) -> list[int]:
     return [tree] if isinstance(tree, int) else cores_of(tree[0]) + cores_of(tree[1])
 
 
+def can_keep(chain: Network, trees: Iterable[Tree], num_orders: int = 1) -> bool:
+    """Whether blocks are small enough, all together, to be kept for the next pass.
+
+    Args:
+        chain: modes and ranks.
+        trees: how the blocks are merged.
+        num_orders: of so many orders.
+    """
+    blocks = [cores_of(tree) for tree in trees]
+    in_cores = sum(_numbers(chain, place, place) for place in range(len(chain.sizes)))
+    return sum(_numbers(chain, block[0], block[-1]) for block in blocks) <= num_orders * MOST_KEPT * in_cores
+
+
+def _numbers(chain: Network, first: int, last: int) -> int:
+    """Numbers in the block of cores first..last."""
+    return chain.ranks[first] * prod(chain.sizes[first : last + 1]) * chain.ranks[last + 1]
+
+
 def _ends(step: Step) -> tuple[int, int]:
     """The first and the last core of a step's block."""
     block = cores_of(step.tree)
@@ -349,14 +384,12 @@ def _merging(chain: Network, first: int, last: int) -> tuple[int, int, Tree]:
     if first == last:
         return 0, 0, first
 
-    def numbers(start: int, end: int) -> int:
-        return chain.ranks[start] * prod(chain.sizes[start : end + 1]) * chain.ranks[end + 1]
-
+    whole = _numbers(chain, first, last)
     ways = []
     for cut in range(first, last):
         left, right = _merging(chain, first, cut), _merging(chain, cut + 1, last)
-        macs = left[0] + right[0] + numbers(first, last) * chain.ranks[cut + 1]
-        moved = left[1] + right[1] + numbers(first, cut) + numbers(cut + 1, last) + numbers(first, last)
+        macs = left[0] + right[0] + whole * chain.ranks[cut + 1]
+        moved = left[1] + right[1] + _numbers(chain, first, cut) + _numbers(chain, cut + 1, last) + whole
         ways.append((macs, moved, cut, (left[2], right[2])))
     macs, moved, _, tree = min(ways)
     return macs, moved, tree

@@ -173,6 +173,7 @@ class TTMEmbedding(CoreLayer):
             found = found.view(num_ids, step.before * table.shape[2], table.shape[3])
         assert found is not None
         values = found.reshape(num_ids, prod(self.col_modes))[:, : self.embedding_dim]
+        values = values.to(self.chain[0].dtype)  # as those of a dense table, also under autocast
         if self.padding_idx is None:
             return values
         return values.masked_fill((ids == self.padding_idx).unsqueeze(1), 0.0)
@@ -181,7 +182,8 @@ class TTMEmbedding(CoreLayer):
         """Rows of the table: (...) integer ids to (..., embedding_dim).
 
         Raises:
-            IndexError: an id below 0 or not below `num_embeddings`; on a GPU a device-side assertion.
+            IndexError: an id below 0 or not below `num_embeddings`; a RuntimeError in compiled code, and on a GPU a
+                device-side assertion.
             RuntimeError: more distinct ids than the capacity.
         """
         _check_ids(ids, self.num_embeddings)
@@ -298,7 +300,7 @@ class TTMEmbedding(CoreLayer):
     def to_dense(self) -> nn.Embedding:
         """An `nn.Embedding` with the same rows."""
         made = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
-        made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.cores[0].requires_grad)
+        made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.is_trainable)
         return made.train(self.training)
 
     def flops(self, tokens: int) -> int:
@@ -317,6 +319,8 @@ class TTMEmbedding(CoreLayer):
 
 class TTMEmbeddingBag(TTMEmbedding):
     """`nn.EmbeddingBag` with its table as cores: sums or means of rows, bag by bag.
+
+    Like `nn.EmbeddingBag` it has no second derivatives: they would take every row of every bag by itself.
 
     Args:
         num_embeddings, embedding_dim, rank: as of `TTMEmbedding`, and what it takes by keyword.
@@ -383,7 +387,7 @@ class TTMEmbeddingBag(TTMEmbedding):
             padding_idx=self.padding_idx,
             device="meta",
         )
-        made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.cores[0].requires_grad)
+        made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.is_trainable)
         return made.train(self.training)
 
 
@@ -423,7 +427,7 @@ def _products_by_rows(flat: Tensor, left: Tensor, right: Tensor, most_numbers: i
         return flat @ wide.permute(1, 3, 0, 2).reshape(flat.shape[1], -1).to(flat.dtype)
 
     parts = torch.split(left, rows)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled():
         made = [checkpoint(product, flat, part, right, use_reentrant=False, preserve_rng_state=False) for part in parts]
     else:
         made = [product(flat, part, right) for part in parts]
@@ -454,7 +458,10 @@ def _check_ids(ids: Tensor, num_embeddings: int) -> None:
     if isinstance(ids, FakeTensor) or ids.is_meta:
         return
     if ids.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(((ids >= 0) & (ids < num_embeddings)).all())
+        # with a message, or compiled code drops it
+        torch._assert_async(
+            ((ids >= 0) & (ids < num_embeddings)).all(), f"id out of range: rows 0 to {num_embeddings - 1}"
+        )
         return
     if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < num_embeddings):
         worst = ids.min() if int(ids.min()) < 0 else ids.max()

@@ -108,7 +108,7 @@ class TTExperts(nn.Module):
             layers = [part for part in parts if isinstance(part, TTLinear)]
             matrices = [layer.dense_weight().detach() for layer in layers]
             whole = torch.stack([matrix.t() if self.is_transposed else matrix for matrix in matrices])
-            made.register_parameter(name, nn.Parameter(whole, requires_grad=layers[0].cores[0].requires_grad))
+            made.register_parameter(name, nn.Parameter(whole, requires_grad=layers[0].is_trainable))
         del made.dense_class, made.up_name
         return made.train(self.training)
 

@@ -9,12 +9,14 @@ if it were open: a rank that is shut may come back, until it is removed. There a
 attaches them.
 
 Blocks of neighbouring cores are merged before anything is contracted with them. What is merged does not depend on the
-tokens: `merge_once` does it once for several passes, and a model in evaluation mode keeps it until a core changes.
+tokens: within `merge_once` it is done once for several passes of training, within `keep_merged` for all passes without
+gradients. Nowhere else is anything kept, since not every change of a core can be seen: one that is written through
+`.data` raises no counter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Self, TypeAlias
 
@@ -23,9 +25,19 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.tensor.contraction import Head, Lookup, Network, Orders, Step, Tree, merged, orders
+from scantling.tensor.contraction import (
+    MOST_ORDERS,
+    Head,
+    Lookup,
+    Network,
+    Orders,
+    Step,
+    Tree,
+    can_keep,
+    merged,
+    orders,
+)
 from scantling.tensor.cores import num_parameters, tt_svd
-from scantling.tensor.steps import steps_taken, version_of
 
 Cut: TypeAlias = tuple[nn.Parameter, int, Tensor]
 """A parameter, one of its dims, and the positions of it that stay."""
@@ -49,7 +61,7 @@ class CoreLayer(nn.Module):
         self.controls: nn.ParameterList | None = None
         self.threshold = 0.0
         self._shared: dict[Tree, tuple[Tensor, Tensor]] | None = None  # while `merge_once` is in force
-        self._kept: tuple[tuple[Any, ...], dict[Tree, Tensor]] = ((), {})  # in evaluation mode
+        self._kept: dict[Tree, Tensor] | None = None  # while `keep_merged` is in force
         self._passes = 1
 
     @property
@@ -73,6 +85,11 @@ class CoreLayer(nn.Module):
         """Elements of each core beside its bonds."""
         return tuple(core.shape[1:-1].numel() for core in self.cores)
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the cores take steps, or did until a bond died and nothing was left of them."""
+        return any(core.requires_grad or not core.numel() for core in self.chain)
+
     def gated(self) -> list[Tensor]:
         """The cores with the controls in them."""
         cores = self.chain
@@ -93,12 +110,10 @@ class CoreLayer(nn.Module):
         with without_autocast(self.chain[0].device):
             if torch.compiler.is_compiling():
                 return self._merged(trees)
-            if self._shared is not None and torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self._shared is not None:
                 return self._merged_once(self._shared, trees)
-            if self._is_kept():
-                return self._merged_and_kept(trees)
-            if self._kept[1]:
-                self._kept = (), {}
+            if not torch.is_grad_enabled() and self._kept is not None:
+                return self._merged_and_kept(self._kept, trees)
             return self._merged(trees)
 
     def _merged(self, trees: Sequence[Tree]) -> list[Tensor]:
@@ -107,32 +122,37 @@ class CoreLayer(nn.Module):
 
     def _merged_once(self, shared: dict[Tree, tuple[Tensor, Tensor]], trees: Sequence[Tree]) -> list[Tensor]:
         missing = [tree for tree in trees if tree not in shared]
-        for tree, block in zip(missing, self._merged(missing) if missing else [], strict=True):
+        if missing and not self._has_room(shared, trees):
+            return self._merged(trees)
+        with saved_as_ever():
+            made = self._merged(missing) if missing else []
+        for tree, block in zip(missing, made, strict=True):
             shared[tree] = block, block.detach().requires_grad_(block.requires_grad)
         return [shared[tree][1] for tree in trees]
 
-    def _merged_and_kept(self, trees: Sequence[Tree]) -> list[Tensor]:
-        parts = [*self.cores, *(self.controls or ())]
-        state = (steps_taken(), *((id(part), version_of(part), part.shape) for part in parts))
-        if self._kept[0] != state:
-            self._kept = state, {}
-        kept = self._kept[1]
+    def _merged_and_kept(self, kept: dict[Tree, Tensor], trees: Sequence[Tree]) -> list[Tensor]:
         missing = [tree for tree in trees if tree not in kept]
+        if missing and not self._has_room(kept, trees):
+            if not self._has_room({}, trees):
+                return self._merged(trees)
+            kept.clear()  # of orders for other numbers of tokens
+            missing = list(trees)
         kept.update(zip(missing, self._merged(missing) if missing else [], strict=True))
         return [kept[tree] for tree in trees]
 
-    def _is_kept(self) -> bool:
-        """Whether merged blocks stay for the next pass: in evaluation mode, without gradients."""
-        return not (self.training or torch.is_grad_enabled() or self.cores[0].is_inference())
+    def _has_room(self, held: Iterable[Tree], trees: Sequence[Tree]) -> bool:
+        """Whether the blocks of an order may be held beside those that are."""
+        network = self.network
+        return can_keep(network, trees) and can_keep(network, {*held, *trees}, MOST_ORDERS)
 
     def _order(self, num_tokens: int, *, of_head: bool = False) -> tuple[Step, ...]:
         """The best order, by comparisons alone, which a compiled graph holds for a range of tokens."""
-        compiling = torch.compiler.is_compiling()
         merges: Literal["once", "kept", "shared"] = "once"
-        if not compiling and self._shared is not None and torch.is_grad_enabled():
-            merges = "shared"
-        elif not compiling and self._is_kept():
-            merges = "kept"
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled() and self._shared is not None:
+                merges = "shared"
+            elif not torch.is_grad_enabled() and self._kept is not None:
+                merges = "kept"
         known: Orders = self._orders(merges, of_head)
         for limit, steps in known:
             if num_tokens <= limit:
@@ -147,16 +167,12 @@ class CoreLayer(nn.Module):
         return orders(network, {"once": 1.0, "kept": 0.0, "shared": 1.0 / self._passes}[merges])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shared": None, "_kept": ((), {})}
-
-    def train(self, mode: bool = True) -> Self:
-        """As of `nn.Module`; what was kept for evaluation is dropped, also when evaluation begins anew."""
-        self._kept = (), {}
-        return super().train(mode)
+        return {**self.__dict__, "_shared": None, "_kept": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._kept = (), {}
+        if self._kept is not None:
+            self._kept = {}
         for control in self.controls or ():
             control.data = control.data.to(torch.promote_types(control.dtype, torch.float32))
         return self
@@ -270,6 +286,41 @@ def merge_once(model: nn.Module, passes: int) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._shared, layer._passes = None, 1
+
+
+@contextmanager
+def keep_merged(model: nn.Module) -> Iterator[None]:
+    """Merge the cores of a model once for all passes without gradients, such as those of an evaluation or a generation.
+
+    Nothing may change the cores meanwhile; passes with gradients merge as ever. What is kept is a small multiple of the
+    cores, see `contraction.MOST_KEPT`.
+
+    Args:
+        model: with any number of layers of cores.
+
+    Example:
+        >>> model = nn.Sequential(sc.TTLinear(64, 64, rank=8))
+        >>> with keep_merged(model), torch.no_grad():
+        ...     model(torch.randn(3, 64)).shape
+        torch.Size([3, 64])
+    """
+    layers = [module for module in model.modules() if isinstance(module, CoreLayer) and module._kept is None]
+    for layer in layers:
+        layer._kept = {}
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._kept = None
+
+
+def saved_as_ever() -> AbstractContextManager[object]:
+    """The context in which tensors are saved for the backward pass itself, whatever hooks are in force.
+
+    What is merged for several passes belongs to none of them. A checkpoint would find less to be saved when it repeats
+    its pass, in which everything is merged already.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
+from scantling.tensor._cut import retire_if_empty
 from scantling.tensor.embedding import TTMEmbedding
 from scantling.tensor.experts import TTExperts, is_fused_experts
 from scantling.tensor.head import TTMHead
@@ -90,6 +91,8 @@ def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
         raise UserError(f"none of the layers of cores ({', '.join([*entries][:3])}) is in this {type(model).__name__}")
     for site, layer in sites:
         install(model, site, filled(site, layer, "random"))
+        for param in layer.parameters():
+            retire_if_empty(param)
     join_siblings(model)
 
 

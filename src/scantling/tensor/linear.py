@@ -203,9 +203,8 @@ class TTLinear(CoreLayer):
 
     def to_dense(self) -> nn.Linear:
         """An `nn.Linear` that computes the same."""
-        like = self.cores[0]
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        linear.weight = nn.Parameter(self.dense_weight().detach().contiguous(), requires_grad=like.requires_grad)
+        linear.weight = nn.Parameter(self.dense_weight().detach().contiguous(), requires_grad=self.is_trainable)
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone(), requires_grad=self.bias.requires_grad)
         return linear.train(self.training)

@@ -19,7 +19,7 @@ class RankOptions:
     Attributes:
         size_target: up to 1 a fraction of the size at the start, above 1 a size in the unit.
         unit: `parameters` (numbers in the cores), `flops` (a token, forward and backward) or `bytes` (of training
-            state: parameters times `bytes_per_parameter`).
+            state: what the recipe's optimizer keeps in `scantling train`, else `bytes_per_parameter` a number).
         steps: over how many optimizer steps the size comes down to the target; half a run is a good choice.
         begin: steps before it starts to.
         schedule: `controlled`, or the paper's.

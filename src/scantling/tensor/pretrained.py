@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from scantling.errors import UserError
+from scantling.tensor._cut import retire_if_empty
 from scantling.tensor.convert import densify
 from scantling.tensor.head import TTMHead
 from scantling.tensor.layer import CoreLayer
@@ -94,6 +95,7 @@ class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         for layer, names in layers_of_cores(model).items():
             for name, parameter in layer.named_parameters():
+                retire_if_empty(parameter)
                 if getattr(parameter, "_is_hf_initialized", False):
                     continue
                 if not isinstance(layer, TTMHead):
@@ -127,23 +129,13 @@ def detach(model: nn.Module) -> None:
 
 
 def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: Any = None) -> Any:
-    """Load a model that `save_pretrained` wrote, dense or of cores, as the class that was saved.
-
-    With `from scantling import hf`, which registers the cores, the Auto classes of transformers do the same.
+    """Load a model that `save_pretrained` wrote, of a class of transformers or one that `AutoModel` has been told of.
 
     Args:
-        folder: with `config.json` and the weights.
-        dtype: of the parameters; default that of the file.
-        device_map: as of `from_pretrained`.
-
-    Returns:
-        The model, in evaluation mode.
+        folder, dtype, device_map: as of `scantling.load`.
 
     Raises:
-        UserError: no such folder, a class that transformers does not have, or weights that are missing.
-
-    Example:
-        >>> model = sc.load("my-model")  # doctest: +SKIP
+        UserError: no such folder, a class that is not known, or weights that are missing.
     """
     import transformers
 
@@ -156,6 +148,8 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: An
     name = next(iter(config.get("architectures") or ()), None)
     made_by: Any = getattr(transformers, str(name), None)
     if not hasattr(made_by, "from_pretrained"):
+        made_by = next((each for each in _registered(config) if each.__name__ == name), None)
+    if made_by is None:
         raise UserError(f"cannot load {folder}: transformers {transformers.__version__} has no model class {name!r}")
     options = {"dtype": "auto" if dtype is None else dtype, "device_map": device_map, "local_files_only": True}
     model, report = made_by.from_pretrained(folder, output_loading_info=True, **options)
@@ -163,6 +157,15 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: An
         missing = sorted(report["missing_keys"])
         raise UserError(f"{folder} holds no values for {len(missing)} parameters, such as {', '.join(missing[:3])}")
     return model
+
+
+def _registered(config: dict[str, Any]) -> list[Any]:
+    """The class that `AutoModel` takes for such a configuration, if there is one."""
+    kind = config.get("model_type")
+    try:
+        return [AutoModel._model_mapping[type(AutoConfig.for_model(kind))]]
+    except (KeyError, ValueError):
+        return []
 
 
 def _guard_of(model: Any, layers: dict[str, Entry]) -> str:

@@ -28,23 +28,27 @@ side: a function of the parameters alone, so that replicas decide alike.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
+from scantling.groups import MatrixDims, Role
 from scantling.tensor._cut import StateHolder, cut_parameter
 from scantling.tensor.choose import nearest
 from scantling.tensor.cores import num_parameters
 from scantling.tensor.layer import CoreLayer, gate
 from scantling.tensor.options import RankOptions
-from scantling.tensor.sizes import SizePolynomial, flop_terms, number_terms
+from scantling.tensor.sizes import SizePolynomial, Term, byte_terms, flop_terms, number_terms
 from scantling.tensor.steps import after_steps, version_of
 
 logger = logging.getLogger(__name__)
+
+BytesOf: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Role, MatrixDims], float]
+"""Bytes that training keeps for a core, by its shape, dtype, role and matrix dims."""
 
 _MARGIN = 5.0
 """How far from the threshold, in thresholds, a control is put that is shut or opened: not to flip back at once."""
@@ -65,6 +69,8 @@ class RankAdapter:
     Args:
         model: with at least one layer of cores, none of which has controls.
         size_target: up to 1 a fraction of the numbers in the cores now, above 1 their number; see `RankOptions.unit`.
+        bytes_of: bytes that training keeps for a core of this shape, dtype, role and `matrix_dims` (as of
+            `scantling.optim.ParameterSpec`), for the unit `bytes`; default `RankOptions.bytes_per_parameter` a number.
         options: further fields of `RankOptions`.
 
     Attributes:
@@ -81,8 +87,11 @@ class RankAdapter:
         >>> optimizer = sc.CAME(sc.param_groups(model), lr=1e-3)
     """
 
-    def __init__(self, model: nn.Module, *, size_target: float = 0.2, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, size_target: float = 0.2, bytes_of: BytesOf | None = None, **options: Any
+    ) -> None:
         self.options = RankOptions.of(size_target=size_target, **options)
+        self._bytes_of = bytes_of
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CoreLayer)}
         self.layers = {name: layer for name, layer in layers.items() if len(layer.cores) > 1}  # one core has no bond
         if not self.layers:
@@ -346,20 +355,32 @@ class RankAdapter:
         counts = torch.tensor([len(control) for control in self._controls])
         device = self._controls[0].device if self._controls else torch.device("cpu")
         self._bond_of = torch.repeat_interleave(torch.arange(len(counts)), counts).to(device)
-        terms: list[tuple[float, list[int]]] = []
+        terms: list[Term] = []
         first = 0
         bonds_of = torch.tensor([len(layer.cores) - 1 for layer in self.layers.values()])
         self._layer_of = torch.repeat_interleave(torch.arange(len(bonds_of)), bonds_of).to(device)
         for layer in self.layers.values():
-            if self.options.unit == "flops":
-                terms += flop_terms(layer.network, self.options.tokens, first)
-            else:
-                terms += number_terms(layer.sizes, first)
+            terms += self._terms(layer, first)
             first += len(layer.cores) - 1
-        if self.options.unit == "bytes":
-            terms = [(constant * self.options.bytes_per_parameter, bonds) for constant, bonds in terms]
         self._counted = SizePolynomial.of(terms, len(self._controls))  # on the CPU
         self._size = self._counted.to(device)
+
+    def _terms(self, layer: CoreLayer, first: int) -> list[Term]:
+        """Terms of the size of a layer, in the unit of the target; `first` is the place of its first inner bond."""
+        options, bytes_of = self.options, self._bytes_of
+        if options.unit == "flops":
+            return flop_terms(layer.network, options.tokens, first)
+        numbers = number_terms(layer.sizes, first)
+        if options.unit == "parameters" or not all(layer.ranks):
+            return numbers
+        if bytes_of is None:
+            return [(constant * options.bytes_per_parameter, bonds) for constant, bonds in numbers]
+
+        def of_core(place: int, left: int, right: int) -> float:
+            core = layer.cores[place]
+            return bytes_of((left, *core.shape[1:-1], right), core.dtype, layer.core_role, layer.core_dims)
+
+        return byte_terms(layer.ranks, of_core, first)
 
     def _follow(self) -> None:
         """Go where the model has gone since: to another device."""
@@ -521,7 +542,12 @@ class RankAdapter:
         if optimizer is None or not self._controls:
             return
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        missing = [name for name, layer in self.layers.items() for each in layer.controls or () if id(each) not in held]
+        missing = [
+            name
+            for name, layer in self.layers.items()
+            for each in layer.controls or ()
+            if each.requires_grad and id(each) not in held
+        ]
         if missing:
             raise UserError(
                 f"the optimizer does not step the rank controls of '{missing[0]}'; attach the RankAdapter before the "

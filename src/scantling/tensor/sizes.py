@@ -3,6 +3,7 @@
 Every size is a sum of products of at most three ranks with a constant:
 
     numbers        r_{t-1} S_t r_t, a core
+    bytes          of weight, gradient and optimizer state, linear in the ranks beside each core
     multiplications  those of each step and each merge of the order of contraction, a token
 
 With the l0 norm of the controls for the ranks it is the true size, with their l1 norm its relaxation, which has a
@@ -11,13 +12,18 @@ gradient (CoMERA, arXiv 2405.14377, section 4).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from scantling.tensor.contraction import Network, best_plan, factors_of
+
+Term: TypeAlias = tuple[float, list[int]]
+"""A constant, and the bonds whose ranks multiply it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class SizePolynomial:
             return torch.autograd.grad(self(point), point)[0]
 
 
-def number_terms(sizes: Sequence[int], first_bond: int) -> list[tuple[float, list[int]]]:
+def number_terms(sizes: Sequence[int], first_bond: int) -> list[Term]:
     """Terms of the numbers in a chain of cores.
 
     Args:
@@ -71,7 +77,36 @@ def number_terms(sizes: Sequence[int], first_bond: int) -> list[tuple[float, lis
     ]
 
 
-def flop_terms(network: Network, num_tokens: int, first_bond: int) -> list[tuple[float, list[int]]]:
+def byte_terms(ranks: Sequence[int], bytes_of: Callable[[int, int, int], float], first_bond: int) -> list[Term]:
+    """Terms of the bytes that training keeps for a chain: of each core linear in the rank on either side.
+
+    So are factored statistics, which are as many as rows and columns, beside what is kept for every number. The terms
+    are exact at the ranks there are and at their halves, and as near in between as blocks of quantized state allow.
+
+    Args:
+        ranks: of all bonds, the outer ones included; none is 0.
+        bytes_of: of a place in the chain and the ranks on its left and right.
+        first_bond: place of the chain's first inner bond among all bonds.
+    """
+    last = len(ranks) - 2
+    found: list[Term] = []
+    for place, (left, right) in enumerate(pairwise(ranks)):
+        lows = [max(1, rank // 2) for rank in (left, right)]
+        both, low_left, low_right, low = (
+            bytes_of(place, *pair) for pair in ((left, right), (lows[0], right), (left, lows[1]), lows)
+        )
+        spans = [rank - least or 1 for rank, least in zip((left, right), lows, strict=True)]
+        product = (both - low_left - low_right + low) / (spans[0] * spans[1])
+        by_left = (both - low_left) / spans[0] - product * right
+        by_right = (both - low_right) / spans[1] - product * left
+        rest = both - by_left * left - by_right * right - product * left * right
+        bonds = [first_bond + bond if 0 <= bond < last else None for bond in (place - 1, place)]
+        for constant, own in ((product, bonds), (by_left, bonds[:1]), (by_right, bonds[1:]), (rest, [])):
+            found.append((constant, [bond for bond in own if bond is not None]))
+    return found
+
+
+def flop_terms(network: Network, num_tokens: int, first_bond: int) -> list[Term]:
     """Terms of the floating-point operations a token, forward and backward, in the order that is best at these ranks.
 
     Args:

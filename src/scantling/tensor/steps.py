@@ -1,7 +1,7 @@
-"""Whether optimizers have taken steps: what PyTorch's version counters do not tell.
+"""When parameters have changed: by their version counters, and by the steps of optimizers.
 
-A fused optimizer, and one that writes through `.data`, changes parameters without raising their version counters. Every
-step of every `torch.optim.Optimizer` is seen here; a captured graph that replays one raises the counters itself.
+A fused optimizer, and one that writes through `.data`, changes parameters without raising their version counters; the
+steps of every `torch.optim.Optimizer` are seen here. A captured graph that replays one raises the counters itself.
 """
 
 from __future__ import annotations
@@ -15,21 +15,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 Owner = TypeVar("Owner")
-
-_steps = 0
-
-
-def _count(*_: Any) -> None:
-    global _steps
-    _steps += 1
-
-
-register_optimizer_step_post_hook(_count)
-
-
-def steps_taken() -> int:
-    """Steps of all optimizers of this process so far."""
-    return _steps
 
 
 def version_of(tensor: Tensor) -> int:

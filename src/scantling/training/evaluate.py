@@ -12,6 +12,7 @@ from torch import nn
 from scantling.data.batch import Batch
 from scantling.numerics.compute import autocast
 from scantling.tasks.base import Task, TaskData
+from scantling.tensor.layer import keep_merged
 from scantling.training.checkpoint import read_manifest
 from scantling.training.distributed import Place
 
@@ -34,16 +35,17 @@ def evaluate(
         value = value.detach().to(place.device, torch.float64)
         sums[name] = sums[name] + value if name in sums else value
 
-    for batch in batches:
-        batch = batch.to(place.device, non_blocking=True)
-        with autocast(compute, place.device):
-            result = task.loss(model, batch)
-        add("loss", result.loss)
-        add("targets", torch.tensor(batch.num_targets))
-        for name, value in result.counts.items():
-            add(name, value)
-        for name, value in result.outputs.items():
-            outputs.setdefault(name, []).append(value)
+    with keep_merged(model):
+        for batch in batches:
+            batch = batch.to(place.device, non_blocking=True)
+            with autocast(compute, place.device):
+                result = task.loss(model, batch)
+            add("loss", result.loss)
+            add("targets", torch.tensor(batch.num_targets))
+            for name, value in result.counts.items():
+                add(name, value)
+            for name, value in result.outputs.items():
+                outputs.setdefault(name, []).append(value)
     model.train(was_training)
     own = {name: torch.cat(parts).float().cpu().numpy() for name, parts in outputs.items()}
     known = place.gather((set(sums), set(own)))

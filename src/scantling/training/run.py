@@ -26,7 +26,7 @@ from scantling.files import write_json
 from scantling.groups import param_groups
 from scantling.models.build import build_model, checkpoint_activations
 from scantling.optim.registry import build_optimizer
-from scantling.planning.memory import held_gradient_bytes
+from scantling.planning.memory import bytes_of_cores, held_gradient_bytes
 from scantling.planning.plan import check_graph, check_world_size, plan
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
@@ -354,7 +354,14 @@ def build_methods(recipe: Recipe) -> list[Method]:
         return []
     from scantling.training.tensor import TensorMethod
 
-    return [TensorMethod(recipe.tensor, steps=recipe.train.steps, merges=not recipe.optim.release_gradients)]
+    return [
+        TensorMethod(
+            recipe.tensor,
+            steps=recipe.train.steps,
+            bytes_of=bytes_of_cores(recipe),
+            merges=not recipe.optim.release_gradients,
+        )
+    ]
 
 
 _OF_METHODS = 1 << 32

@@ -12,7 +12,7 @@ from scantling.comm import GradientExchange
 from scantling.recipe.schema import TensorSection
 from scantling.tensor.convert import tensorize
 from scantling.tensor.layer import merge_once
-from scantling.tensor.ranks import RankAdapter
+from scantling.tensor.ranks import BytesOf, RankAdapter
 from scantling.training.methods import Method
 
 
@@ -22,14 +22,17 @@ class TensorMethod(Method):
     Args:
         section: of the recipe.
         steps: of the run.
+        bytes_of: bytes that training keeps for a core, see `RankAdapter`.
         merges: whether cores are merged once for all micro-batches of a step; not where gradients are released, which
             counts the passes of each parameter.
     """
 
     name = "tensor"
 
-    def __init__(self, section: TensorSection, *, steps: int, merges: bool = True) -> None:
-        self._section, self._steps, self._merges = section, steps, merges
+    def __init__(
+        self, section: TensorSection, *, steps: int, bytes_of: BytesOf | None = None, merges: bool = True
+    ) -> None:
+        self._section, self._steps, self._bytes_of, self._merges = section, steps, bytes_of, merges
         self.adapter: RankAdapter | None = None
         self._recorded: dict[str, tuple[int, ...]] | None = None
 
@@ -39,7 +42,8 @@ class TensorMethod(Method):
 
     def attach(self, model: nn.Module) -> None:
         if self._section.size_target is not None:
-            self.adapter = RankAdapter(model, **self._section.rank_options(self._steps))
+            options = self._section.rank_options(self._steps)
+            self.adapter = RankAdapter(model, bytes_of=self._bytes_of, **options)
 
     def detach(self, model: nn.Module) -> None:
         if self.adapter is not None:

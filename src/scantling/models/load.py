@@ -1,0 +1,34 @@
+"""`sc.load`: models that `save_pretrained` wrote, of transformers and of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scantling.models.dlrm import register
+from scantling.tensor import pretrained
+
+
+def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: Any = None) -> Any:
+    """Load a model that `save_pretrained` wrote, dense or of cores, as the class that was saved.
+
+    With `from scantling import hf`, which registers the cores, the Auto classes of transformers do the same.
+
+    Args:
+        folder: with `config.json` and the weights.
+        dtype: of the parameters; default that of the file.
+        device_map: as of `from_pretrained`.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        UserError: no such folder, a class that neither transformers nor scantling has, or weights that are missing.
+
+    Example:
+        >>> model = sc.load("my-model")  # doctest: +SKIP
+    """
+    register()
+    return pretrained.load(folder, dtype=dtype, device_map=device_map)
