@@ -60,7 +60,8 @@ def fit(
         runs: a CSV, JSON or JSON-lines file, .gz or not; a mapping of columns; a data frame; or one mapping a run.
         law: a name of `names()`.
         base: a law all of whose constants are held, so that only what it does not have is fitted (the second stage).
-        columns: what the table calls N, D, loss, weights, activations, kv_cache, post and scheme.
+        columns: what the table calls N, D, loss, weights, activations, kv_cache, post and scheme. C, the FLOPs of
+            training, may stand in for D, which is then C / 6N.
         where: only the runs whose columns have these values.
         fixed: constants that are held, such as {"n_w": 0.0}.
         tie: constants that follow another, such as {"beta": "alpha"}.

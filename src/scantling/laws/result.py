@@ -88,6 +88,11 @@ class Fit:
         return getattr(self.law, name)
 
     @property
+    def mean_error(self) -> float:
+        """Mean absolute relative error of the losses that were fitted to."""
+        return float(np.abs(np.expm1(self.residuals)).mean())
+
+    @property
     def fitted_constants(self) -> tuple[str, ...]:
         """All constants that the runs decided, those that follow another too."""
         return (*self.names, *self._problem.tie)
@@ -214,15 +219,15 @@ class Fit:
 
     def __str__(self) -> str:
         lines = [f"{self.law.name} law {self.law.source}"]
-        computed = self.__dict__.get("intervals", {})
+        computed, constants = self.__dict__.get("intervals", {}), self.law.constants()
         for name in self.fitted_constants:
             if name in self.unidentified:
                 lines.append(f"  {name:<10} not identified: {self.unidentified[name]}")
                 continue
             interval = f"  95 % {computed[name][0]:.5g} to {computed[name][1]:.5g}" if name in computed else ""
-            lines.append(f"  {name:<10} {getattr(self, name, None) or self.law.constants()[name]:.5g}{interval}")
-        error = float(np.abs(np.expm1(self.residuals)).mean())
-        lines.append(f"  mean error {error:.3%} on its own runs, condition number {self.condition_number:.1e}")
+            lines.append(f"  {name:<10} {constants[name]:.5g}{interval}")
+        condition = f"condition number {self.condition_number:.1e}"
+        lines.append(f"  mean error {self.mean_error:.3%} on its own runs, {condition}")
         return "\n".join(lines)
 
     def _deviance(self, place: int, step: float) -> float:

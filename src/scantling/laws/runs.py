@@ -70,7 +70,8 @@ def read_runs(
     Args:
         runs: a CSV, JSON or JSON-lines file, .gz or not; a mapping of columns; a data frame; or one mapping a run.
         law: whose variables are looked for.
-        columns: what the table calls N, D, loss and the variables, where it is another name.
+        columns: what the table calls N, D, loss and the variables, where it is another name. C, the FLOPs of training,
+            may stand in for D, which is then C / 6N.
         where: only the runs whose columns have these values.
 
     Raises:
@@ -78,6 +79,9 @@ def read_runs(
     """
     table = _table(runs)
     renamed = dict(columns or {})
+    if "C" in renamed and "D" not in renamed:
+        table = {**table, "D": _tokens(table, renamed)}
+        del renamed["C"]
     wanted = ["N", "D", "loss", *law.VARIABLES]
     for name in renamed:
         if name not in wanted:
@@ -101,6 +105,14 @@ def read_runs(
     checked = Runs(found)
     _check(checked, law)
     return checked
+
+
+def _tokens(table: Mapping[str, Sequence[Any]], renamed: Mapping[str, str]) -> list[float]:
+    """Tokens of runs whose FLOPs are known, 6 a parameter and token."""
+    compute = _numbers(_column(table, renamed["C"], "C"), renamed["C"], bits=False)
+    column = renamed.get("N", "N")
+    found: list[float] = (compute / (6 * _numbers(_column(table, column, "N"), column, bits=False))).tolist()
+    return found
 
 
 def _table(runs: Any) -> Mapping[str, Sequence[Any]]:
