@@ -22,7 +22,9 @@ CHINCHILLA = ChinchillaLaw.published()
 @pytest.fixture(scope="module")
 def epoch(data_folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """N, D and loss of Chinchilla's figure 4, all 245 points, by tokens a parameter."""
-    table = np.genfromtxt(data_folder / "scaling" / "epoch_chinchilla_fig4.csv", delimiter=",", names=True)
+    table = np.genfromtxt(
+        data_folder / "scaling" / "epoch_chinchilla_fig4.csv", delimiter=",", names=True, comments=None
+    )
     N, D = table["Model_Size"], table["Training_FLOP"] / 6 / table["Model_Size"]
     order = np.argsort(D / N)
     return N[order], D[order], table["loss"][order]
@@ -105,10 +107,10 @@ def test_every_law_comes_back_from_its_own_losses(law: Law, values: dict[str, An
     held = {"power": law.power}
     if law.E == 0:
         held["E"] = 0.0
-    fitted = sc.laws.fit(runs, law.name, fixed=held)
+    freed = [f"eff_D[{scheme}]" for scheme in values.get("scheme", []) if scheme != "bf16"]
+    fitted = sc.laws.fit(runs, law.name, fixed=held, free=freed)
     assert fitted.mean_error < 1e-7
-    free = {"N": 1e9, "D": 3e10}
-    assert fitted.law.loss(**free) == pytest.approx(law.loss(**free), rel=1e-5)
+    assert fitted.law.loss(1e9, 3e10) == pytest.approx(law.loss(1e9, 3e10), rel=1e-5)
     for name in fitted.fitted_constants:
         assert fitted.law.constants()[name] == pytest.approx(law.constants()[name], rel=1e-3), name
 
@@ -142,7 +144,7 @@ def test_at_one_percent_the_kv_cache_is_not_identified() -> None:
 
 def test_intervals_cover_at_one_percent() -> None:
     """Of 8 seeds, each gamma in 6 at least: fewer would be seen once in 170 times at 95 %."""
-    for name, count in _covered(8, samples=40).items():
+    for name, count in _covered(8, samples=30).items():
         assert count >= 6, name
 
 

@@ -27,6 +27,8 @@ _FARTHEST = 80.0
 _WORST_CONDITION = 1e14
 EXACT, ENOUGH = 1e-6, 1e-2
 """Slopes at which a search ends, for what is reported and for one of many refits; 1 is about one standard error off."""
+_PERFECT = 1e-16
+"""Half the square of relative errors that are rounding."""
 _ROUNDS = 3
 _TRIED, _PLAUSIBLE = 6, 24
 _EXPONENTS = (0.1, 0.25, 0.4, 0.6, 0.9)
@@ -119,13 +121,8 @@ def solve(problem: Problem) -> tuple[Array, float]:
     """The coordinates of the least sum, sought from several starts, and the sum."""
     with np.errstate(all="ignore"):
         scored = sorted(((problem.objective(theta), k, theta) for k, theta in enumerate(_starts(problem))))
-    best: tuple[Array, float] | None = None
-    for _, _, theta in scored[:_TRIED]:
-        found = minimise(problem, theta)
-        if best is None or found[1] < best[1]:
-            best = found
-    assert best is not None
-    return best
+    tried = [minimise(problem, theta, slope=ENOUGH) for _, _, theta in scored[:_TRIED]]
+    return minimise(problem, min(tried, key=lambda found: found[1])[0])
 
 
 def minimise(
@@ -153,7 +150,7 @@ def minimise(
     with np.errstate(all="ignore"):
         for _ in range(_ROUNDS):
             hessian = problem.curvature(theta, counts)[np.ix_(free, free)]
-            scale = max(float(counts @ problem.huber(problem.residuals(theta)[0])) / counts.sum(), 1e-20)
+            scale = max(float(counts @ problem.huber(problem.residuals(theta)[0])) / counts.sum(), _PERFECT)
             if not np.isfinite(hessian).all():
                 break
             values, vectors = np.linalg.eigh(hessian)

@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -38,7 +38,7 @@ Values = Mapping[str, Any]
 BASE = ("A", "B", "E", "alpha", "beta", "power")
 _STEP = 1e-30
 _TINY = 1e-300
-_SAID: set[str] = set()
+_SAID: set[tuple[str, ...]] = set()
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,10 @@ class Law(ABC):
         Args:
             values: N, D and variables by name; also those of lists or arrays.
         """
-        found = []
+        return [text for *_, text in self._outside(values)]
+
+    def _outside(self, values: Values) -> Iterator[tuple[str, str, str]]:
+        """The variable, the value to one digit, and what is to be said."""
         for name, value in values.items():
             low, high = self.fitted.get(name, (-math.inf, math.inf))
             array = np.asarray(value, float)
@@ -251,18 +254,18 @@ class Law(ABC):
                 array = array[np.isfinite(array)]
             for edge, beyond in ((float(array.min(initial=high)), "below"), (float(array.max(initial=low)), "above")):
                 if edge < low * (1 - 1e-9) if beyond == "below" else edge > high * (1 + 1e-9):
-                    found.append(f"{name} = {edge:.4g} is {beyond} the fitted range, {low:.4g} to {high:.4g}")
-        return found
+                    text = f"{name} = {edge:.4g} is {beyond} the fitted range, {low:.4g} to {high:.4g}"
+                    yield name, f"{edge:.0e}", text
 
     def warn_outside(self, **values: Any) -> tuple[str, ...]:
-        """Log each value outside the fitted range, the same one once, and return what was said."""
-        texts = tuple(self.outside(**values))
-        for text in texts:
-            message = f"{self.name} law ({self.source}) extrapolates: {text}"
-            if message not in _SAID:
-                _SAID.add(message)
-                logger.warning("%s", message)
-        return texts
+        """Log each value outside the fitted range, values of the same first digit once, and return what is to be said."""
+        texts = []
+        for name, digit, text in self._outside(values):
+            texts.append(text)
+            if (said := (self.source, name, digit)) not in _SAID:
+                _SAID.add(said)
+                logger.warning("%s law (%s) extrapolates: %s", self.name, self.source, text)
+        return tuple(texts)
 
     def _loss(self, N: ArrayLike, D: ArrayLike, **variables: Any) -> Any:
         """`evaluate` of what a user gave: checked, and infinite where precision leaves no parameters."""

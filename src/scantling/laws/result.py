@@ -77,7 +77,7 @@ class Fit:
     @classmethod
     def of(cls, problem: Problem, theta: Array, total: float, runs: Runs, *, base_source: str | None) -> Fit:
         """The fit at the coordinates that were found."""
-        based = f", on constants of {base_source}" if base_source else ""
+        based = f" on a base ({base_source})" if base_source else ""
         source = f"fitted to {runs.count} runs{based}"
         law = dataclasses.replace(problem.law_at(theta), source=source, fitted=runs.ranges())
         return cls(law, problem.names, problem.residuals(theta)[0], total, problem.delta, runs, problem, theta)
