@@ -10,9 +10,10 @@ import pytest
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.laws import ChinchillaLaw, EfficiencyLaw, Fit, Law, PostTrainingLaw
+from scantling.laws import ChinchillaLaw, EfficiencyLaw, Fit, Law, PostTrainingLaw, simulate
 from scantling.laws.fitting import minimise
-from tests.laws.worlds import KUMAR, base_of, measured, paper_grid, small_grid
+from scantling.laws.synthetic import kumar_grid
+from tests.laws.worlds import KUMAR, base_of, small_grid
 
 TIED = {"beta": "alpha"}
 GAMMAS = ("gamma_w", "gamma_a", "gamma_kv")
@@ -117,14 +118,14 @@ def test_every_law_comes_back_from_its_own_losses(law: Law, values: dict[str, An
 
 def _losses(law: Law, grid: dict[str, Any]) -> dict[str, Any]:
     if law.name != "efficiency":
-        return measured(law, grid)
+        return simulate(law, grid)
     each = zip(grid["N"], grid["D"], grid["scheme"], strict=True)
     return {**grid, "loss": [law.loss(n, d, scheme=str(scheme)) for n, d, scheme in each]}  # type: ignore[call-arg]
 
 
 def test_recovery_at_a_tenth_of_a_percent() -> None:
     """The paper's grid and constants: gammas within 5, 5 and 10 %, the best bits within 0.3."""
-    fitted = sc.laws.fit(measured(KUMAR, paper_grid(), 0.001, seed=1), "kumar", tie=TIED)
+    fitted = sc.laws.fit(simulate(KUMAR, kumar_grid(), noise=0.001, seed=1), "kumar", tie=TIED)
     for name, tolerance in zip(GAMMAS, (0.05, 0.05, 0.10), strict=True):
         assert getattr(fitted, name) == pytest.approx(getattr(KUMAR, name), rel=tolerance)
     assert fitted.optimum(compute=1e21).bits == pytest.approx(7.002, abs=0.3)
@@ -133,7 +134,7 @@ def test_recovery_at_a_tenth_of_a_percent() -> None:
 
 def test_at_one_percent_the_kv_cache_is_not_identified() -> None:
     """Least squares at best leaves errors of 8, 5 and 28 % there."""
-    fitted = sc.laws.fit(measured(KUMAR, paper_grid(), 0.01), "kumar", base=base_of(KUMAR))
+    fitted = sc.laws.fit(simulate(KUMAR, kumar_grid(), noise=0.01), "kumar", base=base_of(KUMAR))
     assert "gamma_kv" in fitted.unidentified
     assert not {"gamma_w", "gamma_a"} & set(fitted.unidentified)
     shown = str(fitted)
@@ -159,7 +160,7 @@ def _covered(seeds: int, samples: int) -> dict[str, int]:
     """In how many seeds the intervals hold the constants that the runs were made from."""
     found = dict.fromkeys(GAMMAS, 0)
     for seed in range(seeds):
-        runs = measured(KUMAR, paper_grid(), 0.01, seed)
+        runs = simulate(KUMAR, kumar_grid(), noise=0.01, seed=seed)
         intervals = sc.laws.fit(runs, "kumar", base=base_of(KUMAR)).bootstrap(samples)
         for name in GAMMAS:
             low, high = intervals[name]
@@ -224,12 +225,12 @@ def test_quests_schemes_as_efficiencies(quest: list[dict[str, str]]) -> None:
 def test_two_stages_are_a_base_and_what_it_lacks() -> None:
     """A base from unquantised runs; the parts on it; quantisation after training on both."""
     world = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
-    grid = paper_grid()
-    runs = measured(world, grid)
-    base = sc.laws.fit(measured(base_of(world), small_grid()), "chinchilla")
+    grid = kumar_grid()
+    runs = simulate(world, grid)
+    base = sc.laws.fit(simulate(base_of(world), small_grid()), "chinchilla")
     parts = sc.laws.fit(runs, "kumar", base=base)
     assert set(parts.names) == {*GAMMAS, "n_w", "n_a", "n_kv"}
-    after = measured(world, {**grid, "post": np.resize([3.0, 4.0, 5.0], len(grid["N"]))})
+    after = simulate(world, {**grid, "post": np.resize([3.0, 4.0, 5.0], len(grid["N"]))})
     whole = sc.laws.fit(after, "kumar", base=parts)
     assert set(whole.names) == {"C_T", "gamma_D", "gamma_N", "gamma_post"}
     assert whole.gamma_post == pytest.approx(0.5907, rel=1e-3)
@@ -237,20 +238,20 @@ def test_two_stages_are_a_base_and_what_it_lacks() -> None:
 
 
 def test_constants_are_held_tied_and_freed() -> None:
-    runs = measured(KUMAR, paper_grid())
+    runs = simulate(KUMAR, kumar_grid())
     offsets = {"n_w": KUMAR.n_w, "n_a": KUMAR.n_a, "n_kv": KUMAR.n_kv}
     fitted = sc.laws.fit(runs, "kumar", fixed=offsets, tie=TIED)
     assert fitted.beta == fitted.alpha == pytest.approx(0.4965, rel=1e-4)
     assert not {"n_w", "n_a", "n_kv", "beta"} & set(fitted.names)
     assert {name: fitted.law.constants()[name] for name in offsets} == offsets
     quartet = ChinchillaLaw.published("quartet")
-    free = sc.laws.fit(measured(quartet, small_grid()), "chinchilla", free=["power"], fixed={"E": quartet.E})
+    free = sc.laws.fit(simulate(quartet, small_grid()), "chinchilla", free=["power"], fixed={"E": quartet.E})
     assert "power" in free.names
     assert free.mean_error < 1e-3
 
 
 def test_what_the_intervals_are_of() -> None:
-    fitted = sc.laws.fit(measured(CHINCHILLA, small_grid(), 0.003), "chinchilla", tie=TIED)
+    fitted = sc.laws.fit(simulate(CHINCHILLA, small_grid(), noise=0.003), "chinchilla", tie=TIED)
     found = fitted.bootstrap(30, level=0.5)
     assert set(found) == {"A", "B", "E", "alpha", "beta"}
     assert found["alpha"] == found["beta"]
@@ -263,7 +264,7 @@ def test_what_the_intervals_are_of() -> None:
 
 
 def test_profiles_rise_on_both_sides() -> None:
-    fitted = sc.laws.fit(measured(CHINCHILLA, small_grid(), 0.002), "chinchilla")
+    fitted = sc.laws.fit(simulate(CHINCHILLA, small_grid(), noise=0.002), "chinchilla")
     values, deviances = fitted.profile("alpha", np.array([-0.3, -0.1, 0.0, 0.1, 0.3]))
     assert values[2] == pytest.approx(fitted.alpha)
     assert deviances[2] == pytest.approx(0, abs=1e-6)
@@ -272,7 +273,7 @@ def test_profiles_rise_on_both_sides() -> None:
 
 def test_sizes_that_cannot_be_left_out_are_named() -> None:
     grid = {name: column[:15] for name, column in small_grid().items()}
-    held_out = sc.laws.fit(measured(CHINCHILLA, grid, 0.001), "chinchilla").hold_out()
+    held_out = sc.laws.fit(simulate(CHINCHILLA, grid, noise=0.001), "chinchilla").hold_out()
     assert len(held_out.skipped) == 3
     with pytest.raises(UserError, match="no size could be left out"):
         _ = held_out.mean
@@ -281,4 +282,4 @@ def test_sizes_that_cannot_be_left_out_are_named() -> None:
 def test_noise_is_not_taken_for_knowledge() -> None:
     """Of 12 runs with 5 % noise, some constant is not told."""
     grid = {name: column[::2][:12] for name, column in small_grid().items()}
-    assert sc.laws.fit(measured(CHINCHILLA, grid, 0.05), "chinchilla").unidentified
+    assert sc.laws.fit(simulate(CHINCHILLA, grid, noise=0.05), "chinchilla").unidentified

@@ -13,11 +13,12 @@ import pytest
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.laws import ChinchillaLaw, PrecisionLaw
+from scantling.laws import ChinchillaLaw, PrecisionLaw, simulate
 from scantling.laws.runs import read_runs
-from tests.laws.worlds import KUMAR, measured, paper_grid, small_grid
+from scantling.laws.synthetic import kumar_grid
+from tests.laws.worlds import KUMAR, small_grid
 
-RUNS = measured(ChinchillaLaw.published(), small_grid(), 0.001)
+RUNS = simulate(ChinchillaLaw.published(), small_grid(), noise=0.001)
 
 
 class Frame:
@@ -134,6 +135,6 @@ def test_what_a_fit_refuses(given: dict[str, Any], words: str) -> None:
 
 
 def test_bits_that_are_no_bits() -> None:
-    grid = measured(KUMAR, paper_grid())
+    grid = simulate(KUMAR, kumar_grid())
     with pytest.raises(UserError, match="weights is in bits, above 0, or empty"):
         sc.laws.fit({**grid, "weights": grid["weights"] * 0}, "kumar")

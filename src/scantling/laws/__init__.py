@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from scantling.laws.precision import PrecisionLaw
     from scantling.laws.registry import fit, names
     from scantling.laws.result import Fit, HoldOut
+    from scantling.laws.synthetic import simulate
 
 _HOMES = {
     "ChinchillaLaw": "chinchilla",
@@ -29,6 +30,7 @@ _HOMES = {
     "PrecisionLaw": "precision",
     "fit": "registry",
     "names": "registry",
+    "simulate": "synthetic",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "PrecisionLaw",
     "fit",
     "names",
+    "simulate",
 ]
 
 

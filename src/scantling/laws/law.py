@@ -258,7 +258,7 @@ class Law(ABC):
                     yield name, f"{edge:.0e}", text
 
     def warn_outside(self, **values: Any) -> tuple[str, ...]:
-        """Log each value outside the fitted range, values of the same first digit once, and return what is to be said."""
+        """Log each value outside the fitted range, the same first digit once, and return what is to be said."""
         texts = []
         for name, digit, text in self._outside(values):
             texts.append(text)
