@@ -3,7 +3,7 @@
     python benchmarks/laws.py                     (results/laws-DATE.json; about half an hour on two idle cores)
     python benchmarks/laws.py epoch quest optimum (the parts that take a minute)
 
-    epoch     Chinchilla's figure 4 as Epoch extracted it: constants, CPU seconds, 4,000 bootstraps. Needs SCANTLING_DATA
+    epoch     Chinchilla's figure 4 as Epoch took it: constants, CPU seconds, 4,000 bootstraps. Needs SCANTLING_DATA
     quest     QuEST's runs up to 200M: each size predicted from the others, on Quartet's published base. Needs it, too
     optimum   the best bits with the published constants, and three models that were trained
     recovery  runs made from the published constants on the paper's grid, at no noise, 0.1 % and 1 %, 20 seeds each

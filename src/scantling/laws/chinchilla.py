@@ -17,8 +17,6 @@ from scantling.laws.law import Law, Published
 if TYPE_CHECKING:
     from scantling.laws.result import Fit
 
-_FIGURE_4 = {"N": (5.7e7, 1.63e10), "D": (1.5e8, 5.1e11)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChinchillaLaw(Law):
@@ -32,12 +30,12 @@ class ChinchillaLaw(Law):
         "besiroglu": Published(
             "Besiroglu et al., arXiv 2404.10102, on the points of Chinchilla's figure 4",
             {"A": 482.01, "B": 2085.43, "E": 1.8172, "alpha": 0.3478, "beta": 0.3658},
-            _FIGURE_4,
+            {"N": (5.7e7, 1.62e10), "D": (8.1e8, 3.18e11)},
         ),
         "hoffmann": Published(
             "Hoffmann et al., arXiv 2203.15556, as printed",
             {"A": 406.4, "B": 410.7, "E": 1.69, "alpha": 0.34, "beta": 0.28},
-            _FIGURE_4,
+            {"N": (7.0e7, 1.6e10), "D": (5e9, 5e11)},
         ),
         "quartet": Published(
             "Castro et al. (Quartet), arXiv 2505.14669v4, BF16 on C4",
