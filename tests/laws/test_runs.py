@@ -67,6 +67,12 @@ def test_columns_are_renamed_chosen_and_worked_out() -> None:
     assert found["D"] == pytest.approx(RUNS["D"][1::2], rel=1e-12)
 
 
+def test_columns_may_be_named_either_way_round() -> None:
+    table = {"params": RUNS["N"], "tokens": RUNS["D"], "loss": RUNS["loss"]}
+    for names in ({"N": "params", "D": "tokens"}, {"params": "N", "tokens": "D"}):
+        assert (read_runs(table, ChinchillaLaw, names)["D"] == RUNS["D"]).all()
+
+
 def test_empty_bits_are_unquantised() -> None:
     table = {**RUNS, "weights": ["", "none", "4", 8] * 5}
     found = read_runs(table, PrecisionLaw)
@@ -116,7 +122,7 @@ def test_runs_that_are_refused(runs: Any, words: str) -> None:
     ("given", "words"),
     [
         ({"law": "chinchila"}, "did you mean 'chinchilla'"),
-        ({"columns": {"n": "N"}}, "columns names 'n'"),
+        ({"columns": {"n": "M"}}, "columns names 'n'"),
         ({"columns": {"N": "params"}}, "no column 'params' for N"),
         ({"where": {"quantizer": "x"}}, "no column 'quantizer'"),
         ({"where": {"kind": "z"}}, "no run with kind z"),

@@ -70,19 +70,19 @@ def read_runs(
     Args:
         runs: a CSV, JSON or JSON-lines file, .gz or not; a mapping of columns; a data frame; or one mapping a run.
         law: whose variables are looked for.
-        columns: what the table calls N, D, loss and the variables, where it is another name. C, the FLOPs of training,
-            may stand in for D, which is then C / 6N.
+        columns: what the table calls N, D, loss and the variables, where it is another name; or the other way round,
+            as data frames are renamed. C, the FLOPs of training, may stand in for D, which is then C / 6N.
         where: only the runs whose columns have these values.
 
     Raises:
         UserError: for a table, a column or values that cannot be used.
     """
     table = _table(runs)
-    renamed = dict(columns or {})
+    wanted = ["N", "D", "loss", *law.VARIABLES]
+    renamed = _by_name(columns or {}, {*wanted, "C"})
     if "C" in renamed and "D" not in renamed:
         table = {**table, "D": _tokens(table, renamed)}
         del renamed["C"]
-    wanted = ["N", "D", "loss", *law.VARIABLES]
     for name in renamed:
         if name not in wanted:
             raise UserError(f"columns names '{name}', which the {law.name} law has not; it has {', '.join(wanted)}")
@@ -105,6 +105,13 @@ def read_runs(
     checked = Runs(found)
     _check(checked, law)
     return checked
+
+
+def _by_name(columns: Mapping[str, str], wanted: set[str]) -> dict[str, str]:
+    """The table's columns by our names, whichever way round they are given."""
+    if columns and not wanted & set(columns) and set(columns.values()) <= wanted:
+        return {name: column for column, name in columns.items()}
+    return dict(columns)
 
 
 def _tokens(table: Mapping[str, Sequence[Any]], renamed: Mapping[str, str]) -> list[float]:
