@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "scantling"
 LAYERS = (
     ("errors", "files", "numerics"),
     ("groups", "loading", "models.presets", "recipe.schema", "reporting.format"),
-    ("comm", "optim", "tensor"),
+    ("comm", "laws", "optim", "tensor"),
     ("recipe", "integrations"),
     ("data",),
     ("tasks",),
@@ -23,7 +23,7 @@ LAYERS = (
     ("cli",),
     ("__init__", "__main__"),
 )
-METHODS = ("comm", "optim", "tensor")
+METHODS = ("comm", "laws", "optim", "tensor")
 
 
 def layer(module: str) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from scantling import laws
     from scantling.comm.demo import DeMo
     from scantling.comm.momentum import MomentumExchange
     from scantling.groups import param_groups
@@ -42,7 +43,7 @@ _HOMES = {
     "train": "scantling.training.run",
 }
 
-_MODULES = {"hf": "scantling.integrations.hf"}
+_MODULES = {"hf": "scantling.integrations.hf", "laws": "scantling.laws"}
 
 __all__ = [
     "CAME",
@@ -56,6 +57,7 @@ __all__ = [
     "TTMEmbeddingBag",
     "densify",
     "hf",
+    "laws",
     "load",
     "param_groups",
     "plan",

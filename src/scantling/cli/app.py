@@ -123,6 +123,47 @@ def report(
 
 
 @app.command()
+def fit(
+    runs: Annotated[str, typer.Argument(help="A table of runs: CSV, JSON or JSON lines, .gz or not.")],
+    law: Annotated[str, typer.Option(help="chinchilla, kumar, efficiency or ouyang.")] = "chinchilla",
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=COLUMN", help="What the table calls N, D (or C, FLOPs), loss, … Repeatable."),
+    ] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN=VALUE", help="Only runs with this value. Repeatable.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Hold A, B, E, alpha and beta at besiroglu, hoffmann or quartet.")
+    ] = None,
+    fix: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Hold a constant. Repeatable.")] = None,
+    tie: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=NAME", help="One constant follows another. Repeatable.")
+    ] = None,
+    delta: Annotated[float, typer.Option(help="Where Huber's loss turns from square to straight.")] = 1e-3,
+    samples: Annotated[int, typer.Option(min=0, help="Bootstraps for the intervals; 0 gives none.")] = 1000,
+    out: Annotated[Path, typer.Option(help="Where the constants and the plot go.")] = Path("runs/fit"),
+    as_json: AsJson = False,
+) -> int:
+    """Fit a scaling law to a table of runs: constants with intervals, hold-out error, a plot."""
+    from scantling.cli import fitting
+
+    return fitting.fit(
+        runs,
+        law,
+        columns=column or [],
+        where=where or [],
+        base=base,
+        fixed=fix or [],
+        tie=tie or [],
+        delta=delta,
+        samples=samples,
+        out=out,
+        as_json=as_json,
+    )
+
+
+@app.command()
 def doctor(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds after which a process that is silent is an error.")] = 60.0,

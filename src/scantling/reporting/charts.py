@@ -100,7 +100,7 @@ def loss_chart(runs: Sequence[Run]) -> str | None:
     if not _any_finite(runs, "loss"):
         return None
     starts = [(run, len(run.steps) // 20) for run in runs]
-    return _svg("loss", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
+    return svg("loss", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
 
 
 def loss_by_tokens_chart(runs: Sequence[Run]) -> str | None:
@@ -113,7 +113,7 @@ def loss_by_tokens_chart(runs: Sequence[Run]) -> str | None:
 
     if not _any_finite(runs, "loss") or not _any_finite(runs, "tokens"):
         return None
-    return _svg("loss-by-tokens", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
+    return svg("loss-by-tokens", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
 
 
 def curve_chart(runs: Sequence[Run], key: str, label: str) -> str | None:
@@ -133,7 +133,7 @@ def curve_chart(runs: Sequence[Run], key: str, label: str) -> str | None:
 
     if not _any_finite(runs, key):
         return None
-    return _svg(key, _describe(label.capitalize(), runs, key, format_number), draw)
+    return svg(key, _describe(label.capitalize(), runs, key, format_number), draw)
 
 
 def phase_chart(runs: Sequence[Run]) -> str | None:
@@ -149,7 +149,7 @@ def phase_chart(runs: Sequence[Run]) -> str | None:
     )
     description = f"Median time of one step by phase. {listed}"
     if len(runs) > 1:
-        return _svg(
+        return svg(
             "phases", description, lambda axes: _stacked_bars(axes, bars, format_seconds), height=_bar_height(len(bars))
         )
     parts = bars[0][1]
@@ -158,7 +158,7 @@ def phase_chart(runs: Sequence[Run]) -> str | None:
         (label, start, value, color, f"{format_seconds(value)}, {format_percent(value / total, 0)}")
         for label, start, value, color in _running(parts)
     ]
-    return _svg("phases", description, lambda axes: _waterfall(axes, rows))
+    return svg("phases", description, lambda axes: _waterfall(axes, rows))
 
 
 def memory_chart(runs: Sequence[Run]) -> str | None:
@@ -180,7 +180,7 @@ def memory_chart(runs: Sequence[Run]) -> str | None:
         bars = [(name, parts) for name, parts in bars if any(value for value, _, _ in parts)]
         if not bars:
             return None
-        return _svg(
+        return svg(
             "memory", description, lambda axes: _stacked_bars(axes, bars, format_bytes), height=_bar_height(len(bars))
         )
     rows = [(label, start, value, color, format_bytes(value)) for label, start, value, color in _running(planned[0])]
@@ -189,9 +189,7 @@ def memory_chart(runs: Sequence[Run]) -> str | None:
         if total:
             rows.append((label, 0.0, total, MEASURED if "measured" in label else PLANNED, format_bytes(total)))
     return (
-        _svg("memory", description, lambda axes: _waterfall(axes, rows), height=_bar_height(len(rows)))
-        if rows
-        else None
+        svg("memory", description, lambda axes: _waterfall(axes, rows), height=_bar_height(len(rows))) if rows else None
     )
 
 
@@ -222,7 +220,7 @@ def rank_chart(run: Run) -> str | None:
         axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
 
     ends = ", ".join(f"{name} {_inner(at[-1][name]):g}" for name in names)
-    return _svg(
+    return svg(
         "ranks", f"Mean rank of each layer at the end: {ends}", draw, height=max(_HEIGHT, 0.7 + 0.2 * len(names))
     )
 
@@ -375,7 +373,15 @@ def _bar_height(bars: int) -> float:
     return max(_HEIGHT, 0.9 + 0.3 * bars)
 
 
-def _svg(name: str, description: str, draw: Callable[[Axes], None], *, height: float = _HEIGHT) -> str:
+def svg(name: str, description: str, draw: Callable[[Axes], None], *, height: float = _HEIGHT) -> str:
+    """What `draw` draws as an SVG element, in the report's style.
+
+    Args:
+        name: of the chart, by which its ids differ from those of others on a page.
+        description: for readers who do not see it.
+        draw: puts marks on empty axes.
+        height: in inches; the width is that of all charts.
+    """
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}), warnings.catch_warnings():
         # With text as text, the reader's own fonts draw what ours lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")

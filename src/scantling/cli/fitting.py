@@ -1,0 +1,147 @@
+"""`scantling fit`: a scaling law from a table of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scantling.cli.console import make_console, show_warnings
+from scantling.errors import UserError
+from scantling.files import write_json, write_whole
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from scantling.laws import Fit
+
+Intervals = dict[str, tuple[float, float]]
+
+
+def fit(
+    runs: str,
+    law: str,
+    *,
+    columns: Sequence[str],
+    where: Sequence[str],
+    base: str | None,
+    fixed: Sequence[str],
+    tie: Sequence[str],
+    delta: float,
+    samples: int,
+    out: Path,
+    as_json: bool,
+) -> int:
+    from scantling import laws
+    from scantling.reporting.fit_chart import fit_chart
+
+    show_warnings(make_console(stderr=True))
+    console = make_console()
+    fitted = laws.fit(
+        runs,
+        law,
+        base=None if base is None else laws.ChinchillaLaw.published(base),
+        columns=pairs("--column", columns),
+        where=pairs("--where", where),
+        fixed={name: _number(name, value) for name, value in pairs("--fix", fixed).items()},
+        tie=pairs("--tie", tie),
+        delta=delta,
+    )
+    intervals = fitted.bootstrap(samples) if samples else {}
+    found = summary(fitted, intervals)
+    name = Path(runs).name.partition(".")[0]
+    write_json(out / f"{name}-{law}.json", found)
+    write_whole(out / f"{name}-{law}.svg", fit_chart(fitted) + "\n")
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return 0
+    console.print(_table(fitted, found))
+    for line in _lines(fitted, found):
+        console.print(line, markup=False)
+    console.print(f"constants   {out / f'{name}-{law}.json'}", markup=False)
+    console.print(f"plot        {out / f'{name}-{law}.svg'}", markup=False)
+    return 0
+
+
+def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
+    """`NAME=VALUE` each, as a mapping.
+
+    Raises:
+        UserError: if one has no `=`.
+    """
+    for each in given:
+        if "=" not in each:
+            raise UserError(f"{option} takes NAME=VALUE; given '{each}'")
+    return {name.strip(): value.strip() for name, _, value in (each.partition("=") for each in given)}
+
+
+def summary(fitted: Fit, intervals: Intervals) -> dict[str, Any]:
+    """What a fit found, for programs. A constant that the runs do not tell has no value, but the reason."""
+    constants = fitted.law.constants()
+    unidentified = fitted.unidentified
+    held = {name: value for name, value in constants.items() if name not in fitted.fitted_constants}
+    found: dict[str, Any] = {
+        "law": fitted.law.name,
+        "source": fitted.law.source,
+        "runs": fitted.runs.count,
+        "range": fitted.runs.ranges(),
+        "constants": {
+            name: {
+                "value": None if name in unidentified else constants[name],
+                "interval": None if name in unidentified else intervals.get(name),
+                "unit": fitted.law.UNITS[name.partition("[")[0]],
+                "not_identified": unidentified.get(name),
+            }
+            for name in fitted.fitted_constants
+        },
+        "held": held,
+        "mean_error": fitted.mean_error,
+        "condition_number": fitted.condition_number,
+    }
+    held_out = fitted.hold_out()
+    found["hold_out"] = {
+        "by_size": {f"{size:.4g}": float(abs(errors).mean()) for size, errors in held_out.errors.items()},
+        "mean": held_out.mean if held_out.errors else None,
+        "worst": held_out.worst if held_out.errors else None,
+        "skipped": {f"{size:.4g}": reason for size, reason in held_out.skipped.items()},
+    }
+    return found
+
+
+def _table(fitted: Fit, found: dict[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(f"{fitted.law.name} law, {fitted.law.source}"), title_justify="left")
+    for header in ("constant", "value", "95 % interval", "unit"):
+        table.add_column(header)
+    for name, row in found["constants"].items():
+        if row["not_identified"]:
+            table.add_row(Text(name), "not identified", "–", row["unit"])
+            continue
+        ends = "–" if row["interval"] is None else "{:.5g} to {:.5g}".format(*row["interval"])
+        table.add_row(Text(name), f"{row['value']:.5g}", ends, row["unit"])
+    return table
+
+
+def _lines(fitted: Fit, found: dict[str, Any]) -> list[str]:
+    from scantling.reporting.format import format_number, format_percent
+
+    held_out = found["hold_out"]
+    reasons = {name: row["not_identified"] for name, row in found["constants"].items() if row["not_identified"]}
+    lines = [f"not identified: {name}, {reason}" for name, reason in reasons.items()]
+    lines += [f"error       {format_percent(found['mean_error'], 2)} on the runs themselves, in the mean"]
+    if held_out["mean"] is not None:
+        mean, worst = (format_percent(held_out[key], 2) for key in ("mean", "worst"))
+        lines.append(f"hold-out    {mean} in the mean, {worst} at worst, each size predicted from the others")
+    lines += [f"hold-out    {size} parameters not left out: {reason}" for size, reason in held_out["skipped"].items()]
+    lines.append(f"condition   {format_number(found['condition_number'])} (of the constants in the middle of the runs)")
+    return lines
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise UserError(f"--fix {name} takes a number; given '{value}'") from None

@@ -1,0 +1,45 @@
+"""How many tokens are too many for a model that is quantised after training."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from scantling.errors import UserError
+from scantling.laws.law import Law
+
+_MOST = 1e40
+
+
+def critical_tokens(law: Law, N: float, **variables: Any) -> float:
+    """The tokens at which the loss turns from falling to rising with more of them; infinite if it never does.
+
+    The fall slows down and the rise does not in every law here, so that there is one such point.
+
+    Args:
+        law: with a degradation after training.
+        N: parameters.
+        variables: of the law, with `post`.
+
+    Raises:
+        UserError: if N or bits are no positive number.
+    """
+    if not (np.isfinite(N) and N > 0):
+        raise UserError(f"N counts are positive and finite numbers; given {N}")
+
+    def slope(log_tokens: float) -> float:
+        tokens = math.exp(log_tokens)
+        return float(law.gradient(N, tokens, **variables)["D"]) * tokens
+
+    low, high = 0.0, math.log(_MOST)
+    if slope(high) <= 0:
+        return math.inf
+    if slope(low) >= 0:
+        return 1.0
+    from scipy.optimize import brentq
+
+    tokens = math.exp(brentq(slope, low, high, xtol=1e-12))
+    law.warn_outside(N=N, D=tokens, **variables)
+    return tokens

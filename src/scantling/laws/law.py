@@ -1,0 +1,312 @@
+"""What all laws share: Chinchilla's sum of two powers, of sizes that precision has made smaller.
+
+    L = E + (A (N e_N)^-alpha + B (D e_D)^-beta)^power + delta
+
+N are parameters and D tokens, both raw counts; L is in nats a token. A law is a file that says what its efficiencies
+e_N and e_D and its degradation delta are, with the constants that its authors published. Chinchilla has power 1 and
+neither (Hoffmann et al., arXiv 2203.15556); the power is that of Kaplan's and Quartet's forms.
+
+Gradients are taken by complex steps: the imaginary part of the law at x + ih is h times its derivative, exact to
+rounding, whatever the form (Squire and Trapp, SIAM Review 1998). A law must therefore be written in functions that take
+complex numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from scantling.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from scantling.laws.optimum import Optimum, Speed
+
+logger = logging.getLogger(__name__)
+
+Array = NDArray[Any]
+Values = Mapping[str, Any]
+"""Variables or constants by name."""
+
+BASE = ("A", "B", "E", "alpha", "beta", "power")
+_STEP = 1e-30
+_TINY = 1e-300
+_SAID: set[tuple[str, ...]] = set()
+
+
+@dataclass(frozen=True)
+class Published:
+    """Constants from a paper.
+
+    Attributes:
+        source: where they stand.
+        constants: by name.
+        fitted: the range of each variable in the runs they were fitted to.
+    """
+
+    source: str
+    constants: Values
+    fitted: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law(ABC):
+    """A law of the loss.
+
+    Attributes:
+        A: of the term in parameters, in nats × parameters^alpha where power is 1.
+        B: of the term in tokens, in nats × tokens^beta where power is 1.
+        E: the loss that no size and no data removes, nats.
+        alpha: exponent of parameters.
+        beta: exponent of tokens.
+        power: exponent over the sum of both terms.
+        source: where the constants come from.
+        fitted: the range of each variable in the runs they were fitted to; outside it the law warns.
+    """
+
+    A: float
+    B: float
+    E: float
+    alpha: float
+    beta: float
+    power: float = 1.0
+    source: str = "constants given by hand"
+    fitted: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False)
+
+    name: ClassVar[str]
+    VARIABLES: ClassVar[Mapping[str, float | str]] = {}
+    """What else the loss depends on, each with its default."""
+    PARTS: ClassVar[tuple[str, ...]] = ()
+    """Those of the variables that are the bits of a part of the model in training."""
+    SIGNED: ClassVar[tuple[str, ...]] = ()
+    """Constants that may be negative."""
+    HELD: ClassVar[tuple[str, ...]] = ("power",)
+    """Constants that a fit leaves alone unless told to free them."""
+    UNITS: ClassVar[Mapping[str, str]] = {
+        "A": "nats × parameters^alpha",
+        "B": "nats × tokens^beta",
+        "E": "nats per token",
+        "alpha": "1",
+        "beta": "1",
+        "power": "1",
+    }
+    PUBLISHED: ClassVar[Mapping[str, Published]] = {}
+
+    @abstractmethod
+    def loss(self, N: ArrayLike, D: ArrayLike) -> Any:
+        """The loss in nats a token. Each law adds its variables as keywords."""
+
+    def efficiencies(self, variables: Values) -> tuple[Any, Any]:
+        """By what precision multiplies parameters, and tokens."""
+        return 1.0, 1.0
+
+    def degradation(self, N: Any, D: Any, variables: Values) -> Any:
+        """What is added to the loss, nats; N already multiplied by its efficiency."""
+        return 0.0
+
+    @classmethod
+    def fittable(cls, runs: Values) -> list[str]:
+        """The constants that a fit to `runs` is after, unless they are held."""
+        return ["A", "B", "E", "alpha", "beta"]
+
+    @classmethod
+    def starts(cls, runs: Values) -> list[dict[str, float]]:
+        """Constants from which a fit to `runs` may begin, besides those of the base."""
+        return [{}]
+
+    @classmethod
+    def published(cls, name: str | None = None) -> Self:
+        """The law with constants from a paper.
+
+        Args:
+            name: of the set; None takes the first.
+
+        Raises:
+            UserError: if there is no such set.
+        """
+        found = cls._published(name)
+        return cls(**found.constants, source=found.source, fitted=found.fitted)
+
+    @classmethod
+    def _published(cls, name: str | None) -> Published:
+        if name is None:
+            name = next(iter(cls.PUBLISHED))
+        if name not in cls.PUBLISHED:
+            allowed = ", ".join(cls.PUBLISHED)
+            hint = did_you_mean(name, cls.PUBLISHED)
+            text = f"{cls.__name__} has no published constants '{name}'; there are {allowed}"
+            raise UserError(text + (f" ({hint})" if hint else ""))
+        return cls.PUBLISHED[name]
+
+    @classmethod
+    def blank(cls) -> Self:
+        """The law with 1 for every constant that it cannot do without."""
+        absent = dataclasses.MISSING
+        needed = [f.name for f in dataclasses.fields(cls) if f.default is absent and f.default_factory is absent]
+        values: dict[str, Any] = dict.fromkeys(needed, 1.0)
+        return cls(**values)
+
+    def parts(self) -> tuple[str, ...]:
+        """The parts of a model whose bits in training this law prices."""
+        return self.PARTS
+
+    def constants(self) -> dict[str, float]:
+        """All constants by name; one that the law does without is absent."""
+        skipped = {"source", "fitted"}
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name not in skipped}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def with_constants(self, values: Values) -> Self:
+        """The same law with some constants replaced."""
+        return dataclasses.replace(self, **values)
+
+    def in_units(self, N: float, D: float) -> Self:
+        """The same law for counts in units of N parameters and D tokens."""
+        return self.with_constants({"A": self.A * N**-self.alpha, "B": self.B * D**-self.beta})
+
+    def evaluate(self, N: Any, D: Any, variables: Values) -> Any:
+        """The loss without checks, of arrays or of complex numbers. An efficiency of 0 or less gives a huge loss."""
+        eff_N, eff_D = (np.where(np.real(each) > 0, each, _TINY) for each in self.efficiencies(variables))
+        N, D = N * eff_N, D * eff_D
+        size = np.exp(np.log(self.A) - self.alpha * np.log(N)) + np.exp(np.log(self.B) - self.beta * np.log(D))
+        # `==` of a complex step is False, so that the slope by the power is not lost
+        return self.E + (size if np.all(self.power == 1) else size**self.power) + self.degradation(N, D, variables)
+
+    def gradient(self, N: ArrayLike, D: ArrayLike, **variables: Any) -> dict[str, Any]:
+        """Derivatives of the loss by N, D, every constant and every variable that is a finite number.
+
+        Args:
+            N: parameters.
+            D: tokens.
+            variables: as `loss` takes them.
+
+        Returns:
+            The derivatives by name, shaped as the loss.
+        """
+        given = self._variables(variables)
+        N, D = np.asarray(N, float), np.asarray(D, float)
+        found = {
+            "N": _slope(self.evaluate(N + 1j * _STEP, D, given)),
+            "D": _slope(self.evaluate(N, D + 1j * _STEP, given)),
+        }
+        for name, constant in self.constants().items():
+            moved = self.with_constants({name: constant + 1j * _STEP})
+            found[name] = _slope(moved.evaluate(N, D, given))
+        for name, value in given.items():
+            if not isinstance(value, str) and np.isfinite(value).all():
+                found[name] = _slope(self.evaluate(N, D, {**given, name: value + 1j * _STEP}))
+        return {name: _plain(value) for name, value in found.items()}
+
+    def optimum(
+        self,
+        *,
+        compute: float,
+        N: float | None = None,
+        bits: float | None = None,
+        speed: Speed | None = None,
+        inference_tokens: float = 0.0,
+        post: float | None = None,
+    ) -> Optimum:
+        """The parameters, tokens and bits of the smallest loss that a budget buys.
+
+        A step at P bits costs 6 N D / speed(P), a token at inference 2 N / speed(P), both in FLOPs at 16 bits.
+
+        Args:
+            compute: the budget for training and inference, in FLOPs at 16 bits.
+            N: parameters, where they are given.
+            bits: of all parts in training, where they are given.
+            speed: by how much faster than 16 bits, a function of bits or a mapping; None takes 16 / bits, as the paper.
+            inference_tokens: tokens that the model will process after training.
+            post: bits to which the weights are quantised after training; inference then has these.
+
+        Raises:
+            UserError: for a budget or bits that are no positive number, or inference that leaves nothing to train.
+
+        Source:
+            arXiv 2411.04330, section 4.3 and appendix E, from the derivation (Eq. 7 prints another).
+        """
+        from scantling.laws.optimum import optimum
+
+        return optimum(self, compute=compute, N=N, bits=bits, speed=speed, inference_tokens=inference_tokens, post=post)
+
+    def outside(self, **values: Any) -> list[str]:
+        """In words, which values lie outside the range that the constants were fitted on.
+
+        Args:
+            values: N, D and variables by name; also those of lists or arrays.
+        """
+        return [text for *_, text in self._outside(values)]
+
+    def _outside(self, values: Values) -> Iterator[tuple[str, str, str]]:
+        """The variable, the value to one digit, and what is to be said."""
+        for name, value in values.items():
+            low, high = self.fitted.get(name, (-math.inf, math.inf))
+            array = np.asarray(value, float)
+            array = array[~np.isnan(array)]
+            if name in self.VARIABLES:
+                array = array[np.isfinite(array)]
+            for edge, beyond in ((float(array.min(initial=high)), "below"), (float(array.max(initial=low)), "above")):
+                if edge < low * (1 - 1e-9) if beyond == "below" else edge > high * (1 + 1e-9):
+                    text = f"{name} = {edge:.4g} is {beyond} the fitted range, {low:.4g} to {high:.4g}"
+                    yield name, f"{edge:.0e}", text
+
+    def warn_outside(self, **values: Any) -> tuple[str, ...]:
+        """Log each value outside the fitted range, the same first digit once, and return what is to be said."""
+        texts = []
+        for name, digit, text in self._outside(values):
+            texts.append(text)
+            if (said := (self.source, name, digit)) not in _SAID:
+                _SAID.add(said)
+                logger.warning("%s law (%s) extrapolates: %s", self.name, self.source, text)
+        return tuple(texts)
+
+    def _loss(self, N: ArrayLike, D: ArrayLike, **variables: Any) -> Any:
+        """`evaluate` of what a user gave: checked, and infinite where precision leaves no parameters."""
+        given = self._variables(variables)
+        N, D = _counts("N", N), _counts("D", D)
+        bits = {name: value for name, value in given.items() if not isinstance(value, str)}
+        self.warn_outside(N=N, D=D, **bits)
+        usable = np.logical_and(*(np.asarray(each) > 0 for each in self.efficiencies(given)))
+        return _plain(np.where(usable, self.evaluate(N, D, given), math.inf))
+
+    def _variables(self, given: Values) -> dict[str, Any]:
+        """The variables in full: numbers as arrays, None as unquantised, defaults for what is absent."""
+        unknown = [name for name in given if name not in self.VARIABLES]
+        if unknown:
+            allowed = ", ".join(self.VARIABLES) or "nothing but N and D"
+            raise UserError(f"the {self.name} law does not know '{unknown[0]}'; it takes {allowed}")
+        return {
+            name: value if isinstance(value := given.get(name, default), str) else _bits(name, value)
+            for name, default in self.VARIABLES.items()
+        }
+
+
+def _slope(moved: Any) -> Any:
+    """The derivative by what was moved by a complex step."""
+    return np.imag(moved) / _STEP
+
+
+def _plain(value: Any) -> Any:
+    """A float for an array of no dimensions."""
+    return float(value) if np.ndim(value) == 0 else value
+
+
+def _counts(name: str, value: ArrayLike) -> Array:
+    array = np.asarray(value, float)
+    if not (np.isfinite(array) & (array > 0)).all():
+        raise UserError(f"{name} counts are positive and finite numbers; given {array}")
+    return array
+
+
+def _bits(name: str, value: Any) -> Array:
+    array = np.asarray(math.inf if value is None else value, float)
+    if not (array > 0).all():
+        raise UserError(f"{name} is in bits, above 0 (math.inf is unquantised); given {value}")
+    return array

@@ -1,0 +1,112 @@
+"""Quantisation after training, by a power of the bits: Ouyang et al. (arXiv 2411.17691).
+
+    L = [(N_c / N)^(a / b) + D_c / D]^b + k D^gamma_D / (N^gamma_N P^gamma_post)
+
+for GPTQ of Pythia, where Kumar et al. have an exponential of the bits. The base is Kaplan's form: here A = N_c^(a / b),
+alpha = a / b, B = D_c, beta = 1, power = b, E = 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from scantling.laws.critical import critical_tokens
+from scantling.laws.law import Law, Published, Values
+
+_ALPHA, _POWER = 0.045 / 0.399, 0.399
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostTrainingLaw(Law):
+    """The loss after quantisation of the weights, a power law in their bits. Published set: ouyang.
+
+    Attributes:
+        k: of the degradation, nats × parameters^gamma_N × bits^gamma_post / tokens^gamma_D.
+        gamma_D: its exponent of tokens.
+        gamma_N: its exponent of parameters.
+        gamma_post: its exponent of bits.
+    """
+
+    k: float
+    gamma_D: float
+    gamma_N: float
+    gamma_post: float
+
+    name: ClassVar[str] = "ouyang"
+    VARIABLES: ClassVar[Mapping[str, float | str]] = {"post": math.inf}
+    UNITS: ClassVar[Mapping[str, str]] = {
+        **Law.UNITS,
+        "k": "nats × parameters^gamma_N × bits^gamma_post / tokens^gamma_D",
+        **dict.fromkeys(("gamma_D", "gamma_N", "gamma_post"), "1"),
+    }
+    PUBLISHED: ClassVar[Mapping[str, Published]] = {
+        "ouyang": Published(
+            "Ouyang et al., arXiv 2411.17691, GPTQ of Pythia",
+            {
+                "A": 4.74e19**_ALPHA,
+                "B": 7.63e10,
+                "E": 0.0,
+                "alpha": _ALPHA,
+                "beta": 1.0,
+                "power": _POWER,
+                "k": 0.017,
+                "gamma_D": 0.5251,
+                "gamma_N": 0.2261,
+                "gamma_post": 5.4967,
+            },
+            {"N": (1.6e8, 1.2e10), "D": (1e9, 2.06e11), "post": (2.0, 4.0)},
+        ),
+    }
+
+    def loss(self, N: ArrayLike, D: ArrayLike, *, post: ArrayLike | None = None) -> Any:
+        """The loss in nats a token.
+
+        Args:
+            N: parameters without embeddings.
+            D: tokens.
+            post: bits of the weights after training; None leaves them as they are.
+
+        Returns:
+            A float, or an array for arrays.
+        """
+        return self._loss(N, D, post=post)
+
+    def critical_tokens(self, N: float, *, post: float) -> float:
+        """Tokens beyond which more training makes the model worse once it is quantised; infinite where none do.
+
+        Args:
+            N: parameters without embeddings.
+            post: bits of the weights after training.
+        """
+        return critical_tokens(self, N, post=post)
+
+    def in_units(self, N: float, D: float) -> Self:
+        """The same law for counts in units of N parameters and D tokens."""
+        return super().in_units(N, D).with_constants({"k": self.k * D**self.gamma_D * N**-self.gamma_N})
+
+    def degradation(self, N: Any, D: Any, variables: Values) -> Any:
+        """The power law in the bits; 0 where they are infinite."""
+        post = variables["post"]
+        quantised = np.isfinite(np.real(post))
+        post = np.where(quantised, post, 16.0)
+        shape = self.gamma_D * np.log(D) - self.gamma_N * np.log(N) - self.gamma_post * np.log(post)
+        return np.where(quantised, self.k * np.exp(shape), 0.0)
+
+    @classmethod
+    def fittable(cls, runs: Values) -> list[str]:
+        """The base, and the degradation."""
+        return [*super().fittable(runs), "k", "gamma_D", "gamma_N", "gamma_post"]
+
+    @classmethod
+    def starts(cls, runs: Values) -> list[dict[str, float]]:
+        """k so that the middle bits cost 0.1 nats."""
+        post = np.asarray(runs["post"], float)
+        middle = float(np.median(post[np.isfinite(post)])) if np.isfinite(post).any() else 4.0
+        exponents = {"gamma_D": 0.5, "gamma_N": 0.3}
+        return [{**exponents, "gamma_post": each, "k": 0.1 * middle**each} for each in (3.0, 6.0)]

@@ -1,0 +1,152 @@
+"""The laws by name, and one way to fit any of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scantling.errors import UserError, did_you_mean
+from scantling.laws.fitting import Problem, solve
+from scantling.laws.law import BASE, Law
+from scantling.laws.result import Fit
+from scantling.laws.runs import Runs, read_runs
+
+_HOMES = {
+    "chinchilla": ("chinchilla", "ChinchillaLaw"),
+    "efficiency": ("efficiency", "EfficiencyLaw"),
+    "kumar": ("precision", "PrecisionLaw"),
+    "ouyang": ("post_training", "PostTrainingLaw"),
+}
+_SPREAD = 0.02
+
+
+def names() -> list[str]:
+    """The laws that `fit` knows."""
+    return sorted(_HOMES)
+
+
+def law_named(name: str) -> type[Law]:
+    """The class of a law.
+
+    Raises:
+        UserError: if there is none of this name.
+    """
+    if name not in _HOMES:
+        hint = did_you_mean(name, _HOMES)
+        raise UserError(f"no law '{name}'; there are {', '.join(names())}" + (f" ({hint})" if hint else ""))
+    module, cls = _HOMES[name]
+    found: type[Law] = getattr(importlib.import_module(f"scantling.laws.{module}"), cls)
+    return found
+
+
+def fit(
+    runs: Any,
+    law: str = "chinchilla",
+    *,
+    base: Law | Fit | None = None,
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
+    fixed: Mapping[str, float] | None = None,
+    tie: Mapping[str, str] | None = None,
+    free: Sequence[str] = (),
+    delta: float = 1e-3,
+) -> Fit:
+    """Fit a law to a table of runs.
+
+    Args:
+        runs: a CSV, JSON or JSON-lines file, .gz or not; a mapping of columns; a data frame; or one mapping a run.
+        law: a name of `names()`.
+        base: a law all of whose constants are held, so that only what it does not have is fitted (the second stage).
+        columns: what the table calls N, D, loss, weights, activations, kv_cache, post and scheme. C, the FLOPs of
+            training, may stand in for D, which is then C / 6N.
+        where: only the runs whose columns have these values.
+        fixed: constants that are held, such as {"n_w": 0.0}.
+        tie: constants that follow another, such as {"beta": "alpha"}.
+        free: constants that are held otherwise, such as power, C_w or "eff_D[w4a4]".
+        delta: where Huber's loss of the logarithm turns from square to straight.
+
+    Returns:
+        The law with its evidence.
+
+    Raises:
+        UserError: for runs from which these constants cannot be had, with the reason.
+    """
+    cls = law_named(law)
+    table = read_runs(runs, cls, columns, where)
+    if not (np.isfinite(delta) and delta > 0):
+        raise UserError(f"delta is a positive number; given {delta}")
+    held, tie = _held(cls, base, fixed or {}), dict(tie or {})
+    wanted = [name for name in dict.fromkeys([*cls.fittable(table), *free]) if name not in held]
+    for follower, leader in tie.items():
+        if follower not in wanted or leader not in wanted:
+            raise UserError(f"tie names {follower} and {leader}; it takes two of what is fitted: {', '.join(wanted)}")
+    sought = tuple(name for name in wanted if name not in tie)
+    if not sought:
+        raise UserError("nothing is left to fit: every constant is held, or the bits are the same in all runs")
+    _check_enough(table, sought)
+    _check_spread(table, sought)
+    problem = _problem(cls, table, sought, tie, held, delta)
+    theta, total = solve(problem)
+    return Fit.of(problem, theta, total, table, base_source=None if base is None else base.source)
+
+
+def _held(cls: type[Law], base: Law | Fit | None, fixed: Mapping[str, float]) -> dict[str, float]:
+    held = dict(fixed)
+    if base is not None:
+        lent = base.law if isinstance(base, Fit) else base
+        same = isinstance(lent, cls)
+        held = {name: value for name, value in lent.constants().items() if same or name in BASE} | held
+    for name, value in fixed.items():
+        known = name.partition("[")[0] in cls.UNITS
+        if not known:
+            hint = did_you_mean(name, cls.UNITS)
+            text = f"fixed names '{name}'; the {cls.name} law has {', '.join(cls.UNITS)}"
+            raise UserError(text + (f" ({hint})" if hint else ""))
+        if not np.isfinite(value):
+            raise UserError(f"fixed {name} is {value}, no finite number")
+    return held
+
+
+def _problem(
+    cls: type[Law],
+    table: Runs,
+    sought: tuple[str, ...],
+    tie: Mapping[str, str],
+    held: Mapping[str, float],
+    delta: float,
+) -> Problem:
+    loose = any(a in held and held.keys().isdisjoint({e}) for a, e in (("A", "alpha"), ("B", "beta")))
+    size, tokens = (1.0, 1.0) if loose else (float(np.exp(np.log(table[x]).mean())) for x in ("N", "D"))
+    law = cls.blank().with_constants({**dict.fromkeys([*sought, *tie], 1.0), **held}).in_units(size, tokens)
+    centred = Runs({**table.columns, "N": table["N"] / size, "D": table["D"] / tokens})
+    return Problem(law, centred, sought, tie, delta, size, tokens)
+
+
+def _check_enough(table: Runs, sought: Sequence[str]) -> None:
+    if table.count <= len(sought):
+        raise UserError(
+            f"{table.count} runs are too few for {len(sought)} constants ({', '.join(sought)}): more runs, a base=, or "
+            f"fixed constants"
+        )
+
+
+def _check_spread(table: Runs, sought: Sequence[str]) -> None:
+    """Refuse runs in which size and tokens cannot be told apart."""
+    logs = {name: np.log(table[name]) - np.log(table[name]).mean() for name in ("N", "D")}
+    for name, exponent in (("N", "alpha"), ("D", "beta")):
+        if exponent in sought and logs[name].std() < _SPREAD:
+            raise UserError(
+                f"all runs have {name} of about {table[name][0]:.4g}: {exponent} cannot be told. Add runs of another "
+                f"{name}, or give base= or fixed={{'{exponent}': …}}"
+            )
+    if {"alpha", "beta"} <= set(sought):
+        slope = (logs["N"] @ logs["D"]) / (logs["N"] @ logs["N"])
+        if (logs["D"] - slope * logs["N"]).std() < _SPREAD * logs["D"].std():
+            ratio = float(np.median(table["D"] / table["N"]))
+            raise UserError(
+                f"N and D are collinear: tokens follow parameters in all runs (D / N about {ratio:.3g}), so that the "
+                f"loss of few parameters cannot be told from that of few tokens. Add runs off this line, or give base="
+            )

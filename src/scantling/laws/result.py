@@ -1,0 +1,279 @@
+"""A fitted law with its evidence: intervals, hold-out errors, and which constants the runs do not tell."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from scantling.errors import UserError
+from scantling.laws.fitting import ENOUGH, Problem, minimise, solve
+from scantling.laws.law import Array, Law
+from scantling.laws.runs import Runs
+
+SAMPLES, LEVEL = 1000, 0.95
+FACTOR, SHIFT = 1.5, 0.5
+"""Runs tell a constant if they exclude FACTOR times as much and as little; one with a sign, SHIFT more and less."""
+_CHI_SQUARE = 3.841458820694124
+_TOGETHER = 0.95
+_FOLDS = 8
+_VANISHED = 0.01
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """What runs of a size cost when they are predicted from those of all others.
+
+    Attributes:
+        errors: of each size that was left out, the relative errors of its runs' losses.
+        skipped: sizes that were not left out, with the reason.
+    """
+
+    errors: Mapping[float, Array]
+    skipped: Mapping[float, str]
+
+    @property
+    def mean(self) -> float:
+        """Mean absolute relative error."""
+        return float(np.abs(self._all()).mean())
+
+    @property
+    def worst(self) -> float:
+        """Largest absolute relative error."""
+        return float(np.abs(self._all()).max())
+
+    def _all(self) -> Array:
+        if not self.errors:
+            raise UserError("no size could be left out: " + "; ".join(f"{k:.3g}: {v}" for k, v in self.skipped.items()))
+        return np.concatenate(list(self.errors.values()))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law fitted to runs. Constants, `loss`, `optimum` and whatever else the law has are attributes of the fit, too.
+
+    Attributes:
+        law: with the fitted constants.
+        names: of the constants that were fitted, without those that follow another.
+        residuals: log of the predicted over the measured loss, one a run.
+        objective: the sum of Huber's losses.
+        delta: where Huber's loss turns straight.
+        runs: what was fitted to.
+    """
+
+    law: Law
+    names: tuple[str, ...]
+    residuals: Array
+    objective: float
+    delta: float
+    runs: Runs
+    _problem: Problem = dataclasses.field(repr=False)
+    _theta: Array = dataclasses.field(repr=False)
+
+    @classmethod
+    def of(cls, problem: Problem, theta: Array, total: float, runs: Runs, *, base_source: str | None) -> Fit:
+        """The fit at the coordinates that were found."""
+        based = f" on a base ({base_source})" if base_source else ""
+        source = f"fitted to {runs.count} runs{based}"
+        law = dataclasses.replace(problem.law_at(theta), source=source, fitted=runs.ranges())
+        return cls(law, problem.names, problem.residuals(theta)[0], total, problem.delta, runs, problem, theta)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "law":
+            raise AttributeError(name)
+        return getattr(self.law, name)
+
+    @property
+    def mean_error(self) -> float:
+        """Mean absolute relative error of the losses that were fitted to."""
+        return float(np.abs(np.expm1(self.residuals)).mean())
+
+    @property
+    def fitted_constants(self) -> tuple[str, ...]:
+        """All constants that the runs decided, those that follow another too."""
+        return (*self.names, *self._problem.tie)
+
+    @cached_property
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """95 % intervals by 1,000 bootstraps, computed when first asked for."""
+        return self.bootstrap()
+
+    def bootstrap(
+        self, samples: int = SAMPLES, *, level: float = LEVEL, seed: int = 0
+    ) -> dict[str, tuple[float, float]]:
+        """Intervals of the fitted constants by refits to runs drawn with replacement.
+
+        Constants of a base are held; their own uncertainty is not in it.
+
+        Args:
+            samples: refits.
+            level: of the intervals, which are between percentiles.
+            seed: of the draws.
+
+        Returns:
+            The low and the high end, by constant.
+        """
+        laws = [law.constants() for law in self.resampled(samples, seed=seed)]
+        ends = (50 * (1 - level), 50 * (1 + level))
+        return {
+            name: tuple(float(end) for end in np.percentile([law[name] for law in laws], ends))  # type: ignore[misc]
+            for name in self.fitted_constants
+        }
+
+    def resampled(self, samples: int = SAMPLES, *, seed: int = 0) -> list[Law]:
+        """Laws refitted to runs drawn with replacement; percentiles of what they say are an interval of it.
+
+        Args:
+            samples: refits, each from the constants of this one.
+            seed: of the draws.
+        """
+        draw = np.random.default_rng(seed)
+        count = self.runs.count
+        found = []
+        for _ in range(samples):
+            counts = np.bincount(draw.integers(count, size=count), minlength=count).astype(float)
+            theta, _ = minimise(self._problem, self._theta, counts=counts, slope=ENOUGH)
+            found.append(self._problem.law_at(theta))
+        return found
+
+    def interval(
+        self, what: Callable[[Law], float], samples: int = SAMPLES, *, level: float = LEVEL, seed: int = 0
+    ) -> tuple[float, float]:
+        """The interval of anything that a law says, such as `lambda law: law.optimum(compute=1e21).bits`.
+
+        Args:
+            what: of a law.
+            samples: refits.
+            level: of the interval.
+            seed: of the draws.
+        """
+        values = [what(law) for law in self.resampled(samples, seed=seed)]
+        low, high = np.percentile(values, (50 * (1 - level), 50 * (1 + level)))
+        return float(low), float(high)
+
+    @cached_property
+    def condition_number(self) -> float:
+        """Of the Gauss-Newton Hessian at the fit, by logarithms of the constants, in the middle of the runs."""
+        jacobian = self._problem.residuals(self._theta)[1]
+        return float(np.linalg.cond(jacobian) ** 2)
+
+    def profile(self, name: str, steps: Array | None = None) -> tuple[Array, Array]:
+        """The profile likelihood of a constant: how much worse the fit is with it moved, all others fitted anew.
+
+        Args:
+            name: of a fitted constant. A, B and such are those of the middle of the runs, where N and D are 1.
+            steps: by how much the logarithm of the constant is moved, or the constant itself if it may be negative.
+
+        Returns:
+            The constant and its deviance at each step; below 3.84 is inside the 95 % interval.
+        """
+        if name not in self.names:
+            raise UserError(f"'{name}' was not fitted; these were: {', '.join(self.names)}")
+        place = self.names.index(name)
+        steps = np.linspace(-FACTOR, FACTOR, 13) if steps is None else np.asarray(steps, float)
+        moved = self._theta[place] + steps
+        deviances = np.array([self._deviance(place, float(step)) for step in steps])
+        return (moved if self._problem.signed(place) else np.exp(moved)), deviances
+
+    @cached_property
+    def unidentified(self) -> dict[str, str]:
+        """The constants that the runs do not tell, with the reason, by profile likelihood."""
+        found = {}
+        for place, name in enumerate(self.names):
+            signed = self._problem.signed(place)
+            step = SHIFT if signed else np.log(FACTOR)
+            more, less = (self._deviance(place, sign * step) < _CHI_SQUARE for sign in (1, -1))
+            if more or less:
+                words = (f"{SHIFT:g} more", f"{SHIFT:g} less") if signed else (f"× {FACTOR:g}", f"÷ {FACTOR:g}")
+                also = " and ".join(word for word, open_ in zip(words, (more, less), strict=True) if open_)
+                found[name] = f"the runs fit as well with it {also}{self._partner(place)}"
+        if "E" in self.names and _VANISHED * self.runs["loss"].min() > self.law.E:
+            for name in {"E", "alpha", "beta"} & set(self.names):
+                found[name] = "E has gone to 0, and the exponents stand in for it"
+        return found | {follower: found[leader] for follower, leader in self._problem.tie.items() if leader in found}
+
+    def hold_out(self) -> HoldOut:
+        """Leave out each size of model in turn, fit to the others, and predict it.
+
+        More than 8 sizes are put into 8 groups of neighbours.
+        """
+        sizes = np.unique(self.runs["N"])
+        groups = [np.isin(self.runs["N"], part) for part in np.array_split(sizes, min(len(sizes), _FOLDS))]
+        errors, skipped = {}, {}
+        for held in groups:
+            size = float(np.exp(np.log(self.runs["N"][held]).mean()))
+            rest = ~held
+            reason = self._cannot_do_with(rest, held)
+            if reason:
+                skipped[size] = reason
+                continue
+            problem = self._problem.on(self._problem.runs.take(rest))
+            theta, _ = solve(problem)
+            wrong = self._problem.on(self._problem.runs.take(held)).residuals(theta)[0]
+            errors[size] = np.expm1(wrong)
+        return HoldOut(errors, skipped)
+
+    def __str__(self) -> str:
+        lines = [f"{self.law.name} law {self.law.source}"]
+        computed, constants = self.__dict__.get("intervals", {}), self.law.constants()
+        for name in self.fitted_constants:
+            if name in self.unidentified:
+                lines.append(f"  {name:<10} not identified: {self.unidentified[name]}")
+                continue
+            interval = f"  95 % {computed[name][0]:.5g} to {computed[name][1]:.5g}" if name in computed else ""
+            lines.append(f"  {name:<10} {constants[name]:.5g}{interval}")
+        condition = f"condition number {self.condition_number:.1e}"
+        lines.append(f"  mean error {self.mean_error:.3%} on its own runs, {condition}")
+        return "\n".join(lines)
+
+    def _deviance(self, place: int, step: float) -> float:
+        """Twice the rise of the sum over the scale that makes it chi-square with one degree of freedom."""
+        theta = self._theta + step * self._ridge(place)
+        _, total = minimise(self._problem, theta, frozen=(place,), slope=ENOUGH)
+        return max(2 * (total - self.objective) / self._scale, 0.0)
+
+    def _ridge(self, place: int) -> Array:
+        """How the other coordinates go along, to first order, when one moves by 1."""
+        hessian = self._problem.curvature(self._theta, np.ones(self.runs.count))
+        others = [k for k in range(len(self._theta)) if k != place]
+        found = np.zeros(len(self._theta))
+        found[place] = 1.0
+        if others:
+            found[others] = -np.linalg.lstsq(hessian[np.ix_(others, others)], hessian[others, place], rcond=1e-12)[0]
+        return np.clip(found, -3.0, 3.0)
+
+    @cached_property
+    def _scale(self) -> float:
+        """E psi² / E psi' of Huber's loss, the latter over a width that holds half of the residuals."""
+        far = np.abs(self.residuals)
+        width = max(self.delta, float(np.median(far)))
+        slope = float((far <= width).mean()) * self.delta / width
+        power = float((np.minimum(far, self.delta) ** 2).mean())
+        count = len(far)
+        return max(power / slope * count / max(count - len(self.names), 1), 1e-300)
+
+    def _partner(self, place: int) -> str:
+        """In words, the constant with which this one moves, if there is one."""
+        hessian = self._problem.curvature(self._theta, np.ones(self.runs.count))
+        covariance = np.linalg.pinv(hessian, rcond=1e-12)
+        spread = np.sqrt(np.maximum(np.diag(covariance), 1e-300))
+        related = np.abs(covariance[place] / (spread * spread[place]))
+        related[place] = 0.0
+        other = int(related.argmax())
+        return f"; it moves with {self.names[other]}" if related[other] > _TOGETHER else ""
+
+    def _cannot_do_with(self, rest: Array, held: Array) -> str | None:
+        """Why the runs that are left do not suffice."""
+        if rest.sum() <= len(self.names):
+            return f"{int(rest.sum())} runs are left for {len(self.names)} constants"
+        if {"alpha"} <= set(self.names) and len(np.unique(self.runs["N"][rest])) < 3:
+            return "fewer than three sizes are left to tell alpha, A and E from"
+        for name in self.runs.variables():
+            missing = set(self.runs[name][held]) - set(self.runs[name][rest])
+            if self.runs[name].dtype.kind != "f" and missing:
+                return f"no other size has {name} {', '.join(sorted(map(str, missing)))}"
+        return None

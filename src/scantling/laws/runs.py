@@ -1,0 +1,214 @@
+"""Tables of runs: read, with any names of columns, and checked before anything is fitted to them."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scantling.errors import UserError, did_you_mean
+from scantling.laws.law import Array, Law
+
+_UNQUANTISED = ("", "none", "inf", "nan")
+_MOST_NATS = 25.0
+_FEWEST = {"N": 1e3, "D": 1e4}
+_GAP = 1e4
+_RATIOS = (1e-3, 1e7)
+
+
+@dataclass(frozen=True)
+class Runs(Mapping[str, Any]):
+    """Columns of equal length: N, D, loss and the variables of a law."""
+
+    columns: Mapping[str, Array]
+
+    def __getitem__(self, name: str) -> Array:
+        return self.columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @property
+    def count(self) -> int:
+        """How many runs."""
+        return len(self.columns["N"])
+
+    def take(self, chosen: Array) -> Runs:
+        """Some of the runs, by place or by mask."""
+        return Runs({name: column[chosen] for name, column in self.columns.items()})
+
+    def variables(self) -> dict[str, Array]:
+        """All columns but N, D and the loss."""
+        return {name: column for name, column in self.columns.items() if name not in ("N", "D", "loss")}
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """The smallest and largest finite value of every column of numbers but the loss."""
+        found = {}
+        for name, column in self.columns.items():
+            finite = column[np.isfinite(column)] if column.dtype.kind == "f" else column[:0]
+            if name != "loss" and len(finite):
+                found[name] = (float(finite.min()), float(finite.max()))
+        return found
+
+
+def read_runs(
+    runs: Any, law: type[Law], columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
+) -> Runs:
+    """The runs of a table, as a law needs them.
+
+    Args:
+        runs: a CSV, JSON or JSON-lines file, .gz or not; a mapping of columns; a data frame; or one mapping a run.
+        law: whose variables are looked for.
+        columns: what the table calls N, D, loss and the variables, where it is another name; or the other way round,
+            as data frames are renamed. C, the FLOPs of training, may stand in for D, which is then C / 6N.
+        where: only the runs whose columns have these values.
+
+    Raises:
+        UserError: for a table, a column or values that cannot be used.
+    """
+    table = _table(runs)
+    wanted = ["N", "D", "loss", *law.VARIABLES]
+    renamed = _by_name(columns or {}, {*wanted, "C"})
+    if "C" in renamed and "D" not in renamed:
+        table = {**table, "D": _tokens(table, renamed)}
+        del renamed["C"]
+    for name in renamed:
+        if name not in wanted:
+            raise UserError(f"columns names '{name}', which the {law.name} law has not; it has {', '.join(wanted)}")
+    chosen = np.ones(len(next(iter(table.values()), [])), bool)
+    for column, value in (where or {}).items():
+        chosen &= np.array([str(each) == value for each in _column(table, column, column)], bool)
+    if not chosen.any():
+        raise UserError(f"the table has no run{' with ' + _listed(where) if where else ''}")
+    found: dict[str, Array] = {}
+    for name in wanted:
+        column = renamed.get(name, name)
+        if name in ("N", "D", "loss", "scheme") or name in renamed or column in table:
+            cells = [cell for cell, kept in zip(_column(table, column, name), chosen, strict=True) if kept]
+            if name == "scheme":
+                found[name] = np.array([str(cell) for cell in cells])
+            else:
+                found[name] = _numbers(cells, column, bits=name in law.VARIABLES)
+        else:
+            found[name] = np.full(int(chosen.sum()), float(law.VARIABLES[name]))
+    checked = Runs(found)
+    _check(checked, law)
+    return checked
+
+
+def _by_name(columns: Mapping[str, str], wanted: set[str]) -> dict[str, str]:
+    """The table's columns by our names, whichever way round they are given."""
+    if columns and not wanted & set(columns) and set(columns.values()) <= wanted:
+        return {name: column for column, name in columns.items()}
+    return dict(columns)
+
+
+def _tokens(table: Mapping[str, Sequence[Any]], renamed: Mapping[str, str]) -> list[float]:
+    """Tokens of runs whose FLOPs are known, 6 a parameter and token."""
+    compute = _numbers(_column(table, renamed["C"], "C"), renamed["C"], bits=False)
+    column = renamed.get("N", "N")
+    found: list[float] = (compute / (6 * _numbers(_column(table, column, "N"), column, bits=False))).tolist()
+    return found
+
+
+def _table(runs: Any) -> Mapping[str, Sequence[Any]]:
+    if isinstance(runs, str | Path):
+        runs = _read(Path(runs))
+    elif hasattr(runs, "to_dict"):
+        runs = runs.to_dict("list")
+    if not isinstance(runs, Mapping):
+        rows = list(runs)
+        names = dict.fromkeys(name for row in rows for name in row)
+        runs = {name: [row.get(name, "") for row in rows] for name in names}
+    table = {str(name): np.atleast_1d(np.asarray(column)).tolist() for name, column in runs.items()}
+    lengths = {name: len(column) for name, column in table.items()}
+    if len(set(lengths.values())) > 1:
+        raise UserError(f"the columns differ in length: {', '.join(f'{n} {length}' for n, length in lengths.items())}")
+    return table
+
+
+def _read(path: Path) -> Any:
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
+        kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+        if kind == ".json":
+            return json.loads(text)
+        if kind == ".jsonl":
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return list(csv.DictReader(io.StringIO(text)))
+    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a table of runs: {error}") from error
+
+
+def _column(table: Mapping[str, Sequence[Any]], column: str, name: str) -> Sequence[Any]:
+    if column in table:
+        return table[column]
+    hint = did_you_mean(column, table)
+    raise UserError(
+        f"the table has no column '{column}'{f' for {name}' if name != column else ''}; it has "
+        f"{', '.join(table) or 'none'}{f' ({hint})' if hint else ''}. Say which column is {name}: "
+        f"columns={{'{name}': …}}, or --column {name}=… on the command line"
+    )
+
+
+def _numbers(cells: Sequence[Any], column: str, *, bits: bool) -> Array:
+    """Numbers; in columns of bits an empty cell is unquantised."""
+    found = np.empty(len(cells))
+    for place, cell in enumerate(cells):
+        text = "" if cell is None else str(cell).strip()
+        if bits and text.lower() in _UNQUANTISED:
+            found[place] = math.inf
+            continue
+        try:
+            found[place] = float(text or "nan")
+        except ValueError:
+            raise UserError(f"column {column}, run {place + 1}: '{text}' is no number") from None
+    return found
+
+
+def _check(runs: Runs, law: type[Law]) -> None:
+    for name in ("N", "D", "loss"):
+        bad = np.flatnonzero(~(np.isfinite(runs[name]) & (runs[name] > 0)))
+        if len(bad):
+            listed = ", ".join(str(place + 1) for place in bad[:5]) + (", …" if len(bad) > 5 else "")
+            raise UserError(
+                f"{name} of run {listed} is {runs[name][bad[0]]}; every {name} is a positive and finite number. "
+                f"Leave out runs that diverged or did not end"
+            )
+    for name in law.VARIABLES:
+        if name != "scheme" and not (runs[name] > 0).all():
+            raise UserError(f"{name} is in bits, above 0, or empty where unquantised; given {runs[name].min():g}")
+    if runs["loss"].max() > _MOST_NATS:
+        raise UserError(
+            f"a loss of {runs['loss'].max():g} is no loss in nats a token (is it a perplexity? then give its logarithm)"
+        )
+    for name, fewest in _FEWEST.items():
+        values = np.sort(runs[name])
+        jumps = values[1:] / values[:-1]
+        if values[0] < fewest or jumps.max(initial=1.0) >= _GAP:
+            raise UserError(
+                f"{name} goes from {values[0]:.4g} to {values[-1]:.4g}: are the units mixed, or millions or billions? "
+                f"{name} is a plain count, such as 1.25e8"
+            )
+    ratio = runs["D"] / runs["N"]
+    if ratio.min() < _RATIOS[0] or ratio.max() > _RATIOS[1]:
+        raise UserError(
+            f"tokens a parameter go from {ratio.min():.3g} to {ratio.max():.3g}: N and D are in different units, or "
+            f"swapped; both are plain counts"
+        )
+
+
+def _listed(where: Mapping[str, str] | None) -> str:
+    return ", ".join(f"{name} {value}" for name, value in (where or {}).items())

@@ -1,0 +1,98 @@
+"""`scantling fit`, as a user types it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from scantling.cli import run
+from scantling.laws import ChinchillaLaw, PrecisionLaw, simulate
+from scantling.laws.synthetic import kumar_grid
+
+
+def write(path: Path, columns: dict[str, Any]) -> str:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def chinchilla(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """40 runs under names of their own, of two kinds, the second with losses of no use."""
+    sizes = np.repeat([2e7, 6e7, 2e8, 6e8], 5)
+    grid = {"N": sizes, "D": sizes * np.tile([5, 10, 20, 60, 200], 4)}
+    runs = simulate(ChinchillaLaw.published(), grid, noise=0.002)
+    twice = {name: np.tile(column, 2) for name, column in runs.items()}
+    table = {"params": twice["N"], "flops": 6 * twice["N"] * twice["D"], "kind": ["good"] * 20 + ["bad"] * 20}
+    return write(tmp_path_factory.mktemp("runs") / "runs.csv", {**table, "final": [*twice["loss"][:20], *range(20)]})
+
+
+NAMES = ["--column", "N=params", "--column", "C=flops", "--column", "loss=final", "--where", "kind=good"]
+
+
+def test_constants_intervals_hold_out_and_plot(
+    chinchilla: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["fit", chinchilla, *NAMES, "--samples", "20", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    for word in ("alpha", "95 % interval", " to ", "hold-out", "at worst", "nats × tokens^beta", "condition"):
+        assert word in shown
+    found = json.loads((tmp_path / "runs-chinchilla.json").read_text())
+    assert found["runs"] == 20
+    assert list(found["constants"]) == ["A", "B", "E", "alpha", "beta"]
+    E = found["constants"]["E"]
+    assert E["interval"][0] < E["value"] < E["interval"][1]
+    assert len(found["hold_out"]["by_size"]) == 4
+    plot = ElementTree.parse(tmp_path / "runs-chinchilla.svg").getroot()
+    assert "20 runs" in str(plot.get("aria-label"))
+
+
+def test_json_is_the_file(chinchilla: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["fit", chinchilla, *NAMES, "--tie", "beta=alpha", "--fix", "E=1.8172", "--samples", "0"]
+    assert run([*given, "--json", "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "runs-chinchilla.json").read_text())
+    assert found["held"] == {"E": 1.8172, "power": 1.0}
+    assert found["constants"]["beta"]["value"] == found["constants"]["alpha"]["value"]
+    assert found["constants"]["A"]["interval"] is None
+
+
+def test_what_the_runs_do_not_tell_has_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = write(tmp_path / "table.csv", simulate(PrecisionLaw.published(), kumar_grid(), noise=0.01))
+    assert run(["fit", table, "--law", "kumar", "--samples", "0", "--tie", "beta=alpha", "--out", str(tmp_path)]) == 0
+    assert "not identified: gamma_kv, the runs fit as well with it" in capsys.readouterr().out
+    found = json.loads((tmp_path / "table-kumar.json").read_text())["constants"]["gamma_kv"]
+    assert found["value"] is found["interval"] is None
+    assert "it moves with n_kv" in found["not_identified"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--column", "N"], "--column takes NAME=VALUE; given 'N'"),
+        (["--fix", "E=low"], "--fix E takes a number; given 'low'"),
+        (["--base", "hofmann"], "did you mean 'hoffmann'"),
+        (["--law", "kumer"], "did you mean 'kumar'"),
+        ([], "no column 'N'"),
+    ],
+)
+def test_what_it_refuses(chinchilla: str, given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["fit", chinchilla, *given]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_it_starts_without_torch(chinchilla: str, tmp_path: Path) -> None:
+    arguments = ["fit", chinchilla, *NAMES, "--samples", "0", "--out", str(tmp_path)]
+    code = f"import sys; from scantling.cli import run; run({arguments!r}); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,186 @@
+"""The best size, tokens and bits against the identity, closed forms and brute force."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize_scalar
+from scipy.special import lambertw
+
+from scantling.errors import UserError
+from scantling.laws import ChinchillaLaw, EfficiencyLaw, Law, PostTrainingLaw, PrecisionLaw
+from tests.laws.worlds import KUMAR
+
+GAMMA = (2.6745 + 2.2102 + 0.9578) / 3
+LLAMA_3, GEMMA_2, GPT_3 = (8e9, 15e12), (9e9, 8e12), (175e9, 300e9)
+
+
+def test_equal_parts_without_offsets() -> None:
+    """3x = e^x - 1 (the paper's Eq. 7 has an alpha too many, its Eq. 28 a factor)."""
+    x = PrecisionLaw.published(offsets=False).averaged().optimum(compute=1e21).bits / GAMMA
+    assert x == pytest.approx(1.9038136944, abs=1e-10)
+    assert 3 * x == pytest.approx(math.exp(x) - 1, abs=1e-9)
+    assert x == pytest.approx(float(np.real(-1 / 3 - lambertw(-math.exp(-1 / 3) / 3, -1))), abs=1e-9)
+
+
+@pytest.mark.parametrize("compute", [1e18, 1e21, 1e24, 1e27])
+def test_the_papers_seven_to_eight_bits(compute: float) -> None:
+    best = KUMAR.optimum(compute=compute)
+    assert best.bits == pytest.approx(7.002, abs=5e-4)
+    assert KUMAR.averaged().optimum(compute=compute).bits == pytest.approx(7.641, abs=5e-4)
+    assert best.N * best.D * best.bits * 6 / 16 == pytest.approx(compute, rel=1e-12)
+    assert best.compute == pytest.approx(compute, rel=1e-12)
+    assert PrecisionLaw.published(offsets=False).optimum(compute=compute).bits == pytest.approx(3.469, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    "law", [KUMAR, KUMAR.averaged(), PrecisionLaw.published("float")], ids=["all", "mean", "float"]
+)
+@pytest.mark.parametrize("speed", [None, lambda bits: (16 / bits) ** 0.6], ids=["linear", "slower"])
+def test_the_joint_optimum_is_that_of_brute_force(law: PrecisionLaw, speed: object) -> None:
+    """Over N and bits, D from the budget: the loss itself, with no use of the identity."""
+    compute = 1e20
+    rate = speed or (lambda bits: 16 / bits)
+
+    def least(bits: float) -> float:
+        given = {**law._variables({}), **dict.fromkeys(law.parts(), bits)}
+        sizes = np.exp(np.linspace(math.log(1e7), math.log(1e11), 4001))
+        return float(law.evaluate(sizes, compute * rate(bits) / 6 / sizes, given).min())  # type: ignore[operator]
+
+    best = law.optimum(compute=compute, speed=speed)  # type: ignore[arg-type]
+    assert best.loss == pytest.approx(law.loss(best.N, best.D, **dict.fromkeys(law.parts(), best.bits)), rel=1e-12)
+    found = minimize_scalar(least, bounds=(best.bits - 1.5, best.bits + 1.5), method="bounded", options={"xatol": 1e-5})
+    assert best.bits == pytest.approx(found.x, abs=0.02)  # brute force is on a grid of sizes
+    assert best.loss <= found.fun + 1e-12
+    assert best.loss == pytest.approx(found.fun, rel=1e-5)
+
+
+def test_bits_that_are_given() -> None:
+    """N*/N_Ch = f^(-a/(a+b)) P^(-b/(a+b)) and D* the opposite, from the derivation (Eqs. 6 and 17 print others)."""
+    law = PrecisionLaw(A=500, B=2000, E=1.8, alpha=0.35, beta=0.37, gamma_w=2.0, gamma_a=2.0, gamma_kv=2.0)
+    bits, compute = 5.0, 1e21
+    whole = ChinchillaLaw(A=500, B=2000, E=1.8, alpha=0.35, beta=0.37).optimum(compute=compute)
+    found = law.optimum(compute=compute, bits=bits)
+    f = (1 - math.exp(-bits / 2)) ** 3
+    a, b = 0.35 / 0.72, 0.37 / 0.72
+    larger, longer = found.N / whole.N, found.D / whole.D
+    assert larger == pytest.approx(f**-a * (bits / 16) ** -b, rel=1e-9)
+    assert longer == pytest.approx(f**a * (bits / 16) ** -a, rel=1e-9)
+    assert whole.bits == 16
+
+
+def test_measured_speeds_choose_by_the_product() -> None:
+    """Of bits with measured speeds, the one of the largest f × speed; 1.62 is where FP4 breaks even with FP8."""
+    speeds = {16: 1.0, 8: 1.17, 4: 1.6}
+    products = {
+        bits: KUMAR.effective_parameters(1.0, **dict.fromkeys(KUMAR.PARTS, bits)) * speed
+        for bits, speed in speeds.items()
+    }
+    assert KUMAR.optimum(compute=1e21, speed=speeds).bits == max(products, key=lambda bits: products[bits])
+    law = EfficiencyLaw.published()
+    threshold = 1 / (0.65 * 0.95)
+    assert threshold == pytest.approx(1.62, abs=0.005)
+    for speed, scheme in ((threshold * 0.999, "bf16"), (threshold * 1.001, "quartet")):
+        assert law.optimum(compute=1e20, speed={"bf16": 1.0, "quartet": speed}).scheme == scheme
+
+
+def test_a_given_size_wants_more_bits_the_longer_it_is_trained() -> None:
+    """P* grows as beta gamma ln C for a large budget."""
+    law = PrecisionLaw(A=4e3, B=1.8e4, E=2.7, alpha=0.5, beta=0.5, gamma_w=1.0, gamma_a=1.0, gamma_kv=1.0)
+    bits = [law.optimum(compute=10.0**power, N=1e8).bits for power in (20, 22, 24, 26)]
+    steps = np.diff(bits)
+    assert (steps > 0).all()
+    assert steps[-1] == pytest.approx(0.5 * math.log(100), rel=0.1)
+
+
+def test_inference_makes_models_smaller() -> None:
+    law = ChinchillaLaw.published()
+    alone = law.optimum(compute=1e22)
+    served = law.optimum(compute=1e22, inference_tokens=1e12)
+    assert served.N < alone.N
+    assert served.D > alone.D
+    spent = 6 * served.N * served.D + 2 * served.N * 1e12
+    assert spent == pytest.approx(1e22, rel=1e-9)
+    sizes = np.exp(np.linspace(math.log(served.N) - 2, math.log(served.N) + 1, 20001))
+    tokens = (1e22 - 2 * sizes * 1e12) / (6 * sizes)
+    every = law.evaluate(sizes[tokens > 0], tokens[tokens > 0], {})
+    assert served.loss == pytest.approx(every.min(), rel=1e-7)
+
+
+def test_weights_that_are_quantised_afterwards() -> None:
+    """Fewer tokens, more parameters, and no more tokens than the critical ones, also where N is given."""
+    bits = 16.0
+    plain, quantised = (KUMAR.optimum(compute=1e23, bits=bits, post=post) for post in (None, 3))
+    assert quantised.N > plain.N
+    assert KUMAR.critical_tokens(quantised.N, post=3) > quantised.D
+    tight = KUMAR.optimum(compute=6 * 1e8 * 1e12, N=1e8, bits=bits, post=3)
+    tokens, turn = tight.D, KUMAR.critical_tokens(1e8, post=3)
+    assert tokens == pytest.approx(turn, rel=1e-9)
+    assert tight.compute < 6 * 1e8 * 1e12
+
+
+@pytest.mark.parametrize("post", [3, 4, 5])
+@pytest.mark.parametrize("N", [1e8, 8e9])
+def test_critical_tokens_are_those_of_equation_13(N: float, post: float) -> None:
+    whole = dict.fromkeys(KUMAR.PARTS, math.inf)
+    law = KUMAR
+    turn = law.beta * law.B * N**law.gamma_N * math.exp(post / law.gamma_post - law.n_post)
+    turn = (turn / (law.gamma_D * law.C_T)) ** (1 / (law.gamma_D + law.beta))  # type: ignore[operator]
+    found = law.critical_tokens(N, post=post, **whole)
+    assert found == pytest.approx(turn, rel=1e-10)
+    losses = law.loss(N, found * np.array([0.99, 1, 1.01]), post=post, **whole)
+    assert losses.argmin() == 1
+
+
+def test_critical_tokens_elsewhere() -> None:
+    law = PostTrainingLaw.published()
+    found = law.critical_tokens(1e9, post=3)
+    assert law.loss(1e9, found * np.array([0.9, 1, 1.1]), post=3).argmin() == 1
+    assert KUMAR.critical_tokens(1e8, post=math.inf) == math.inf
+    assert KUMAR.critical_tokens(1e8, weights=4, post=4) == math.inf
+    assert law.critical_tokens(1e9, post=4) > found
+
+
+@pytest.mark.parametrize(
+    ("case", "bits", "critical"),
+    [(LLAMA_3, 13.76, 1.95e11), (GEMMA_2, 12.81, 2.03e11), (GPT_3, 5.97, 5.59e11)],
+    ids=["llama-3-8b", "gemma-2-9b", "gpt-3"],
+)
+def test_worked_cases(case: tuple[float, float], bits: float, critical: float) -> None:
+    """The figures of docs/scaling-laws.md: N free is 7 bits for all, N given depends on how far it is trained."""
+    N, D = case
+    free, given = KUMAR.optimum(compute=6 * N * D), KUMAR.optimum(compute=6 * N * D, N=N)
+    assert free.bits == pytest.approx(7.002, abs=5e-4)
+    assert given.bits == pytest.approx(bits, abs=0.005)
+    every = np.linspace(4, 16, 12001)
+    losses = KUMAR.loss(N, D * 16 / every, weights=every, activations=every, kv_cache=every)
+    assert given.bits == pytest.approx(every[losses.argmin()], abs=0.002)
+    assert KUMAR.critical_tokens(N, post=4) == pytest.approx(critical, rel=0.005)
+    assert any(text.startswith("N = ") for text in given.warnings)
+    assert any(text.startswith("D = ") for text in given.warnings)
+
+
+def test_inside_the_range_nothing_is_said() -> None:
+    best = KUMAR.optimum(compute=6 * 1e8 * 1e10, N=1e8)
+    assert best.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("law", "given", "words"),
+    [
+        (KUMAR, {"compute": -1}, "compute is a positive"),
+        (KUMAR, {"compute": math.inf}, "compute is a positive"),
+        (KUMAR, {"compute": 1e20, "N": 0}, "N is a positive"),
+        (KUMAR, {"compute": 1e20, "inference_tokens": -1}, "inference_tokens"),
+        (KUMAR, {"compute": 1e20, "N": 1e9, "inference_tokens": 1e12}, "inference alone costs"),
+        (KUMAR, {"compute": 1e20, "speed": {16: 0.0}}, "above 0"),
+        (KUMAR, {"compute": 1e20, "speed": {16: 1.0}, "bits": 8}, "no entry for 8"),
+        (ChinchillaLaw.published(), {"compute": 1e20, "post": 4}, "leave post out"),
+        (EfficiencyLaw.published(), {"compute": 1e20}, "speed={scheme"),
+    ],
+)
+def test_what_an_optimum_refuses(law: Law, given: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        law.optimum(**given)  # type: ignore[arg-type]

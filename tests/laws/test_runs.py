@@ -1,0 +1,146 @@
+"""Tables of runs: every way to give one, and what is refused with which words."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.laws import ChinchillaLaw, PrecisionLaw, simulate
+from scantling.laws.runs import read_runs
+from scantling.laws.synthetic import kumar_grid
+from tests.laws.worlds import KUMAR, small_grid
+
+RUNS = simulate(ChinchillaLaw.published(), small_grid(), noise=0.001)
+
+
+class Frame:
+    """As much of a data frame as is asked for."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self.columns = columns
+
+    def to_dict(self, orient: str) -> dict[str, list[Any]]:
+        assert orient == "list"
+        return {name: list(column) for name, column in self.columns.items()}
+
+
+def rows(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{name: float(column[k]) for name, column in columns.items()} for k in range(len(columns["N"]))]
+
+
+def write_csv(path: Path, columns: dict[str, Any]) -> Path:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows(columns))
+    return path
+
+
+def test_every_kind_of_table_is_the_same(tmp_path: Path) -> None:
+    lines = "\n".join(map(json.dumps, rows(RUNS)))
+    (tmp_path / "runs.jsonl").write_text(lines)
+    (tmp_path / "runs.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "runs.json").write_text(json.dumps(rows(RUNS)))
+    (tmp_path / "columns.json").write_text(json.dumps({name: list(column) for name, column in RUNS.items()}))
+    tables = [RUNS, rows(RUNS), Frame(RUNS), write_csv(tmp_path / "runs.csv", RUNS), str(tmp_path / "runs.jsonl")]
+    tables += [tmp_path / name for name in ("runs.jsonl.gz", "runs.json", "columns.json")]
+    for table in tables:
+        found = read_runs(table, ChinchillaLaw)
+        for name, column in RUNS.items():
+            assert found[name] == pytest.approx(column, rel=1e-15)
+
+
+def test_columns_are_renamed_chosen_and_worked_out() -> None:
+    table = {"params": RUNS["N"], "flop": 6 * RUNS["N"] * RUNS["D"], "final": RUNS["loss"]}
+    table["kind"] = np.array(["a", "b"] * 10)
+    names = {"N": "params", "C": "flop", "loss": "final"}
+    found = read_runs(table, ChinchillaLaw, names, {"kind": "b"})
+    assert found.count == 10
+    assert found["D"] == pytest.approx(RUNS["D"][1::2], rel=1e-12)
+
+
+def test_columns_may_be_named_either_way_round() -> None:
+    table = {"params": RUNS["N"], "tokens": RUNS["D"], "loss": RUNS["loss"]}
+    for names in ({"N": "params", "D": "tokens"}, {"params": "N", "tokens": "D"}):
+        assert (read_runs(table, ChinchillaLaw, names)["D"] == RUNS["D"]).all()
+
+
+def test_empty_bits_are_unquantised() -> None:
+    table = {**RUNS, "weights": ["", "none", "4", 8] * 5}
+    found = read_runs(table, PrecisionLaw)
+    assert list(found["weights"][:4]) == [np.inf, np.inf, 4, 8]
+    assert (found["activations"] == 16).all()
+    assert found.ranges()["weights"] == (4, 8)
+
+
+def changed(**columns: Any) -> dict[str, Any]:
+    return {**RUNS, **columns}
+
+
+def with_one(name: str, value: float) -> dict[str, Any]:
+    column = np.array(RUNS[name])
+    column[3] = value
+    return {**RUNS, name: column}
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        (with_one("loss", np.nan), "loss of run 4 is nan.*Leave out runs that diverged"),
+        (with_one("loss", -1), "loss of run 4 is -1"),
+        (with_one("loss", 400), "is it a perplexity"),
+        (with_one("N", np.inf), "N of run 4 is inf"),
+        (with_one("N", 60), "N goes from 60 to .*units mixed"),
+        (changed(N=RUNS["N"] / 1e6), "N goes from 20 to 600.*units mixed"),
+        (changed(D=RUNS["D"] / 1e9), "D goes from .*units mixed"),
+        (changed(N=RUNS["D"] * 1e3, D=RUNS["N"]), "different units, or swapped"),
+        (changed(N=RUNS["N"][:3]), "differ in length"),
+        (changed(loss=["low"] * 20), "'low' is no number"),
+        ({"N": RUNS["N"], "D": RUNS["D"], "los": RUNS["loss"]}, "no column 'loss'.*did you mean 'los'"),
+        ({name: column[:5] for name, column in RUNS.items()}, "5 runs are too few for 5 constants"),
+        (changed(D=20 * RUNS["N"]), "N and D are collinear.*D / N about 20"),
+        (changed(N=np.full(20, 1e8)), "all runs have N of about 1e\\+08: alpha cannot be told"),
+        (changed(D=np.full(20, 1e9)), "all runs have D of about 1e\\+09: beta cannot be told"),
+        ("nowhere.csv", "nowhere.csv cannot be read"),
+        ([], "no column 'N'|no run"),
+    ],
+)
+def test_runs_that_are_refused(runs: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        sc.laws.fit(runs, "chinchilla")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"law": "chinchila"}, "did you mean 'chinchilla'"),
+        ({"columns": {"n": "M"}}, "columns names 'n'"),
+        ({"columns": {"N": "params"}}, "no column 'params' for N"),
+        ({"where": {"quantizer": "x"}}, "no column 'quantizer'"),
+        ({"where": {"kind": "z"}}, "no run with kind z"),
+        ({"fixed": {"alhpa": 0.3}}, "did you mean 'alpha'"),
+        ({"fixed": {"alpha": np.nan}}, "no finite number"),
+        ({"tie": {"beta": "gamma_w"}}, "tie names beta and gamma_w"),
+        ({"fixed": {"A": 1, "B": 1, "E": 1, "alpha": 1, "beta": 1}}, "nothing is left to fit"),
+        ({"law": "kumar", "base": KUMAR}, "nothing is left to fit"),
+        ({"law": "efficiency"}, "no column 'scheme'"),
+        ({"delta": 0}, "delta is a positive number"),
+    ],
+)
+def test_what_a_fit_refuses(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        sc.laws.fit(changed(kind=["a"] * 20), **{"law": "chinchilla", **given})
+
+
+def test_bits_that_are_no_bits() -> None:
+    grid = simulate(KUMAR, kumar_grid())
+    with pytest.raises(UserError, match="weights is in bits, above 0, or empty"):
+        sc.laws.fit({**grid, "weights": grid["weights"] * 0}, "kumar")
