@@ -80,6 +80,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "weight decay 0.2": {"weight_decay": 0.2},
     "betas (0.9, 0.9, 0.95)": {"betas": [0.9, 0.9, 0.95]},
     "no confidence": {"confidence": False},
+    "no confidence, no update clip": {"confidence": False, "clip_threshold": 1e9},
+    "no confidence, weight decay 0.05": {"confidence": False, "weight_decay": 0.05},
+    "no confidence, beta2 0.98": {"confidence": False, "betas": [0.9, 0.98, 0.995]},
+    "no confidence, beta1 0.95": {"confidence": False, "betas": [0.95, 0.95, 0.995]},
 }
 
 
