@@ -351,3 +351,15 @@ def test_compat_and_parameters_given_twice() -> None:
     param = nn.Parameter(torch.zeros(3))
     with pytest.raises(UserError, match=r"a parameter of shape \(3,\) is given twice"):
         MomentumExchange([param, param])
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_gradients_that_were_averaged_are_told(averaged: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        fill(params, 0 if averaged else link.rank, 0)
+        exchange_of(link, params).exchange()
+
+    with caplog.at_level(logging.WARNING):
+        together(2, work)
+    assert ("DistributedDataParallel has averaged them" in caplog.text) == averaged

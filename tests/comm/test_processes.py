@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import scantling as sc
+from scantling.comm import load_rank_tensors, rank_tensors
 from tests.processes import counted, run
 
 pytestmark = pytest.mark.dist
@@ -91,6 +95,47 @@ def replicas_of_shards() -> None:
     for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
         assert isinstance(part, DTensor)
         torch.testing.assert_close(part.full_tensor(), whole, rtol=1e-4, atol=1e-6)
+
+
+def goes_on_from_a_distributed_checkpoint(folder: str, sharded: bool) -> None:
+    """200 steps, and 100 with 100 more after a checkpoint in new objects: the same bits on every process."""
+    mesh = init_device_mesh("cpu", (2, 2) if sharded else (2,), mesh_dim_names=("replicate", "shard")[: 1 + sharded])
+    replica = mesh.get_local_rank("replicate") if sharded else dist.get_rank()
+
+    def begin() -> tuple[nn.Module, sc.DeMo]:
+        net = model()
+        if sharded:
+            for layer in net:
+                if isinstance(layer, nn.Linear):
+                    fully_shard(layer, mesh=mesh["shard"])
+            fully_shard(net, mesh=mesh["shard"])
+        options: dict[str, Any] = {"topk": 4, "dense": "sign", "residual": "int8", "delay": int(not sharded)}
+        group = mesh["replicate"] if sharded else None
+        return net, sc.DeMo(sc.param_groups(net, weight_decay=0.1), lr=1e-3, process_group=group, **options)
+
+    straight, optimizer = begin()
+    train(straight, optimizer, replica, range(100))
+    state = {"model": get_model_state_dict(straight), "optimizer": rank_tensors(optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+    train(straight, optimizer, replica, range(100, 200))
+    again, second = begin()
+    state = {"model": get_model_state_dict(again), "optimizer": rank_tensors(second)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(again, state["model"])
+    load_rank_tensors(second, state["optimizer"])
+    train(again, second, replica, range(100, 200))
+    for one, other in zip(straight.parameters(), again.parameters(), strict=True):
+        parts = [part.to_local() if isinstance(part, DTensor) else part for part in (one, other)]
+        assert torch.equal(*parts)
+    own = second.exchange.local_state_dict()["residuals"]
+    assert own
+    for name, residual in optimizer.exchange.local_state_dict()["residuals"].items():
+        assert torch.equal(residual, own[name])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_hundred_steps_across_a_distributed_checkpoint(tmp_path: Path, sharded: bool) -> None:
+    run(4 if sharded else 2, goes_on_from_a_distributed_checkpoint, str(tmp_path / "checkpoint"), sharded)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -8,6 +8,7 @@ from scantling.comm.exchange import GradientExchange, NoExchange
 from scantling.comm.guard import refuse_reduction
 from scantling.comm.local_steps import LocalSteps, diloco, sparseloco
 from scantling.comm.momentum import MomentumExchange
+from scantling.comm.rank_tensors import load_rank_tensors, rank_tensors
 from scantling.comm.replica import merge_local_states
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "allreduce_wire_bytes",
     "average_buffers",
     "diloco",
+    "load_rank_tensors",
     "merge_local_states",
+    "rank_tensors",
     "refuse_reduction",
     "sparseloco",
 ]

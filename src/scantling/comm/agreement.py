@@ -7,6 +7,7 @@ the tensor and the rank.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from scantling.comm.link import Link
 from scantling.comm.shards import all_finite, local
 from scantling.errors import UserError
 from scantling.numerics.checksum import checksum
+
+logger = logging.getLogger(__name__)
 
 SKETCH = 256
 
@@ -60,6 +63,27 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
             "same weights: the same seed, the same checkpoint, or a broadcast from rank 0"
         )
     return own
+
+
+def warn_if_averaged(link: Link, params: Sequence[Tensor]) -> None:
+    """Warn where all replicas have the same gradients, which is what averaging them makes. Collective: one all-gather.
+
+    Args:
+        link: to the other replicas.
+        params: the parameters; those without a gradient say nothing.
+    """
+    gradients = [local(param.grad) for param in params if param.grad is not None and not param.grad.is_sparse]
+    if link.is_alone:
+        return
+    sums = [checksum(gradient) for gradient in gradients]
+    own = torch.stack(sums).sum(0) if sums else torch.zeros(1, dtype=torch.int64, device=params[0].device)
+    found = torch.stack(link.all_gather(own)).flatten().tolist()
+    if len(set(found)) == 1 and any(bool(gradient.any()) for gradient in gradients) and link.rank == 0:
+        logger.warning(
+            "the gradients of all %d replicas are the same: DistributedDataParallel has averaged them, or all replicas "
+            "have the same data. Put every backward pass into model.no_sync() (see scantling.comm.refuse_reduction)",
+            link.size,
+        )
 
 
 def spread(link: Link, values: Sequence[Tensor], seed: int) -> float:

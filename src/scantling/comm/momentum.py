@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from scantling.comm.agreement import spread, unlike
+from scantling.comm.agreement import spread, unlike, warn_if_averaged
 from scantling.comm.background import Background
 from scantling.comm.channels import Channel
 from scantling.comm.layout import (
@@ -271,6 +271,8 @@ class MomentumExchange(Replica):
         layout = self._laid_out()
         self.step += 1
         rounds, params = self.rounds, self._parameters()
+        if self.step == 1:
+            warn_if_averaged(self.link, params)
         self.link.start()
         if rounds.comes_round(self.step, rounds.check_every):
             self._compare(params)

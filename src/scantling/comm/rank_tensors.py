@@ -1,0 +1,93 @@
+"""The state of DeMo as tensors of each process, for torch.distributed.checkpoint.
+
+What is plain and alike by name, that format saves once. Residuals are not alike on replicas, and of FSDP2 each process
+holds its shards: here every tensor has the rank of its process in its name.
+
+    state = {"model": get_model_state_dict(model), "optimizer": rank_tensors(optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+    ...
+    dcp.load(state, checkpoint_id=folder)
+    load_rank_tensors(optimizer, state["optimizer"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scantling.comm.demo import MOMENTS, DeMo
+from scantling.comm.layout import buckets_of, channels_in, keeps_residuals, names_of, parameters_of
+from scantling.comm.shards import local
+from scantling.errors import UserError
+
+
+@torch.no_grad()
+def rank_tensors(optimizer: DeMo) -> dict[str, Tensor]:
+    """All that this process needs to go on, zeros where there is nothing yet: also what to load into.
+
+    Args:
+        optimizer: before its first step, or after any.
+
+    Returns:
+        Tensors by names such as `rank0/layers.0.weight/residual`: copies, residuals in fp32 whatever they are kept in.
+    """
+    exchange = optimizer.exchange
+    exchange.settle()
+    prefix = f"rank{_rank()}"
+    found = {f"{prefix}/step": torch.tensor([exchange.step])}
+    params, names = parameters_of(exchange.param_groups), names_of(exchange.param_groups)
+    has_result = any("pending" in exchange.state.get(param, {}) for param in params)
+    found[f"{prefix}/has_result"] = torch.tensor([has_result])
+    for channel in channels_in(buckets_of(exchange.param_groups, exchange.rounds)):
+        for member in channel.members:
+            param, name = params[member.param], f"{prefix}/{names[member.param]}"
+            if keeps_residuals(channel, exchange.rounds):
+                found[f"{name}/residual"] = exchange.residuals.read(param, local(param)).clone()
+            if not channel.kind.is_matrix:
+                moments = optimizer.moments(param)
+                found |= {f"{name}/{key}": moments[key].clone() for key in MOMENTS}
+            if exchange.rounds.delay:
+                zeros = torch.zeros_like(local(param), dtype=torch.float32)
+                found[f"{name}/result"] = exchange.state.get(param, {}).get("pending", zeros).clone()
+    return found
+
+
+@torch.no_grad()
+def load_rank_tensors(optimizer: DeMo, tensors: Mapping[str, Tensor]) -> None:
+    """Take back what `rank_tensors` gave on this rank.
+
+    Raises:
+        UserError: tensors of other ranks alone, or of other parameters, shapes or options; nothing has been loaded.
+    """
+    wanted, exchange = rank_tensors(optimizer), optimizer.exchange
+    for name, like in wanted.items():
+        if name not in tensors or tensors[name].shape != like.shape:
+            given = tuple(tensors[name].shape) if name in tensors else "nothing"
+            raise UserError(
+                f"{name} should have the shape {tuple(like.shape)}; given {given}. Load on as many processes as saved, "
+                "with the same model and options"
+            )
+    prefix = f"rank{_rank()}"
+    exchange.drop()
+    step = int(tensors[f"{prefix}/step"])
+    for group in optimizer.param_groups:
+        group["steps"] = step
+    exchange.step = step
+    names = names_of(exchange.param_groups)
+    residuals = {name: tensors[f"{prefix}/{name}/residual"] for name in names if f"{prefix}/{name}/residual" in wanted}
+    exchange.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
+    has_result = bool(tensors[f"{prefix}/has_result"])
+    for param, name in zip(parameters_of(exchange.param_groups), names, strict=True):
+        state = optimizer.state[param]
+        state.pop("pending", None)
+        if has_result and f"{prefix}/{name}/result" in wanted:
+            state["pending"] = tensors[f"{prefix}/{name}/result"].clone()
+        if f"{prefix}/{name}/{MOMENTS[0]}" in wanted:
+            state |= {key: tensors[f"{prefix}/{name}/{key}"].clone() for key in MOMENTS}
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
