@@ -548,6 +548,27 @@ def test_what_cannot_be_is_refused() -> None:
         other.load_state_dict(model.state_dict())
 
 
+def test_controls_that_nobody_steps_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    too_early = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    adapter = RankAdapter(model, steps=5)
+    steps(model, adapter, too_early, range(4))
+    assert caplog.text.count("attach the adapter before the optimizer is built") == 1
+
+
+def test_one_optimizer_for_the_cores_and_one_for_the_controls_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=5)
+    controls = [control for layer in adapter.layers.values() for control in layer.controls or ()]
+    others = [param for param in model.parameters() if all(param is not control for control in controls)]
+    first, second = torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD(controls, lr=1e-3)
+    for number in range(4):
+        steps(model, adapter, first, range(number, number + 1))
+        second.step()
+    assert adapter.step == 4
+    assert not caplog.text
+
+
 def test_state_that_cannot_be_cut_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     class Odd(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
