@@ -525,12 +525,18 @@ def test_what_cannot_be_is_refused() -> None:
         RankAdapter(model, size_target=0.001)
     assert model.first.controls is None
     for options, message in (
-        ({"size_target": -1.0}, "size_target must be above 0.0; given -1.0"),
-        ({"steps": 0}, "steps must be at least 1"),
+        ({"size_target": -1.0}, "size_target must be a finite number above 0.0; given -1.0"),
+        ({"steps": 0}, "steps must be a whole number of at least 1"),
         ({"schedule": "late"}, "schedule must be controlled or paper; given 'late'"),
         ({"unit": "MB"}, "unit must be parameters, flops or bytes"),
         ({"stepps": 3}, "stepps is not known .did you mean"),
         ({"threshold": 1.0}, "threshold must be below 1"),
+        ({"hold": "no"}, "hold must be true or false; given 'no'"),
+        ({"early_steps": -5, "schedule": "paper"}, "early_steps must be a whole number of at least 0; given -5"),
+        ({"steps": 10.5}, "steps must be a whole number of at least 1; given 10.5"),
+        ({"interval": 2.5}, "interval must be a whole number"),
+        ({"size_target": float("inf")}, "size_target must be a finite number above 0"),
+        ({"loss_target": "x", "schedule": "paper"}, "loss_target must be a finite number; given 'x'"),
     ):
         with pytest.raises(UserError, match=message):
             RankAdapter(model, **options)  # type: ignore[arg-type]
