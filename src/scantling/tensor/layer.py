@@ -251,7 +251,7 @@ class CoreLayer(nn.Module):
         where = prefix.rstrip(".") or type(self).__name__
         if f"{prefix}weight" in state_dict and f"{prefix}cores.0" not in state_dict:
             raise UserError(
-                f"{where}: the checkpoint holds a dense weight, this layer cores; load it into the dense model and call "
+                f"{where}: the checkpoint holds a dense weight, this layer cores; load it into a dense model and call "
                 "scantling.tensorize after that, with init='svd' to keep what it computes"
             )
         for place, core in enumerate(self.cores):
