@@ -146,6 +146,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(t.ppf(0.975, count - 1)) * float(np.std(values, ddof=1)) / count**0.5
 
 
+def verdict_on(mean: float, width: float, least: float) -> str:
+    """Whether an aim is met by the mean, and by the 95 % interval: met, missed, or open where it holds the aim."""
+    by_interval = "met" if mean - width >= least else "MISSED" if mean + width < least else "open"
+    return f"{'met' if mean >= least else 'MISSED'}, by the interval {by_interval}"
+
+
 def steps_to_reach(curve: Sequence[Sequence[float]], target: float) -> float | None:
     """The step at which a falling curve first reaches a value, linear between its points.
 

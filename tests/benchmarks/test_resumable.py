@@ -58,6 +58,21 @@ def test_a_best_rate_at_an_end_of_the_grid_is_marked() -> None:
     assert "at an end of the grid" not in grid.row("adamw", [None, None, 0.8, None]), "it has not ended"
 
 
+@pytest.mark.parametrize(
+    ("mean", "width", "expected"),
+    [
+        (-0.5, 0.2, "met, by the interval met"),
+        (-0.5, 0.9, "met, by the interval open"),
+        (-1.5, 0.9, "MISSED, by the interval open"),
+        (-1.5, 0.2, "MISSED, by the interval MISSED"),
+    ],
+)
+def test_an_aim_is_judged_by_the_interval_too(mean: float, width: float, expected: str) -> None:
+    from resumable import verdict_on
+
+    assert verdict_on(mean, width, -1.0) == expected
+
+
 def test_no_rate_is_best_where_every_run_failed() -> None:
     from resumable import Grid
 
