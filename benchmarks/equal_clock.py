@@ -118,10 +118,9 @@ class Comparison:
         """The sweep; then parameters, the time of a step, the held-out loss at equal steps and at equal time."""
         print(f"held-out nats a token by learning rate, seed 0\n{self.grid.header()}")
         for form in self.forms:
-            for choice in self.choices_of(form):
-                told = "".join(
-                    f", {key} {value:.2g}" for key, value in choice.items() if len(self.choices_of(form)) > 1
-                )
+            choices = self.choices_of(form)
+            for choice in choices:
+                told = "".join(f", {key} {value:.2g}" for key, value in choice.items() if len(choices) > 1)
                 print(self.grid.row(form + told, self.swept(lines, form, choice)))
         clock = lines.get(key_of(self.clock_spec))
         for form in self.forms:
@@ -157,9 +156,8 @@ class Comparison:
                 form, choice = pair
                 self.grid.sweep(ledger, lambda rate: self.spec(form, {"lr": rate, **choice}, 0), "eval_loss")
 
-            side_by_side(
-                options.jobs, sweep, [(form, choice) for form in self.forms for choice in self.choices_of(form)]
-            )
+            pairs = [(form, choice) for form in self.forms for choice in self.choices_of(form)]
+            side_by_side(options.jobs, sweep, pairs)
         elif options.phase == "clock":
             ledger.run(self.clock_spec)
         else:

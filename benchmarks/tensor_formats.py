@@ -1,6 +1,6 @@
 """Formats of a weight at equal parameters and at equal wall clock: a causal LM on English novels.
 
-    python benchmarks/tensor_formats.py sweep      one grid of learning rates for every format, one seed, and for factors
+    python benchmarks/tensor_formats.py sweep      one grid of learning rates for every format, one seed; its factors
                                                    at a third of the rate and at all of it
     python benchmarks/tensor_formats.py seeds      each format at its best, 3 seeds, equal steps
     python benchmarks/tensor_formats.py clock      what a step takes, all formats in turns, as a ratio to dense

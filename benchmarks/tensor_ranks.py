@@ -3,13 +3,14 @@
     python benchmarks/tensor_ranks.py adapt      every schedule to the same size targets, the same data order, 2 seeds
     python benchmarks/tensor_ranks.py start      orthonormal and Gaussian cores, and two thin matrices, by learning rate
                                                  and by the share of it that cores have
-    python benchmarks/tensor_ranks.py cut        what a step of a trained model takes before its shut ranks are removed and
-                                                 after it, in turns
+    python benchmarks/tensor_ranks.py cut        what a step of a trained model takes before its shut ranks are removed
+                                                 and after it, in turns
     python benchmarks/tensor_ranks.py report     held-out loss, size reached, and what a step takes, from the raw lines
 
 The decoder is that of optim_quality.py with its layers as cores of rank 24; the ranks come down over the first half of
-the run. `not held` is the paper's schedule alone; all others are held to the target at the end. `small from the start` trains at equal ranks everywhere that give the same number of parameters. Runs are kept
-as in optim_quality.py: one line each in benchmarks/results/tensor-ranks.jsonl, never run again.
+the run. `not held` is the paper's schedule alone; all others are held to the target at the end. `small from the start`
+trains at equal ranks everywhere that give the same number of parameters. Runs are kept as in optim_quality.py: one line
+each in benchmarks/results/tensor-ranks.jsonl, never run again.
 """
 
 from __future__ import annotations
