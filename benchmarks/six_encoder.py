@@ -4,7 +4,7 @@
 
     python benchmarks/six_encoder.py sweep       width 256: one grid of learning rates a row, one seed, short runs
     python benchmarks/six_encoder.py seeds       each row at its best rate, seeds 0, 1 and 2; trivial answers beside it
-    python benchmarks/six_encoder.py memory      width 768: peak memory, an evaluation included, and bytes, each in its own process
+    python benchmarks/six_encoder.py memory      width 768: peak memory, of an evaluation too, each in its own process
     python benchmarks/six_encoder.py speed       width 768: time of a training step, interleaved
     python benchmarks/six_encoder.py report      everything against the aims, from the raw lines alone
 

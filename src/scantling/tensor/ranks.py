@@ -195,7 +195,7 @@ class RankAdapter:
         if self._is_fresh:
             self._count()
 
-    def _cores(self) -> list[nn.Parameter]:
+    def _cores(self) -> list[Tensor]:
         return [core for layer in self.layers.values() for core in layer.cores]
 
     def _cores_stepped(self) -> None:
