@@ -14,7 +14,7 @@ from zipf_clicks import CRITEO_KAGGLE, ZipfClicks
 
 import scantling as sc
 from scantling.models.dlrm import DLRM, DLRMConfig
-from scantling.tensor.layer import CoreLayer
+from scantling.tensor.layer import CoreLayer, keep_merged
 
 WIDTH = 32
 RANK, MLP_RANK = 64, 32
@@ -100,6 +100,14 @@ class Training:
             self.optimizer.step()
 
         return run
+
+    def evaluate(self) -> None:
+        """A batch as an evaluation during training takes it, beside gradients and optimizer state."""
+        numeric, ids, _ = self._batches[0]
+        self.model.eval()
+        with torch.no_grad(), keep_merged(self.model):
+            self.model(numeric, ids)
+        self.model.train()
 
     def sizes(self) -> dict[str, int]:
         """Numbers, and bytes of weights, gradients and optimizer state, after a step."""

@@ -1,7 +1,7 @@
 """DLRM with its tables as cores: size, memory and speed at the size of Criteo Kaggle, AUC on real flights.
 
     python benchmarks/dlrm.py size        numbers of both models, which are not built for it
-    python benchmarks/dlrm.py memory      peak memory of training steps, each row in a process of its own
+    python benchmarks/dlrm.py memory      peak memory of steps and of an evaluation, each row in a process of its own
     python benchmarks/dlrm.py speed       time of a training step, interleaved
     python benchmarks/dlrm.py sweep       flights: one grid of learning rates for each kind of tables, one seed
     python benchmarks/dlrm.py auc         flights: each kind at its best rate, seeds 0, 1 and 2
@@ -33,7 +33,7 @@ from typing import Any
 
 from dated import RESULTS, dated, write
 from interleaved import ratio, take_turns
-from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
+from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job, verdict_on
 from small_models import facts, printed
 
 Lines = dict[str, Line]
@@ -52,7 +52,7 @@ GRID = Grid([0.375e-3 * 2**power for power in range(8)], start=3)  # 0.375e-3 to
 def memory_spec(row: str, options: argparse.Namespace, *, gives_back: bool) -> Spec:
     """One measurement of memory."""
     settings = {"rank": options.rank, "shrink": options.shrink, "batch": options.batch}
-    return {"measure": "memory", "row": row, "gives_back": gives_back, **settings}
+    return {"measure": "memory", "row": row, "gives_back": gives_back, "evaluates": True, **settings}
 
 
 def run_spec(kind: str, lr: float, seed: int, options: argparse.Namespace, *, dev: bool) -> Spec:
@@ -86,7 +86,9 @@ def memory_line(spec: Spec) -> Line:
     warm = partial(
         lambda row: Training(row, small, rank=1, shrink=10**7).step()(), spec["row"].replace("cores", "dense")
     )
-    measured = peak_of(build, warm=warm, steps=STEPS_OF_MEMORY, gives_back=spec["gives_back"])
+    measured = peak_of(
+        build, warm=warm, steps=STEPS_OF_MEMORY, gives_back=spec["gives_back"], then=lambda: made[0].evaluate()
+    )
     return {"key": key_of(spec), **spec, **measured, **made[0].sizes(), **facts(began)}
 
 
@@ -210,7 +212,7 @@ def report_auc(lines: Lines, options: argparse.Namespace) -> None:
         if kind != "dense" and shared:
             mean, width = interval(shared)
             text += f"   minus dense {mean:+.4f} ± {width:.4f}"
-            text += f" (aim -0.005: {_verdict(mean >= -0.005)})" if kind == "cores" else ""
+            text += f" (aim -0.005: {verdict_on(mean, width, -0.005)})" if kind == "cores" else ""
         print(f"{text}, lr {line['lr']:g}")
 
 

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification
 import scantling as sc
 from scantling.optim.registry import build_optimizer
 from scantling.recipe import load_recipe
-from scantling.tensor.layer import CoreLayer
+from scantling.tensor.layer import CoreLayer, keep_merged
 
 RECIPE = ROOT / "recipes" / "papers" / "mnli-six-encoder.yaml"
 DENSE_PART = 66_498_048
@@ -129,6 +129,14 @@ class Training:
             self.optimizer.step()
 
         return run
+
+    def evaluate(self, batch_size: int) -> None:
+        """A batch as an evaluation during training takes it, beside gradients and optimizer state."""
+        ids = torch.randint(0, 30522, (batch_size, self._shape.length), generator=torch.Generator().manual_seed(1))
+        self.model.eval()
+        with torch.no_grad(), keep_merged(self.model):
+            self.model(ids.to(self._device))
+        self.model.train()
 
     def sizes(self) -> dict[str, Any]:
         """Numbers, and bytes of weights, gradients and optimizer state, after a step."""

@@ -2,8 +2,8 @@
 
 The script that defines a comparison has these phases on its command line:
 
-    sweep      one grid of learning rates for every form, one seed
-    seeds      each form at its best rate, the same data order, several seeds, equal steps
+    sweep      one grid of learning rates for every form and choice, one seed
+    seeds      each form at its best, the same data order, several seeds, equal steps
     clock      what a step takes, all forms in turns (`interleaved.py`), as a ratio to the first one
     timed      as many steps as fit into the time that the first form takes for its own
     report     all of it, from the raw lines alone
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ class Comparison:
         grid: learning rates.
         steps: of a run.
         seeds: how many.
-        fixed: what a run's specification has beside form, rate, seed and steps.
+        fixed: what a run's specification has beside form, rate, seed, steps and choice.
+        choices_of: what is tuned of a form beside its rate: each choice is swept, and the best run of all counts.
         recipe_of: the recipe of a specification.
         prepare: called with the specification before a run, in its process.
         step_of: makes a whole training step of a form.
@@ -55,10 +56,11 @@ class Comparison:
     recipe_of: Callable[[Spec], dict[str, Any]]
     step_of: Callable[[str], Callable[[], object]]
     prepare: Callable[[Spec], None] = lambda spec: None
+    choices_of: Callable[[str], Sequence[Spec]] = lambda form: ({},)
 
-    def spec(self, form: str, lr: float, seed: int, steps: int | None = None) -> Spec:
-        """One run, as plain values."""
-        return {**self.fixed, "form": form, "lr": lr, "seed": seed, "steps": steps or self.steps}
+    def spec(self, form: str, tuned: Spec, seed: int, steps: int | None = None) -> Spec:
+        """One run, as plain values; `tuned` has the rate, `lr`, and a choice."""
+        return {**self.fixed, "form": form, **tuned, "seed": seed, "steps": steps or self.steps}
 
     @property
     def clock_spec(self) -> Spec:
@@ -77,16 +79,33 @@ class Comparison:
         ratios = {name: ratio(own, times[first]) for name, own in times.items()}
         return {"key": key_of(spec), **spec, "times": ratios, **facts(began)}
 
-    def swept(self, lines: Lines, form: str) -> list[float | None]:
+    def swept(self, lines: Lines, form: str, choice: Spec) -> list[float | None]:
         """The held-out loss of each rate with seed 0."""
-        return self.grid.results(lines, lambda rate: self.spec(form, rate, 0), "eval_loss")
+        return self.grid.results(lines, lambda rate: self.spec(form, {"lr": rate, **choice}, 0), "eval_loss")
 
-    def best_rate(self, lines: Lines, form: str) -> float:
-        """The rate of the finished sweep with the lowest held-out loss."""
-        rate = self.grid.best(self.swept(lines, form))
-        if rate is None:
+    def best(self, lines: Lines, form: str) -> Spec | None:
+        """The rate and choice with the lowest held-out loss; None while a sweep of the form has not ended."""
+        found = []
+        for choice in self.choices_of(form):
+            results = self.swept(lines, form, choice)
+            if self.grid.next(results) is not None:
+                return None
+            rate = self.grid.best(results)
+            if rate is not None:
+                tuned = {"lr": rate, **choice}
+                found.append((lines[key_of(self.spec(form, tuned, 0))]["eval_loss"], tuned))
+        return min(found, key=lambda pair: pair[0])[1] if found else None
+
+    def tuned(self, lines: Lines, form: str) -> Spec:
+        """The best rate and choice.
+
+        Raises:
+            SystemExit: a sweep has not ended, or all of its runs failed.
+        """
+        tuned = self.best(lines, form)
+        if tuned is None:
             raise SystemExit(f"run the sweep of {form} first")
-        return rate
+        return tuned
 
     def steps_in_time(self, lines: Lines, form: str) -> int:
         """Steps of a form in the time that the first one takes for its own."""
@@ -99,18 +118,21 @@ class Comparison:
         """The sweep; then parameters, the time of a step, the held-out loss at equal steps and at equal time."""
         print(f"held-out nats a token by learning rate, seed 0\n{self.grid.header()}")
         for form in self.forms:
-            print(self.grid.row(form, self.swept(lines, form)))
+            choices = self.choices_of(form)
+            for choice in choices:
+                told = "".join(f", {key} {value:.2g}" for key, value in choice.items() if len(choices) > 1)
+                print(self.grid.row(form + told, self.swept(lines, form, choice)))
         clock = lines.get(key_of(self.clock_spec))
         for form in self.forms:
-            rate = self.grid.best(self.swept(lines, form))
-            if rate is None:
+            tuned = self.best(lines, form)
+            if tuned is None:
                 continue
-            first = lines[key_of(self.spec(form, rate, 0))]
+            first = lines[key_of(self.spec(form, tuned, 0))]
             parts = [f"{form:12} {first['num_parameters']:>10,} parameters"]
             if clock is not None:
                 parts.append(f"{clock['times'][form]['ratio']:5.2f} of the control's step")
             for label, steps in (("steps", self.steps), ("time", self.steps_in_time(lines, form) if clock else 0)):
-                found = [lines.get(key_of(self.spec(form, rate, seed, steps))) for seed in range(self.seeds)]
+                found = [lines.get(key_of(self.spec(form, tuned, seed, steps))) for seed in range(self.seeds)]
                 losses = [line["eval_loss"] for line in found if line is not None and line["eval_loss"] is not None]
                 if losses:
                     mean, width = interval(losses)
@@ -129,17 +151,19 @@ class Comparison:
         if options.phase == "report":
             self.report(lines)
         elif options.phase == "sweep":
-            side_by_side(
-                options.jobs,
-                lambda form: self.grid.sweep(ledger, lambda rate: self.spec(form, rate, 0), "eval_loss"),
-                self.forms,
-            )
+
+            def sweep(pair: tuple[str, Spec]) -> None:
+                form, choice = pair
+                self.grid.sweep(ledger, lambda rate: self.spec(form, {"lr": rate, **choice}, 0), "eval_loss")
+
+            pairs = [(form, choice) for form in self.forms for choice in self.choices_of(form)]
+            side_by_side(options.jobs, sweep, pairs)
         elif options.phase == "clock":
             ledger.run(self.clock_spec)
         else:
             timed = options.phase == "timed"
             runs = [
-                self.spec(form, self.best_rate(lines, form), seed, self.steps_in_time(lines, form) if timed else None)
+                self.spec(form, self.tuned(lines, form), seed, self.steps_in_time(lines, form) if timed else None)
                 for seed in range(self.seeds)
                 for form in self.forms
             ]

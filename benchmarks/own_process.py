@@ -27,7 +27,12 @@ def give_blocks_back() -> None:
 
 
 def peak_of(
-    build: Callable[[], Callable[[], object]], *, warm: Callable[[], object], steps: int, gives_back: bool = False
+    build: Callable[[], Callable[[], object]],
+    *,
+    warm: Callable[[], object],
+    steps: int,
+    gives_back: bool = False,
+    then: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
     """Build something and call it a few times.
 
@@ -36,6 +41,7 @@ def peak_of(
         warm: a step of something small of the same kind, taken before.
         steps: how often.
         gives_back: whether glibc gives blocks back.
+        then: called once after the steps, such as an evaluation; what it takes counts.
     """
     if gives_back:
         give_blocks_back()
@@ -50,6 +56,8 @@ def peak_of(
     built = meter.peak_bytes()
     for _ in range(steps):
         step()
+    if then is not None:
+        then()
     peak = meter.peak_bytes()
     return {
         "base_bytes": meter.base_bytes,

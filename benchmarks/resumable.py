@@ -105,12 +105,14 @@ class Grid:
                 return
 
     def row(self, name: str, results: Sequence[float | None]) -> str:
-        """One line of a table of a sweep."""
-        return f"{name:16}" + "".join("        -" if result is None else f"{result:9.4f}" for result in results)
+        """One line of a table of a sweep; it says so where the best rate is an end of the grid, and may lie beyond."""
+        at_end = self.best(results) in (self.rates[0], self.rates[-1])
+        told = "   best at an end of the grid" if at_end else ""
+        return f"{name:24}" + "".join("        -" if result is None else f"{result:9.4f}" for result in results) + told
 
     def header(self) -> str:
         """The first line of that table."""
-        return " " * 16 + "".join(f"{rate:9.1e}" for rate in self.rates)
+        return " " * 24 + "".join(f"{rate:9.1e}" for rate in self.rates)
 
 
 def side_by_side(jobs: int, work: Callable[[Item], object], items: Iterable[Item]) -> None:
@@ -142,6 +144,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     if count < 2:
         return mean, float("inf")
     return mean, float(t.ppf(0.975, count - 1)) * float(np.std(values, ddof=1)) / count**0.5
+
+
+def verdict_on(mean: float, width: float, least: float) -> str:
+    """Whether an aim is met by the mean, and by the 95 % interval: met, missed, or open where it holds the aim."""
+    by_interval = "met" if mean - width >= least else "MISSED" if mean + width < least else "open"
+    return f"{'met' if mean >= least else 'MISSED'}, by the interval {by_interval}"
 
 
 def steps_to_reach(curve: Sequence[Sequence[float]], target: float) -> float | None:

@@ -10,7 +10,6 @@ All of a case take turns (`interleaved.py`). Speed-ups are the dense layer's tim
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.tensor.contraction import Chain, Step, best_plan, contract, in_blocks, merged, plan_of
+from scantling.training.meters import MemoryMeter
 
 LAYERS = [((768, 768), 30), ((768, 3072), 30), ((4096, 4096), 64)]
 TOKENS = (32, 512, 4096)
@@ -135,12 +135,12 @@ def lookup(rounds: int) -> dict[str, Any]:
     table = sc.TTMEmbedding(10_000_000, 64, rank=32)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
     ids = (torch.rand(10_000) ** 4 * 10_000_000).long()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    meter = MemoryMeter(torch.device("cpu"))
     for _ in range(3):
         table(ids).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    held = meter.peak_bytes() - meter.base_bytes
 
     def every_id() -> None:
         table.rows(ids).sum().backward()
@@ -149,7 +149,7 @@ def lookup(rounds: int) -> dict[str, Any]:
     row = {
         "numbers": table.num_parameters(),
         "index_bytes": sum(buffer.nbytes for buffer in table.buffers()),
-        "step_kib": held,
+        "step_bytes": held,
         "distinct_ids": int(ids.unique().numel()),
         "times_over_every_id": ratio(times["distinct"], times["every id"]),
     }

@@ -3,18 +3,23 @@
     python benchmarks/tensor_ranks.py adapt      every schedule to the same size targets, the same data order, 2 seeds
     python benchmarks/tensor_ranks.py start      orthonormal and Gaussian cores, and two thin matrices, by learning rate
                                                  and by the share of it that cores have
+    python benchmarks/tensor_ranks.py cut        what a step of a trained model takes before its shut ranks are removed
+                                                 and after it, in turns
     python benchmarks/tensor_ranks.py report     held-out loss, size reached, and what a step takes, from the raw lines
 
 The decoder is that of optim_quality.py with its layers as cores of rank 24; the ranks come down over the first half of
-the run. `small from the start` trains at equal ranks everywhere that give the same number of parameters. Runs are kept
-as in optim_quality.py: one line each in benchmarks/results/tensor-ranks.jsonl, never run again.
+the run. `not held` is the paper's schedule alone; all others are held to the target at the end. `small from the start`
+trains at equal ranks everywhere that give the same number of parameters. Runs are kept as in optim_quality.py: one line
+each in benchmarks/results/tensor-ranks.jsonl, never run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
+import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -22,14 +27,19 @@ from typing import Any
 
 import torch
 from dated import RESULTS
+from equal_clock import training_step
+from interleaved import ratio, take_turns
 from optim_quality import MODEL
 from resumable import Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
-from small_models import CAME, printed, text, train_line
+from small_models import CAME, facts, printed, text, train_line
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import scantling as sc
 from scantling.tensor import linear
 from scantling.tensor.cores import gram
 
 TOKENS = 1_228_800  # 300 steps
+CUT_STEPS = 200
 SEQ_LEN, BATCH, RANK = 128, 32, 24
 RATE, SEEDS = 4e-3, 2
 TARGETS = (0.5, 0.2)
@@ -50,6 +60,16 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "paper, early, gamma 1": {"schedule": "paper", "gamma": 1.0},
     "paper, early, gamma 10": {"schedule": "paper", "gamma": 10.0},
     "paper, late": {"schedule": "paper", "gamma": 0.01, "early_steps": 75, "beta": 1e-4},
+    **{
+        f"paper, late, gamma {gamma:g}, not held": {
+            "schedule": "paper",
+            "gamma": gamma,
+            "early_steps": 75,
+            "beta": 1e-4,
+            "hold": False,
+        }
+        for gamma in (0.01, 1.0)
+    },
 }
 ALL = ("small from the start", *SCHEDULES)
 
@@ -117,8 +137,69 @@ def starts() -> Iterator[Spec]:
     yield from (start_spec(*start, rate, seed) for seed in range(SEEDS) for rate in RATES for start in STARTS)
 
 
+def cut_spec(target: float) -> Spec:
+    """A measurement of the step of a trained model before and after the removal of its ranks."""
+    return {"measure": "cut", "target": target, "steps": CUT_STEPS, "rank": RANK}
+
+
+def cut_line(spec: Spec) -> Line:
+    """Train on bytes of the standard library with ranks that are shut and stay; remove them; time all in turns."""
+    began = time.time()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **MODEL))
+    sc.tensorize(model, spec["rank"])
+    every = copy.deepcopy(model)
+    adapter = sc.RankAdapter(model, size_target=spec["target"], steps=max(1, spec["steps"] // 2))
+    optimizer = torch.optim.AdamW(sc.param_groups(model, core_lr=RATE / 3), lr=RATE, fused=True)
+    text = b"".join(path.read_bytes() for path in sorted(Path(copy.__file__).parent.glob("*.py")))
+    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN)
+    losses = []
+    for _ in range(spec["steps"]):
+        ids = rows[torch.randint(len(rows), (BATCH,))].long()
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        adapter.loss(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    batch = {"input_ids": ids, "labels": ids}
+    shut = copy.deepcopy(model)
+    with torch.no_grad():
+        before = model(ids).logits
+        adapter.truncate(optimizer)
+        moved = float((model(ids).logits - before).norm() / before.norm())
+    removed = copy.deepcopy(model)
+    adapter.detach()
+    forms = {"all ranks": every, "shut": shut, "removed": removed, "folded": model, "all ranks again": every}
+    times = take_turns({name: training_step(form, batch) for name, form in forms.items()}, rounds=15)
+    return {
+        "key": key_of(spec),
+        **spec,
+        "losses": [losses[0], losses[-1]],
+        "logits_moved": moved,
+        "numbers": {name: sum(param.numel() for param in form.parameters()) for name, form in forms.items()},
+        "ranks": adapter.ranks(),
+        "times": {name: ratio(own, times["all ranks"]) for name, own in times.items()},
+        **facts(began),
+    }
+
+
+def report_cuts(lines: dict[str, Line]) -> None:
+    """What a step takes before and after, over that of the model it came from."""
+    for target in TARGETS:
+        line = lines.get(key_of(cut_spec(target)))
+        if line is None:
+            continue
+        again = line["times"]["all ranks again"]["ratio"]
+        if abs(again - 1.0) > 0.15:
+            print(f"cut to {target}: times are refused, the first model against itself is {again:.2f}")
+            continue
+        parts = (f"{name} {line['times'][name]['ratio']:.2f}" for name in ("shut", "removed", "folded"))
+        print(f"cut to {target}, a step of all ranks is 1: {', '.join(parts)}; logits moved {line['logits_moved']:.1e}")
+
+
 def report(lines: dict[str, Line]) -> None:
-    """A row a start and rate, a row a schedule and target."""
+    """A row a start and rate, a row a schedule and target, a row a removal."""
+    report_cuts(lines)
     for start, rate in product(STARTS, RATES):
         done = [lines[key] for seed in range(SEEDS) if (key := key_of(start_spec(*start, rate, seed))) in lines]
         if done:
@@ -142,11 +223,14 @@ def report(lines: dict[str, Line]) -> None:
 
 def main() -> int:
     parser: argparse.ArgumentParser = command_line(
-        __doc__, ["adapt", "start", "report"], RESULTS / "tensor-ranks.jsonl"
+        __doc__, ["adapt", "start", "cut", "report"], RESULTS / "tensor-ranks.jsonl"
     )
     options = parser.parse_args()
     if options.phase == "one":
         spec = json.loads(options.spec)
+        if spec.get("measure") == "cut":
+            printed(cut_line(spec))
+            return 0
         if spec.get("start") == "Gaussian cores":
             start_with_gaussian_cores()
         printed(train_line(spec, recipe_of(spec)))
@@ -154,6 +238,8 @@ def main() -> int:
     ledger = Ledger(options.results, Path(__file__), threads_a_job(options.jobs))
     if options.phase == "report":
         report(ledger.lines())
+    elif options.phase == "cut":
+        side_by_side(1, ledger.run, map(cut_spec, TARGETS))  # what is timed has the machine to itself
     else:
         side_by_side(options.jobs, ledger.run, list(starts() if options.phase == "start" else specs()))
     return 0

@@ -56,16 +56,19 @@ def test_equal_time_is_steps_by_the_clock(tmp_path: Path, capsys: pytest.Capture
     times: dict[str, Any] = {form: {"ratio": 1.0 if form == "dense" else 0.4} for form in forms}
     lines: dict[str, Any] = {key_of(comparison.clock_spec): {"times": times}}
 
-    def add(form: str, rate: float, seed: int, loss: float, steps: int | None = None) -> None:
-        spec = comparison.spec(form, rate, seed, steps)
+    def add(form: str, rate: float, seed: int, loss: float, steps: int | None = None, scale: float = 1.0) -> None:
+        spec = comparison.spec(form, {"lr": rate, "lr_scale": scale}, seed, steps)
         lines[key_of(spec)] = {**spec, "eval_loss": loss, "num_parameters": 1000}
 
     with pytest.raises(SystemExit, match="sweep of tt"):
-        comparison.best_rate(lines, "tt")
+        comparison.tuned(lines, "tt")
     for rate, loss in ((1e-3, 4.0), (2e-3, 3.5), (4e-3, 3.75)):
         add("tt", rate, 0, loss)
+    assert comparison.best(lines, "tt") is None, "the other share of the rate has not been swept"
+    for rate, loss in ((1e-3, 3.6), (2e-3, 3.55), (4e-3, 3.75), (0.5e-3, 3.7)):
+        add("tt", rate, 0, loss, scale=1 / 3)
     add("tt", 2e-3, 1, 3.7)
-    assert comparison.best_rate(lines, "tt") == 2e-3
+    assert comparison.tuned(lines, "tt") == {"lr": 2e-3, "lr_scale": 1.0}
     assert comparison.steps_in_time(lines, "tt") == 750
     add("tt", 2e-3, 0, 3.0, 750)
     comparison.report(lines)

@@ -49,6 +49,30 @@ def test_a_sweep_finds_the_minimum_of_a_bowl(minimum: int, start: int) -> None:
     assert grid.best(results) == grid.rates[minimum]
 
 
+def test_a_best_rate_at_an_end_of_the_grid_is_marked() -> None:
+    from resumable import Grid
+
+    grid = Grid([1e-3, 2e-3, 4e-3, 8e-3], start=2)
+    assert "at an end of the grid" in grid.row("adamw", [None, None, 1.0, 0.9])
+    assert "at an end of the grid" not in grid.row("adamw", [None, 0.9, 0.8, 0.9])
+    assert "at an end of the grid" not in grid.row("adamw", [None, None, 0.8, None]), "it has not ended"
+
+
+@pytest.mark.parametrize(
+    ("mean", "width", "expected"),
+    [
+        (-0.5, 0.2, "met, by the interval met"),
+        (-0.5, 0.9, "met, by the interval open"),
+        (-1.5, 0.9, "MISSED, by the interval open"),
+        (-1.5, 0.2, "MISSED, by the interval MISSED"),
+    ],
+)
+def test_an_aim_is_judged_by_the_interval_too(mean: float, width: float, expected: str) -> None:
+    from resumable import verdict_on
+
+    assert verdict_on(mean, width, -1.0) == expected
+
+
 def test_no_rate_is_best_where_every_run_failed() -> None:
     from resumable import Grid
 

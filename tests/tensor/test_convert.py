@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, VOCAB, batch, logits, made
@@ -410,3 +412,28 @@ def test_models_that_cannot_be_converted() -> None:
         sc.tensorize(nn.Sequential(nn.EmbeddingBag(96, 32, mode="max")), RANK)
     plain = own()
     assert sc.densify(plain) is plain
+
+
+def test_ranks_may_be_integers_of_numpy() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    sc.tensorize(model, rank={"0": np.int64(4), "1": np.array([2, 3, 3, 3, 2])})
+    assert model[0].ranks == (1, 4, 4, 4, 4, 4, 1)
+    assert model[1].ranks == (1, 2, 3, 3, 3, 2, 1)
+
+
+def test_a_weight_that_is_computed_is_left_alone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        computed = torch.nn.utils.weight_norm(nn.Linear(64, 64))
+    model = nn.Sequential(computed, nn.Linear(64, 64))
+    sc.tensorize(model, rank=4)
+    assert type(model[0]) is nn.Linear
+    assert type(model[1]) is sc.TTLinear
+    assert model(torch.randn(2, 64)).shape == (2, 64)
+
+
+def test_a_dense_checkpoint_is_not_loaded_into_cores() -> None:
+    dense = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = sc.tensorize(copy.deepcopy(dense), rank=4)
+    with pytest.raises(UserError, match=r"0: the checkpoint holds a dense weight.*scantling\.tensorize"):
+        model.load_state_dict(dense.state_dict())

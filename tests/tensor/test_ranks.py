@@ -525,12 +525,18 @@ def test_what_cannot_be_is_refused() -> None:
         RankAdapter(model, size_target=0.001)
     assert model.first.controls is None
     for options, message in (
-        ({"size_target": -1.0}, "size_target must be above 0.0; given -1.0"),
-        ({"steps": 0}, "steps must be at least 1"),
+        ({"size_target": -1.0}, "size_target must be a finite number above 0.0; given -1.0"),
+        ({"steps": 0}, "steps must be a whole number of at least 1"),
         ({"schedule": "late"}, "schedule must be controlled or paper; given 'late'"),
         ({"unit": "MB"}, "unit must be parameters, flops or bytes"),
         ({"stepps": 3}, "stepps is not known .did you mean"),
         ({"threshold": 1.0}, "threshold must be below 1"),
+        ({"hold": "no"}, "hold must be true or false; given 'no'"),
+        ({"early_steps": -5, "schedule": "paper"}, "early_steps must be a whole number of at least 0; given -5"),
+        ({"steps": 10.5}, "steps must be a whole number of at least 1; given 10.5"),
+        ({"interval": 2.5}, "interval must be a whole number"),
+        ({"size_target": float("inf")}, "size_target must be a finite number above 0"),
+        ({"loss_target": "x", "schedule": "paper"}, "loss_target must be a finite number; given 'x'"),
     ):
         with pytest.raises(UserError, match=message):
             RankAdapter(model, **options)  # type: ignore[arg-type]
@@ -546,6 +552,27 @@ def test_what_cannot_be_is_refused() -> None:
     RankAdapter(other)
     with pytest.raises(UserError, match=r"table: core 1 of the checkpoint has the shape"):
         other.load_state_dict(model.state_dict())
+
+
+def test_controls_that_nobody_steps_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    too_early = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    adapter = RankAdapter(model, steps=5)
+    steps(model, adapter, too_early, range(4))
+    assert caplog.text.count("attach the adapter before the optimizer is built") == 1
+
+
+def test_one_optimizer_for_the_cores_and_one_for_the_controls_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=5)
+    controls = [control for layer in adapter.layers.values() for control in layer.controls or ()]
+    others = [param for param in model.parameters() if all(param is not control for control in controls)]
+    first, second = torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD(controls, lr=1e-3)
+    for number in range(4):
+        steps(model, adapter, first, range(number, number + 1))
+        second.step()
+    assert adapter.step == 4
+    assert not caplog.text
 
 
 def test_state_that_cannot_be_cut_is_dropped(caplog: pytest.LogCaptureFixture) -> None:

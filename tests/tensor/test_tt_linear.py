@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -234,3 +235,19 @@ def test_saved_for_the_backward_pass_are_x_what_is_r_wide_and_the_merged_cores(b
     chains = sum(core.nbytes for core in layer.cores) + merged  # what was merged on the way
     assert sum(saved.values()) <= x.nbytes + 4 * tokens * rank + merged + chains
     assert sum(saved.values()) < 0.4 * (x.nbytes + y.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: sc.TTLinear(8.0, 8, 2), "in_features must be a positive integer; given 8.0"),
+        (lambda: sc.TTLinear(8, 0, 2), "out_features must be a positive integer; given 0"),
+        (lambda: sc.TTMEmbedding(8, True, 2), "embedding_dim must be a positive integer; given True"),
+        (lambda: sc.TTMEmbedding(8, 8, 2, padding_idx=1.5), "padding_idx must be an integer; given 1.5"),
+        (lambda: sc.TTMEmbedding(8, 8, 2, capacity=True), "capacity must be a positive integer; given True"),
+        (lambda: sc.TTMEmbedding(8, 8, 2, capacity=2.5), "capacity must be a positive integer; given 2.5"),
+    ],
+)
+def test_sizes_that_are_none(made: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        made()

@@ -244,6 +244,6 @@ def test_a_capacity_gives_the_same_rows_and_gradients_in_fixed_shapes(bag: bool)
     with_capacity.capacity = 10
     with pytest.raises(RuntimeError, match="more than 10 distinct ids"):
         with_capacity(ids)
-    with pytest.raises(UserError, match="capacity must be at least 1; given 0"):
+    with pytest.raises(UserError, match="capacity must be a positive integer; given 0"):
         made(60, 24, 6, capacity=0)
     assert with_capacity(ids[:0]).shape[0] == 0

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from scantling.errors import UserError, did_you_mean
+from scantling.tensor.modes import integers
 
 Rank: TypeAlias = int | Sequence[int]
 Ranks: TypeAlias = Rank | Mapping[str, Rank | Mapping[str, Any]]
@@ -70,9 +71,9 @@ def _as_options(pattern: Any, value: Any) -> dict[str, Any]:
         raise UserError(f"a pattern over the names of layers must be a string; given {pattern!r}")
     options = dict(value) if isinstance(value, Mapping) else {"rank": value}
     rank = options.get("rank")
-    ranks = [rank] if isinstance(rank, int) else rank
-    numbers = ranks if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
-    if not numbers or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in numbers):
+    single = integers([rank])
+    ranks = single or (None if isinstance(rank, str) else integers(rank))
+    if not ranks:
         where = "rank" if pattern == "*" else f"rank of the pattern {pattern!r}"
         raise UserError(f"{where} must be a positive integer or a sequence of them; given {rank!r}")
-    return options
+    return {**options, "rank": ranks[0] if single else list(ranks)}

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod, sqrt
-from typing import Any, Literal
+from operator import index
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from scantling.tensor.contraction import Lookup, Plan, Step, best_plan, cores_of
 from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.layer import CoreLayer, without_autocast
 from scantling.tensor.lazy import LazyWeight
-from scantling.tensor.modes import boxes, check_modes, split
+from scantling.tensor.modes import boxes, check_modes, check_size, split
 
 
 class TTMEmbedding(CoreLayer):
@@ -76,7 +77,8 @@ class TTMEmbedding(CoreLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        num_embeddings = self.num_embeddings = check_size(num_embeddings, "num_embeddings")
+        embedding_dim = self.embedding_dim = check_size(embedding_dim, "embedding_dim")
         if row_modes is not None:
             num_modes = len(tuple(row_modes))
         elif col_modes is not None:
@@ -96,9 +98,7 @@ class TTMEmbedding(CoreLayer):
                 f"row_modes and col_modes must be as many as each other; given {self.row_modes} and {self.col_modes}"
             )
         self.padding_idx = _checked_padding(padding_idx, num_embeddings)
-        if capacity is not None and capacity < 1:
-            raise UserError(f"capacity must be at least 1; given {capacity}")
-        self.capacity = capacity
+        self.capacity = None if capacity is None else check_size(capacity, "capacity")
         shapes = self._shapes()
         ranks = clip_ranks(rank, [prod(shape) for shape in shapes])
         self.cores = nn.ParameterList(
@@ -471,6 +471,9 @@ def _check_ids(ids: Tensor, num_embeddings: int) -> None:
 def _checked_padding(padding_idx: int | None, num_embeddings: int) -> int | None:
     if padding_idx is None:
         return None
+    if isinstance(padding_idx, bool) or not isinstance(padding_idx, SupportsIndex):
+        raise UserError(f"padding_idx must be an integer; given {padding_idx!r}")
+    padding_idx = index(padding_idx)
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise UserError(f"padding_idx must be within the {num_embeddings} rows; given {padding_idx}")
     return padding_idx % num_embeddings

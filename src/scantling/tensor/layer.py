@@ -248,10 +248,15 @@ class CoreLayer(nn.Module):
         return roles | {f"controls.{bond}": ("vector", None) for bond in range(len(self.controls or ()))}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        where = prefix.rstrip(".") or type(self).__name__
+        if f"{prefix}weight" in state_dict and f"{prefix}cores.0" not in state_dict:
+            raise UserError(
+                f"{where}: the checkpoint holds a dense weight, this layer cores; load it into a dense model and call "
+                "scantling.tensorize after that, with init='svd' to keep what it computes"
+            )
         for place, core in enumerate(self.cores):
             given = state_dict.get(f"{prefix}cores.{place}")
             if given is not None and given.shape != core.shape:
-                where = prefix.rstrip(".") or type(self).__name__
                 raise UserError(
                     f"{where}: core {place + 1} of the checkpoint has the shape {tuple(given.shape)}, that of this "
                     f"layer {tuple(core.shape)} (ranks {self.ranks}); build it with the ranks of the checkpoint"

@@ -26,7 +26,7 @@ from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.joint import Joint, Rest
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.lazy import LazyWeight
-from scantling.tensor.modes import boxes, check_modes, check_num_modes, split
+from scantling.tensor.modes import boxes, check_modes, check_num_modes, check_size, split
 
 
 class TTLinear(CoreLayer):
@@ -71,7 +71,8 @@ class TTLinear(CoreLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        in_features = self.in_features = check_size(in_features, "in_features")
+        out_features = self.out_features = check_size(out_features, "out_features")
         self.joint: Joint | None = None
         self.in_modes = _modes(in_features, num_modes, in_modes, "in_modes")
         self.out_modes = _modes(out_features, num_modes, out_modes, "out_modes")

@@ -83,6 +83,18 @@ def integers(values: Any) -> tuple[int, ...] | None:
     return None if any(isinstance(value, bool) or value < 1 for value in found) else numbers
 
 
+def check_size(value: Any, what: str) -> int:
+    """A size given by the user.
+
+    Raises:
+        UserError: anything but a positive integer.
+    """
+    found = integers([value])
+    if found is None:
+        raise UserError(f"{what} must be a positive integer; given {value!r}")
+    return found[0]
+
+
 def check_modes(modes: Sequence[int], size: int, what: str) -> tuple[int, ...]:
     """Modes given by the user, as a tuple.
 

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import inf, isfinite
 from typing import Any, Literal, TypeAlias, get_args
 
 from scantling.errors import UserError, did_you_mean
 
 Unit: TypeAlias = Literal["parameters", "flops", "bytes"]
 Schedule: TypeAlias = Literal["controlled", "paper"]
+
+
+_NUMBERS: dict[str, tuple[float, bool]] = {
+    **dict.fromkeys(("size_target", "bytes_per_parameter", "threshold"), (0.0, False)),
+    **dict.fromkeys(("steps", "interval", "tokens"), (1, True)),
+    **dict.fromkeys(("begin", "early_steps"), (0, True)),
+    **dict.fromkeys(("beta", "price", "price_rate", "gamma", "memory", "tolerance"), (0.0, True)),
+    **dict.fromkeys(("loss_weight", "size_weight", "rho"), (0.0, True)),
+    "loss_target": (-inf, True),
+}
+"""The least that a value may be, and whether it may be that."""
+_WHOLE = ("steps", "interval", "tokens", "begin", "early_steps")
+_OPTIONAL = ("early_steps", "loss_target")
 
 
 @dataclass(frozen=True)
@@ -85,22 +99,19 @@ class RankOptions:
                     repr(values[name]),
                 )
         given = cls(**{name: value for name, value in values.items() if name in known})
-        numbers = [
-            *(("size_target", 0.0, False), ("bytes_per_parameter", 0.0, False), ("threshold", 0.0, False)),
-            *(("steps", 1, True), ("interval", 1, True), ("tokens", 1, True), ("begin", 0, True)),
-            *((name, 0.0, True) for name in ("beta", "price", "price_rate", "gamma", "memory", "tolerance")),
-            *((name, 0.0, True) for name in ("loss_weight", "size_weight", "rho")),
-        ]
-        for name, least, reached in numbers:
+        for name, (least, reached) in _NUMBERS.items():
             value = getattr(given, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not (value >= least if reached else value > least)
-            ):
-                yield name, f"must be {'at least' if reached else 'above'} {least}", repr(value)
+            if value is None and name in _OPTIONAL:
+                continue
+            whole = name in _WHOLE
+            is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            if not is_number or not isfinite(value) or not (value >= least if reached else value > least):
+                what = "a whole number" if whole else "a finite number"
+                bound = "" if least == -inf else f" {'of at least' if reached else 'above'} {least}"
+                yield name, f"must be {what}{bound}", repr(value)
                 return
         for name, wrong, allowed in (
+            ("hold", not isinstance(given.hold, bool), "true or false"),
             ("unit", given.unit not in get_args(Unit), "parameters, flops or bytes"),
             ("schedule", given.schedule not in get_args(Schedule), "controlled or paper"),
             ("begin", given.begin >= given.steps, f"below steps={given.steps}"),

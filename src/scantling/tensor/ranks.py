@@ -107,7 +107,9 @@ class RankAdapter:
         self._controls: list[nn.Parameter] = []
         self._seen: tuple[int, ...] | None = None
         self._is_fresh = False
+        self._passed_by = 0
         after_steps(self, RankAdapter._stepped, lambda adapter: adapter._controls)
+        after_steps(self, RankAdapter._cores_stepped, RankAdapter._cores)
         self._refresh()
         self._device = self._controls[0].device
         counted = self._counted
@@ -189,12 +191,25 @@ class RankAdapter:
 
     def _stepped(self) -> None:
         """After a step of an optimizer that holds controls; only the first one after an objective counts."""
+        self._passed_by = 0
         if self._is_fresh:
             self._count()
 
+    def _cores(self) -> list[Tensor]:
+        return [core for layer in self.layers.values() for core in layer.cores]
+
+    def _cores_stepped(self) -> None:
+        """After a step of an optimizer that holds cores; two with none of the controls in between are one too many."""
+        self._passed_by += 1
+        if self._passed_by == 2 and self._controls:
+            logger.warning(
+                "RankAdapter: the optimizer steps the cores and not their rank controls, so that no rank will change; "
+                "attach the adapter before the optimizer is built"
+            )
+
     def _count(self) -> None:
         """One more step; the schedule acts on it."""
-        self._is_fresh = False
+        self._is_fresh, self._passed_by = False, 0
         if not self._controls:
             return
         self._follow()
@@ -407,8 +422,7 @@ class RankAdapter:
         return self._per_bond(self._flat().clamp(min=0.0))
 
     def _norm(self) -> Tensor:
-        cores = [core for layer in self.layers.values() for core in layer.cores]
-        return torch.stack(list(torch._foreach_norm(cores))).square().sum()
+        return torch.stack(list(torch._foreach_norm(self._cores()))).square().sum()
 
     def _largest_at_one(self) -> str:
         """The layer with the most numbers at one rank on every bond."""

@@ -87,11 +87,16 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or is_conv1d(module)
+    return (type(module) is nn.Linear or is_conv1d(module)) and _has_weight(module)
 
 
 def is_table(module: nn.Module) -> bool:
-    return type(module) in (nn.Embedding, nn.EmbeddingBag)
+    return type(module) in (nn.Embedding, nn.EmbeddingBag) and _has_weight(module)
+
+
+def _has_weight(module: nn.Module) -> bool:
+    """Whether the weight is a parameter: the old `weight_norm` and the like compute it from others."""
+    return module._parameters.get("weight") is not None
 
 
 def _why_not(module: nn.Module, weights: list[nn.Parameter]) -> str | None:
