@@ -109,6 +109,21 @@ def test_inference_makes_models_smaller() -> None:
     assert served.loss == pytest.approx(every.min(), rel=1e-7)
 
 
+def test_inference_may_leave_few_bits_only() -> None:
+    """At 16 bits it takes the whole budget and more: what is sought goes round that."""
+    best = KUMAR.optimum(compute=1e20, N=1e8, inference_tokens=6e11)
+    assert best.bits is not None
+    assert 4 < best.bits < 13
+    with pytest.raises(UserError, match="inference alone costs"):
+        KUMAR.optimum(compute=1e20, N=1e8, inference_tokens=6e11, bits=16)
+
+
+def test_bits_at_the_edge_are_said() -> None:
+    law = PrecisionLaw(A=4e3, B=1.8e4, E=2.7, alpha=0.5, beta=0.5, gamma_w=20.0)
+    assert any("edge of what is sought" in text for text in law.optimum(compute=1e20).warnings)
+    assert law.optimum(compute=1e20, bits=1).warnings == ()
+
+
 def test_weights_that_are_quantised_afterwards() -> None:
     """Fewer tokens, more parameters, and no more tokens than the critical ones, also where N is given."""
     bits = 16.0

@@ -177,8 +177,7 @@ def minimise(
             if slope > EXACT or not total < last * (1 - 1e-10):
                 break
             last = total
-    residuals, _ = problem.residuals(theta)
-    return theta, float(counts @ problem.huber(residuals))
+        return theta, float(counts @ problem.huber(problem.residuals(theta)[0]))
 
 
 def _starts(problem: Problem) -> Iterator[Array]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ Speed = Callable[[float], float] | Mapping[Any, float]
 BITS = (1.0, 32.0)
 """Between which bits are sought."""
 _SIZES = (1e2, 1e18)
-_POINTS, _ROUNDS = 61, 7
+_POINTS, _ROUNDS = 41, 6
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,13 @@ def optimum(
     budget = _Budget(law, compute, N, speed, inference_tokens, post)
     if "scheme" in law.VARIABLES and (bits is not None or not isinstance(speed, Mapping) or not speed):
         raise UserError("a law of schemes takes no bits, but speed={scheme: speed relative to 16 bits} of each choice")
-    return budget.best_at(budget.best_choice() if bits is None else bits)
+    if bits is not None:
+        return budget.best_at(bits)
+    best = budget.best_at(budget.best_choice())
+    if best.bits in BITS and law.parts() and not isinstance(speed, Mapping):
+        edge = f"the best bits lie at the edge of what is sought, {best.bits:g}"
+        return replace(best, warnings=(*best.warnings, edge))
+    return best
 
 
 @dataclass(frozen=True)
@@ -117,11 +123,11 @@ class _Budget:
         if self.N is not None:
             N = self.N
             D = float(tokens(N))
+            if D <= 0 and quiet:
+                return Optimum(N, 0.0, None, math.inf, self.compute, rate)
             if D <= 0:
-                needed = per_parameter * N
-                raise UserError(
-                    f"inference alone costs {needed:.3g} FLOPs of the {self.compute:.3g} given: raise compute"
-                )
+                needed = f"{per_parameter * N:.3g} FLOPs of the {self.compute:.3g} given"
+                raise UserError(f"inference alone costs {needed}: raise compute, or take fewer bits")
             if self.post is not None and (turn := self._turning_tokens(N, at)) < D:
                 D = turn
         else:
@@ -131,8 +137,6 @@ class _Budget:
         found = float(self.law.evaluate(N, D, variables)) if usable else math.inf
         ranges = {name: value for name, value in variables.items() if not isinstance(value, str)}
         warnings = () if quiet else self.law.warn_outside(N=N, D=D, **ranges)
-        if at in BITS:
-            warnings += (f"the best bits lie at the edge of what is sought, {at:g}",)
         spent = 6 * N * D / rate + per_parameter * N
         scheme = at if isinstance(at, str) else None
         return Optimum(N, D, None if scheme else float(at), found, spent, rate, scheme, warnings)
