@@ -57,7 +57,7 @@ def replica(rank: int, folder: Path, port: int, victim: int, what: signal.Signal
     ("victim", "what", "options", "text"),
     [
         (2, signal.SIGSTOP, {}, "no answer from rank 2 of 3"),
-        (2, signal.SIGKILL, {"exchange": "owner"}, "no answer from rank 2 of 3"),
+        pytest.param(2, signal.SIGKILL, {"exchange": "owner"}, "no answer from rank 2 of 3", marks=pytest.mark.slow),
         (1, signal.SIGKILL, {"delay": 1}, "no answer from rank 1 of 3"),
         (0, signal.SIGSTOP, {}, "holds the store of the group, in general rank 0, does not answer"),
     ],

@@ -42,7 +42,7 @@ def gpt2_with_dropout(folder: Path) -> Path:
         (1, "came", "bf16", 40, {}),
         (1, "adamw", "fp16", 20, {}),
         (2, "came", "fp32", 40, {}),
-        (2, "sign", "fp32", 20, {"name": "demo"}),
+        pytest.param(2, "sign", "fp32", 20, {"name": "demo"}, marks=pytest.mark.slow),
         (2, "sign", "fp32", 20, {"name": "demo", "delay": 1, "overlap": True, "residual": "int8"}),
     ],
 )
