@@ -24,7 +24,7 @@ def commands() -> list[str]:
     """What the how-to says to run on the first and on the second machine."""
     text = (ROOT / "docs" / "network.md").read_text(encoding="utf-8")
     how_to = text[text.index("## Two machines over the internet") :]
-    return [line.strip() for line in how_to.splitlines() if line.strip().startswith("torchrun ")]
+    return [line.strip() for line in how_to.splitlines() if line.strip().startswith("torchrun --nnodes 2 ")]
 
 
 @pytest.fixture

@@ -91,6 +91,10 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, monkeypatch: pytes
     made, _ = trainer(tmp_path)
     with pytest.raises(UserError, match="topk must be at most"):
         sc.hf.attach(made, topk=17, chunk=4)
+    with pytest.raises(UserError, match="attach once"):
+        sc.hf.attach(made)
+    with pytest.raises(UserError, match="overlap cannot wait"):
+        sc.hf.attach(made, overlap=True)
     monkeypatch.setattr(made, "is_fsdp_enabled", True)
     with pytest.raises(UserError, match="under FSDP the Trainer averages gradients"):
         sc.hf.attach(made)

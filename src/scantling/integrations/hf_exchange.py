@@ -100,13 +100,13 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
                 f"sc.hf.attach: under {name} the Trainer averages gradients over all processes before anybody sees "
                 "them. Use DistributedDataParallel (torchrun alone), or sc.DeMo with FSDP2 in a loop of your own"
             )
-    if any(isinstance(each, ExchangeCallback) for each in trainer.callback_handler.callbacks):
-        raise UserError("sc.hf.attach: this Trainer exchanges momentum already; attach once")
     if trainer.args.fp16:
         raise UserError("sc.hf.attach: fp16 scales the loss anew now and then, which a momentum would keep; use bf16")
     if options.get("overlap"):
         raise UserError("sc.hf.attach: the Trainer clips gradients, for which overlap cannot wait; leave it out")
     MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)  # says what is wrong with the options now
+    if any(isinstance(each, ExchangeCallback) for each in trainer.callback_handler.callbacks):
+        raise UserError("sc.hf.attach: this Trainer exchanges momentum already; attach once")
     callback = ExchangeCallback(trainer, options)
     trainer.add_callback(callback)
     train = trainer.train
