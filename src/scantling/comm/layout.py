@@ -116,9 +116,11 @@ def keeps_residuals(channel: Channel, rounds: Rounds) -> bool:
 
 def residual_format(param: Tensor, group: Group) -> Format:
     """How the residual of a parameter is kept: of what travels densely, the residual is below the steps of few bits."""
+    form: Format = group["residual"]
+    if form == "fp32":
+        return form
     kind, _ = kind_and_grid(tuple(local(param).shape), param.numel(), group)
-    form: Format = group["residual"] if kind.is_matrix else "fp32"
-    return form
+    return form if kind.is_matrix else "fp32"
 
 
 def planned_wire_bytes(groups: Sequence[Group], rounds: Rounds, num_processes: int) -> int:

@@ -449,8 +449,9 @@ class MomentumExchange(Replica):
             return
         mean = self.link.mean(torch.cat([value.flatten() for _, value in held]))
         parts = torch.split(mean, [value.numel() for _, value in held])
+        params, groups = self._parameters(), groups_of(self.param_groups)
         for (place, value), part in zip(held, parts, strict=True):
-            self._keep(place, part.view_as(value).clone())
+            self._keep(params[place], groups[place], part.view_as(value).clone())
 
     def _shared_tensors(self) -> list[Tensor]:
         """What all replicas hold alike beside their parameters."""
@@ -479,14 +480,14 @@ class MomentumExchange(Replica):
                 torch.add(gradient, residual, alpha=channel.kind.decay, out=residual)
             else:
                 residual.mul_(channel.kind.decay).add_(gradient, alpha=scale)
-            self._keep(place, residual, _seed(self.step, 0, place))
+            self._keep(params[place], group, residual, _seed(self.step, 0, place))
         return found
 
     def _forget(self, channel: Channel, outcome: Outcome, step: int) -> None:
         """Take out of the residuals what is in the mean, and into them what an owner owes."""
         if not keeps_residuals(channel, self.rounds):
             return
-        params, kept = self._parameters(), self.residuals
+        params, groups, kept = self._parameters(), groups_of(self.param_groups), self.residuals
         changed: dict[int, Tensor] = {}
         pairs: list[tuple[Sparse | None, float]] = [(outcome.accepted, -1.0), (outcome.gained, 1.0)]
         for part, sign in pairs:
@@ -496,7 +497,7 @@ class MomentumExchange(Replica):
                         changed[place] = kept.read(params[place], value)
                     changed[place].add_(value, alpha=sign * channel.kind.alpha)
         for place, residual in changed.items():
-            self._keep(place, residual, _seed(step, 1, place))
+            self._keep(params[place], groups[place], residual, _seed(step, 1, place))
 
 
 def _seed(step: int, turn: int, place: int) -> int:

@@ -62,10 +62,11 @@ class Replica:
                 )
         self._check_shapes("residual", state_dict["residuals"])
         kept = self.residuals
-        for place, (name, param) in enumerate(zip(names_of(self.param_groups), self._parameters(), strict=True)):
+        groups = groups_of(self.param_groups)
+        for name, param, group in zip(names_of(self.param_groups), self._parameters(), groups, strict=True):
             if name in state_dict["residuals"]:
                 residual = state_dict["residuals"][name]
-                self._keep(place, residual.to(device=local(param).device, dtype=torch.float32, copy=True))
+                self._keep(param, group, residual.to(device=local(param).device, dtype=torch.float32, copy=True))
             else:
                 kept.drop(param)
 
@@ -91,7 +92,7 @@ class Replica:
         if param in self.residuals:
             place = next(place for place, each in enumerate(self._parameters()) if each is param)
             residual = self.residuals.read(param, local(param))
-            self._keep(place, residual.index_select(dim, index))
+            self._keep(param, groups_of(self.param_groups)[place], residual.index_select(dim, index))
         if "pending" in self.state.get(param, {}):
             self.state[param]["pending"] = self.state[param]["pending"].index_select(dim, index)
 
@@ -131,9 +132,8 @@ class Replica:
         """Those of this replica."""
         return Residuals(self.state)
 
-    def _keep(self, place: int, value: Tensor, seed: int | None = None) -> None:
-        param = self._parameters()[place]
-        self.residuals.write(param, value, residual_format(param, groups_of(self.param_groups)[place]), seed)
+    def _keep(self, param: Tensor, group: Group, value: Tensor, seed: int | None = None) -> None:
+        self.residuals.write(param, value, residual_format(param, group), seed)
 
     def _residuals(self) -> Iterator[tuple[int, Tensor]]:
         """The residuals that there are, in fp32, with the positions of their parameters."""
