@@ -112,16 +112,21 @@ def namespaces(count: int, rate: str, round_trip_ms: float = 0.0) -> Iterator[li
         yield names
 
 
-def measured_round_trip_ms(names: Sequence[str]) -> float:
-    """Milliseconds of a byte from the second namespace to the first and back, the median of ten."""
+def between(names: Sequence[str], listening: str, calling: str) -> tuple[str, str]:
+    """What this script prints with one option in the first namespace, once it listens, and another in the second."""
     command = ["ip", "netns", "exec"]
     script = [sys.executable, __file__]
-    echo = subprocess.Popen([*command, names[0], *script, "--echo"], stdout=subprocess.PIPE, text=True)
-    assert echo.stdout is not None
-    echo.stdout.readline()  # it listens
-    asked = subprocess.run([*command, names[1], *script, "--ask"], check=True, stdout=subprocess.PIPE, text=True)
-    echo.wait()
-    return float(asked.stdout)
+    first = subprocess.Popen([*command, names[0], *script, listening], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    first.stdout.readline()  # it listens
+    second = subprocess.run([*command, names[1], *script, calling], check=True, stdout=subprocess.PIPE, text=True)
+    return first.communicate(timeout=600)[0], second.stdout
+
+
+def measured_round_trip_ms(names: Sequence[str]) -> float:
+    """Milliseconds of a byte from the second namespace to the first and back, the median of ten."""
+    _, asked = between(names, "--echo", "--ask")
+    return float(asked)
 
 
 def answer() -> None:
@@ -147,13 +152,8 @@ def ask() -> None:
 
 def copied_mbit(names: Sequence[str]) -> float:
     """Mbit/s of a plain socket copy from the second namespace to the first."""
-    command = ["ip", "netns", "exec"]
-    script = [sys.executable, __file__]
-    receiver = subprocess.Popen([*command, names[0], *script, "--receive"], stdout=subprocess.PIPE, text=True)
-    assert receiver.stdout is not None
-    receiver.stdout.readline()  # it listens
-    subprocess.run([*command, names[1], *script, "--send"], check=True)
-    return float(receiver.communicate(timeout=600)[0])
+    received, _ = between(names, "--receive", "--send")
+    return float(received)
 
 
 def receive() -> None:
