@@ -10,9 +10,9 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "scantling"
 LAYERS = (
-    ("errors", "files", "numerics"),
+    ("errors", "files", "lazy_names", "numerics"),
     ("groups", "loading", "models.presets", "recipe.schema", "reporting.format"),
-    ("comm", "laws", "optim", "tensor"),
+    ("comm", "laws", "optim", "precision", "tensor"),
     ("recipe", "integrations"),
     ("data",),
     ("tasks",),
@@ -23,7 +23,7 @@ LAYERS = (
     ("cli",),
     ("__init__", "__main__"),
 )
-METHODS = ("comm", "laws", "optim", "tensor")
+METHODS = ("comm", "laws", "optim", "precision", "tensor")
 
 
 def layer(module: str) -> int:

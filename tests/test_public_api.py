@@ -25,6 +25,7 @@ PUBLIC = [
     "load",
     "param_groups",
     "plan",
+    "precision",
     "tensorize",
     "train",
 ]

@@ -5,13 +5,14 @@ Each public name is imported when it is first used, so that `import scantling` i
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from scantling.lazy_names import lazy_names
 
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from scantling import laws
+    from scantling import laws, precision
     from scantling.comm.demo import DeMo
     from scantling.comm.momentum import MomentumExchange
     from scantling.groups import param_groups
@@ -43,7 +44,7 @@ _HOMES = {
     "train": "scantling.training.run",
 }
 
-_MODULES = {"hf": "scantling.integrations.hf", "laws": "scantling.laws"}
+_MODULES = {"hf": "scantling.integrations.hf", "laws": "scantling.laws", "precision": "scantling.precision"}
 
 __all__ = [
     "CAME",
@@ -61,18 +62,10 @@ __all__ = [
     "load",
     "param_groups",
     "plan",
+    "precision",
     "tensorize",
     "train",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    raise AttributeError(f"module 'scantling' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, _MODULES)

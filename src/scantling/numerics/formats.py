@@ -1,0 +1,143 @@
+"""Number formats of few bits: the integers `int2` to `int16`, and floats `fp<bits>_e<exponent>m<mantissa>`.
+
+A format is a grid of values about 0, and `round` takes numbers to it; how they are scaled before is for others to say.
+
+Integers are those of two's complement, from -2^(b-1) to 2^(b-1) - 1. Floats have subnormals, and values beyond their
+largest become the largest. Those with 5 and more bits of exponent keep the highest one for Inf and NaN, as IEEE 754
+does; `fp8_e4m3` gives up one value for NaN and ends at 448; those with fewer bits use all of them for numbers, as the
+OCP Microscaling specification has it (`fp4_e2m1` ends at 6, `fp6_e3m2` at 28, `fp6_e2m3` at 7.5). `bf16` is
+`fp16_e8m7`, and `fp16` is `fp16_e5m10`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from scantling.errors import UserError, did_you_mean
+
+FEWEST_BITS, MOST_BITS = 2, 16
+_ALIASES = {"bf16": "fp16_e8m7", "fp16": "fp16_e5m10"}
+_KNOWN = (
+    *(f"int{bits}" for bits in range(FEWEST_BITS, MOST_BITS + 1)),
+    *("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1"),
+    *_ALIASES,
+)
+_SMALLEST_NORMAL = {torch.float32: -126, torch.float64: -1022}
+
+
+@dataclass(frozen=True)
+class IntFormat:
+    """Integers of two's complement.
+
+    Args:
+        bits: from 2 to 16.
+    """
+
+    bits: int
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}"
+
+    @property
+    def largest(self) -> float:
+        """The largest value, 2^(bits - 1) - 1: what the largest magnitude is scaled to."""
+        return float(2 ** (self.bits - 1) - 1)
+
+    def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        """The value of the format for each number.
+
+        Args:
+            x: fp32 or fp64.
+            noise: like x, uniform in [0, 1): rounds up with the probability that keeps the mean; None: to the nearest,
+                halves to the even one.
+        """
+        rounded = x.round() if noise is None else (x + noise).floor()
+        return rounded.clamp(-self.largest - 1.0, self.largest)
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """Floats of a sign, some bits of exponent and some of mantissa.
+
+    Args:
+        exponent: bits, from 1 to 8.
+        mantissa: bits, from 0 to 10.
+    """
+
+    exponent: int
+    mantissa: int
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent + self.mantissa
+
+    @property
+    def name(self) -> str:
+        spelt = f"fp{self.bits}_e{self.exponent}m{self.mantissa}"
+        return {full: short for short, full in _ALIASES.items()}.get(spelt, spelt)
+
+    @property
+    def largest(self) -> float:
+        """The largest value."""
+        if (self.exponent, self.mantissa) == (4, 3):
+            return 448.0
+        highest = 2**self.exponent - 1 - self._bias - (1 if self.exponent >= 5 else 0)
+        return float(2.0**highest * (2.0 - 2.0**-self.mantissa))
+
+    @property
+    def _bias(self) -> int:
+        return int(2 ** (self.exponent - 1)) - 1
+
+    def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        """The value of the format for each number, see `IntFormat.round`."""
+        step = self._step(x)
+        scaled = x / step
+        rounded = scaled.round() if noise is None else (scaled + noise).floor()
+        return (rounded * step).clamp(-self.largest, self.largest)
+
+    def _step(self, x: Tensor) -> Tensor:
+        """The distance of neighbouring values around x, a power of 2 made from the bits of x."""
+        whole, digits, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
+        exponent = ((x.abs().view(whole) >> digits) - bias).clamp(1 - self._bias, bias)
+        power = (exponent - self.mantissa).clamp(_SMALLEST_NORMAL[x.dtype])
+        return ((power + bias) << digits).view(x.dtype)
+
+
+Format: TypeAlias = IntFormat | FloatFormat
+
+
+def parse_format(name: str) -> Format:
+    """The format of a name.
+
+    Args:
+        name: such as `int4`, `fp8_e4m3`, `fp5_e3m1`, `bf16`.
+
+    Raises:
+        UserError: any other name, bits that do not add up, or more bits than are supported.
+    """
+    if not isinstance(name, str):
+        raise UserError(f"a number format is a name such as 'int8' or 'fp8_e4m3'; given {name!r}")
+    if found := re.fullmatch(r"int(\d+)", name):
+        bits = int(found[1])
+        if not FEWEST_BITS <= bits <= MOST_BITS:
+            raise UserError(f"integers have {FEWEST_BITS} to {MOST_BITS} bits; given {name!r}")
+        return IntFormat(bits)
+    if found := re.fullmatch(r"fp(\d+)_e(\d+)m(\d+)", _ALIASES.get(name, name)):
+        bits, exponent, mantissa = map(int, found.groups())
+        if bits != 1 + exponent + mantissa:
+            right = f"fp{1 + exponent + mantissa}_e{exponent}m{mantissa}"
+            raise UserError(f"a sign, exponent and mantissa make up the bits of a float: {right}; given {name!r}")
+        if not (1 <= exponent <= 8 and mantissa <= 10):
+            raise UserError(f"floats have 1 to 8 bits of exponent and up to 10 of mantissa; given {name!r}")
+        return FloatFormat(exponent, mantissa)
+    hint = did_you_mean(name, _KNOWN)
+    raise UserError(
+        f"a number format is one of int2 to int16, fp<bits>_e<x>m<y>, bf16 and fp16; given {name!r}"
+        + (f" ({hint})" if hint else "")
+    )

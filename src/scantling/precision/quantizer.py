@@ -1,0 +1,284 @@
+"""Scale numbers to a format, round them, and scale them back.
+
+    s = max|x| / largest,    q(x) = s * round(x / s)
+
+with one s for a whole tensor, for each channel, each token, or each group of neighbours (Kumar et al., "Scaling Laws
+for Precision", arXiv 2411.04330, section 2 and appendix D.1, which writes 1/s for s). `fake_quantize` returns numbers
+that a model can go on computing with; `Quantizer.encode` keeps the codes and the scales apart.
+
+Block formats scale groups by scales that are themselves of few bits: `mx<format>` (OCP Microscaling: groups of 32,
+powers of 2 that take the exponent of the largest magnitude to that of the format) and `nvfp4` (groups of 16, scales of
+fp8_e4m3 beneath one fp32 scale of the tensor).
+
+The gradient of `fake_quantize` is that of the identity, at values that were clipped too (straight-through). NaN and Inf
+are not hidden: their block becomes NaN.
+
+Cost: a few passes over the numbers; with `clip="mse"` a few for each of `RATIOS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import floor, log2
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from scantling.errors import UserError, did_you_mean
+from scantling.numerics.formats import FloatFormat, Format, parse_format
+
+Granularity: TypeAlias = Literal["tensor", "channel", "token", "group"]
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
+Clip: TypeAlias = Literal["absmax", "mse"]
+Scales: TypeAlias = Literal["fp32", "power2", "fp8"]
+
+RATIOS = tuple(0.92**power for power in range(32))
+"""Of the largest magnitude, from 1 to 0.075: where `clip="mse"` looks for the end of the format."""
+MX_GROUP, NV_GROUP = 32, 16
+
+
+class Encoded(NamedTuple):
+    """A quantised tensor.
+
+    Attributes:
+        codes: values of the format, in the dtype they were computed in; (..., groups, group) where groups have scales.
+        scale: what they are multiplied by, broadcasts over codes.
+        shape: of the tensor.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    shape: torch.Size
+
+    def decode(self) -> Tensor:
+        """The numbers that the codes stand for, in their shape."""
+        values = self.codes * self.scale
+        if values.shape == self.shape:
+            return values
+        return values.flatten(-2)[..., : self.shape[-1]]
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How a tensor is quantised.
+
+    Args:
+        format: the grid of values.
+        granularity: what shares a scale: the `tensor`; a `channel`, all with one index of an axis; a `token`, all of
+            one vector along the last dim; a `group` of neighbours along the last dim, of which the last may be shorter.
+        group_size: of granularity `group`.
+        rounding: to the `nearest` value, or `stochastic`, by chance, so that the mean is kept; draws from the global
+            generator.
+        clip: the largest value of the format stands for the largest magnitude (`absmax`), or for the share of it,
+            among `RATIOS`, with the least mean squared error (`mse`).
+        scales: format of the scales.
+
+    Raises:
+        UserError: settings that do not go together.
+    """
+
+    format: Format
+    granularity: Granularity = "tensor"
+    group_size: int | None = None
+    rounding: Rounding = "nearest"
+    clip: Clip = "absmax"
+    scales: Scales = "fp32"
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("granularity", Granularity), ("rounding", Rounding), ("clip", Clip), ("scales", Scales)):
+            _check_choice(name, getattr(self, name), get_args(kinds))
+        if (self.group_size is None) == (self.granularity == "group"):
+            raise UserError(
+                f"group_size belongs to granularity='group'; given granularity={self.granularity!r} and "
+                f"group_size={self.group_size!r}"
+            )
+        if self.group_size is not None and (not isinstance(self.group_size, int) or self.group_size < 1):
+            raise UserError(f"group_size must be an integer from 1 on; given {self.group_size!r}")
+        if self.scales != "fp32" and (self.granularity != "group" or self.clip != "absmax"):
+            raise UserError(f"scales={self.scales!r} are of groups and of absmax; given {self}")
+
+    @classmethod
+    def of(cls, given: Quantizer | str | Mapping[str, Any], granularity: Granularity = "tensor") -> Quantizer:
+        """The quantizer that a user means.
+
+        Args:
+            given: one; or the name of a format, a block format (`mxfp4_e2m1`, `nvfp4`) among them; or the arguments of
+                a quantizer with the format by name, such as {"format": "int8", "granularity": "token"}.
+            granularity: where none is given.
+
+        Raises:
+            UserError: anything else.
+        """
+        if isinstance(given, Quantizer):
+            return given
+        if isinstance(given, str):
+            return cls._named(given, granularity)
+        if not isinstance(given, Mapping) or "format" not in given:
+            raise UserError(
+                f"give a format by name, or a mapping with the key 'format', or a Quantizer; given {given!r}"
+            )
+        known = [field.name for field in fields(cls)]
+        for key in given:
+            _check_choice("key", key, known)
+        rest = {key: value for key, value in given.items() if key != "format"}
+        if "group_size" in rest:
+            rest.setdefault("granularity", "group")
+        return replace(cls._named(given["format"], granularity), **rest)
+
+    @classmethod
+    def _named(cls, name: str, granularity: Granularity) -> Quantizer:
+        if name == "nvfp4":
+            return cls(FloatFormat(2, 1), "group", NV_GROUP, scales="fp8")
+        if isinstance(name, str) and name.startswith("mx"):
+            return cls(parse_format(name.removeprefix("mx")), "group", MX_GROUP, scales="power2")
+        return cls(parse_format(name), granularity)
+
+    @property
+    def bits(self) -> float:
+        """Bits a number takes, with its share of the scale of its group."""
+        shared = {"fp32": 32, "power2": 8, "fp8": 8}[self.scales] / self.group_size if self.group_size else 0.0
+        return self.format.bits + shared
+
+    def __str__(self) -> str:
+        group = "" if self.group_size is None else f" of {self.group_size}"
+        more = [text for text in (self.rounding, self.clip) if text not in ("nearest", "absmax")]
+        return ", ".join([f"{self.format.name} by {self.granularity}{group}", *more])
+
+    def encode(self, x: Tensor, *, axis: int = 0) -> Encoded:
+        """Codes and scales of a tensor, computed in fp32, of fp64 tensors in fp64.
+
+        Args:
+            x: any shape and float dtype.
+            axis: whose indices are the channels of granularity `channel`.
+
+        Raises:
+            UserError: an axis that x has not.
+        """
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        blocks, shared = self._blocks(wide, axis)
+        scale = self._scale(blocks, shared)
+        scaled = blocks / scale
+        noise = torch.rand_like(scaled) if self.rounding == "stochastic" else None
+        return Encoded(self.format.round(scaled, noise), scale, x.shape)
+
+    def __call__(self, x: Tensor, *, axis: int = 0) -> Tensor:
+        """`fake_quantize` of a tensor."""
+        with torch.no_grad():
+            rounded = self.encode(x, axis=axis).decode().to(x.dtype)
+        return straight_through(x, rounded)
+
+    def _blocks(self, x: Tensor, axis: int) -> tuple[Tensor, tuple[int, ...]]:
+        """x so that what shares a scale can be reduced over, and the dims to reduce."""
+        if self.granularity == "tensor" or x.ndim == 0:
+            return x, tuple(range(x.ndim))
+        if self.granularity == "token":
+            return x, (-1,)
+        if self.granularity == "channel":
+            if not -x.ndim <= axis < x.ndim:
+                raise UserError(f"axis must be one of the {x.ndim} dims of the tensor; given {axis}")
+            return x, tuple(dim for dim in range(x.ndim) if dim != axis % x.ndim)
+        size = self.group_size or 1
+        tail = -x.shape[-1] % size
+        padded = torch.nn.functional.pad(x, (0, tail)).contiguous()
+        return padded.view(*x.shape[:-1], -1, size), (-1,)
+
+    def _scale(self, blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
+        largest = blocks.abs().amax(shared, keepdim=True) if shared and blocks.numel() else blocks.abs()
+        if self.scales == "power2":
+            return _power_scale(largest, self.format)
+        if self.scales == "fp8":
+            return _two_level_scale(largest, self.format)
+        if self.clip == "mse":
+            largest = largest * self._best_ratio(blocks, largest, shared)
+        return _or_one(largest / self.format.largest)
+
+    def _best_ratio(self, blocks: Tensor, largest: Tensor, shared: tuple[int, ...]) -> Tensor:
+        """For each scale the share of the largest magnitude with the least squared error, to the nearest value."""
+        best, error = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+        for ratio in RATIOS:
+            scale = _or_one(largest * ratio / self.format.largest)
+            lost = (self.format.round(blocks / scale) * scale - blocks).square().sum(shared, keepdim=True)
+            better = lost < error
+            best, error = torch.where(better, ratio, best), torch.where(better, lost, error)
+        return best
+
+
+def fake_quantize(
+    x: Tensor,
+    format: Quantizer | str,
+    *,
+    granularity: Granularity = "tensor",
+    axis: int = 0,
+    group_size: int | None = None,
+    rounding: Rounding = "nearest",
+    clip: Clip = "absmax",
+) -> Tensor:
+    """Round a tensor to a format of few bits, and let gradients pass as if nothing had happened.
+
+    Args:
+        x: any shape and float dtype; what comes back has both.
+        format: name of a format, such as `int4`, `fp8_e4m3`, `mxfp4_e2m1`, `nvfp4`; or a `Quantizer`, which brings
+            all but the axis with it.
+        granularity: what shares a scale, see `Quantizer`.
+        axis: whose indices are the channels of granularity `channel`.
+        group_size: of granularity `group`.
+        rounding: `nearest` or `stochastic`.
+        clip: `absmax` or `mse`.
+
+    Raises:
+        UserError: settings that do not exist or do not go together.
+
+    Example:
+        >>> fake_quantize(torch.tensor([0.1, -0.4, 0.7]), "int3")
+        tensor([ 0.0000, -0.4667,  0.7000])
+    """
+    if isinstance(format, str):
+        settings: dict[str, Any] = {"format": format, "rounding": rounding, "clip": clip}
+        if group_size is not None:
+            settings["group_size"] = group_size
+        if granularity != "tensor":
+            settings["granularity"] = granularity
+        format = Quantizer.of(settings)
+    return format(x, axis=axis)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+    """`rounded`, with the gradient of x."""
+    return _StraightThrough.apply(x, rounded) if x.requires_grad else rounded  # type: ignore[no-untyped-call]
+
+
+def _or_one(scale: Tensor) -> Tensor:
+    """The scale, and 1 for what is all 0."""
+    return scale.where(scale != 0.0, 1.0)
+
+
+def _power_scale(largest: Tensor, format: Format) -> Tensor:
+    """2 to the exponent of the largest magnitude less that of the format (OCP Microscaling 1.0, section 6.3)."""
+    exponent = torch.frexp(largest).exponent - 1 - floor(log2(format.largest))
+    scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))
+    return scale.where(largest.isfinite(), largest).where(largest != 0.0, 1.0)
+
+
+def _two_level_scale(largest: Tensor, format: Format) -> Tensor:
+    """Scales of fp8_e4m3 beneath the one fp32 scale that takes the largest of them to 448."""
+    of_scales = FloatFormat(4, 3)
+    whole = _or_one(largest.max() / (format.largest * of_scales.largest)) if largest.numel() else largest
+    return _or_one(of_scales.round(largest / format.largest / whole) * whole)
+
+
+def _check_choice(what: str, given: Any, allowed: Sequence[str]) -> None:
+    if given not in allowed:
+        hint = did_you_mean(given, allowed)
+        raise UserError(f"{what} must be one of {', '.join(allowed)}; given {given!r}{f' ({hint})' if hint else ''}")

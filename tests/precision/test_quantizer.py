@@ -1,0 +1,162 @@
+"""Scales, granularities, block formats and the straight-through gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from scantling.errors import UserError
+from scantling.numerics.formats import IntFormat
+from scantling.precision import Quantizer, fake_quantize
+
+
+def paper(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Kumar et al., appendix D.1, for one tensor."""
+    s = (2 ** (bits - 1) - 1) / x.abs().max()
+    return (x * s).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) / s
+
+
+@pytest.mark.parametrize("bits", range(2, 17))
+def test_integers_are_those_of_the_paper(bits: int) -> None:
+    x = torch.randn(33, 17, dtype=torch.float64)
+    torch.testing.assert_close(fake_quantize(x, f"int{bits}"), paper(x, bits), rtol=1e-12, atol=1e-12)
+
+
+def test_granularities_scale_what_they_say() -> None:
+    x = torch.randn(6, 5, 8, dtype=torch.float64)
+    by_channel = fake_quantize(x, "int4", granularity="channel", axis=1)
+    by_token = fake_quantize(x, "int4", granularity="token")
+    by_group = fake_quantize(x, "int4", granularity="group", group_size=3)
+    for j in range(5):
+        torch.testing.assert_close(by_channel[:, j], paper(x[:, j], 4))
+        for i in range(6):
+            torch.testing.assert_close(by_token[i, j], paper(x[i, j], 4))
+            for part in (slice(0, 3), slice(3, 6), slice(6, 8)):
+                torch.testing.assert_close(by_group[i, j, part], paper(x[i, j, part], 4))
+    assert torch.equal(fake_quantize(x, "int4", granularity="channel", axis=-2), by_channel)
+
+
+@pytest.mark.parametrize("fmt", ["int2", "int3", "int4", "int8", "fp4_e2m1", "fp6_e3m2"])
+def test_clipping_for_the_least_error_is_never_worse(fmt: str) -> None:
+    x = torch.randn(16, 512)
+    for granularity in ("tensor", "channel", "token"):
+        plain, clipped = (fake_quantize(x, fmt, granularity=granularity, clip=clip) for clip in ("absmax", "mse"))
+        assert (clipped - x).square().sum() <= (plain - x).square().sum()
+    quantizer = Quantizer.of({"format": fmt, "clip": "mse"})
+    scales = torch.linspace(0.02, 1.0, 400) * x.abs().max() / quantizer.format.largest
+    least = min((quantizer.format.round(x / s) * s - x).square().sum().item() for s in scales)
+    assert (quantizer(x) - x).square().sum().item() <= 1.05 * least  # the ratios are 8 % apart
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sixteen_bits_are_the_identity(dtype: torch.dtype) -> None:
+    x = torch.randn(64, 64).to(dtype)
+    q = fake_quantize(x, "int16")
+    assert q.dtype == dtype
+    assert (q - x).abs().max() <= 1e-4 * x.abs().max()
+
+
+def test_odd_input_comes_back_as_it_is() -> None:
+    for granularity in ("tensor", "channel", "token"):
+        assert torch.equal(fake_quantize(torch.zeros(3, 4), "int4", granularity=granularity), torch.zeros(3, 4))
+        assert fake_quantize(torch.zeros(0, 4), "int4", granularity=granularity).shape == (0, 4)
+    assert fake_quantize(torch.tensor(3.0), "int4") == 3.0
+    assert fake_quantize(torch.tensor([1e-44, 0.0]), "int4").isfinite().all()
+
+
+def test_nan_and_inf_are_not_hidden() -> None:
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(2, 64)
+        x[0, 0] = bad
+        for given in ("int4", "fp8_e4m3", {"format": "int4", "clip": "mse"}):
+            assert Quantizer.of(given)(x).isnan().all()
+        for given in ("mxfp4_e2m1", {"format": "int4", "granularity": "token"}):
+            out = Quantizer.of(given)(x)
+            assert out[0, :32].isnan().all()
+            assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("loss_scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("fmt", ["int2", "int4", "int8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "nvfp4", "mxfp6_e3m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_pass_as_if_nothing_had_happened(fmt: str, loss_scale: float, dtype: torch.dtype) -> None:
+    x = torch.randn(8, 64, dtype=dtype, requires_grad=True)
+    weights = torch.randn(8, 64, dtype=dtype)
+    fake_quantize(x, fmt).backward(weights * loss_scale)
+    assert x.grad is not None
+    assert torch.equal(x.grad, weights * loss_scale)
+
+
+def test_the_gradient_reaches_clipped_values() -> None:
+    x = torch.cat([torch.randn(255), torch.tensor([6.0])]).requires_grad_()
+    q = fake_quantize(x, "int2", clip="mse")
+    assert q.detach().max() < 5.0  # it was clipped
+    q.sum().backward()
+    assert torch.equal(x.grad, torch.ones(256))
+
+
+def test_stochastic_rounding_is_unbiased_and_repeats_with_the_seed() -> None:
+    x = torch.rand(100_000)
+    torch.manual_seed(1)
+    first = fake_quantize(x, "int3", rounding="stochastic")
+    torch.manual_seed(1)
+    assert torch.equal(first, fake_quantize(x, "int3", rounding="stochastic"))
+    assert abs((first - x).mean().item()) < 2e-3  # 4 standard deviations of the mean at a step of 1/3
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["int4", "fp8_e4m3", "nvfp4", {"format": "int4", "group_size": 16}, {"format": "int4", "rounding": "stochastic"}],
+)
+def test_compiled_it_computes_the_same(given: Any) -> None:
+    quantizer = Quantizer.of(given)
+    x = torch.randn(16, 64)
+    compiled = torch.compile(quantizer.__call__, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(3)
+    expected = quantizer(x)
+    torch.manual_seed(3)
+    assert torch.equal(compiled(x), expected)
+
+
+def test_block_formats_are_those_of_torchao() -> None:
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    x = torch.randn(64, 128) * torch.logspace(-3, 2, 128)
+    for dtype, name in ((torch.float8_e4m3fn, "mxfp8_e4m3"), (torch.float4_e2m1fn_x2, "mxfp4_e2m1")):
+        theirs = mx.MXTensor.to_mx(x, dtype, 32).dequantize(torch.float32)
+        assert torch.equal(fake_quantize(x, name), theirs)
+    x = torch.randn(64, 128) * torch.logspace(-1, 1, 128)  # theirs has no scales below 2^-6 of the largest
+    whole = nv.per_tensor_amax_to_scale(x.abs().max())
+    theirs = nv.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=whole).dequantize(torch.float32)
+    torch.testing.assert_close(fake_quantize(x, "nvfp4"), theirs)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"format": "int4", "granularity": "chanel"}, "did you mean 'channel'"),
+        ({"format": "int4", "granularity": "group"}, "group_size"),
+        ({"format": "int4", "granularity": "token", "group_size": 32}, "group_size"),
+        ({"format": "int4", "group_size": 0}, "from 1 on"),
+        ({"format": "int4", "rounding": "up"}, "nearest, stochastic"),
+        ({"format": "int4", "bits": 3}, "key must be one of"),
+        ({"format": "nvfp4", "clip": "mse"}, "absmax"),
+        ({}, "the key 'format'"),
+        (8, "given 8"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Quantizer.of(given)
+
+
+def test_an_axis_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match="axis must be one of the 2 dims"):
+        fake_quantize(torch.randn(2, 3), "int4", granularity="channel", axis=2)
+
+
+def test_it_says_what_it_is() -> None:
+    given = {"format": "int4", "group_size": 32, "clip": "mse", "rounding": "stochastic"}
+    assert str(Quantizer.of(given)) == "int4 by group of 32, stochastic, mse"
+    assert Quantizer.of("int4").format == IntFormat(4)
+    assert (Quantizer.of("int4").bits, Quantizer.of("nvfp4").bits, Quantizer.of("mxfp4_e2m1").bits) == (4, 4.5, 4.25)
