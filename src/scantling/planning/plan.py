@@ -167,7 +167,7 @@ def plan(
 
     from scantling.comm import MomentumExchange, allreduce_wire_bytes
     from scantling.groups import param_groups
-    from scantling.models.build import build_model, checkpoint_activations, default_task, quiet
+    from scantling.models.build import build_model, checkpoint_activations, convert_model, default_task, quiet
     from scantling.models.costs import BACKWARD
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
     from scantling.planning.memory import (
@@ -179,7 +179,6 @@ def plan(
     )
     from scantling.planning.passes import plan_passes
     from scantling.tasks import get_task
-    from scantling.tensor.convert import tensorize
     from scantling.tensor.ranks import RankAdapter
 
     recipe = load_recipe(recipe, settings)
@@ -199,13 +198,12 @@ def plan(
         seed=0,
         device="meta",
     )
-    if recipe.tensor is not None:
-        tensorize(model, recipe.tensor.rank, num_modes=recipe.tensor.num_modes)
-        if recipe.tensor.size_target is not None:
-            options = recipe.tensor.rank_options(recipe.train.steps)
-            adapter = RankAdapter(model, bytes_of=bytes_of_cores(recipe), **options)
-            target = f"{format_number(adapter.target)} {adapter.options.unit}"
-            notes.append(f"planned at the first ranks; the cores come down to {target} by step {adapter.options.steps}")
+    convert_model(model, recipe)
+    if recipe.tensor is not None and recipe.tensor.size_target is not None:
+        options = recipe.tensor.rank_options(recipe.train.steps)
+        adapter = RankAdapter(model, bytes_of=bytes_of_cores(recipe), **options)
+        target = f"{format_number(adapter.target)} {adapter.options.unit}"
+        notes.append(f"planned at the first ranks; the cores come down to {target} by step {adapter.options.steps}")
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
     on_gpu = device == "cuda" or (device == "auto" and recipe.train.device != "cpu" and torch.cuda.is_available())
@@ -227,7 +225,14 @@ def plan(
         notes.append(f"the state of {recipe.optim.name} is not known before it has taken a step")
     of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **recipe.optim.options})
     with quiet():
-        passes = plan_passes(recipe, task, model, world_size=world_size, step_bytes=of_optimizer if released else None)
+        passes = plan_passes(
+            recipe,
+            task,
+            model,
+            world_size=world_size,
+            device="cuda" if on_gpu else "cpu",
+            step_bytes=of_optimizer if released else None,
+        )
     notes += passes.notes
     if on_gpu and passes.peak_bytes is not None:
         notes.append("the memory of the passes is that of a CPU's kernels; a GPU's may keep less")

@@ -193,7 +193,7 @@ def _one_of(choices: Sequence[str]) -> str:
     return f"'{choices[0]}'" if len(choices) == 1 else "one of " + ", ".join(f"'{c}'" for c in choices)
 
 
-_UNION_TAGS = {"str", "int", "constrained-str", "constrained-int", "BpeTokenizer"}
+_UNION_TAGS = {"str", "int", "constrained-str", "constrained-int", "BpeTokenizer", "FormatSection"}
 
 
 def _is_union_tag(part: str, location: tuple[int | str, ...]) -> bool:
