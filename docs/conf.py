@@ -74,7 +74,7 @@ def _type(field: dict[str, Any]) -> str:
     if "anyOf" in field:
         return " or ".join(dict.fromkeys(_type(choice) for choice in field["anyOf"] if choice.get("type") != "null"))
     if "$ref" in field:
-        return {"BpeTokenizer": "`{bpe: SIZE}`", "Fields": "mapping", "Clicks": "mapping"}[
+        return {"BpeTokenizer": "`{bpe: SIZE}`", "Fields": "mapping", "Clicks": "mapping", "FormatSection": "mapping"}[
             field["$ref"].rpartition("/")[2]
         ]
     if field.get("type") == "array":

@@ -216,6 +216,23 @@ def test_layers_of_cores_round_their_cores_and_input() -> None:
     torch.testing.assert_close(restore(model, weights="rounded")(x), rounded(x))
 
 
+def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(sc.TTLinear(48, 32, rank=4, in_modes=(6, 8), out_modes=(8, 4)))
+    x = torch.randn(200, 48)
+    steps = model[0].plan(200).steps
+    assert len(steps) == 2  # x A B
+    a, b = (block.reshape(step.inner, step.width) for block, step in zip(model[0].blocks(steps), steps, strict=True))
+    by_column = Quantizer.of("int8", "channel")
+    inner = fake_quantize(x, "int8") @ by_column(a.t()).t()
+    expected = fake_quantize(inner, "int8") @ by_column(b.t()).t() + model[0].bias
+    sc.quantize_training(model, weights="int8", activations="int8", compute="int8")
+    y = model(x)
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    assert all(core.grad is not None and core.grad.abs().sum() > 0 for core in model[0].cores)
+
+
 def test_controls_are_folded_into_cores_that_were_not_rounded() -> None:
     layer = sc.TTLinear(24, 16, rank=4)
     sc.quantize_training(nn.Sequential(layer), weights="int3")

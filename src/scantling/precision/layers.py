@@ -12,7 +12,9 @@ The backward pass multiplies by what the forward pass did, the gradient of the r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,31 +42,42 @@ class LayerFormats:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y = x W^T + bias in these formats: (..., in) by (out, in) to (..., out)."""
-        if self.multiply is not None and self.weights is not None and self.activations is not None:
-            return self.multiply(x, weight, bias, self.activations, self.weights, self.gradients)
+        if self.matmul is not None:
+            y = self.matmul(x, weight.t())
+            return y if bias is None else y + bias.to(y.dtype)
         x, weight = self.input(x), self.matrix(weight)
         if self.gradients is None:
             return nn.functional.linear(x, weight, bias)
         y = self.output(nn.functional.linear(x, weight))
         return y if bias is None else y + bias.to(y.dtype)
 
+    @property
+    def matmul(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """The product of the hardware, of (..., k) and (k, n); None where products are simulated."""
+        if self.multiply is None or self.activations is None or self.weights is None:
+            return None
+        return partial(self.multiply, activations=self.activations, weights=self.weights, gradients=self.gradients)
+
     def input(self, x: Tensor) -> Tensor:
         """What a layer computes with in place of its input."""
-        return x if self.activations is None else self.activations(x)
+        return x if self.activations is None or self.multiply is not None else self.activations(x)
 
     def matrix(self, weight: Tensor) -> Tensor:
         """What a layer computes with in place of its weight, (out, in)."""
         return weight if self.weights is None else self.weights(weight, axis=0)
 
     def core(self, core: Tensor) -> Tensor:
-        """What a layer of cores computes with in place of a core (r, modes..., r'), as the matrix (r modes..., r')."""
-        if self.weights is None:
+        """What a layer of cores computes with in place of a core (r, modes..., r'), as the matrix (r modes..., r').
+
+        Products of the hardware round the blocks of cores that they multiply instead.
+        """
+        if self.weights is None or self.multiply is not None:
             return core
         return self.matrix(core.reshape(-1, core.shape[-1]).t()).t().reshape(core.shape)
 
     def output(self, y: Tensor) -> Tensor:
         """A product, with a gradient that is rounded on its way back."""
-        if self.gradients is None or not y.requires_grad:
+        if self.gradients is None or self.multiply is not None or not y.requires_grad:
             return y
         return _RoundedGradient.apply(y, self.gradients)  # type: ignore[no-any-return,no-untyped-call]
 

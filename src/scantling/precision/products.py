@@ -81,21 +81,21 @@ class Multiply:
             )
 
     def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activations: Quantizer,
-        weights: Quantizer,
-        gradients: Quantizer | None,
+        self, x: Tensor, matrix: Tensor, *, activations: Quantizer, weights: Quantizer, gradients: Quantizer | None
     ) -> Tensor:
-        """y = x W^T + bias: (..., in) by (out, in) to (..., out), in the dtype of x, of autocast where that is on."""
+        """x matrix: (..., k) by (k, n) to (..., n), in the dtype of x, of autocast where that is on.
+
+        Args:
+            x, matrix: floats.
+            activations: of x.
+            weights: of the matrix, whose columns are the channels.
+            gradients: of the result; None leaves them whole.
+        """
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         flat = x.reshape(-1, x.shape[-1])
-        y = _Product.apply(flat, weight, activations, weights, gradients, self)  # type: ignore[no-untyped-call]
-        y = y if bias is None else y + bias.to(y.dtype)
+        y = _Product.apply(flat, matrix.t(), activations, weights, gradients, self)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
     def of_codes(self, a: Tensor, b: Tensor, formats: tuple[Format, Format]) -> Tensor:

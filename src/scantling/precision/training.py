@@ -6,7 +6,8 @@ add formats other than integers, other granularities, the rounding of gradients,
 hardware.
 
 A layer of cores (`scantling.tensorize`) rounds its cores, each with a scale for every index of its last bond, and its
-input; the products in between are not rounded.
+input; the products in between are not rounded. With products of the hardware it rounds what these multiply: merged
+blocks of cores, the input, and the products in between.
 
 Cost: nothing is stored in few bits while the model trains, and rounding takes passes over weights and activations. The
 autograd graph holds the rounded weights and activations beside the master weights.
@@ -61,8 +62,8 @@ def quantize_training(
         queries: of queries there.
         gradients: of the results of layers, in both products of the backward pass; by name with one scale for the
             tensor.
-        compute: None simulates the formats; `int8` and `fp8` multiply such numbers by the hardware's own instructions
-            in dense layers. Formats of weights and activations are needed then.
+        compute: None simulates the formats; `int8` and `fp8` multiply such numbers by the hardware's own instructions.
+            Formats of weights and activations are needed then.
         filter_fn: says of the name of a layer and the layer whether to quantize it.
 
     Returns:

@@ -310,7 +310,7 @@ class PrecisionSection(Section):
 
     compute: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
     """Format of matrix products: fp32, or autocast to bf16, or to fp16 with loss scaling. `int8` and `fp8` multiply in
-    dense linear layers what `weights` and `activations` say, and everything else in bf16 on a GPU, fp32 on a CPU."""
+    linear layers what `weights` and `activations` say, and everything else in bf16 on a GPU, fp32 on a CPU."""
     weights: Text | FormatSection | None = None
     """Format of the weights of linear layers in the forward pass: a name such as `int8`, or a mapping."""
     activations: Text | FormatSection | None = None

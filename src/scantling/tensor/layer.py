@@ -16,7 +16,7 @@ gradients. Nowhere else is anything kept, since not every change of a core can b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
@@ -54,6 +54,10 @@ class Formats(Protocol):
 
     def output(self, y: Tensor) -> Tensor:
         """In place of the product."""
+
+    @property
+    def matmul(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """In place of the products of the input with blocks of cores, in which case nothing else is rounded."""
 
 
 class CoreLayer(nn.Module):

@@ -154,13 +154,14 @@ class TTLinear(CoreLayer):
         if bias is not None and out_size > self.out_features:
             bias = nn.functional.pad(bias, (0, out_size - self.out_features))
         rest: Rest | None = None
-        if self.joint is not None and not torch.compiler.is_compiling():
+        multiply = None if self.formats is None else self.formats.matmul
+        if self.joint is not None and multiply is None and not torch.compiler.is_compiling():
             rest = self.joint.first_product(self, x, flat, steps)
         state, blocks, steps = (flat, self.blocks(steps), steps) if rest is None else rest
         if self.formats is None:
             y = contract(state, blocks, steps, out_size, bias)
         else:
-            y = self.formats.output(contract(state, blocks, steps, out_size))
+            y = self.formats.output(contract(state, blocks, steps, out_size, multiply=multiply or torch.matmul))
             y = y if bias is None else y + bias.to(y.dtype)
         y = y[:, : self.out_features]
         return y if x.ndim == 2 else y.view(*x.shape[:-1], self.out_features)
