@@ -216,6 +216,17 @@ def test_layers_of_cores_round_their_cores_and_input() -> None:
     torch.testing.assert_close(restore(model, weights="rounded")(x), rounded(x))
 
 
+def test_a_table_of_cores_rounds_its_cores() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(sc.TTMEmbedding(60, 24, rank=4))
+    indices = torch.randint(0, 60, (3, 5))
+    whole = model(indices)
+    sc.quantize_training(model, weights="int4", filter_fn=lambda *_: True)
+    rounded = model(indices)
+    assert not torch.allclose(rounded, whole)
+    torch.testing.assert_close(restore(model, weights="rounded")(indices), rounded)
+
+
 def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(sc.TTLinear(48, 32, rank=4, in_modes=(6, 8), out_modes=(8, 4)))
