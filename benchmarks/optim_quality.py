@@ -83,10 +83,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no confidence": {"confidence": False},
     "no confidence, no update clip": {"confidence": False, "clip_threshold": 1e9},
     "no confidence, weight decay 0.05": {"confidence": False, "weight_decay": 0.05},
-    "no confidence, beta1 0.95": {"confidence": False, "betas": [0.95, 0.95, 0.995]},
     "no confidence, beta2 0.98": _SLOWER,
     "no confidence, beta2 0.98, no update clip": {**_SLOWER, "clip_threshold": 1e9},
     "no confidence, beta2 0.99": {"confidence": False, "betas": [0.9, 0.99, 0.995]},
+    "no confidence, beta1 0.95": {"confidence": False, "betas": [0.95, 0.95, 0.995]},
 }
 """Of CAME."""
 ADAMW_VARIANTS: dict[str, dict[str, Any]] = {
@@ -175,7 +175,7 @@ def specs(phase: str, lines: Lines, data: str, names: Sequence[str] = FINALISTS)
     if phase == "seeds":
         yield from (run_spec(data, n, best_rate(lines, data, n), seed) for seed in range(SEEDS) for n in names)
     elif phase == "variants":
-        yield from (variant_spec(lines, data, change, 0) for change in (*VARIANTS, *ADAMW_VARIANTS))
+        yield from (variant_spec(lines, data, change, 0) for change in (*ADAMW_VARIANTS, *VARIANTS))
     elif phase == "ablations":
         for seed in range(ABLATION_SEEDS):
             for change in ABLATIONS:
