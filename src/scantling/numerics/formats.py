@@ -13,18 +13,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from scantling.errors import UserError, did_you_mean
-
-Granularity: TypeAlias = Literal["tensor", "channel", "token", "group"]
-"""What shares a scale."""
-Rounding: TypeAlias = Literal["nearest", "stochastic"]
-Clip: TypeAlias = Literal["absmax", "mse"]
-"""What the largest value of a format stands for."""
 
 FEWEST_BITS, MOST_BITS = 2, 16
 _ALIASES = {"bf16": "fp16_e8m7", "fp16": "fp16_e5m10"}

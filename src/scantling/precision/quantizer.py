@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError, did_you_mean
-from scantling.numerics.formats import Clip, FloatFormat, Format, Granularity, Rounding, parse_format
+from scantling.numerics.formats import FloatFormat, Format, parse_format
+from scantling.numerics.words import Clip, Granularity, Rounding
 
 Scales: TypeAlias = Literal["fp32", "power2", "fp8"]
 

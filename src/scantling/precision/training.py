@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
-from scantling.numerics.formats import Granularity
+from scantling.numerics.words import Granularity
 from scantling.precision.attention import is_quantized, quantize_attention, restore_attention
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
 from scantling.precision.products import Compute, Multiply
