@@ -87,12 +87,20 @@ def plan(
 @app.command("eval")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    minimal_pairs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Score minimal pairs instead: JSONL, CSV, or a folder of them. Repeatable."),
+    ] = None,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(metavar="TASK,...", help="Run tasks of lm-evaluation-harness instead, by name or YAML file."),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Evaluate the newest checkpoint of a run on its held-out data."""
-    from scantling.cli import commands
+    """Evaluate the newest checkpoint of a run: on its held-out data, on minimal pairs, or on tasks of a harness."""
+    from scantling.cli import evaluation
 
-    return commands.evaluate(run, as_json=as_json)
+    return evaluation.evaluate(run, minimal_pairs=minimal_pairs or [], lm_eval=lm_eval, as_json=as_json)
 
 
 @app.command()
