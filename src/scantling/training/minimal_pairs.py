@@ -75,7 +75,7 @@ def evaluate_pairs(run_dir: str | Path, files: Sequence[str]) -> Figures:
                 longest,
                 recipe.data.seq_len,
             )
-        right = prefers_good(model, data.tokenizer, pairs, compute=recipe.precision.compute)
+        right = prefers_good(model, data.tokenizer, pairs, compute=recipe.precision.autocast(place.device.type))
     return {"step": read_manifest(checkpoint)["step"], **tally(pairs, right)}
 
 
