@@ -24,7 +24,15 @@ def demo_recipe(folder: Path, **sections: Any) -> dict[str, Any]:
     return tiny_recipe(folder, model=model, comm=comm, optim={"name": "sign", "lr": 2e-3}, **sections)
 
 
-@pytest.mark.parametrize("optim", [{"name": "sign", "lr": 2e-3}, {"name": "adamw", "lr": 2e-3}])
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"name": "sign", "lr": 2e-3},
+        {"name": "adamw", "lr": 2e-3},
+        {"name": "came", "lr": 2e-3, "betas": [0.0, 0.95, 0.995], "debias": True},
+    ],
+    ids=lambda optim: optim["name"],
+)
 def test_it_learns_on_one_process(tmp_path: Path, optim: dict[str, Any]) -> None:
     recipe = demo_recipe(tmp_path, train={"steps": 60, "batch_size": 16})
     result = sc.train({**recipe, "optim": optim}, run_dir=tmp_path / "run")
