@@ -122,6 +122,8 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     },
     "ours k8 all_gather delay": partial(demo, topk=8, exchange="all_gather", delay=1, **OURS),
     "ours k8 all_gather overlap": partial(demo, topk=8, exchange="all_gather", overlap=True, **OURS),
+    "ours whole": partial(demo, exchange="whole", **OURS),
+    "ours k8 auto_off": partial(demo, topk=8, auto_off=True, **OURS),
     "ours k8 all_gather int8": partial(demo, topk=8, exchange="all_gather", residual="int8", **OURS),
 }
 

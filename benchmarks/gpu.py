@@ -35,7 +35,7 @@ def parts(out: Path) -> list[Part]:
     """What is run, most important first."""
     shape = ("--presets", "llama-130m", "--batch-size", "16", "--seq-len", "1024", "--rounds", "1")
     baseline = (str(ROOT / "benchmarks/baseline.py"), "--device", "cuda", "--compute", "bf16", "--blocks", *shape)
-    optim, tensor = str(ROOT / "benchmarks/optim_gpu.py"), str(ROOT / "benchmarks/tensor_gpu.py")
+    optim, tensor, comm = (str(ROOT / f"benchmarks/{name}_gpu.py") for name in ("optim", "tensor", "comm"))
     precision = (str(ROOT / "benchmarks/low_precision.py"), "--device", "cuda", "--rounds", "30")
     return [
         Part("tests", 120, ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests"))),
@@ -47,6 +47,7 @@ def parts(out: Path) -> list[Part]:
                 ("optim-tokens-350m", 120, ("--size", "350m", "--end-to-end", "--rounds", "20")),
             )
         ),
+        Part("comm-codec-1.3b", 100, (comm, "--out", str(out / "gpu-comm-codec-1.3b.json"))),
         Part("tensor-steps", 150, (tensor, "steps", "--out", str(out / "gpu-tensor-steps.json"))),
         Part("low-precision", 90, (*precision, "--out", str(out / "gpu-low-precision.json"))),
         Part("tensor-lookup", 60, (tensor, "lookup", "--out", str(out / "gpu-tensor-lookup.json"))),

@@ -225,7 +225,7 @@ def test_half_precision_parameters_have_fp32_residuals() -> None:
         ({"topk": 17, "chunk": 4}, "topk must be at most chunk^2 = 16, all there is in a block; given 17"),
         ({"decay": 1.5}, "decay must be from 0 to 1; given 1.5"),
         ({"values": "int2"}, "values must be one of fp32, bf16, int8, int4, sign; given 'int2'"),
-        ({"exchange": "ring"}, "exchange must be one of auto, all_gather, owner; given 'ring'"),
+        ({"exchange": "ring"}, "exchange must be one of auto, all_gather, owner, whole; given 'ring'"),
         ({"sync_every": 0}, "sync_every must be a whole number from 1 on; given 0"),
         ({"check_every": 0}, "check_every must be a whole number from 1 on; given 0"),
         ({"on_mismatch": "go"}, "on_mismatch must be 'stop' or 'resync'; given 'go'"),

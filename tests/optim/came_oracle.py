@@ -34,7 +34,7 @@ class Oracle:
         self.shape, self.view = param.shape, view
         self.betas, self.eps, self.clip = betas, eps, clip_threshold
         self.weight_decay, self.debias, self.maximize = weight_decay, debias, maximize
-        self.confidence = confidence
+        self.confidence = confidence and betas[0] > 0.0
         self.step_count = 0
         if view is not None:
             rows, cols = view

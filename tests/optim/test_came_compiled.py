@@ -40,7 +40,7 @@ def trained(
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (step + 1)
-            group["betas"] = (group["betas"][0] - 0.01 * step, *group["betas"][1:])
+            group["betas"] = (group["betas"][0] * (1.0 - 0.01 * step), *group["betas"][1:])
         for param in params:
             grad = torch.randn(param.shape, generator=generator) * (1 + torch.rand(param.shape, generator=generator))
             param.grad = grad.to(device, dtype)
@@ -72,6 +72,8 @@ def assert_alike(both: list[tuple[list[nn.Parameter], CAME]], *, exact: bool) ->
         ("int4", "stochastic", torch.bfloat16, DEBIASED),
         ("fp32", "nearest", torch.float32, {**DEBIASED, "confidence": False}),
         ("int8", "stochastic", torch.bfloat16, {**DEBIASED, "confidence": False}),
+        ("fp32", "nearest", torch.float32, {**DEBIASED, "betas": (0.0, 0.95, 0.995)}),
+        ("fp32", "compensated", torch.bfloat16, {**DEBIASED, "betas": (0.0, 0.95, 0.995)}),
     ],
     ids=str,
 )

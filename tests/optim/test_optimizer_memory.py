@@ -60,6 +60,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("came", {"factor": "last2"}),
     ("came", {"debias": True, "betas": [0.9, 0.95, 0.995]}),
     ("came", {"confidence": False}),
+    ("came", {"betas": [0.0, 0.95, 0.995]}),
 ]
 
 

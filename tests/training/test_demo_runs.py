@@ -24,7 +24,15 @@ def demo_recipe(folder: Path, **sections: Any) -> dict[str, Any]:
     return tiny_recipe(folder, model=model, comm=comm, optim={"name": "sign", "lr": 2e-3}, **sections)
 
 
-@pytest.mark.parametrize("optim", [{"name": "sign", "lr": 2e-3}, {"name": "adamw", "lr": 2e-3}])
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"name": "sign", "lr": 2e-3},
+        {"name": "adamw", "lr": 2e-3},
+        {"name": "came", "lr": 2e-3, "betas": [0.0, 0.95, 0.995], "debias": True},
+    ],
+    ids=lambda optim: optim["name"],
+)
 def test_it_learns_on_one_process(tmp_path: Path, optim: dict[str, Any]) -> None:
     recipe = demo_recipe(tmp_path, train={"steps": 60, "batch_size": 16})
     result = sc.train({**recipe, "optim": optim}, run_dir=tmp_path / "run")
@@ -51,6 +59,30 @@ def test_two_processes_send_little_and_stay_alike(tmp_path: Path) -> None:
     assert plan["wire_bytes"] == sent["sparse"]
     stored = load_tensors(tmp_path / "sparse" / "checkpoints" / "step-6", "exchange/rank0/")
     assert plan["residual_bytes"] == sum(value.nbytes for value in stored.values())
+
+
+@pytest.mark.dist
+def test_what_was_measured_is_kept_over_a_resume(tmp_path: Path) -> None:
+    recipe = demo_recipe(tmp_path, comm={"auto_off": True}, train={"steps": 12, "checkpoint_every": 6})
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    straight, again = tmp_path / "straight", tmp_path / "again"
+    done = scantling("train", path, "--run-dir", straight, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = [read_manifest(straight / "checkpoints" / f"step-{step}")["values"]["exchange"] for step in (6, 12)]
+    decided = [each[rank]["decided"] for each in values for rank in ("0", "1")]
+    assert decided == [decided[0]] * 4
+    assert decided[0] in ([True, 2], [False, 2])  # which of them depends on the machine
+    sent = records(straight)[-1]["wire_bytes"]
+    assert (sent > records(straight)[1]["wire_bytes"]) == decided[0][0]
+    assert ("from here on everything travels by all-reduce" in " ".join(done.stderr.split())) == decided[0][0]
+    shutil.copytree(straight, again)
+    shutil.rmtree(again / "checkpoints" / "step-12")
+    done = scantling("train", again, "--resume", processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "auto_off: " not in done.stderr
+    wanted, found = (load_tensors(run / "checkpoints" / "step-12") for run in (straight, again))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(tensor, found[key]) for key, tensor in wanted.items())
 
 
 @pytest.mark.dist

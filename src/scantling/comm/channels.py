@@ -8,6 +8,8 @@ parameters of a channel are encoded in one batch.
 - Everything else (embeddings, vectors, what is smaller than `MIN_NUMBERS`) is dense: rows of up to `ROW` numbers, all
   of which are sent, without a transform. A row follows the last dim, or where that is short all dims: each row has a
   scale.
+
+Where everything travels ("whole", see `rounds.py`), blocks are single numbers: matrices and the rest as they lie.
 """
 
 from __future__ import annotations
@@ -117,17 +119,25 @@ class Channel:
             yield member.param, member.grid.paste(part)
 
 
-def kind_and_grid(shape: tuple[int, ...], numel: int, group: dict[str, Any]) -> tuple[Kind, Grid]:
+def kind_and_grid(
+    shape: tuple[int, ...], numel: int, group: dict[str, Any], *, whole: bool = False
+) -> tuple[Kind, Grid]:
     """How a parameter travels.
 
     Args:
         shape: of it, or of the part of it that this process holds.
         numel: of the whole parameter, which decides whether it is small.
         group: its group, with the options of `MomentumExchange`, and `role` and `matrix_dims`.
+        whole: whether all of it travels.
     """
     chunk, topk, values = group["chunk"], group["topk"], group["values"]
+    dense: Values = group["dense"]
     paper = group["compat"] == "paper"
-    if paper or (group["role"] in (None, "matrix") and len(shape) >= 2 and numel >= MIN_NUMBERS):
+    is_matrix = paper or (group["role"] in (None, "matrix") and len(shape) >= 2 and numel >= MIN_NUMBERS)
+    if whole:
+        section, decay = Section(1, 1, "fp32" if dense == "fp32" else "bf16"), group["decay"] if is_matrix else 1.0
+        return Kind(section, 1, 1, is_matrix, False, decay, 1.0), Grid(shape, ((), tuple(range(len(shape)))), 1, 1)
+    if is_matrix:
         view: MatrixDims = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _row(shape))
         dims = [*view[0], *view[1]]
         if len(set(dims)) < len(dims) or not set(dims) <= set(range(len(shape))) or (len(shape) > 1 and not view[1]):
@@ -139,12 +149,15 @@ def kind_and_grid(shape: tuple[int, ...], numel: int, group: dict[str, Any]) -> 
         return Kind(section, grid.height, grid.width, True, transformed, group["decay"], group["alpha"]), grid
     view = _row(shape) if shape and shape[-1] >= ROW // 2 else ((), tuple(range(len(shape))))
     grid = Grid(shape, view, 1, even_side(prod(shape[dim] for dim in view[1]), ROW))
-    dense: Values = group["dense"]
     return Kind(Section(grid.width, grid.width, dense), grid.height, grid.width, False, False, 1.0, 1.0), grid
 
 
 def channels_of(
-    shapes: Mapping[int, tuple[int, ...]], numels: Mapping[int, int], groups: Sequence[dict[str, Any]]
+    shapes: Mapping[int, tuple[int, ...]],
+    numels: Mapping[int, int],
+    groups: Sequence[dict[str, Any]],
+    *,
+    whole: bool = False,
 ) -> list[Channel]:
     """The channels of parameters, in an order that depends on shapes and options alone.
 
@@ -152,11 +165,12 @@ def channels_of(
         shapes: of the parameters, or of the parts of them that this process holds, by their positions.
         numels: of the whole parameters.
         groups: of all parameters.
+        whole: whether everything travels.
     """
     open_ones: dict[Kind, list[Member]] = {}
     found: list[Channel] = []
     for position, shape in shapes.items():
-        kind, grid = kind_and_grid(shape, numels[position], groups[position])
+        kind, grid = kind_and_grid(shape, numels[position], groups[position], whole=whole)
         if not grid.count:
             continue
         members = open_ones.setdefault(kind, [])

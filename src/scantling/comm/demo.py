@@ -83,7 +83,7 @@ class DeMo(torch.optim.Optimizer):
         decay: of the residual; default 0.95, the paper's is 0.999.
         topk, chunk, alpha, values, dense, process_group: as of `MomentumExchange`.
         exchange, sync_every, state_sync_every, check_every, on_mismatch: as of `MomentumExchange`.
-        delay, overlap, bucket_mb, residual: as of `MomentumExchange`.
+        delay, overlap, bucket_mb, residual, auto_off: as of `MomentumExchange`.
         weight_decay: decoupled, scaled by the current lr.
         update: what is done with the decoded momentum of matrices; of sharded ones, "muon" takes each shard for itself.
         dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`, which must not be 0.
@@ -130,6 +130,7 @@ class DeMo(torch.optim.Optimizer):
         overlap: bool = False,
         bucket_mb: float = 25.0,
         residual: Format = "fp32",
+        auto_off: bool = False,
         compat: Literal["paper"] | None = None,
         process_group: Any = None,
     ) -> None:
@@ -153,10 +154,11 @@ class DeMo(torch.optim.Optimizer):
             "role": None,
             "matrix_dims": None,
             "steps": 0,
+            "decided": None,
         }
         _check(defaults)
         self._rounds = Rounds(
-            exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb
+            exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb, auto_off
         )
         super().__init__(params, defaults)
         self._connect(Link(process_group))
@@ -201,7 +203,7 @@ class DeMo(torch.optim.Optimizer):
         self._unscale()
         decoded = self.exchange.decoded()
         for group in self.param_groups:
-            group["steps"] = self.exchange.step
+            group["steps"], group["decided"] = self.exchange.step, self.exchange.decided
         if decoded is None:
             return None
         place, all_matrices = 0, self.exchange.are_matrices()
@@ -314,7 +316,8 @@ class DeMo(torch.optim.Optimizer):
     def _reconnect(self) -> None:
         """The exchange works on the groups and the state of this optimizer, which loading and copying replace."""
         self.exchange.param_groups, self.exchange.state = self.param_groups, self.state
-        self.exchange.step = self.param_groups[0]["steps"]
+        first = self.param_groups[0]
+        self.exchange.step, self.exchange.decided = first["steps"], first.get("decided")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned on this rank: every tensor keeps the dtype it was saved with.

@@ -50,7 +50,7 @@ class DemoExchange(GradientExchange):
             self._inner.settle()
             params = {param for group in inner.param_groups for param in group["params"]}
             inner.state = {param: state for param, state in self._inner.state.items() if param in params}
-            inner.step = self._inner.step
+            inner.step, inner.decided = self._inner.step, self._inner.decided
         self._inner, self._model = inner, model
         return model
 
@@ -92,12 +92,14 @@ class DemoExchange(GradientExchange):
             **self.inner.local_state_dict()["residuals"],
             **{_PENDING + name: value for name, value in pending.items()},
             "step": self.inner.step,
+            "decided": self.inner.decided,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave on this process, or the mean of what it gave on all."""
         held = {name for name in state if name.startswith(_PENDING)}
-        residuals = {name: value for name, value in state.items() if name != "step" and name not in held}
+        facts = {"step", "decided"}
+        residuals = {name: value for name, value in state.items() if name not in facts | held}
         pending = {name.removeprefix(_PENDING): state[name] for name in held}
         self.inner.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
-        self.inner.load_shared_state_dict({"step": state["step"], "pending": pending})
+        self.inner.load_shared_state_dict({"pending": pending, **{name: state.get(name) for name in facts}})

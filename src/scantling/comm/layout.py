@@ -68,7 +68,7 @@ def laid_out(
     """
     params = parameters_of(groups)
     shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
-    key = shapes, tuple(tuple(group[option] for option in OPTIONS) for group in groups)
+    key = rounds.exchange, shapes, tuple(tuple(group[option] for option in OPTIONS) for group in groups)
     if last is not None and last.key == key:
         return last
     texts = []
@@ -96,7 +96,8 @@ def buckets_of(groups: Sequence[Group], rounds: Rounds) -> list[Bucket]:
         positions = sorted(run)
         shapes = {position: tuple(local(params[position]).shape) for position in positions}
         numels = {position: params[position].numel() for position in positions}
-        found.append(Bucket(tuple(positions), tuple(channels_of(shapes, numels, each_group))))
+        channels = channels_of(shapes, numels, each_group, whole=rounds.exchange == "whole")
+        found.append(Bucket(tuple(positions), tuple(channels)))
     return found
 
 
@@ -110,7 +111,12 @@ def way_of(groups: Sequence[Group], rounds: Rounds, num_processes: int) -> Way:
 
 
 def keeps_residuals(channel: Channel, rounds: Rounds) -> bool:
-    """Whether the members of a channel have residuals: not where everything is sent in full at every call."""
+    """Whether the members of a channel have residuals: not where everything is sent in full at every call.
+
+    Where everything travels, it is the momentum of matrices, alike on all replicas, that is kept in their place.
+    """
+    if rounds.exchange == "whole":
+        return channel.kind.is_matrix and 0.0 < channel.kind.decay < 1.0
     return not (channel.kind.is_exact and rounds.sync_every == 1)
 
 
@@ -132,7 +138,7 @@ def planned_wire_bytes(groups: Sequence[Group], rounds: Rounds, num_processes: i
 def planned_wire_bytes_a_step(groups: Sequence[Group], rounds: Rounds, num_processes: int) -> float:
     """Bytes that each process sends in a call on average: with what is averaged now and then, without comparisons."""
     sent = float(planned_wire_bytes(groups, rounds, num_processes))
-    if rounds.state_sync_every is not None and num_processes > 1:
+    if rounds.state_sync_every is not None and rounds.exchange != "whole" and num_processes > 1:
         params = parameters_of(groups)
         numbers = sum(
             local(params[member.param]).numel()
@@ -163,6 +169,8 @@ def described(groups: Sequence[Group], rounds: Rounds) -> str:
         kind, section = channel.kind, channel.kind.section
         numbers = sum(local(params[member.param]).numel() for member in channel.members)
         what = f"{section.kept} of {kind.height} x {kind.width}" if kind.is_matrix else f"rows of {kind.width}"
+        if rounds.exchange == "whole":
+            what = "all of a matrix" if kind.is_matrix else "all"
         lines.append(
             f"{len(channel.members):4} tensors, {numbers:>12,} numbers: {what}, {section.values}, "
             f"{channel.num_bytes:,} bytes"

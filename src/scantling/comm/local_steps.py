@@ -69,6 +69,8 @@ class LocalSteps:
         self._params = [param for group in exchange.param_groups for param in group["params"]]
         if {id(p) for group in inner.param_groups for p in group["params"]} != {id(p) for p in self._params}:
             raise UserError("the inner optimizer and the exchange must hold the same parameters")
+        if exchange.rounds.auto_off:
+            raise UserError("auto_off is for an exchange at every step, not for local steps; leave it out")
         nesterov = outer_momentum > 0.0
         self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self._anchors = [local(param).clone() for param in self._params]

@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -34,11 +34,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from scantling.comm.agreement import spread, unlike, warn_if_averaged
+from scantling.comm.auto_off import WARM_UP, measured
 from scantling.comm.background import Background
 from scantling.comm.channels import Channel
 from scantling.comm.layout import (
     Bucket,
     Layout,
+    buckets_of,
     channels_in,
     described,
     groups_of,
@@ -56,7 +58,7 @@ from scantling.comm.replica import Replica
 from scantling.comm.residuals import Format
 from scantling.comm.rounds import Outcome, Sparse, Way, exchange
 from scantling.comm.shards import all_agree, all_finite, as_gradient, local
-from scantling.comm.values import Values
+from scantling.comm.values import DTYPES, Values
 from scantling.errors import ReplicaError, UserError
 
 logger = logging.getLogger(__name__)
@@ -111,7 +113,8 @@ class MomentumExchange(Replica):
         values: format of the coefficients: fp32, bf16, int8, int4 or sign.
         dense: format of what is no matrix.
         transform: "dct" selects among the coefficients of the cosine transform, "none" among the numbers themselves.
-        exchange: all_gather, owner, or auto: what sends fewer bytes, see `rounds.py`.
+        exchange: all_gather, owner, or auto: what sends fewer bytes, see `rounds.py`; or whole: everything travels,
+            in bf16, or in fp32 where `dense` is.
         sync_every: calls from one exchange to the next; at the others gradients go into the residuals, and no parameter
             has a gradient left.
         state_sync_every: exchanges after which the residuals are averaged over the replicas, which sends 8 bytes for
@@ -125,6 +128,8 @@ class MomentumExchange(Replica):
         overlap: whether what is ready leaves during the backward pass, in a context of `overlapped`.
         bucket_mb: with overlap, MiB of parameters that share a message, at least.
         residual: format of the residuals of matrices: "fp32", or "int8" with stochastic rounding, 1.03 bytes a number.
+        auto_off: whether it is measured, once after a few calls, if everything would travel in less time, as with
+            `exchange="whole"`; where it would, it does. What a run sends and computes then depends on a clock.
         process_group: group of the replicas, or a mesh of one dim; default all processes.
 
     Attributes:
@@ -133,6 +138,7 @@ class MomentumExchange(Replica):
             it was asked for by `state_dict`.
         wire_bytes: what this process sent in the exchange of the last result, headers included.
         left_out: ranks whose gradients were NaN or Inf in it; with overlap, in a part of it.
+        decided: with `auto_off`, once it was measured: whether everything travels, and the number of processes.
         replica_divergence: how far the residuals were apart when they were last compared, from 0 to 1.
 
     Raises:
@@ -163,12 +169,15 @@ class MomentumExchange(Replica):
         overlap: bool = False,
         bucket_mb: float = 25.0,
         residual: Format = "fp32",
+        auto_off: bool = False,
         process_group: Any = None,
     ) -> None:
         options: dict[str, Any] = {"decay": decay, "topk": topk, "chunk": chunk, "alpha": alpha, "values": values}
         options |= {"dense": dense, "transform": transform, "residual": residual}
         defaults = {**options, "role": None, "matrix_dims": None, "compat": None}
-        rounds = Rounds(exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb)
+        rounds = Rounds(
+            exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb, auto_off
+        )
         self._begin(as_groups(groups, defaults), {}, rounds, Link(process_group))
 
     def _begin(self, groups: list[Group], state: dict[Tensor, dict[str, Any]], rounds: Rounds, link: Link) -> None:
@@ -176,7 +185,8 @@ class MomentumExchange(Replica):
         self.param_groups, self.state, self.rounds, self.link = groups, state, rounds, link
         self._compared: tuple[str, ...] = ()
         self.replica_divergence: float | None = None
-        self.step = self.epoch = 0
+        self.step = self.epoch = self._calls = 0
+        self.decided = None
         self.wire_bytes = 0
         self.left_out: list[int] = []
         self._layout: Layout | None = None
@@ -258,6 +268,7 @@ class MomentumExchange(Replica):
 
     def drop(self) -> None:
         """Wait for what is on its way and forget it: what is loaded is in its place."""
+        self._calls = 0
         sent, self._sent = self._sent, []
         for each in sent:
             with suppress(Exception):
@@ -276,7 +287,12 @@ class MomentumExchange(Replica):
         self.link.start()
         if rounds.comes_round(self.step, rounds.check_every):
             self._compare(params)
-        if rounds.comes_round(self.step, rounds.state_sync_every):
+        self._calls += 1
+        is_decided = self.decided is not None and self.decided[1] == self.link.size
+        if rounds.auto_off and not is_decided and not self.link.is_alone and self._calls > WARM_UP:
+            self._decide(layout)
+            layout = self._laid_out()
+        elif layout.way != "whole" and rounds.comes_round(self.step, rounds.state_sync_every):
             self._average()
         self.wire_bytes += self.link.wire_bytes
         if self._line is None:
@@ -308,8 +324,13 @@ class MomentumExchange(Replica):
         bucket = layout.buckets[number]
         gradients = {place: _gradient(params[place]) for place in bucket.params}
         valid = self._is_valid(gradients)
-        is_due, selected = self.rounds.is_due(self.step), []
+        is_due = self.rounds.is_due(self.step)
+        selected: list[Sparse] = []
         for channel in bucket.channels:
+            if layout.way == "whole":
+                blocks = channel.cut(_filled_up(channel, gradients, params)) if valid else _zeros(channel, params)
+                selected.append((None, blocks.to(DTYPES[channel.kind.section.values])))
+                continue
             values = self._accumulated(channel, gradients, valid=valid)
             if is_due:
                 blocks = channel.cut(values) if valid else _zeros(channel, params)
@@ -318,7 +339,7 @@ class MomentumExchange(Replica):
             if not valid:
                 logger.warning("step %d, rank %d: NaN or Inf gradients are left out", self.step, self.link.rank)
             return
-        if valid and not all_finite(values for _, values in selected):
+        if valid and layout.way != "whole" and not all_finite(values for _, values in selected):
             logger.warning("step %d, rank %d: a residual is NaN or Inf and begins anew", self.step, self.link.rank)
             for place in bucket.params:
                 self.residuals.drop(params[place])
@@ -356,10 +377,11 @@ class MomentumExchange(Replica):
         if self.left_out and self.link.rank == 0:
             logger.warning("step %d: ranks %s have NaN or Inf gradients and are left out", sent[0].step, self.left_out)
         found: list[Tensor | None] = [None] * len(params)
+        is_whole = self._layout is not None and self._layout.way == "whole"
         for each, (outcomes, _) in zip(sent, arrived, strict=True):
             for channel, outcome in zip(each.bucket.channels, outcomes, strict=True):
                 for place, value in channel.paste_sent(*outcome.mean):
-                    found[place] = value
+                    found[place] = self._followed(channel, place, value, each.step) if is_whole else value
                 self._forget(channel, outcome, each.step)
         return _filled(found, params)
 
@@ -368,12 +390,15 @@ class MomentumExchange(Replica):
 
         Collective: of sharded parameters, one all-reduce of 4 bytes for each dim of their mesh.
         """
-        params = self._parameters()
         valid = all_finite(gradient for gradient in gradients.values() if gradient is not None)
-        meshes = [param.device_mesh for place in gradients if isinstance(param := params[place], DTensor)]
-        for mesh in dict.fromkeys(meshes):
-            valid = all_agree(mesh, valid)
-        return valid
+        params = self._parameters()
+        return self._all_agree([params[place] for place in gradients], valid)
+
+    def _all_agree(self, params: Sequence[Tensor], value: bool) -> bool:
+        """Whether it is so on all processes that share parameters of this replica."""
+        for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
+            value = all_agree(mesh, value)
+        return value
 
     @property
     def way(self) -> Way:
@@ -388,15 +413,15 @@ class MomentumExchange(Replica):
 
         What is sent now and then comes on top: `check_every`, `state_sync_every`.
         """
-        return planned_wire_bytes(self.param_groups, self.rounds, num_processes or self.link.size)
+        return planned_wire_bytes(self.param_groups, self.current, num_processes or self.link.size)
 
     def planned_wire_bytes_a_step(self, num_processes: int | None = None) -> float:
         """As `planned_wire_bytes`, in a call on average: with `sync_every`, and `state_sync_every`."""
-        return planned_wire_bytes_a_step(self.param_groups, self.rounds, num_processes or self.link.size)
+        return planned_wire_bytes_a_step(self.param_groups, self.current, num_processes or self.link.size)
 
     def planned_state_bytes(self) -> int:
         """Bytes of the residuals once there was an exchange; no communication."""
-        return planned_state_bytes(self.param_groups, self.rounds)
+        return planned_state_bytes(self.param_groups, self.current)
 
     def are_matrices(self) -> list[bool]:
         """For each parameter whether it goes by blocks."""
@@ -408,11 +433,11 @@ class MomentumExchange(Replica):
 
     def __str__(self) -> str:
         """What travels how, a line each."""
-        return described(self.param_groups, self.rounds)
+        return described(self.param_groups, self.current)
 
     def _laid_out(self) -> Layout:
         """How everything travels; compared with how it does on the other replicas where it is new."""
-        found = laid_out(self.param_groups, self.rounds, self.link, self._layout, step=self.step, also=self._compared)
+        found = laid_out(self.param_groups, self.current, self.link, self._layout, step=self.step, also=self._compared)
         if self._layout is None and self.link.rank == 0:
             logger.info("%s; exchange by %s among %d processes", self, found.way, self.link.size)
         self._layout = found
@@ -434,15 +459,42 @@ class MomentumExchange(Replica):
                 self.link.broadcast(tensor, sound)
         self.replica_divergence = spread(self.link, [value for _, value in self._residuals()], self.step)
 
+    def _decide(self, layout: Layout) -> None:
+        """Measure whether everything may travel, and if so fold in what each replica has for itself.
+
+        Collectives: those of `auto_off.measured`; then those of `_average`.
+        """
+        params = self._parameters()
+
+        def held(place: int) -> Tensor:
+            return self.residuals.read(params[place], local(params[place]))
+
+        whole = channels_in(buckets_of(self.param_groups, replace(self.rounds, exchange="whole")))
+        trial = measured(self.link, layout, whole, held, self.step)
+        is_whole = self._all_agree(params, trial.is_whole)
+        self.decided = is_whole, self.link.size
+        if self.link.rank == 0:
+            logger.log(logging.WARNING if is_whole else logging.INFO, "step %d: %s", self.step, trial)
+        if is_whole:
+            self._average()
+
     def _average(self) -> None:
         """Give all replicas the mean of their residuals, some at a time. Collectives: all-reduces of up to 64 MiB."""
         held: list[tuple[int, Tensor]] = []
-        for place, value in self._residuals():
+        for place, value in self._all_residuals():
             if held and sum(each.numel() for _, each in held) + value.numel() > AVERAGED_AT_ONCE:
                 self._average_these(held)
                 held = []
             held.append((place, value))
         self._average_these(held)
+
+    def _all_residuals(self) -> Iterator[tuple[int, Tensor]]:
+        """The residuals that replicas have, in one order: zeros where this one has none, or one that is not finite."""
+        params, kept = self._parameters(), self.residuals
+        for channel in channels_in(buckets_of(self.param_groups, self.rounds)):
+            for place in (member.param for member in channel.members if keeps_residuals(channel, self.rounds)):
+                value = kept.read(params[place], local(params[place]))
+                yield place, value if all_finite([value]) else torch.zeros_like(value)
 
     def _average_these(self, held: Sequence[tuple[int, Tensor]]) -> None:
         if not held:
@@ -483,6 +535,21 @@ class MomentumExchange(Replica):
             self._keep(params[place], group, residual, _seed(self.step, 0, place))
         return found
 
+    def _followed(self, channel: Channel, place: int, mean: Tensor, step: int) -> Tensor:
+        """What the mean of all gradients makes of a parameter's momentum, which is alike on all replicas.
+
+        M <- decay M + mean, of which (1 - decay) M goes into the update: in the end each gradient goes in once, as it
+        does where it is selected. What is no matrix gets the mean itself, and once what it was still owed.
+        """
+        param, decay, kept = self._parameters()[place], channel.kind.decay, self.residuals
+        momentum = kept.read(param, mean)
+        if not keeps_residuals(channel, self.current):
+            kept.drop(param)
+            return momentum.add_(mean)
+        torch.add(mean.float(), momentum, alpha=decay, out=momentum)
+        self._keep(param, groups_of(self.param_groups)[place], momentum, _seed(step, 0, place))
+        return momentum * (1.0 - decay)
+
     def _forget(self, channel: Channel, outcome: Outcome, step: int) -> None:
         """Take out of the residuals what is in the mean, and into them what an owner owes."""
         if not keeps_residuals(channel, self.rounds):
@@ -503,6 +570,15 @@ class MomentumExchange(Replica):
 def _seed(step: int, turn: int, place: int) -> int:
     """Of the noise of one rounding of one residual."""
     return ((2 * step + turn) << 24) + place
+
+
+def _filled_up(channel: Channel, gradients: Mapping[int, Tensor | None], params: Sequence[Tensor]) -> dict[int, Tensor]:
+    """The gradients of a channel's members by position, zeros where there is none."""
+    found = {}
+    for member in channel.members:
+        gradient = gradients[member.param]
+        found[member.param] = torch.zeros_like(local(params[member.param])) if gradient is None else gradient
+    return found
 
 
 def _tensors(found: Found) -> Iterator[Tensor]:

@@ -10,10 +10,12 @@ from scantling.comm.residuals import FORMATS
 from scantling.comm.values import VALUES
 from scantling.errors import UserError
 
-Exchange: TypeAlias = Literal["auto", "all_gather", "owner"]
+Exchange: TypeAlias = Literal["auto", "all_gather", "owner", "whole"]
 Transform: TypeAlias = Literal["dct", "none"]
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 Group: TypeAlias = dict[str, Any]
+Decided: TypeAlias = "tuple[bool, int] | list[Any] | None"
+"""Whether everything travels, and among how many processes that was measured; a list where it was JSON; None before."""
 ROLES = (None, "matrix", "embedding", "vector")
 OPTIONS = (
     *("decay", "topk", "chunk", "alpha", "values", "dense", "transform", "residual"),
@@ -34,6 +36,7 @@ class Rounds:
     delay: int = 0
     overlap: bool = False
     bucket_mb: float = 25.0
+    auto_off: bool = False
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:
@@ -44,6 +47,9 @@ class Rounds:
             value = getattr(self, key)
             if not (isinstance(value, int) and value >= 1) and not (value is None and key != "sync_every"):
                 raise UserError(f"{key} must be a whole number from 1 on; given {value!r}")
+        if self.sync_every > 1 and (self.auto_off or self.exchange == "whole"):
+            given = "auto_off" if self.auto_off else "exchange='whole'"
+            raise UserError(f"{given} is for an exchange at every call: sync_every must be 1; given {self.sync_every}")
         if self.delay not in (0, 1):
             raise UserError(f"delay must be 0 or 1 calls; given {self.delay!r}")
         if not self.bucket_mb > 0.0:
@@ -120,5 +126,7 @@ def check_groups(groups: Sequence[Group], rounds: Rounds) -> None:
                 raise UserError(f"a parameter of shape {tuple(param.shape)} is complex; exchange its real view instead")
     if len({group["compat"] for group in groups}) > 1:
         raise UserError("compat must be the same in all groups: it says how the mean over replicas is taken")
-    if groups[0]["compat"] == "paper" and rounds.exchange == "owner":
+    if groups[0]["compat"] == "paper" and rounds.exchange in ("owner", "whole"):
         raise UserError("compat='paper' takes the mean over those that sent a coefficient: exchange='all_gather'")
+    if groups[0]["compat"] == "paper" and rounds.auto_off:
+        raise UserError("compat='paper' is the published code, step for step, which has no auto_off; leave one out")

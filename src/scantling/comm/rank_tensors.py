@@ -41,10 +41,12 @@ def rank_tensors(optimizer: DeMo) -> dict[str, Tensor]:
     params, names = parameters_of(exchange.param_groups), names_of(exchange.param_groups)
     has_result = any("pending" in exchange.state.get(param, {}) for param in params)
     found[f"{prefix}/has_result"] = torch.tensor([has_result])
+    if exchange.rounds.auto_off:
+        found[f"{prefix}/decided"] = torch.tensor(exchange.decided or (False, 0), dtype=torch.int64)
     for channel in channels_in(buckets_of(exchange.param_groups, exchange.rounds)):
         for member in channel.members:
             param, name = params[member.param], f"{prefix}/{names[member.param]}"
-            if keeps_residuals(channel, exchange.rounds):
+            if keeps_residuals(channel, exchange.rounds) or (exchange.rounds.auto_off and channel.kind.is_matrix):
                 found[f"{name}/residual"] = exchange.residuals.read(param, local(param)).clone()
             if not channel.kind.is_matrix:
                 moments = optimizer.moments(param)
@@ -73,9 +75,10 @@ def load_rank_tensors(optimizer: DeMo, tensors: Mapping[str, Tensor]) -> None:
     prefix = f"rank{_rank()}"
     exchange.drop()
     step = int(tensors[f"{prefix}/step"])
+    is_whole, processes = tensors.get(f"{prefix}/decided", torch.zeros(2, dtype=torch.int64)).tolist()
     for group in optimizer.param_groups:
-        group["steps"] = step
-    exchange.step = step
+        group["steps"], group["decided"] = step, (bool(is_whole), processes) if processes else None
+    exchange.step, exchange.decided = step, optimizer.param_groups[0]["decided"]
     names = names_of(exchange.param_groups)
     residuals = {name: tensors[f"{prefix}/{name}/residual"] for name in names if f"{prefix}/{name}/residual" in wanted}
     exchange.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})

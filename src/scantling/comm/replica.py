@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from scantling.comm.layout import groups_of, names_of, parameters_of, residual_format
 from scantling.comm.link import Link
-from scantling.comm.options import Group
+from scantling.comm.options import Decided, Group, Rounds
 from scantling.comm.residuals import Residuals
 from scantling.comm.shards import local
 from scantling.errors import UserError
@@ -24,12 +25,23 @@ class Replica:
         state: by parameter.
         link: to the other replicas.
         step: calls so far.
+        rounds: when what is exchanged, as set.
+        decided: with `auto_off`, whether everything travels, and among how many processes that was found to be faster.
     """
 
     param_groups: list[Group]
     state: dict[Tensor, dict[str, Any]]
     link: Link
     step: int
+    rounds: Rounds
+    decided: Decided = None
+
+    @property
+    def current(self) -> Rounds:
+        """As set, but that everything travels where that was found to be faster among as many processes."""
+        if self.decided is None or tuple(self.decided) != (True, self.link.size):
+            return self.rounds
+        return replace(self.rounds, exchange="whole")
 
     def settle(self) -> None:
         """Wait for what is on its way, and keep it in the state."""
@@ -97,11 +109,15 @@ class Replica:
             self.state[param]["pending"] = self.state[param]["pending"].index_select(dim, index)
 
     def shared_state_dict(self) -> dict[str, Any]:
-        """What all replicas have alike: the number of steps, and with `delay` the result of the next call."""
+        """What all replicas have alike: the number of steps, and with `delay` the result of the next call.
+
+        With `auto_off` also what was decided.
+        """
         self.settle()
         pairs = zip(names_of(self.param_groups), self._parameters(), strict=True)
         pending = {name: self.state.get(param, {}).get("pending") for name, param in pairs}
-        return {"step": self.step, "pending": {name: value for name, value in pending.items() if value is not None}}
+        held = {name: value for name, value in pending.items() if value is not None}
+        return {"step": self.step, "pending": held, "decided": self.decided}
 
     def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `shared_state_dict` gave on any replica.
@@ -112,7 +128,7 @@ class Replica:
         self.drop()
         pending = state_dict.get("pending", {})
         self._check_shapes("momentum", pending)
-        self.step = int(state_dict["step"])
+        self.step, self.decided = int(state_dict["step"]), state_dict.get("decided")
         for name, param in zip(names_of(self.param_groups), self._parameters(), strict=True):
             self.state.get(param, {}).pop("pending", None)
             if name in pending:

@@ -1,10 +1,12 @@
-"""One exchange of coefficients between all processes, in one of two ways.
+"""One exchange of coefficients between all processes, in one of three ways.
 
     all_gather   every process gets what all others send: (N - 1) |m| bytes each, one turn (arXiv 2411.19870)
     owner        process j owns a share of 1/N of the blocks: it is sent what all have of them, takes the mean, selects
                  again, and tells everybody: (N - 1)/N (|m| + |m'|) bytes each, two turns, whatever N is
+    whole        nothing is selected: an all-reduce of everything, 2 (N - 1)/N bytes for each of its bytes, after a
+                 gather of the headers; for links that are faster than the selection
 
-In both, all processes compute the mean from the same bytes in the same order, so that it is the same to the last bit.
+In all, all processes compute the mean from the same bytes in the same order, so that it is the same to the last bit.
 A message that is marked invalid (NaN or Inf at its sender) is left out of the mean.
 
 What an owner does not select was not applied, and stays in the residuals it came from. What an owner loses when it
@@ -27,7 +29,7 @@ from scantling.comm.payload import HEADER_BYTES, Header, check, seal, unseal
 from scantling.comm.section import Section
 from scantling.errors import NonFiniteError
 
-Way: TypeAlias = Literal["all_gather", "owner"]
+Way: TypeAlias = Literal["all_gather", "owner", "whole"]
 Sparse: TypeAlias = tuple[Tensor | None, Tensor]
 """Coefficients of blocks: places (count, k), None for all of them, and values (count, k)."""
 
@@ -54,9 +56,10 @@ def exchange(
 
     Args:
         link: to the other processes.
-        way: all_gather or owner.
+        way: all_gather, owner or whole.
         channels: the same on all processes.
-        selected: coefficients of this process, see `Section.select`; of zeros where its header is not valid.
+        selected: coefficients of this process, see `Section.select`; of zeros where its header is not valid. With whole
+            of the dtype that travels; they become the mean.
         header: of this process.
         by_senders: whether the mean of a coefficient is over the processes that sent it, as in the published code, and
             not over all. With all_gather alone.
@@ -68,6 +71,8 @@ def exchange(
         NonFiniteError: no process has a valid message.
         PayloadError: a message that is damaged, or of another step or run.
     """
+    if way == "whole":
+        return _in_full(link, selected, header)
     if way == "owner":
         return _by_owners(link, channels, selected, header)
     packed = [channel.kind.section.pack(*one) for channel, one in zip(channels, selected, strict=True)]
@@ -80,6 +85,19 @@ def exchange(
         parts = [channel.kind.section.unpack(body[place], channel.count) for body in found]
         accepted = parts[valid.index(header.rank)] if header.rank in valid else None
         outcomes.append(Outcome(_mean(channel.kind, parts, by_senders=by_senders), accepted))
+    return outcomes, _left_out(headers)
+
+
+def _in_full(link: Link, selected: Sequence[Sparse], header: Header) -> tuple[list[Outcome], list[int]]:
+    device = selected[0][1].device if selected else None
+    headers, _ = unseal(link.all_gather(seal(header, torch.empty(0, dtype=torch.uint8, device=device))))
+    valid = _valid(headers, header)
+    outcomes = []
+    for _, values in selected:
+        mean = link.mean(values)
+        if len(valid) < link.size:
+            mean *= link.size / len(valid)
+        outcomes.append(Outcome((None, mean), None))
     return outcomes, _left_out(headers)
 
 
@@ -130,11 +148,15 @@ def wire_bytes(channels: Sequence[Channel], num_processes: int, way: Way) -> int
         channels: of the run.
         num_processes: N.
         way: all_gather: (N - 1) |m|. owner: (N - 1) (|m_j| + |m'_j|), the messages about the blocks of one owner.
+            whole: 2 (N - 1)/N of everything, and headers.
     """
     if num_processes < 2:
         return 0
     if way == "all_gather":
         return (num_processes - 1) * (HEADER_BYTES + sum(channel.num_bytes for channel in channels))
+    if way == "whole":
+        turns = 2 * (num_processes - 1)
+        return (num_processes - 1) * HEADER_BYTES + sum(turns * each.num_bytes // num_processes for each in channels)
     total = 2 * HEADER_BYTES
     for channel in channels:
         section, share = channel.kind.section, _share(channel, num_processes)

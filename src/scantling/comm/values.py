@@ -21,6 +21,8 @@ from scantling.numerics.bits import pack, packed_bytes, unpack
 Values: TypeAlias = Literal["fp32", "bf16", "int8", "int4", "sign"]
 VALUES: tuple[Values, ...] = get_args(Values)
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Of the formats that are dtypes of torch."""
 _BITS: dict[Values, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "sign": 1}
 _SCALE_BYTES = 2
 

@@ -89,16 +89,18 @@ def layout_of(shape: tuple[int, ...], view: MatrixDims, momentum: Momentum) -> L
 
 
 def momentum_shapes(
-    shape: tuple[int, ...], view: MatrixDims | None, momentum: Momentum, dtype: torch.dtype
+    shape: tuple[int, ...], view: MatrixDims | None, momentum: Momentum | None, dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """(shape, dtype) of the tensors that hold the momentum, by their keys in the state dict.
 
     Args:
         shape: of the parameter.
         view: (row dims, column dims); without one the momentum is in `dtype`, whatever `momentum` says.
-        momentum: the codec.
+        momentum: the codec; None where none is kept.
         dtype: of the statistics.
     """
+    if momentum is None:
+        return {}
     if view is None or momentum == "fp32":
         return {"exp_avg": (shape, dtype)}
     if momentum == "bf16":

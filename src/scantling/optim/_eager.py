@@ -25,6 +25,7 @@ from scantling.optim._factor import statistics_dtype
 from scantling.optim._random import seed_of
 from scantling.optim._rounding import Rounding
 from scantling.optim._shardplan import ShardPlan
+from scantling.optim._state import kept_averages
 from scantling.optim._update import (
     Number,
     add_means,
@@ -65,7 +66,7 @@ class Hyper:
     weight_decay: float
     debias: bool
     maximize: bool
-    momentum: Momentum
+    momentum: Momentum | None
     rounding: Rounding
     confidence: bool
     foreach: bool | None
@@ -73,6 +74,7 @@ class Hyper:
     @classmethod
     def of(cls, group: dict[str, Any]) -> Hyper:
         (beta1, beta2, beta3), (eps1, eps2) = group["betas"], group["eps"]
+        momentum, confidence = kept_averages(group)
         return cls(
             lr=group["lr"],
             beta1=beta1,
@@ -84,9 +86,9 @@ class Hyper:
             weight_decay=group["weight_decay"],
             debias=group["debias"],
             maximize=group["maximize"],
-            momentum=group["momentum"],
+            momentum=momentum,
             rounding=group["rounding"],
-            confidence=group["confidence"],
+            confidence=confidence,
             foreach=group["foreach"],
         )
 
@@ -243,9 +245,12 @@ class _Factored:
         decay = hyper.decay(scale)
         momentum, weight = self._momentum, _Weight(job)
         for tile in self._tiles:
-            m = momentum.read(tile)
-            if momentum.is_rounded or not hyper.confidence:
-                update_momentum(m, self._whitened(tile), hyper.beta1)
+            if hyper.momentum is None:
+                m = self._whitened(tile)
+            else:
+                m = momentum.read(tile)
+                if momentum.is_rounded or not hyper.confidence:
+                    update_momentum(m, self._whitened(tile), hyper.beta1)
             value = weight.read(tile)
             if hyper.confidence:
                 apply_update(value, m * cut(a, tile), cut(b, tile), decay)
@@ -329,12 +334,18 @@ class _Full:
         decay = hyper.decay(self._moment)
         weight = _Weight(job)
         for tile in self._tiles:
-            m = cut(job.state["exp_avg"], tile)
-            update_momentum(m, cut(self._moment, tile).rsqrt().mul_(cut(job.grad, tile)).mul_(factor), hyper.beta1)
+            if hyper.momentum is None:
+                m = self._whitened(tile, factor)
+            else:
+                m = cut(job.state["exp_avg"], tile)
+                update_momentum(m, self._whitened(tile, factor), hyper.beta1)
             value = weight.read(tile)
             apply_update(value, m, scale, decay)
             weight.write(value, tile)
-            del value
+            del value, m
+
+    def _whitened(self, tile: Tile, factor: Tensor) -> Tensor:
+        return cut(self._moment, tile).rsqrt().mul_(cut(self._job.grad, tile)).mul_(factor)
 
     def _factor(self) -> Tensor:
         """What the quotient of gradient and root of the second moment is multiplied with: 0-D."""
@@ -361,7 +372,7 @@ class _Momentum:
     def __init__(self, job: Job, view: MatrixDims) -> None:
         self._job, self._kind = job, job.hyper.momentum
         self._layout = None
-        self.is_rounded = self._kind != "fp32"
+        self.is_rounded = self._kind not in (None, "fp32")
         self.depth = job.param.ndim
         if self._kind in ("int8", "int4"):
             self._layout = layout_of(tuple(job.param.shape), view, self._kind)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_MOMENTA = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
+_MOMENTA = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3, None: 4}
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "compensated": 2}
 MOST_SCRATCH = 64 << 20
 """Bytes that a step may take beside parameters, gradients and state; a wider matrix is stepped in tiles."""
@@ -112,17 +112,16 @@ def _described(job: Job) -> _Job:
     if job.view is not None:
         num_rows, num_cols = (prod(shape[dim] for dim in dims) for dims in job.view)
         sizes = (job.param.numel() // (num_rows * num_cols), num_rows, num_cols)
-    momentum = state["exp_avg"] if "exp_avg" in state else state["exp_avg_codes"]
     return _Job(
         job.param.data_ptr(),
         job.grad.data_ptr(),
-        momentum.data_ptr(),
+        _pointer(state, "exp_avg_codes" if "exp_avg_codes" in state else "exp_avg"),
         *(_pointer(state, key) for key in ("exp_avg_scale", "low", "row", "col", "res_row", "res_col", "exp_avg_sq")),
         state["step"].data_ptr(),
         *sizes,
         _KINDS[job.param.dtype],
         _KINDS[job.grad.dtype],
-        _MOMENTA[hyper.momentum] if job.view is not None else 0,
+        _MOMENTA["fp32" if job.view is None and hyper.momentum is not None else hyper.momentum],
         _ROUNDINGS[hyper.rounding],
         hyper.debias,
         hyper.maximize,

@@ -22,8 +22,9 @@ from scantling.optim._state import Shapes
 
 def shape_of(state: dict[str, Tensor]) -> tuple[int, ...]:
     """The shape of the parameter that a state belongs to."""
-    if "exp_avg" in state:
-        return tuple(state["exp_avg"].shape)
+    for key in ("exp_avg", "exp_avg_sq"):
+        if key in state:
+            return tuple(state[key].shape)
     return tuple(map(max, state["row"].shape, state["col"].shape))
 
 
@@ -61,7 +62,7 @@ def cut_state(
     if "exp_avg" in needed:
         full = whole_momentum(state, before, momentum).index_select(dim, index)
         result["exp_avg"] = full.to(needed["exp_avg"][1])
-    elif before is not None:
+    elif "exp_avg_codes" in needed and before is not None:
         result |= _cut_codes(state, dim, index, before, momentum, needed)
     return {key: result[key] for key in needed}
 

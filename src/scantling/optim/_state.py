@@ -1,17 +1,17 @@
 """What CAME keeps of a parameter from step to step: tensors under plain keys, and how many bytes they take.
 
 step                       0-D fp32
-exp_avg                    momentum in fp32 or bf16, of the parameter's shape
+exp_avg                    momentum, where beta1 is not 0: in fp32 or bf16, of the parameter's shape
 exp_avg_codes, _scale      momentum as codes, see `_codec.py`
 row, col                   factored second moment, in fp32
-res_row, res_col           factored instability, in fp32; not without confidence
+res_row, res_col           factored instability, in fp32; not without confidence or momentum
 exp_avg_sq                 full second moment, where a parameter is not factored
 low                        the bits of a bf16 weight below bf16, see `_rounding.py`
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
@@ -29,14 +29,23 @@ Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 def needed_state(group: dict[str, Any], shape: Sequence[int], dtype: torch.dtype) -> Shapes:
     """(shape, dtype) of the state tensors of a parameter of this shape and dtype in this group."""
+    momentum, confidence = kept_averages(group)
     return state_tensors(
         tuple(shape),
         dtype,
         view_of(group, shape),
-        momentum=group["momentum"],
+        momentum=momentum,
         rounding=group["rounding"],
-        confidence=group["confidence"],
+        confidence=confidence,
     )
+
+
+def kept_averages(group: Mapping[str, Any]) -> tuple[Momentum | None, bool]:
+    """How the momentum of a group is kept, None where beta1 = 0, and whether there is a confidence.
+
+    With beta1 = 0 the momentum is the update: nothing is to be remembered of it, and the residual (u - m)^2 is 0.
+    """
+    return (None, False) if group["betas"][0] == 0 else (group["momentum"], group["confidence"])
 
 
 def view_of(group: dict[str, Any], shape: Sequence[int]) -> MatrixDims | None:
@@ -51,11 +60,11 @@ def state_tensors(
     dtype: torch.dtype,
     view: MatrixDims | None,
     *,
-    momentum: Momentum,
+    momentum: Momentum | None,
     rounding: Rounding,
     confidence: bool,
 ) -> Shapes:
-    """(shape, dtype) of the state tensors of one parameter, by their keys in the state dict."""
+    """(shape, dtype) of the state tensors of one parameter, by their keys in the state dict; no momentum with None."""
     statistics = statistics_dtype(dtype)
     tensors: Shapes = {"step": ((), torch.float32), **momentum_shapes(shape, view, momentum, statistics)}
     if view is None:
@@ -94,13 +103,14 @@ def came_state_bytes(
     matrix_dims: MatrixDims | None = None,
     role: str | None = None,
     confidence: bool = True,
+    betas: Sequence[float] = (0.9, 0.999, 0.9999),
 ) -> int:
     """Bytes of the state that `CAME` keeps of one parameter, the step counter included.
 
     Args:
         shape: of the parameter.
         dtype: of the parameter.
-        momentum, rounding, factor, matrix_dims, role, confidence: as in the parameter's group.
+        momentum, rounding, factor, matrix_dims, role, confidence, betas: as in the parameter's group.
 
     Returns:
         Exactly what the storages hold after the first step; 0 for an empty parameter.
@@ -122,5 +132,6 @@ def came_state_bytes(
     if not prod(sizes):
         return 0
     view = matrix_view(sizes, factor, matrix_dims, role)
-    tensors = state_tensors(sizes, dtype, view, momentum=momentum, rounding=rounding, confidence=confidence)
+    kept, confident = kept_averages({"betas": betas, "momentum": momentum, "confidence": confidence})
+    tensors = state_tensors(sizes, dtype, view, momentum=kept, rounding=rounding, confidence=confident)
     return sum(prod(size) * kind.itemsize for size, kind in tensors.values())

@@ -16,7 +16,7 @@ from scantling.optim._codec import MOMENTA, layout_of
 from scantling.optim._factor import FACTORS
 from scantling.optim._rounding import ROUNDINGS
 from scantling.optim._shardplan import check_grad_placement, check_placements, check_rows_whole
-from scantling.optim._state import DTYPES, view_of
+from scantling.optim._state import DTYPES, kept_averages, view_of
 
 
 def check_hyper(group: dict[str, Any]) -> None:
@@ -60,13 +60,14 @@ def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
             f"rounding='{group['rounding']}' is for bfloat16 parameters; {name} is float16. "
             "Convert the model to bfloat16"
         )
-    if param.dtype == torch.float64 and group["momentum"] != "fp32":
+    momentum, _ = kept_averages(group)
+    if param.dtype == torch.float64 and momentum not in (None, "fp32"):
         raise UserError(f"momentum='{group['momentum']}' is less than {name} is made of, float64; use momentum='fp32'")
     check_placements(name, param)
     view = view_of(group, param.shape)
-    if view is not None and group["momentum"] in ("int8", "int4"):
-        layout = layout_of(tuple(param.shape), view, group["momentum"])
-        check_rows_whole(name, param, len(layout.lead), group["momentum"])
+    if view is not None and momentum in ("int8", "int4"):
+        layout = layout_of(tuple(param.shape), view, momentum)
+        check_rows_whole(name, param, len(layout.lead), momentum)
 
 
 def check_grads(groups: Iterable[dict[str, Any]]) -> None:

@@ -19,6 +19,10 @@ For a matrix with gradient g (R x C), learning rate lr, betas (b1, b2, b3), eps 
 A vector, a scalar and, with `factor="auto"`, a thin matrix keep a full second moment v <- b2 v + (1 - b2)(g^2 + e1),
 u = g / sqrt(v), (4), (5), and D = m: no confidence.
 
+With b1 = 0 the momentum is u, the residual (6) would be 0 but for e2, and (9) would divide by its root: neither
+momentum nor confidence is kept, D = u in (10). That is for gradients which are a momentum already, such as those of
+`scantling.MomentumExchange`.
+
 With `debias=True` every average is divided by 1 - b^t where it is used: r and c by 1 - b2^t in (3), s and k by 1 - b3^t
 and m by 1 - b1^t in (9). The residual (6) keeps the uncorrected m: with the corrected one u - m is 0 at t = 1, U falls
 to its floor e2 and (9) explodes.
@@ -82,7 +86,8 @@ class CAME(torch.optim.Optimizer):
     Args:
         params: parameters, named parameters or groups; from `scantling.param_groups(model)` also which dims are rows.
         lr: learning rate, a float or a 0-D tensor; needed, but where every group has its own.
-        betas: of the momentum, the factored second moment and the factored instability, each in [0, 1).
+        betas: of the momentum, the factored second moment and the factored instability, each in [0, 1). With the first
+            0 there is no momentum and no confidence, D = u, and no state for either: for gradients that are a momentum.
         eps: added to the squared gradient and to the instability.
         clip_threshold: largest RMS of the update before the momentum.
         weight_decay: decoupled, scaled by the current lr.
@@ -147,6 +152,11 @@ class CAME(torch.optim.Optimizer):
             "role": None,
         }
         check_hyper({**defaults, "lr": 0.0 if lr is None else lr})
+        if betas[0] == 0 and momentum != "fp32":
+            raise UserError(
+                f"momentum={momentum!r} says how a momentum is kept; with betas[0] = 0 there is none. Leave momentum "
+                "out, or give betas[0] above 0; a group may have 0 beside others that keep their momentum in few bits"
+            )
         self._places: dict[int, tuple[int, int]] | None = None
         self.released: set[int] = set()  # ids of parameters that the backward pass steps
         super().__init__(params, defaults)
@@ -324,8 +334,8 @@ class CAME(torch.optim.Optimizer):
             raise UserError(
                 f"the state of a parameter of shape {tuple(param.shape)}, {_short(param.dtype)}, does not fit it any "
                 f"more: it holds {_described(state)}, needed is {_described(_needed(group, param))}. Convert a model, "
-                "and set momentum, rounding and factor, before the optimizer's first step; cut a parameter together "
-                "with `slice_state`"
+                "and set momentum, rounding, factor and whether betas[0] is 0, before the optimizer's first step; cut "
+                "a parameter together with `slice_state`"
             )
         return state
 
@@ -348,6 +358,12 @@ class CAME(torch.optim.Optimizer):
                         f"group {index} was saved with {key}={saved.get(key)!r}, this optimizer has "
                         f"{key}={group[key]!r}; build it with the same"
                     )
+            betas = saved.get("betas", group["betas"])
+            if (betas[0] == 0) != (group["betas"][0] == 0):
+                raise UserError(
+                    f"group {index} was saved with betas {tuple(betas)}, this optimizer has {tuple(group['betas'])}: "
+                    "with betas[0] = 0 no momentum is kept; build it with the same"
+                )
         released = self.released
         load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
         self.released = released

@@ -16,7 +16,7 @@ from scantling.errors import UserError
 from scantling.groups import MatrixDims
 from scantling.optim._factor import matrix_view, statistics_dtype
 from scantling.optim._slice import coded_momentum, second_moment, whole_momentum
-from scantling.optim._state import needed_state, view_of
+from scantling.optim._state import kept_averages, needed_state, view_of
 from scantling.optim.came import CAME
 
 _THEIR_FACTORS = {
@@ -66,10 +66,12 @@ def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
     Weights in 24 bits (`rounding="compensated"`) lose their lowest 8: the published package has no place for them.
 
     Raises:
-        UserError: a group without confidence, which the published package always has.
+        UserError: a group without confidence or momentum, which the published package always has.
     """
-    if not all(group["confidence"] for group in optimizer.param_groups):
-        raise UserError("came-pytorch always has its confidence; given confidence=False, whose state does not hold it")
+    if not all(kept_averages(group)[1] for group in optimizer.param_groups):
+        raise UserError(
+            "came-pytorch always has its confidence; given confidence=False or betas[0]=0, whose state does not hold it"
+        )
     saved_groups = optimizer.state_dict()["param_groups"]
     state: dict[int, Any] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
@@ -92,7 +94,7 @@ def _ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[s
         state |= factors if view == last_two else _refactored(factors, last_two, view)
     if "exp_avg" in needed:
         state["exp_avg"] = saved["exp_avg"]
-    elif view is not None:
+    elif "exp_avg_codes" in needed and view is not None:
         state |= coded_momentum(saved["exp_avg"].to(torch.float32, copy=True), view, group["momentum"], needed)
     if "low" in needed:
         state["low"] = torch.zeros(shape)

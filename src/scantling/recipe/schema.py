@@ -267,8 +267,8 @@ class CommSection(Section):
     """demo: format of the components."""
     dense: Literal["fp32", "bf16", "int8", "int4", "sign"] = "bf16"
     """demo: format of what is no matrix (embeddings, vectors), which travels whole."""
-    exchange: Literal["auto", "all_gather", "owner"] = "auto"
-    """demo: how messages travel; `auto` takes what sends fewer bytes."""
+    exchange: Literal["auto", "all_gather", "owner", "whole"] = "auto"
+    """demo: how messages travel; `auto` takes what sends fewer bytes, with `whole` everything travels by all-reduce."""
     sync_every: int = Field(default=1, ge=1)
     """demo: steps from one exchange to the next; in the others gradients are only accumulated."""
     state_sync_every: int | None = Field(default=None, ge=1)
@@ -283,6 +283,9 @@ class CommSection(Section):
     """demo: whether what is ready leaves during the backward pass; without clipping."""
     residual: Literal["fp32", "int8"] = "fp32"
     """demo: format of the momentum of each process."""
+    auto_off: bool = False
+    """demo: whether it is measured, after a few steps, if an all-reduce of everything takes less time; where it does,
+    everything travels from then on. What is sent and computed then depends on a clock."""
 
     @property
     def demo_options(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };             /* how a row is kept */
+enum { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NONE = 4 };   /* how a row is kept; NONE: no momentum, beta1 = 0 */
 enum { NEAREST = 0, STOCHASTIC = 1, COMPENSATED = 2 };
 enum { LANES = 16, CHUNKS = 32, BLOCK8 = 128, BLOCK4 = 64, ROWS_AT_ONCE = 64 };
 enum { SHORT_BIAS = 8 * (127 - 16) };                        /* of a scale of one byte */
@@ -135,6 +135,7 @@ static void store_scale(const Job *job, int64_t block, int32_t bits) {   /* of t
 static float *load_momentum(const Job *job, int64_t index, float *buffer) {
     int64_t cols = job->cols;
     if (job->momentum_kind == FP32) return (float *)job->momentum + index * cols;
+    if (job->momentum_kind == NONE) return memset(buffer, 0, (size_t)cols * sizeof(float));
     if (job->momentum_kind == BF16) return (float *)load(job->momentum, BF16, index * cols, cols, buffer);
     int64_t blocks = num_blocks(job->momentum_kind, cols);
     if (job->momentum_kind == INT8) {
@@ -164,7 +165,7 @@ static float *load_momentum(const Job *job, int64_t index, float *buffer) {
 
 static void store_momentum(const Job *job, int64_t index, float *value) {
     int64_t cols = job->cols;
-    if (job->momentum_kind == FP32) return;
+    if (job->momentum_kind == FP32 || job->momentum_kind == NONE) return;
     if (job->momentum_kind == BF16) {
         uint16_t *target = (uint16_t *)job->momentum + index * cols;
         for (int64_t j = 0; j < cols; j++) target[j] = bf16_of(value[j]);
@@ -427,7 +428,8 @@ static void step_full(Shared *s, const Job *job, float *buffers) {
         int64_t count = job->cols - start < s->widest ? job->cols - start : s->widest;
         const float *restrict g = load(job->grad, job->grad_kind, start, count, buffer);
         const float *restrict v = job->moment + start;
-        float *restrict m = (float *)job->momentum + start, *restrict p = load_weight(job, start, count, weights);
+        float *restrict p = load_weight(job, start, count, weights), *restrict m = (float *)job->momentum + start;
+        if (job->momentum_kind == NONE) m = memset(buffers + 2 * s->widest, 0, (size_t)count * sizeof(float));
         for (int64_t j = 0; j < count; j++) {
             m[j] += (g[j] / sqrtf(v[j]) * factor - m[j]) * forget;
             p[j] = p[j] + p[j] * decay + m[j] * scale;

@@ -1,0 +1,235 @@
+"""The codec of the momentum exchange on a GPU, and its share of a training step.
+
+    python benchmarks/comm_gpu.py                      a Llama of 1.3 billion parameters, 16,384 tokens a step
+    python benchmarks/comm_gpu.py --tiny --device cpu  the same in small, which only tries the script
+
+The parts, over the parameters of the whole model, as one process of two has them, with messages that go nowhere:
+
+    encode     gradients into residuals, blocks, cosine transform, selection
+    pack       quantisation, bits, checksum, message
+    decode     check, bits, dequantisation, mean over both, transform back
+    exchange   `MomentumExchange.exchange` of one process: all of it, and the residual loses what was said
+
+Times are of the device, by events, in turns with a control, which copies as many fp32 numbers; ratios are medians over
+the rounds. Compute is the forward and backward pass of models of two and of four layers of the full width; the rest of
+the layers is added as so many times their difference, and no optimizer. The share is exchange / (compute + exchange).
+The aim is below 2 %. Every case encodes, packs and decodes twice, which must give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dated import dated, write
+from interleaved import ratio
+from optim_gpu import SIZES, in_turns
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.comm.layout import buckets_of, channels_in
+from scantling.comm.momentum import MomentumExchange
+from scantling.comm.payload import Header, seal, unseal
+from scantling.comm.rounds import Sparse, _mean
+
+REPLICAS = 2
+CONTROL = "copy"
+AIM = 0.02
+LAYERS = (2, 4)
+CASES: list[dict[str, Any]] = [
+    *({"topk": topk, "residual": "fp32", "dtype": "bfloat16"} for topk in (1, 8, 32)),
+    {"topk": 8, "residual": "int8", "dtype": "bfloat16"},
+    {"topk": 8, "residual": "fp32", "dtype": "float32"},
+]
+"""Selected of 64 x 64, format of the residuals, dtype of parameters and gradients."""
+
+
+def language_model(shape: dict[str, int], vocab_size: int, device: str) -> nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(vocab_size=vocab_size, max_position_embeddings=2048, **shape)
+    with torch.device(device):
+        return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+
+
+def exchange_of(shape: dict[str, int], vocab_size: int, case: dict[str, Any], device: str) -> MomentumExchange:
+    """An exchange over parameters of a model's shapes, after two calls."""
+    dtype = getattr(torch, case["dtype"])
+    groups = []
+    for group in sc.param_groups(language_model(shape, vocab_size, "meta")):
+        pairs = []
+        for name, like in group["params"]:
+            pairs.append((name, nn.Parameter(torch.zeros(like.shape, dtype=dtype, device=device))))
+        groups.append({**group, "params": pairs})
+    made = MomentumExchange(
+        groups, topk=case["topk"], residual=case["residual"], values="sign", dense="sign", check_every=None
+    )
+    for seed in range(2):
+        stepped(made, gradients_of(made, seed))
+    return made
+
+
+def gradients_of(made: MomentumExchange, seed: int) -> list[Tensor]:
+    params = parameters(made)
+    generator = torch.Generator(params[0].device).manual_seed(seed)
+    return [torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device) for p in params]
+
+
+def parameters(made: MomentumExchange) -> list[Tensor]:
+    return [param for group in made.param_groups for param in group["params"]]
+
+
+def stepped(made: MomentumExchange, gradients: list[Tensor]) -> None:
+    for param, gradient in zip(parameters(made), gradients, strict=True):
+        param.grad = gradient
+    made.exchange()
+
+
+class Codec:
+    """The parts of an exchange, one after the other, on what a process holds.
+
+    Args:
+        made: after a few calls; its residuals are only read.
+    """
+
+    def __init__(self, made: MomentumExchange, gradients: list[Tensor]) -> None:
+        self.made, self.gradients, self.params = made, gradients, parameters(made)
+        self.channels = channels_in(buckets_of(made.param_groups, made.rounds))
+        self.selected = self.encode()
+        self.messages = [self.pack(rank) for rank in range(REPLICAS)]
+
+    @torch.no_grad()
+    def encode(self) -> list[Sparse]:
+        found = []
+        for channel in self.channels:
+            values = {}
+            for place in (member.param for member in channel.members):
+                residual = self.made.residuals.read(self.params[place], self.params[place])
+                values[place] = torch.add(self.gradients[place], residual, alpha=channel.kind.decay)
+            found.append(channel.kind.section.select(channel.cut(values)))
+        return found
+
+    @torch.no_grad()
+    def pack(self, rank: int = 0) -> Tensor:
+        pairs = zip(self.channels, self.selected, strict=True)
+        body = torch.cat([channel.kind.section.pack(*one) for channel, one in pairs])
+        return seal(Header(valid=True, epoch=0, step=1, rank=rank, configuration=0), body)
+
+    @torch.no_grad()
+    def decode(self) -> list[Tensor]:
+        """The momentum of every parameter from the messages of all replicas."""
+        _, bodies = unseal(self.messages)
+        sizes = [channel.num_bytes for channel in self.channels]
+        found = []
+        for channel, parts in zip(
+            self.channels, zip(*(torch.split(body, sizes) for body in bodies), strict=True), strict=True
+        ):
+            unpacked = [channel.kind.section.unpack(part, channel.count) for part in parts]
+            mean = _mean(channel.kind, unpacked, by_senders=False)
+            found += [value for _, value in channel.paste_sent(*mean)]
+        return found
+
+    def is_repeatable(self) -> bool:
+        """Whether the same numbers give the same bytes, and the same bytes the same numbers."""
+        packed = []
+        for _ in range(2):
+            self.selected = self.encode()
+            packed.append(self.pack())
+        decoded = self.decode()
+        return torch.equal(*packed) and all(map(torch.equal, decoded, self.decode()))
+
+
+def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str) -> dict[str, Any]:
+    """Times of the parts of one case, and what it sends."""
+    made = exchange_of(case=case, device=device, **model)
+    gradients = gradients_of(made, seed=1)
+    parts = Codec(made, gradients)
+    numbers = sum(param.numel() for param in parameters(made))
+    source, target = (torch.zeros(numbers, device=device) for _ in range(2))
+    work: dict[str, Callable[[], Any]] = {
+        CONTROL: lambda: target.copy_(source),
+        "encode": parts.encode,
+        "pack": parts.pack,
+        "decode": parts.decode,
+    }
+    repeatable = parts.is_repeatable()
+    work["exchange"] = lambda: stepped(made, gradients)  # last, since it changes the residuals
+    for one in work.values():
+        one()
+    times = in_turns(work, rounds, device)
+    rows = {name: {**ratio(own, times[CONTROL]), "median_s": float(np.median(own))} for name, own in times.items()}
+    sent = made.planned_wire_bytes(REPLICAS)
+    print(
+        f"topk {case['topk']:2}, residual {case['residual']}, {case['dtype']}: {sent:,} bytes, "
+        f"{'the same bytes twice' if repeatable else 'OTHER BYTES THE SECOND TIME'}"
+    )
+    for name, row in rows.items():
+        print(f"  {name:10} {1e3 * row['median_s']:9.3f} ms  {row['ratio']:7.2f} of a copy", flush=True)
+    return {**case, "wire_bytes": sent, "repeatable": repeatable, "numbers": numbers, "parts": rows}
+
+
+def compute(model: dict[str, Any], tokens: tuple[int, int], rounds: int, device: str) -> dict[str, Any]:
+    """Seconds of a forward and backward pass: of models of `LAYERS`, and of all layers by their difference.
+
+    Args:
+        tokens: sequences and their length.
+    """
+    shape, vocab_size = model["shape"], model["vocab_size"]
+    ids = torch.randint(vocab_size, tokens, device=device)
+    work = {}
+    for layers in LAYERS:
+        net = language_model({**shape, "num_hidden_layers": layers}, vocab_size, device)
+        if device == "cuda":
+            net.compile()
+
+        def run(net: nn.Module = net) -> None:
+            net.zero_grad()
+            net(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+        work[str(layers)] = run
+        for _ in range(2):
+            run()
+    times = in_turns(work, rounds, device)
+    few, more = (float(np.median(times[str(layers)])) for layers in LAYERS)
+    each = (more - few) / (LAYERS[1] - LAYERS[0])
+    whole = few + (shape["num_hidden_layers"] - LAYERS[0]) * each
+    print(f"compute: {1e3 * whole:.1f} ms of {shape['num_hidden_layers']} layers, {1e3 * each:.2f} ms each")
+    found = {"tokens": tokens[0] * tokens[1], "compiled": device == "cuda", "raw_s": times}
+    return {**found, "layer_s": each, "compute_s": whole}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="1.3b")
+    parser.add_argument("--tiny", action="store_true", help="a small model and few tokens, to try the script")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu only tries the script")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = {"shape": SIZES["tiny" if options.tiny else options.size], "vocab_size": 320 if options.tiny else 32000}
+    tokens = (2, 32) if options.tiny else (8, 2048)
+    cost = compute(model, tokens, options.rounds, options.device)
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    rows = []
+    for case in CASES:
+        row = codec(case, model, options.rounds, options.device)
+        seconds = row["parts"]["exchange"]["median_s"]
+        row["share_of_step"] = seconds / (seconds + cost["compute_s"])
+        print(f"  {row['share_of_step']:.2%} of a step of {cost['tokens']:,} tokens; the aim is below {AIM:.0%}")
+        rows.append(row)
+    report = dated(__file__, replicas=REPLICAS, control=CONTROL, aim=AIM, compute=cost, cases=rows)
+    print(write(report, f"comm-{options.device}", options.out))
+    return 0 if all(row["repeatable"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The benchmark of the codec on a GPU, in small on a CPU: every part runs, and what cannot be repeated is found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_all_of_it_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import comm_gpu
+
+    out = tmp_path / "report.json"
+    given = ["comm_gpu.py", "--tiny", "--device", "cpu", "--rounds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", given)
+    assert comm_gpu.main() == 0
+    report = json.loads(out.read_text())
+    assert [(row["topk"], row["residual"], row["dtype"]) for row in report["cases"]] == [
+        tuple(case.values()) for case in comm_gpu.CASES
+    ]
+    sent = [row["wire_bytes"] for row in report["cases"]]
+    assert sent[0] < sent[1] < sent[2]
+    assert sent[1] == sent[3] == sent[4]
+    for row in report["cases"]:
+        assert row["repeatable"] is True
+        seconds = row["parts"]["exchange"]["median_s"]
+        assert row["share_of_step"] == pytest.approx(seconds / (seconds + report["compute"]["compute_s"]))
+        assert row["parts"].keys() == {"copy", "encode", "pack", "decode", "exchange"}
+
+
+def test_the_parts_are_those_of_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas that say the same decode what one alone makes of it; noise is noticed."""
+    import comm_gpu
+
+    shape = comm_gpu.SIZES["tiny"]
+    made = comm_gpu.exchange_of(shape, 320, comm_gpu.CASES[1], "cpu")
+    gradients = comm_gpu.gradients_of(made, seed=1)
+    parts = comm_gpu.Codec(made, gradients)
+    assert len(parts.messages[0]) == made.planned_wire_bytes(2)
+    decoded = parts.decode()
+    order = [member.param for channel in parts.channels for member in channel.members]
+    comm_gpu.stepped(made, gradients)
+    for place, value in zip(order, decoded, strict=True):
+        torch.testing.assert_close(parts.params[place].grad, value.to(torch.bfloat16), rtol=1e-2, atol=1e-4)
+    assert parts.is_repeatable()
+    encode = parts.encode
+    monkeypatch.setattr(parts, "encode", lambda: [(i, v + torch.randn_like(v)) for i, v in encode()])
+    assert not parts.is_repeatable()
+
+
+def test_bench_gpu_runs_it() -> None:
+    import gpu
+
+    part = next(part for part in gpu.parts(Path("results")) if part.name == "comm-codec-1.3b")
+    assert Path(part.arguments[0]).is_file()
