@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from scantling.models.load import load
     from scantling.optim.came import CAME
     from scantling.planning.plan import Plan, plan
+    from scantling.precision.weights import quantize_weights
     from scantling.tensor.convert import densify, tensorize
     from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
     from scantling.tensor.linear import TTLinear
@@ -40,6 +41,7 @@ _HOMES = {
     "load": "scantling.models.load",
     "param_groups": "scantling.groups",
     "plan": "scantling.planning.plan",
+    "quantize_weights": "scantling.precision.weights",
     "tensorize": "scantling.tensor.convert",
     "train": "scantling.training.run",
 }
@@ -63,6 +65,7 @@ __all__ = [
     "param_groups",
     "plan",
     "precision",
+    "quantize_weights",
     "tensorize",
     "train",
 ]
