@@ -18,7 +18,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,19 @@ class SavedBytes:
     """Bytes of weights on disk.
 
     Attributes:
-        packed: of `quantized.safetensors`.
-        plain: of the files that transformers wrote before they were packed.
+        written: of what is there now.
+        plain: of the files that transformers wrote, before they were packed.
         num_numbers: numbers in them.
     """
 
-    packed: int
+    written: int
     plain: int
     num_numbers: int
 
 
-def save_quantized(model: Any, folder: str | Path, *, also: Callable[[Path], None] | None = None) -> SavedBytes:
+def save_quantized(
+    model: Any, folder: str | Path, *, packed: bool = True, also: Callable[[Path], None] | None = None
+) -> SavedBytes:
     """Write a model after `quantize_weights` with its weights packed; `scantling.load` reads it.
 
     Needs room for the model as it is for a moment.
@@ -60,6 +63,8 @@ def save_quantized(model: Any, folder: str | Path, *, also: Callable[[Path], Non
     Args:
         model: of transformers, with quantised weights.
         folder: to write; it must not exist or be empty.
+        packed: whether weights take the bits of their format; else the folder is what `save_pretrained` writes, with
+            the quantised values in the dtype of the model, which transformers loads.
         also: writes more files, such as a tokenizer, into the folder it is given.
 
     Returns:
@@ -86,7 +91,7 @@ def save_quantized(model: Any, folder: str | Path, *, also: Callable[[Path], Non
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         model.save_pretrained(aside)
-        saved = _pack_folder(model, aside, weights)
+        saved = _pack_folder(model, aside, weights) if packed else _plain_bytes(aside)
         if also is not None:
             also(aside)
         for path in aside.rglob("*"):
@@ -106,14 +111,12 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
     known = _by_all_names(model, weights)
     tensors: dict[str, Tensor] = {}
     index: dict[str, dict[str, Any]] = {}
+    plain = _plain_bytes(folder)
     written = sorted(folder.glob("*.safetensors"))
-    plain = sum(path.stat().st_size for path in written)
-    count = 0
     for path in written:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 tensor = file.get_tensor(name)
-                count += tensor.numel()
                 weight = known.get(name)
                 if weight is None or not _is_what_it_stands_for(tensor, weight):
                     tensors[name] = tensor
@@ -126,7 +129,17 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     content = {"format": FORMAT, "tensors": index}
     (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return SavedBytes((folder / TENSORS).stat().st_size, plain, count)
+    return replace(plain, written=(folder / TENSORS).stat().st_size)
+
+
+def _plain_bytes(folder: Path) -> SavedBytes:
+    """Of what `save_pretrained` wrote."""
+    size = numbers = 0
+    for path in folder.glob("*.safetensors"):
+        size += path.stat().st_size
+        with safe_open(path, "pt") as file:
+            numbers += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
+    return SavedBytes(size, size, numbers)
 
 
 def _by_all_names(model: Any, weights: dict[str, QuantizedWeight]) -> dict[str, QuantizedWeight]:
