@@ -31,7 +31,8 @@ def test_what_it_prints_and_writes(trained: Path, capsys: pytest.CaptureFixture[
     folder = trained / "quantized-int4-g16-gptq"
     for words in (
         "int4 by group of 16, gptq, step 8",
-        "model.layers.1.mlp.down_proj",
+        "┃ model.layers.… ",
+        "│ 1.mlp.down_proj ",
         "held out before",
         "by the kumar law, fitted on N 30.0M to 220M, D 1.50G to 26.0G; N and D of this run outside of that",
         "by the ouyang law",
@@ -73,6 +74,18 @@ def test_the_figures(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert row["weight_error"] > 10 * eight["layers"]["model.layers.0.mlp.up_proj.weight"]["weight_error"]
     before = AutoModelForCausalLM.from_config(sc.load(tmp_path / "int8").config)
     assert two["bytes"]["bf16"] == 2 * sum(parameter.numel() for parameter in before.parameters())
+
+
+def test_embeddings_too(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--weights", "int4", "--method", "gptq", "--embeddings", "--out", str(tmp_path / "out"), "--json"]
+    assert run(["quantize", str(trained), *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    methods = {name: row["method"] for name, row in found["layers"].items()}
+    assert methods["model.embed_tokens.weight"] == "rtn"
+    assert methods["lm_head.weight"] == "gptq"
+    assert len(methods) == 16
+    assert found["bytes"]["written"] < 0.25 * found["bytes"]["as_trained"]
+    assert len(sc.load(tmp_path / "out").lm_head.weight[0].unique()) <= 16
 
 
 def test_what_transformers_reads(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

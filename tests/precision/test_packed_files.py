@@ -220,3 +220,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
     refused("holds no values for 3 parameters")
     save_file(good_tensors, tensors)
     assert_same(sc.load(tmp_path / "out"), model)
+
+
+def test_files_are_those_of_the_user(tmp_path: Path) -> None:
+    save_quantized(sc.quantize_weights(made("llama"), "int4"), tmp_path / "out")
+    files = [path.stat().st_mode for path in (tmp_path / "out").iterdir()]
+    assert len(set(files)) == 1

@@ -172,6 +172,9 @@ def quantize(
         int | None, typer.Option(min=1, help="Inputs that share a scale. Default: all of an output.")
     ] = None,
     clip: Annotated[str, typer.Option(help="absmax, or mse: the end of the format with the least error.")] = "absmax",
+    embeddings: Annotated[
+        bool, typer.Option("--embeddings", help="Quantise embeddings and the output layer, too.")
+    ] = False,
     calibration: Annotated[int, typer.Option(min=1, help="Training sequences to calibrate on.")] = 128,
     out: Annotated[Path | None, typer.Option(help="The folder to write. Default: quantized-… in the run.")] = None,
     dequantized: Annotated[
@@ -189,6 +192,7 @@ def quantize(
         method,
         group_size=group_size,
         clip=clip,
+        embeddings=embeddings,
         calibration=calibration,
         out=out,
         dequantized=dequantized,

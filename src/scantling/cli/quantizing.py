@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ def quantize(
     *,
     group_size: int | None,
     clip: str,
+    embeddings: bool,
     calibration: int,
     out: Path | None,
     dequantized: bool,
@@ -48,6 +50,7 @@ def quantize(
             given,
             folder,
             method=method,  # type: ignore[arg-type]
+            embeddings=embeddings,
             sequences=calibration,
             dequantized=dequantized,
             device=device,
@@ -107,13 +110,15 @@ def _table(done: QuantizedRun) -> Table:
     from scantling.reporting.format import format_bytes, format_percent
 
     table = Table(title=Text(f"{done.quantizer}, {done.method}, step {done.step}"), title_justify="left")
-    table.add_column("weight", overflow="fold")
+    places = zip(*(name.split(".")[:-1] for name in done.weights), strict=False)
+    shared = "".join(f"{same[0]}." for same in takewhile(lambda each: len(set(each)) == 1, places))
+    table.add_column(Text(f"{shared}…"), overflow="fold")
     for header in ("shape", "packed", "weight error", "output error"):
         table.add_column(header, justify="right")
     for name, weight in done.weights.items():
         errors = (format_percent(each, 2) for each in (weight.weight_error, weight.output_error))
         rows, columns = weight.packed.shape
-        shown = name.removesuffix(".weight") + (" (rtn)" if weight.method != done.method else "")
+        shown = name.removeprefix(shared).removesuffix(".weight") + (" (rtn)" if weight.method != done.method else "")
         table.add_row(Text(shown), f"{rows} × {columns}", format_bytes(weight.packed.nbytes), *errors)
     return table
 

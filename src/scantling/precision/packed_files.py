@@ -127,6 +127,7 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
     for path in [*written, folder / "model.safetensors.index.json"]:
         path.unlink(missing_ok=True)
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    (folder / TENSORS).chmod((folder / "config.json").stat().st_mode)  # safetensors leaves it to the owner alone
     content = {"format": FORMAT, "tensors": index}
     (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return replace(plain, written=(folder / TENSORS).stat().st_size)

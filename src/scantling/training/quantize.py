@@ -77,6 +77,7 @@ def quantize_run(
     folder: str | Path,
     *,
     method: Method = "rtn",
+    embeddings: bool = False,
     sequences: int = 128,
     dequantized: bool = False,
     device: str = "auto",
@@ -88,6 +89,7 @@ def quantize_run(
         format: of the weights, as of `scantling.quantize_weights`.
         folder: the folder to write; it must not exist or be empty.
         method: rtn or gptq.
+        embeddings: quantise embeddings and the output layer, too.
         sequences: training examples to calibrate on, evenly spread over the data.
         dequantized: write a folder that transformers loads, with the quantised values in the dtype of the model, in
             place of packed ones.
@@ -110,7 +112,8 @@ def quantize_run(
         values = read_manifest(checkpoint)["values"]
         before = run_evaluation(recipe, model, task, data, place)
         calibration = calibration_batches(recipe, task, data, sequences, str(place.device))
-        quantize_weights(model, quantizer, method=method, calibration=calibration)
+        taken = (lambda *_: True) if embeddings else None
+        quantize_weights(model, quantizer, method=method, calibration=calibration, filter_fn=taken)
         after = run_evaluation(recipe, model, task, data, place)
         weights = quantized_weights(model)
         model.config.use_cache = True
