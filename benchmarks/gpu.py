@@ -36,6 +36,7 @@ def parts(out: Path) -> list[Part]:
     shape = ("--presets", "llama-130m", "--batch-size", "16", "--seq-len", "1024", "--rounds", "1")
     baseline = (str(ROOT / "benchmarks/baseline.py"), "--device", "cuda", "--compute", "bf16", "--blocks", *shape)
     optim, tensor = str(ROOT / "benchmarks/optim_gpu.py"), str(ROOT / "benchmarks/tensor_gpu.py")
+    precision = (str(ROOT / "benchmarks/low_precision.py"), "--device", "cuda", "--rounds", "30")
     return [
         Part("tests", 120, ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests"))),
         *(
@@ -47,6 +48,7 @@ def parts(out: Path) -> list[Part]:
             )
         ),
         Part("tensor-steps", 150, (tensor, "steps", "--out", str(out / "gpu-tensor-steps.json"))),
+        Part("low-precision", 90, (*precision, "--out", str(out / "gpu-low-precision.json"))),
         Part("tensor-lookup", 60, (tensor, "lookup", "--out", str(out / "gpu-tensor-lookup.json"))),
         Part(
             "train-llama-130m-compiled",

@@ -74,9 +74,7 @@ def _type(field: dict[str, Any]) -> str:
     if "anyOf" in field:
         return " or ".join(dict.fromkeys(_type(choice) for choice in field["anyOf"] if choice.get("type") != "null"))
     if "$ref" in field:
-        return {"BpeTokenizer": "`{bpe: SIZE}`", "Fields": "mapping", "Clicks": "mapping"}[
-            field["$ref"].rpartition("/")[2]
-        ]
+        return "`{bpe: SIZE}`" if field["$ref"].endswith("BpeTokenizer") else "mapping"
     if field.get("type") == "array":
         return "list of " + {"text": "texts"}.get(_type(field["items"]), _type(field["items"]))
     limits = [f"{words} {field[key]:,}" for key, words in _LIMITS.items() if key in field]

@@ -68,7 +68,7 @@ def tiny_recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_recipe(path: Path, recipe: dict[str, Any]) -> Path:
-    path.write_text(yaml.safe_dump(recipe))
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     return path
 
 

@@ -20,6 +20,7 @@ LAYERS = (
     ("reporting",),
     ("planning",),
     ("training",),
+    ("sweeping",),
     ("cli",),
     ("__init__", "__main__"),
 )

@@ -26,6 +26,7 @@ PUBLIC = [
     "param_groups",
     "plan",
     "precision",
+    "quantize_training",
     "quantize_weights",
     "tensorize",
     "train",

@@ -15,7 +15,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scantling.models.presets import PRESETS
-from scantling.recipe import check_recipe, load_recipe
+from scantling.recipe import check_recipe, load_recipe, read_yaml
+from scantling.sweeping.grid import cases
+from scantling.sweeping.schema import Sweep, is_sweep, load_sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -118,15 +120,25 @@ def test_constraints_pin_what_the_tests_need() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.y*ml")), ids=lambda path: path.stem)
-def test_every_recipe_loads(path: Path) -> None:
-    assert load_recipe(path).name == path.stem
+def test_every_recipe_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # a sweep names its base recipe from there
+    if is_sweep(read_yaml(path)):
+        sweep, base = load_sweep(path)
+        assert sweep.name == path.stem
+        assert len(cases(sweep, base, str(path))) > 1
+    else:
+        assert load_recipe(path).name == path.stem
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_recipes_on_the_pages_are_valid(page: Path) -> None:
     for text in blocks(page, "yaml"):
-        recipe = check_recipe(yaml.safe_load(text), page.name)
-        assert recipe.train.steps >= 1
+        content = yaml.safe_load(text)
+        if is_sweep(content):
+            base = {"model": {"preset": "llama-1m"}, "data": {"corpus": "python-stdlib"}, "train": {"batch_size": 1}}
+            assert cases(Sweep.model_validate(content), base, page.name)
+        else:
+            assert check_recipe(content, page.name).train.steps >= 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

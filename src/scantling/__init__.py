@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from scantling.models.load import load
     from scantling.optim.came import CAME
     from scantling.planning.plan import Plan, plan
+    from scantling.precision.training import quantize_training
     from scantling.precision.weights import quantize_weights
     from scantling.tensor.convert import densify, tensorize
     from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
@@ -41,6 +42,7 @@ _HOMES = {
     "load": "scantling.models.load",
     "param_groups": "scantling.groups",
     "plan": "scantling.planning.plan",
+    "quantize_training": "scantling.precision.training",
     "quantize_weights": "scantling.precision.weights",
     "tensorize": "scantling.tensor.convert",
     "train": "scantling.training.run",
@@ -65,6 +67,7 @@ __all__ = [
     "param_groups",
     "plan",
     "precision",
+    "quantize_training",
     "quantize_weights",
     "tensorize",
     "train",

@@ -97,6 +97,21 @@ def test_eval_gives_what_the_run_recorded(trained: Path, capsys: pytest.CaptureF
     assert "perplexity" in capsys.readouterr().out
 
 
+def test_eval_of_minimal_pairs(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text("sentence_good,sentence_bad\nthe fox,xof eht\na lazy dog,god yzal a\n")
+    assert run(["eval", str(trained), "--minimal-pairs", str(pairs)]) == 0
+    shown = capsys.readouterr().out
+    assert "95 % interval" in shown
+    assert re.search(r"all .* % to .* % .* 2 ", shown)
+    assert run(["eval", str(trained), "--minimal-pairs", str(pairs), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["phenomena"]["pairs"]["count"] == figures["count"] == 2
+    assert run(["eval", str(trained), "--minimal-pairs", str(pairs), "--lm-eval", "blimp"]) == 2
+    assert run(["eval", str(trained), "--minimal-pairs", str(tmp_path / "nothing.csv")]) == 2
+    assert "file not found" in capsys.readouterr().err
+
+
 def test_export_loads_with_transformers_alone(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

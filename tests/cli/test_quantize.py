@@ -105,6 +105,16 @@ def test_a_run_of_cores(trained: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert sc.load(out).model.layers[0].mlp.up_proj.ranks[1] > 1
 
 
+def test_a_run_trained_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny_recipe(tmp_path, precision={"weights": "int4", "activations": "int8"})
+    assert run(["train", str(write_recipe(tmp_path / "q.yaml", recipe)), "--run-dir", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    options = ["--weights", "int4", "--out", str(tmp_path / "out"), "--json"]
+    assert run(["quantize", str(tmp_path / "run"), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["degradation"] == pytest.approx(0.0, abs=1e-5)
+    assert type(sc.load(tmp_path / "out").model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

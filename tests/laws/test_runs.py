@@ -144,3 +144,13 @@ def test_bits_that_are_no_bits() -> None:
     grid = simulate(KUMAR, kumar_grid())
     with pytest.raises(UserError, match="weights is in bits, above 0, or empty"):
         sc.laws.fit({**grid, "weights": grid["weights"] * 0}, "kumar")
+
+
+def test_formats_stand_for_their_bits() -> None:
+    """As a sweep over number formats writes them, nothing at all for a run without."""
+    table = {name: column[:5] for name, column in RUNS.items()}
+    table["precision.weights"] = ["int3", "fp8_e4m3", "bf16", "", "6"]
+    found = read_runs(table, PrecisionLaw, columns={"weights": "precision.weights"})
+    assert found["weights"].tolist() == [3.0, 8.0, 16.0, np.inf, 6.0]
+    with pytest.raises(UserError, match="'integer4' is no number"):
+        read_runs({**table, "weights": ["integer4"] * 5}, PrecisionLaw)

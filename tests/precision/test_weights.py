@@ -244,6 +244,23 @@ def test_weights_that_were_changed_are_found() -> None:
         quantized_weights(model)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_models_trained_in_few_bits(family: str) -> None:
+    """At the bits of training nothing changes; at fewer, layers compute with those and go on rounding activations."""
+    batch = inputs(family)
+    model = sc.quantize_training(made(family), weights="int4", activations="int8", kv_cache="int8")
+    before = model(**batch).logits
+    same = sc.quantize_weights(copy.deepcopy(model), "int4")
+    torch.testing.assert_close(same(**batch).logits, before, rtol=1e-5, atol=1e-6)
+    fewer = sc.quantize_weights(copy.deepcopy(model), "int3", method="gptq", calibration=[batch])
+    expected = made(family)
+    expected.load_state_dict(fewer.state_dict())
+    sc.quantize_training(expected, activations="int8", kv_cache="int8")
+    assert torch.equal(fewer(**batch).logits, expected(**batch).logits)
+    sc.precision.restore(fewer, weights="rounded")
+    assert len(quantized_weights(fewer)) == len(quantized_weights(same))
+
+
 @pytest.fixture(scope="module")
 def trained() -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A small Llama that has learnt the text of the standard library's own modules, with unseen text of them."""

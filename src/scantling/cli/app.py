@@ -72,6 +72,24 @@ def compare(
 
 
 @app.command()
+def sweep(
+    file: Annotated[str, typer.Argument(metavar="SWEEP", help="A sweep: a base recipe and axes.")],
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once; they share the cores.")] = 1,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Only runs with this value, as in the table. Repeatable."),
+    ] = None,
+    settings: Settings = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all recipes, print the grid, run nothing.")] = False,
+) -> int:
+    """Run a grid of recipes and write one table of its runs; called again, it goes on where it was."""
+    from scantling.cli import sweeping
+
+    return sweeping.sweep(file, settings or [], jobs=jobs, only=only or [], retry=retry, dry_run=dry_run)
+
+
+@app.command()
 def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe.")],
     settings: Settings = None,
@@ -87,12 +105,20 @@ def plan(
 @app.command("eval")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    minimal_pairs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Score minimal pairs instead: JSONL, CSV, or a folder of them. Repeatable."),
+    ] = None,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(metavar="TASK,...", help="Run tasks of lm-evaluation-harness instead, by name or YAML file."),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Evaluate the newest checkpoint of a run on its held-out data."""
-    from scantling.cli import commands
+    """Evaluate the newest checkpoint of a run: on its held-out data, on minimal pairs, or on tasks of a harness."""
+    from scantling.cli import evaluation
 
-    return commands.evaluate(run, as_json=as_json)
+    return evaluation.evaluate(run, minimal_pairs=minimal_pairs or [], lm_eval=lm_eval, as_json=as_json)
 
 
 @app.command()

@@ -117,24 +117,6 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int, as_json: bool
     return 0
 
 
-def evaluate(run: Path, *, as_json: bool) -> int:
-    from rich.table import Table
-    from rich.text import Text
-
-    from scantling.training.evaluate import evaluate_run
-
-    show_warnings(make_console(stderr=True))
-    figures = evaluate_run(run)
-    if as_json:
-        print(json.dumps(figures, indent=2))
-        return 0
-    table = Table(title=Text(f"{run}, held-out data"), show_header=False)
-    for name, value in figures.items():
-        table.add_row(name.replace("_", " "), f"{value:.4f}" if isinstance(value, float) else str(value))
-    make_console().print(table)
-    return 0
-
-
 def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
     from scantling.training.export import export_hf
 

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from scantling.errors import UserError, did_you_mean
 from scantling.laws.law import Array, Law
 
 _UNQUANTISED = ("", "none", "inf", "nan")
+_FORMAT = re.compile(r"(?:int|fp|bf)(\d+)(?:_e\d+m\d+)?")
+"""A number format as recipes spell it, `int4` or `fp8_e4m3`, and its bits."""
 _MOST_NATS = 25.0
 _FEWEST = {"N": 1e3, "D": 1e4}
 _GAP = 1e4
@@ -164,13 +167,15 @@ def _column(table: Mapping[str, Sequence[Any]], column: str, name: str) -> Seque
 
 
 def _numbers(cells: Sequence[Any], column: str, *, bits: bool) -> Array:
-    """Numbers; in columns of bits an empty cell is unquantised."""
+    """Numbers; in columns of bits an empty cell is unquantised, and the name of a format stands for its bits."""
     found = np.empty(len(cells))
     for place, cell in enumerate(cells):
         text = "" if cell is None else str(cell).strip()
         if bits and text.lower() in _UNQUANTISED:
             found[place] = math.inf
             continue
+        if bits and (named := _FORMAT.fullmatch(text)):
+            text = named[1]
         try:
             found[place] = float(text or "nan")
         except ValueError:

@@ -16,9 +16,12 @@ import torch
 
 from scantling.errors import UserError, did_you_mean
 from scantling.models.presets import PRESETS
+from scantling.precision.training import quantize_training
+from scantling.recipe import Recipe
 from scantling.recipe.schema import TASKS, ModelSection
 from scantling.tasks.base import Task
 from scantling.tensor import pretrained
+from scantling.tensor.convert import tensorize
 from scantling.tensor.layout import rebuild
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,22 @@ _OF_THE_DATA = {
 }
 """Keys of configurations that nothing else than the data can say, and what in the recipe they follow from."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def convert_model(model: Any, recipe: Recipe) -> Any:
+    """Make of a dense model what the sections `tensor` and `precision` of a recipe say.
+
+    Args:
+        model: on the CPU, or on the meta device, where cores are not initialised.
+        recipe: what it is of.
+    """
+    if recipe.tensor is not None:
+        tensor = recipe.tensor
+        init = "random" if next(model.parameters()).is_meta else tensor.init
+        tensorize(model, tensor.rank, num_modes=tensor.num_modes, init=init)
+    if recipe.precision.quantized:
+        quantize_training(model, **recipe.precision.quantized)
+    return model
 
 
 def default_task(section: ModelSection) -> str:

@@ -84,7 +84,7 @@ def _products(model: nn.Module, tokens: int, sequences: int) -> Iterator[int | N
         if states_flops(module):
             spoken_for.update(id(inner) for inner in module.modules())
             yield int(module.flops(seen))
-        elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        elif isinstance(module, nn.Linear) or any(kind.__name__ == "Conv1D" for kind in type(module).__mro__):
             first, second = module.weight.shape
             yield linear_flops(seen, first, second)
         elif not isinstance(module, nn.Embedding) and any(map(_is_matrix, module.parameters(recurse=False))):

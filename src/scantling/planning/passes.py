@@ -32,7 +32,9 @@ class Passes:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_passes(recipe: Recipe, task: Task, model: Any, *, world_size: int, step_bytes: int | None = None) -> Passes:
+def plan_passes(
+    recipe: Recipe, task: Task, model: Any, *, world_size: int, device: str, step_bytes: int | None = None
+) -> Passes:
     """Take one micro-batch through the model without memory.
 
     From the second micro-batch on, the gradients of those before are there. With several processes they always are,
@@ -43,6 +45,7 @@ def plan_passes(recipe: Recipe, task: Task, model: Any, *, world_size: int, step
         task: gives a batch and the loss.
         model: on the meta device, and of no further use.
         world_size: number of processes, which share the batch evenly.
+        device: "cpu" or "cuda".
         step_bytes: what the step of a parameter allocates, where it is taken within the backward pass.
     """
     seq_len = recipe.data.seq_len
@@ -54,7 +57,7 @@ def plan_passes(recipe: Recipe, task: Task, model: Any, *, world_size: int, step
 
     def loss(traced: torch.nn.Module) -> torch.Tensor:
         batch = task.sample_batch(micro, recipe.data)
-        with autocast(recipe.precision.compute, torch.device("cpu")):
+        with autocast(recipe.precision.autocast(device), torch.device("cpu")):
             return task.loss(traced, batch).loss
 
     try:

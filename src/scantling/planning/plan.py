@@ -75,6 +75,11 @@ class Plan:
     residual_bytes: int = 0
     notes: Sequence[str] = field(default_factory=tuple)
 
+    @property
+    def num_non_embedding(self) -> int:
+        """Parameters outside of embeddings and of the output layer: the N of scaling laws."""
+        return self.num_parameters - self.parameters_by_role.get("embedding", 0)
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
         return {**dataclasses.asdict(self), "notes": list(self.notes)}
@@ -167,7 +172,7 @@ def plan(
 
     from scantling.comm import MomentumExchange, allreduce_wire_bytes
     from scantling.groups import param_groups
-    from scantling.models.build import build_model, checkpoint_activations, default_task, quiet
+    from scantling.models.build import checkpoint_activations, default_task, quiet
     from scantling.models.costs import BACKWARD
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
     from scantling.planning.memory import (
@@ -179,33 +184,18 @@ def plan(
     )
     from scantling.planning.passes import plan_passes
     from scantling.tasks import get_task
-    from scantling.tensor.convert import tensorize
     from scantling.tensor.ranks import RankAdapter
 
     recipe = load_recipe(recipe, settings)
     check_world_size(recipe, world_size)
     task = get_task(recipe.model.task or default_task(recipe.model))
     notes: list[str] = []
-    if task_data is not None:
-        vocab_size, overrides = task_data.vocab_size, task.config_overrides(task_data)
-    else:
-        vocab_size, overrides = _vocabulary(recipe, task), task.planned_overrides(recipe.data, notes)
-    model = build_model(
-        recipe.model,
-        task,
-        vocab_size=vocab_size,
-        seq_len=recipe.data.longest,
-        config_overrides=overrides,
-        seed=0,
-        device="meta",
-    )
-    if recipe.tensor is not None:
-        tensorize(model, recipe.tensor.rank, num_modes=recipe.tensor.num_modes)
-        if recipe.tensor.size_target is not None:
-            options = recipe.tensor.rank_options(recipe.train.steps)
-            adapter = RankAdapter(model, bytes_of=bytes_of_cores(recipe), **options)
-            target = f"{format_number(adapter.target)} {adapter.options.unit}"
-            notes.append(f"planned at the first ranks; the cores come down to {target} by step {adapter.options.steps}")
+    model = planned_model(recipe, task, task_data, notes)
+    if recipe.tensor is not None and recipe.tensor.size_target is not None:
+        options = recipe.tensor.rank_options(recipe.train.steps)
+        adapter = RankAdapter(model, bytes_of=bytes_of_cores(recipe), **options)
+        target = f"{format_number(adapter.target)} {adapter.options.unit}"
+        notes.append(f"planned at the first ranks; the cores come down to {target} by step {adapter.options.steps}")
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
     on_gpu = device == "cuda" or (device == "auto" and recipe.train.device != "cpu" and torch.cuda.is_available())
@@ -227,7 +217,14 @@ def plan(
         notes.append(f"the state of {recipe.optim.name} is not known before it has taken a step")
     of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **recipe.optim.options})
     with quiet():
-        passes = plan_passes(recipe, task, model, world_size=world_size, step_bytes=of_optimizer if released else None)
+        passes = plan_passes(
+            recipe,
+            task,
+            model,
+            world_size=world_size,
+            device="cuda" if on_gpu else "cpu",
+            step_bytes=of_optimizer if released else None,
+        )
     notes += passes.notes
     if on_gpu and passes.peak_bytes is not None:
         notes.append("the memory of the passes is that of a CPU's kernels; a GPU's may keep less")
@@ -266,6 +263,54 @@ def plan(
         residual_bytes=residuals,
         notes=tuple(notes),
     )
+
+
+def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes: list[str]) -> Any:
+    """The model of a run without memory, its cores at their first ranks; adds to the notes what is assumed.
+
+    Args:
+        recipe, task: of the run.
+        task_data: as of `plan`.
+        notes: is added to.
+
+    Raises:
+        UserError: the model cannot be built.
+    """
+    from scantling.models.build import build_model, convert_model
+
+    if task_data is not None:
+        vocab_size, overrides = task_data.vocab_size, task.config_overrides(task_data)
+    else:
+        vocab_size, overrides = _vocabulary(recipe, task), task.planned_overrides(recipe.data, notes)
+    model = build_model(
+        recipe.model,
+        task,
+        vocab_size=vocab_size,
+        seq_len=recipe.data.longest,
+        config_overrides=overrides,
+        seed=0,
+        device="meta",
+    )
+    convert_model(model, recipe)
+    return model
+
+
+def planned_size(recipe: Recipe) -> tuple[int, int]:
+    """Parameters as `Plan.num_non_embedding`, and tokens of one step, without reading data.
+
+    Raises:
+        UserError: the model cannot be built.
+    """
+    from scantling.groups import param_groups
+    from scantling.models.build import default_task
+    from scantling.tasks import get_task
+
+    task = get_task(recipe.model.task or default_task(recipe.model))
+    model = planned_model(recipe, task, None, [])
+    embeddings = [group["params"] for group in param_groups(model) if group["role"] == "embedding"]
+    num_embedding = sum(p.numel() for each in embeddings for _, p in each)
+    tokens = recipe.batch_size * task.examples_to_tokens(recipe.data)
+    return sum(p.numel() for p in model.parameters()) - num_embedding, tokens
 
 
 def check_world_size(recipe: Recipe, world_size: int) -> None:

@@ -28,10 +28,8 @@ from torch import Tensor
 
 from scantling.errors import UserError, did_you_mean
 from scantling.numerics.formats import FloatFormat, Format, parse_format
+from scantling.numerics.words import Clip, Granularity, Rounding
 
-Granularity: TypeAlias = Literal["tensor", "channel", "token", "group"]
-Rounding: TypeAlias = Literal["nearest", "stochastic"]
-Clip: TypeAlias = Literal["absmax", "mse"]
 Scales: TypeAlias = Literal["fp32", "power2", "fp8"]
 
 RATIOS = tuple(0.92**power for power in range(32))
@@ -134,6 +132,10 @@ class Quantizer:
         if isinstance(name, str) and name.startswith("mx"):
             return cls(parse_format(name.removeprefix("mx")), "group", MX_GROUP, scales="power2")
         return cls(parse_format(name), granularity)
+
+    def by(self, granularity: Granularity) -> Quantizer:
+        """The same with scales shared by something else than a group."""
+        return replace(self, granularity=granularity, group_size=None, scales="fp32")
 
     @property
     def bits(self) -> float:

@@ -3,6 +3,9 @@
 The model goes on computing in its own dtype, with parameters that hold what the codes stand for. The codes are kept
 beside them, packed and on the CPU, so that `save_quantized` writes those and not the numbers.
 
+In a model of `quantize_training` the master weights are quantised, and their layers round them no more, so that they
+compute with what was found here; activations, keys and values are rounded as they were.
+
 Layers of cores are quantised core by core, to the nearest whatever the method: GPTQ rests on outputs that are linear in
 each column apart, which those of a chain of cores are not. Tables that are looked up are rounded to the nearest, too,
 since a row is read alone.
@@ -11,7 +14,7 @@ since a row is read alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from scantling.errors import UserError, did_you_mean
 from scantling.precision.calibration import Batch, Calibration
 from scantling.precision.gptq import BLOCK, gptq, output_error
+from scantling.precision.layers import LayerFormats
 from scantling.precision.matrices import Filter, Matrix, as_matrix, find_matrices, from_matrix
 from scantling.precision.packing import PackedMatrix
 from scantling.precision.quantizer import Encoded, Quantizer
@@ -101,6 +105,7 @@ def quantize_weights(
     calibrated = None
     if calibration is not None:
         calibrated = Calibration(model, matrices, calibration)
+    _stop_rounding(model, matrices)
     kept = vars(model).setdefault(_ATTRIBUTE, {})
 
     def put(matrix: Matrix, encoded: Encoded, used: Method, hessian: Tensor | None = None) -> None:
@@ -151,6 +156,15 @@ def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
         if tuple(rows) != weight.packed.shape or not torch.equal(weight.values(parameter), parameter.detach().cpu()):
             raise UserError(f"{name} was changed after it was quantised; quantise the model again")
     return dict(kept)
+
+
+def _stop_rounding(model: nn.Module, matrices: list[Matrix]) -> None:
+    """Let layers of `quantize_training` take these weights as they are."""
+    taken = {id(matrix.parameter) for matrix in matrices}
+    for module in model.modules():
+        formats = getattr(module, "formats", None)
+        if isinstance(formats, LayerFormats) and any(id(each) in taken for each in module.parameters()):
+            module.formats = replace(formats, weights=None, multiply=None)  # type: ignore[assignment]
 
 
 def _check(quantizer: Quantizer, method: str, calibration: Iterable[Batch] | None, damping: float) -> None:

@@ -393,6 +393,38 @@ def _check_graph(content: Content) -> Iterator[Fault]:
         yield Fault(key, problem, f"the optimizer '{name}'")
 
 
+def _check_precision(content: Content) -> Iterator[Fault]:
+    precision, model = (_section(content, name) for name in ("precision", "model"))
+    if not precision:
+        return
+    from scantling.precision.products import Multiply
+    from scantling.precision.quantizer import Quantizer
+
+    quantizers, is_whole = {}, True
+    for key in ("weights", "activations", "kv_cache", "queries", "gradients"):
+        given = precision.get(key)
+        if isinstance(given, str | Mapping) and given:
+            given = given if isinstance(given, str) else {k: v for k, v in given.items() if v is not None}
+            try:
+                quantizers[key] = Quantizer.of(given, "channel" if key == "weights" else "tensor")
+            except UserError as error:
+                yield Fault(f"precision.{key}", str(error))
+                is_whole = False
+    if model.get("attention") == "eager":
+        for key in ("kv_cache", "queries"):
+            if key in quantizers:
+                yield Fault(f"precision.{key}", "needs model.attention: sdpa", "model.attention: eager")
+    compute = precision.get("compute")
+    if compute not in ("int8", "fp8") or not is_whole:
+        return
+    for key in ("weights", "activations", "gradients"):
+        if key in quantizers or key != "gradients":
+            try:
+                Multiply(compute).check(quantizers.get(key), key)
+            except UserError as error:
+                yield Fault("precision.compute", str(error))
+
+
 CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_name,
     _check_model,
@@ -406,4 +438,5 @@ CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_release,
     _check_comm,
     _check_graph,
+    _check_precision,
 )

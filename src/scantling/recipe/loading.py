@@ -51,21 +51,27 @@ def load_recipe(source: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
     return check_recipe(content, name)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read one YAML mapping with the safe loader; a missing or broken file is a `UserError`."""
+def read_yaml(path: Path, kind: str = "recipe", keys: str = "model, data and train") -> dict[str, Any]:
+    """Read one YAML mapping with the safe loader; a missing or broken file is a `UserError`.
+
+    Args:
+        path: the file.
+        kind: what it is, for messages.
+        keys: what such a mapping has, for messages.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         close = did_you_mean(path.name, (p.name for p in path.parent.glob("*.y*ml"))) if path.parent.is_dir() else None
-        raise UserError(f"recipe not found: {path}" + (f" ({close})" if close else "")) from None
+        raise UserError(f"{kind} not found: {path}" + (f" ({close})" if close else "")) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read recipe {path}: {error}") from None
+        raise UserError(f"cannot read {kind} {path}: {error}") from None
     try:
         content = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: a recipe is a mapping with the keys model, data and train; given {_show(content)}")
+        raise UserError(f"{path}: a {kind} is a mapping with the keys {keys}; given {_show(content)}")
     return content
 
 
@@ -98,13 +104,16 @@ def apply_override(content: dict[str, Any], override: str) -> None:
         value = text.strip() if glob else yaml.load(text, Loader=_StrictLoader) if text.strip() else None  # noqa: S506
     except yaml.YAMLError as error:
         raise UserError(f"--set {override}: the value is not valid YAML: {error}") from None
-    target = content
+    set_key(content, parts, value)
+
+
+def set_key(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
+    """Set the key at a path of `content` in place; mappings on the way to it are made."""
     for part in parts[:-1]:
-        inner = target.get(part)
-        if not isinstance(inner, dict):
-            inner = target[part] = {}
-        target = inner
-    target[parts[-1]] = value
+        if not isinstance(content.get(part), dict):
+            content[part] = {}
+        content = content[part]
+    content[parts[-1]] = value
 
 
 def check_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe:
@@ -114,7 +123,7 @@ def check_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe:
     try:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
-        faults = list(_schema_faults(error, content))
+        faults = list(schema_faults(error, Recipe))
     faults += semantic_faults(content, {fault.path for fault in faults})
     if faults:
         raise RecipeError(faults, source)
@@ -159,7 +168,7 @@ def _show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _schema_faults(error: ValidationError, content: Mapping[str, Any]) -> Iterator[Fault]:
+def schema_faults(error: ValidationError, model: type[BaseModel]) -> Iterator[Fault]:
     """Turn pydantic's errors into ours: dotted path, what is allowed, what was given, the closest allowed name."""
     seen: set[str] = set()
     found = error.errors(include_url=False)
@@ -175,7 +184,7 @@ def _schema_faults(error: ValidationError, content: Mapping[str, Any]) -> Iterat
         seen.add(path)
         kind = item["type"]
         if kind == "extra_forbidden":
-            fields = _fields_at(location[:-1])
+            fields = _fields_at(model, location[:-1])
             allowed = f"unknown key; allowed here: {', '.join(fields)}" if fields else "unknown key"
             yield Fault(path, allowed, None, did_you_mean(str(location[-1]), fields))
         elif kind == "missing":
@@ -193,7 +202,7 @@ def _one_of(choices: Sequence[str]) -> str:
     return f"'{choices[0]}'" if len(choices) == 1 else "one of " + ", ".join(f"'{c}'" for c in choices)
 
 
-_UNION_TAGS = {"str", "int", "constrained-str", "constrained-int", "BpeTokenizer"}
+_UNION_TAGS = {"str", "int", "constrained-str", "constrained-int", "BpeTokenizer", "FormatSection"}
 
 
 def _is_union_tag(part: str, location: tuple[int | str, ...]) -> bool:
@@ -201,8 +210,7 @@ def _is_union_tag(part: str, location: tuple[int | str, ...]) -> bool:
     return "[" in part or (part in _UNION_TAGS and location.index(part) > 0)
 
 
-def _fields_at(location: Sequence[int | str]) -> list[str]:
-    model: type[BaseModel] = Recipe
+def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     for part in location:
         field = model.model_fields.get(str(part))
         inner = _model_of(field.annotation) if field else None

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator
 
+from scantling.numerics.words import Clip, Granularity, Rounding
+
 Text = Annotated[str, StringConstraints(min_length=1)]
 Label = Annotated[
     Text,
@@ -288,11 +290,54 @@ class CommSection(Section):
         return {name: getattr(self, name) for name in type(self).model_fields if name not in ("name", "timeout")}
 
 
-class PrecisionSection(Section):
-    """The number formats of the run."""
+class FormatSection(Section):
+    """A number format of few bits, and what shares a scale."""
 
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Format of matrix products: fp32, or autocast to bf16, or to fp16 with loss scaling. Weights stay fp32."""
+    format: Text
+    """Such as `int4`, `fp8_e4m3` or `mxfp4_e2m1`."""
+    granularity: Granularity | None = None
+    """What shares a scale. Default: a channel of weights, the tensor of everything else; groups in block formats."""
+    group_size: int | None = Field(default=None, ge=1)
+    """Neighbours that share a scale."""
+    rounding: Rounding = "nearest"
+    """To the nearest value, or by chance so that the mean is kept."""
+    clip: Clip = "absmax"
+    """What the largest value stands for: the largest magnitude, or that with the least squared error."""
+
+
+class PrecisionSection(Section):
+    """The number formats of the run. Parameters, gradients of parameters and checkpoints stay fp32."""
+
+    compute: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
+    """Format of matrix products: fp32, or autocast to bf16, or to fp16 with loss scaling. `int8` and `fp8` multiply in
+    linear layers what `weights` and `activations` say, and everything else in bf16 on a GPU, fp32 on a CPU."""
+    weights: Text | FormatSection | None = None
+    """Format of the weights of linear layers in the forward pass: a name such as `int8`, or a mapping."""
+    activations: Text | FormatSection | None = None
+    """Format of the inputs of linear layers."""
+    kv_cache: Text | FormatSection | None = None
+    """Format of keys and values in attention."""
+    queries: Text | FormatSection | None = None
+    """Format of queries in attention."""
+    gradients: Text | FormatSection | None = None
+    """Format of the gradients that the backward pass of linear layers multiplies."""
+
+    def autocast(self, device: str) -> str:
+        """The format of what is not multiplied in few bits, on a kind of device."""
+        if self.compute not in ("int8", "fp8"):
+            return self.compute
+        return "bf16" if device == "cuda" else "fp32"
+
+    @property
+    def quantized(self) -> dict[str, Any]:
+        """The arguments of `quantize_training`; none where nothing is quantized."""
+        given = {name: getattr(self, name) for name in ("weights", "activations", "kv_cache", "queries", "gradients")}
+        formats = {
+            name: each.model_dump(exclude_none=True) if isinstance(each, FormatSection) else each
+            for name, each in given.items()
+            if each is not None
+        }
+        return formats | ({"compute": self.compute} if self.compute in ("int8", "fp8") else {})
 
 
 class TrainSection(Section):

@@ -152,12 +152,25 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("sequence length", _text(data.get("seq_len")) if unit == "sequences" else MISSING),
         ("optimizer", f"{_text(optim.get('name'))}, lr {_text(optim.get('lr'))}"),
         ("batch per step", batch),
-        ("number format", _text(_section(recipe, "precision").get("compute"))),
+        ("number format", _formats(_section(recipe, "precision"))),
         ("processes", _text(run.environment.get("world_size"))),
         ("device", _text(", ".join(map(str, hardware.get("gpus") or [])) or hardware.get("cpu"))),
         ("torch", _text(versions.get("torch"))),
     ]
     return [(label, value) for label, value in facts if value != MISSING]
+
+
+def _formats(precision: Mapping[str, Any]) -> str:
+    """What is multiplied in which format, such as `bf16, weights int8, activations int4 (token)`."""
+    parts = [_text(precision.get("compute"))]
+    for name in ("weights", "activations", "kv_cache", "queries", "gradients"):
+        given = precision.get(name)
+        if isinstance(given, Mapping):
+            shared = given.get("group_size") or given.get("granularity")
+            given = f"{given.get('format')}{f' ({shared})' if shared else ''}"
+        if given is not None:
+            parts.append(f"{name.replace('_', ' ')} {given}")
+    return ", ".join(part for part in parts if part != MISSING) or MISSING
 
 
 def _sources() -> tuple[str, ...]:

@@ -25,7 +25,7 @@ their blocks are merged for each pass and dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, pairwise
@@ -412,7 +412,12 @@ def merged(cores: Sequence[Tensor], tree: Tree) -> Tensor:
 
 
 def contract(
-    x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step], out_size: int, bias: Tensor | None = None
+    x: Tensor,
+    blocks: Sequence[Tensor],
+    steps: Sequence[Step],
+    out_size: int,
+    bias: Tensor | None = None,
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Tensor:
     """x with the blocks, in order.
 
@@ -422,6 +427,7 @@ def contract(
         steps: of the plan.
         out_size: product of the modes of the output.
         bias: (out_size,), added in the last product where that can be, which saves a pass over the result.
+        multiply: of two matrices; products with modes on both sides of those contracted are batched ones of torch.
 
     Returns:
         (tokens, out_size).
@@ -429,10 +435,11 @@ def contract(
     num_tokens = x.shape[0]
     for step, block in zip(steps, blocks, strict=True):
         matrix = block.reshape(step.inner, step.width)
-        if bias is not None and step.width == out_size and step.before == 1 and step is steps[-1]:
+        is_whole = step is steps[-1] and step.before == 1 and step.width == out_size
+        if bias is not None and is_whole and multiply is torch.matmul:
             return torch.addmm(bias, x.reshape(num_tokens, step.inner), matrix)
         if step.behind == 1:
-            x = x.reshape(num_tokens * step.before, step.inner) @ matrix
+            x = multiply(x.reshape(num_tokens * step.before, step.inner), matrix)
         else:
             x = matrix.t() @ x.reshape(num_tokens * step.before, step.inner, step.behind)
     y = x.reshape(num_tokens, out_size)

@@ -16,9 +16,9 @@ gradients. Nowhere else is anything kept, since not every change of a core can b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,23 @@ Cut: TypeAlias = tuple[nn.Parameter, int, Tensor]
 """A parameter, one of its dims, and the positions of it that stay."""
 
 
+class Formats(Protocol):
+    """What rounds the numbers a layer computes with."""
+
+    def input(self, x: Tensor) -> Tensor:
+        """In place of what comes in."""
+
+    def core(self, core: Tensor) -> Tensor:
+        """In place of a core."""
+
+    def output(self, y: Tensor) -> Tensor:
+        """In place of the product."""
+
+    @property
+    def matmul(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """In place of the products of the input with blocks of cores, in which case nothing else is rounded."""
+
+
 class CoreLayer(nn.Module):
     """A layer whose weight is a chain of cores.
 
@@ -50,6 +67,7 @@ class CoreLayer(nn.Module):
         cores: (r, modes..., r') parameters.
         controls: (r) parameters, one for each inner bond, in fp32 or wider; None where no adapter is attached.
         threshold: under which a control counts as 0.
+        formats: rounds cores, input and output; None where nothing does.
     """
 
     core_role: Role
@@ -60,6 +78,7 @@ class CoreLayer(nn.Module):
         self.cores = nn.ParameterList()
         self.controls: nn.ParameterList | None = None
         self.threshold = 0.0
+        self.formats: Formats | None = None
         self._shared: dict[Tree, tuple[Tensor, Tensor]] | None = None  # while `merge_once` is in force
         self._kept: dict[Tree, Tensor] | None = None  # while `keep_merged` is in force
         self._passes = 1
@@ -91,8 +110,11 @@ class CoreLayer(nn.Module):
         return any(core.requires_grad or not core.numel() for core in self.chain)
 
     def gated(self) -> list[Tensor]:
-        """The cores with the controls in them."""
+        """The cores as they are computed with: rounded, with the controls in them."""
         cores = self.chain
+        return self._with_controls(cores if self.formats is None else [self.formats.core(core) for core in cores])
+
+    def _with_controls(self, cores: list[Tensor]) -> list[Tensor]:
         if self.controls is None:
             return cores
         gates = [gate(control, self.threshold) for control in self.controls]
@@ -213,7 +235,7 @@ class CoreLayer(nn.Module):
     def fold_controls(self) -> None:
         """Multiply the controls into the cores and drop them; the layer computes what it did."""
         if self.controls is not None:
-            for core, value in zip(self.cores, self.gated(), strict=True):
+            for core, value in zip(self.cores, self._with_controls(self.chain), strict=True):
                 core.copy_(value)
             self.controls = None
 

@@ -144,6 +144,7 @@ class TTLinear(CoreLayer):
         if x.shape[-1] != self.in_features:
             raise UserError(f"this layer takes {self.in_features} features; given x of the shape {tuple(x.shape)}")
         flat = x if x.ndim == 2 else x.reshape(-1, self.in_features)
+        flat = flat if self.formats is None else self.formats.input(flat)
         padding = prod(self.in_modes) - self.in_features
         if padding:
             flat = nn.functional.pad(flat, (0, padding))
@@ -153,10 +154,16 @@ class TTLinear(CoreLayer):
         if bias is not None and out_size > self.out_features:
             bias = nn.functional.pad(bias, (0, out_size - self.out_features))
         rest: Rest | None = None
-        if self.joint is not None and not torch.compiler.is_compiling():
+        multiply = None if self.formats is None else self.formats.matmul
+        if self.joint is not None and multiply is None and not torch.compiler.is_compiling():
             rest = self.joint.first_product(self, x, flat, steps)
         state, blocks, steps = (flat, self.blocks(steps), steps) if rest is None else rest
-        y = contract(state, blocks, steps, out_size, bias)[:, : self.out_features]
+        if self.formats is None:
+            y = contract(state, blocks, steps, out_size, bias)
+        else:
+            y = self.formats.output(contract(state, blocks, steps, out_size, multiply=multiply or torch.matmul))
+            y = y if bias is None else y + bias.to(y.dtype)
+        y = y[:, : self.out_features]
         return y if x.ndim == 2 else y.view(*x.shape[:-1], self.out_features)
 
     @classmethod

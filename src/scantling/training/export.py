@@ -11,6 +11,7 @@ import torch
 
 from scantling.errors import RunError, UserError
 from scantling.models.build import quiet
+from scantling.precision.training import restore
 from scantling.tasks.base import Task
 from scantling.tensor.convert import densify
 
@@ -42,6 +43,7 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
     _, task, data, model, _ = load_trained(run_dir)
     if dense:
         densify(model)
+    restore(model, weights="rounded")
     aside = folder.with_name(folder.name + ".tmp")
     try:
         if aside.exists():

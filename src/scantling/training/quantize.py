@@ -15,6 +15,7 @@ from scantling.errors import UserError
 from scantling.laws.registry import law_named, names
 from scantling.precision import Quantizer
 from scantling.precision.packed_files import SavedBytes, save_quantized
+from scantling.precision.training import restore
 from scantling.precision.weights import Method, QuantizedWeight, quantize_weights, quantized_weights
 from scantling.recipe import Recipe
 from scantling.tasks.base import Task, TaskData
@@ -116,6 +117,7 @@ def quantize_run(
         quantize_weights(model, quantizer, method=method, calibration=calibration, filter_fn=taken)
         after = run_evaluation(recipe, model, task, data, place)
         weights = quantized_weights(model)
+        restore(model, weights="rounded")
         model.config.use_cache = True
         also = partial(task.save_inputs, data=data, config=model.config)
         saved = save_quantized(model, folder, also=also, packed=not dequantized)

@@ -24,7 +24,7 @@ from scantling.data.sampler import Sampler
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.groups import param_groups
-from scantling.models.build import build_model, checkpoint_activations
+from scantling.models.build import build_model, checkpoint_activations, convert_model
 from scantling.optim.registry import build_optimizer
 from scantling.planning.memory import bytes_of_cores, held_gradient_bytes
 from scantling.planning.plan import check_graph, check_world_size, plan
@@ -295,7 +295,7 @@ def build_loop(
         place,
         methods=methods,
         clip=settings.clip if recipe.comm.name == "allreduce" else None,
-        compute=recipe.precision.compute,
+        compute=recipe.precision.autocast(place.device.type),
         release=GradientRelease(model, optimizer) if recipe.optim.release_gradients else None,
         graph=settings.graph,
     )
@@ -380,6 +380,7 @@ def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequenc
     )
     with torch.random.fork_rng([]):
         torch.manual_seed(recipe.train.seed + _OF_METHODS)
+        model = convert_model(model, recipe)
         for method in methods:
             model = method.prepare(model)
     return model
@@ -401,7 +402,7 @@ def run_evaluation(
         max_samples=recipe.train.eval_samples,
         workers=0,
     )
-    return evaluate(model, task, data, batches, place, compute=recipe.precision.compute)
+    return evaluate(model, task, data, batches, place, compute=recipe.precision.autocast(place.device.type))
 
 
 def build_exchange(section: CommSection, place: Place, clip: float | None) -> GradientExchange:

@@ -15,7 +15,7 @@ from scantling.errors import UserError
 from scantling.files import write_json, write_whole
 from scantling.recipe import Recipe, check_recipe, differences, dump_recipe, read_yaml
 
-_MAY_DIFFER = {
+MAY_DIFFER = {
     "name",
     "data.workers",
     "train.checkpoint_every",
@@ -102,7 +102,7 @@ class RunDir:
 
     def check_same(self, recipe: Recipe) -> None:
         """Refuse to go on with a recipe that would compute something else, naming the keys."""
-        lines = [line for line in differences(self.stored_recipe(), recipe) if line.split(":")[0] not in _MAY_DIFFER]
+        lines = [line for line in differences(self.stored_recipe(), recipe) if line.split(":")[0] not in MAY_DIFFER]
         if lines:
             listed = "\n".join(f"  - {line}" for line in lines)
             raise UserError(

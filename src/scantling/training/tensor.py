@@ -10,14 +10,13 @@ from torch import nn
 
 from scantling.comm import GradientExchange
 from scantling.recipe.schema import TensorSection
-from scantling.tensor.convert import tensorize
 from scantling.tensor.layer import merge_once
 from scantling.tensor.ranks import BytesOf, RankAdapter
 from scantling.training.methods import Method
 
 
 class TensorMethod(Method):
-    """Makes the layers of a model cores and, where there is a size target, adapts their ranks.
+    """Merges the cores of a model once a step and, where there is a size target, adapts their ranks.
 
     Args:
         section: of the recipe.
@@ -35,10 +34,6 @@ class TensorMethod(Method):
         self._section, self._steps, self._bytes_of, self._merges = section, steps, bytes_of, merges
         self.adapter: RankAdapter | None = None
         self._recorded: dict[str, tuple[int, ...]] | None = None
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        section = self._section
-        return tensorize(model, section.rank, num_modes=section.num_modes, init=section.init)
 
     def attach(self, model: nn.Module) -> None:
         if self._section.size_target is not None:

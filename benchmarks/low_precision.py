@@ -1,0 +1,110 @@
+"""Speed of layers in few bits, forward and backward, as ratios to the same layer in bf16.
+
+    python benchmarks/low_precision.py                       4096 x 4096 on this CPU: what simulation costs
+    python benchmarks/low_precision.py --device cuda         and what products in int8 and fp8 save on a GPU
+
+Every contender is compiled, master weights are bf16, and all take turns in random order; a ratio is the median over the
+rounds of the own time over that of `bf16` in the same round. `simulated` rounds weights by channel and activations by
+tensor; `products` multiply in int8 or fp8, with bf16 for the backward pass or, `all three`, the backward pass too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from dated import dated, write
+from interleaved import ratio, take_turns
+from optim_gpu import in_turns
+from torch import nn
+
+import scantling as sc
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "simulated int8": {"weights": "int8", "activations": "int8"},
+    "simulated int4, groups of 128": {"weights": {"format": "int4", "group_size": 128}, "activations": "int8"},
+    "simulated fp8": {"weights": "fp8_e4m3", "activations": "fp8_e4m3"},
+    "simulated int8, all three": {"weights": "int8", "activations": "int8", "gradients": "int8"},
+    "products int8": {"weights": "int8", "activations": "int8", "compute": "int8"},
+    "products int8, all three": {"weights": "int8", "activations": "int8", "gradients": "int8", "compute": "int8"},
+    "products fp8": {"weights": "fp8_e4m3", "activations": "fp8_e4m3", "compute": "fp8"},
+    "products fp8, all three": {
+        "weights": "fp8_e4m3",
+        "activations": "fp8_e4m3",
+        "gradients": "fp8_e5m2",
+        "compute": "fp8",
+    },
+}
+ON_CPU = tuple(name for name in FORMATS if not name.startswith("products fp8"))
+AIM = 2.0
+"""Of the simulated forms, at 4096 x 4096 on a CPU."""
+
+
+def pass_of(layer: nn.Module, x: torch.Tensor) -> Callable[[], object]:
+    """A forward and a backward pass, gradients thrown away."""
+    model = torch.compile(layer)
+    upstream = torch.randn_like(model(x))
+
+    def run() -> object:
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+        model(x).backward(upstream)
+        return x.grad
+
+    return run
+
+
+def measure(kind: str, size: int, tokens: int, rank: int, device: str, rounds: int) -> dict[str, Any]:
+    """Rows of one kind of layer and number of tokens."""
+    torch._dynamo.reset()
+    work: dict[str, Callable[[], object]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name in FORMATS if device == "cuda" else ON_CPU:
+        torch.manual_seed(0)
+        layer: nn.Module = nn.Linear(size, size) if kind == "dense" else sc.TTLinear(size, size, rank)
+        model = nn.Sequential(layer).to(device, torch.bfloat16)
+        x = torch.randn(tokens, size, device=device, dtype=torch.bfloat16, requires_grad=True)
+        rows[name] = {}
+        try:
+            if FORMATS[name]:
+                sc.quantize_training(model, **FORMATS[name])
+            run = pass_of(model, x)
+            run()
+        except Exception as error:  # what the hardware lacks is a result too
+            rows[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+            continue
+        work[name] = run
+    times = in_turns(work, rounds, device) if device == "cuda" else take_turns(work, rounds, warmup=1)
+    for name, own in times.items():
+        rows[name] = ratio(own, times["bf16"])
+        print(f"  {kind:6} {tokens:6} tokens  {name:32} {rows[name]['ratio']:6.2f} of bf16", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--rank", type=int, default=64, help="of the layers of cores")
+    parser.add_argument("--tokens", type=int, nargs="*", help="default: 512 on a CPU, 4096 and 16384 on a GPU")
+    parser.add_argument("--kinds", nargs="*", choices=["dense", "cores"], default=["dense", "cores"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    found = {
+        f"{kind}, {tokens} tokens": measure(kind, options.size, tokens, options.rank, options.device, options.rounds)
+        for kind in options.kinds
+        for tokens in options.tokens or ((512,) if options.device == "cpu" else (4096, 16384))
+    }
+    settings = {"size": options.size, "rank": options.rank, "aim": AIM}
+    print(write(dated(__file__, settings=settings, results=found), f"low-precision-{options.device}", options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

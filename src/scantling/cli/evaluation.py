@@ -1,0 +1,76 @@
+"""`scantling eval`: what a run's model is worth, on its held-out data, on minimal pairs, on tasks of a harness."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from scantling.cli.console import make_console, show_warnings
+from scantling.errors import UserError
+from scantling.reporting.format import format_number, format_percent
+
+
+def evaluate(run: Path, *, minimal_pairs: Sequence[str], lm_eval: str | None, as_json: bool) -> int:
+    show_warnings(make_console(stderr=True))
+    if minimal_pairs and lm_eval is not None:
+        raise UserError("give one of --minimal-pairs and --lm-eval")
+    if minimal_pairs:
+        from scantling.training.minimal_pairs import evaluate_pairs
+
+        figures = evaluate_pairs(run, minimal_pairs)
+        table = _pairs_table(run, figures)
+    elif lm_eval is not None:
+        from scantling.training.harness import evaluate_tasks
+
+        names = [name.strip() for name in lm_eval.split(",") if name.strip()]
+        figures = evaluate_tasks(run, names)
+        table = _tasks_table(run, figures)
+    else:
+        from scantling.training.evaluate import evaluate_run
+
+        figures = evaluate_run(run)
+        table = Table(title=Text(f"{run}, held-out data"), show_header=False)
+        for name, value in figures.items():
+            table.add_row(name.replace("_", " "), _shown(value))
+    if as_json:
+        print(json.dumps(figures, indent=2, default=str))
+    else:
+        make_console().print(table)
+    return 0
+
+
+def _pairs_table(run: Path, figures: Mapping[str, Any]) -> Table:
+    table = Table(title=Text(f"{run}, minimal pairs at step {figures['step']}"), title_justify="left")
+    table.add_column("phenomenon")
+    for header in ("accuracy", "95 % interval", "pairs"):
+        table.add_column(header, justify="right")
+    phenomena = figures["phenomena"]
+    for name, row in phenomena.items():
+        table.add_row(Text(name), *_cells(row), end_section=name == list(phenomena)[-1])
+    table.add_row("all", *_cells(figures))
+    return table
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    low, high = (format_percent(end) for end in row["interval"])
+    return [format_percent(row["accuracy"]), f"{low} to {high}", format_number(row["count"])]
+
+
+def _tasks_table(run: Path, figures: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table(title=Text(f"{run}, lm-evaluation-harness"), title_justify="left")
+    for header in ("task", "metric", "value"):
+        table.add_column(header)
+    for task, metrics in figures.items():
+        for name, value in metrics.items():
+            if name != "alias" and isinstance(value, int | float):
+                table.add_row(Text(task), Text(name), _shown(value))
+    return table
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

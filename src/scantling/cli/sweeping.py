@@ -1,0 +1,147 @@
+"""`scantling sweep`: a grid of recipes, its progress and its table."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console, show_warnings
+from scantling.cli.fitting import pairs
+from scantling.errors import UserError
+from scantling.reporting.format import format_number, format_seconds
+from scantling.sweeping.grid import Case, cases, names_of, select, shown
+from scantling.sweeping.runner import Runner, Watcher
+from scantling.sweeping.schema import Sweep, load_sweep
+from scantling.sweeping.table import Row
+
+
+def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str], retry: bool, dry_run: bool) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("sweep starts its runs itself, on one machine each; call it without torchrun")
+    console = make_console()
+    show_warnings(make_console(stderr=True))
+    read, base = load_sweep(path, settings)
+    grid = cases(read, base, path)
+    chosen = select(grid, pairs("--only", only))
+    runner = Runner(read, grid, jobs=jobs, retry=retry, watcher=SweepProgress(console))
+    if dry_run:
+        console.print(_grid_table(read, chosen, runner.states()))
+        total = format_number(sum(case.num_tokens for case in chosen))
+        console.print(f"{len(chosen)} runs, {total} tokens; every recipe is valid; nothing was run", markup=False)
+        return 0
+    outcome = runner.run(chosen)
+    states = Counter(outcome.rows[case.key]["state"] if case.key in outcome.rows else "waiting" for case in chosen)
+    listed = ", ".join(f"{count} {state}" for state, count in states.items())
+    console.print(f"{len(chosen)} runs: {listed}", markup=False)
+    for case in chosen:
+        row = outcome.rows.get(case.key, {})
+        if row.get("error"):
+            console.print(f"{case.label}: {row['error']}", markup=False)
+    console.print(f"table       {read.table_path}", markup=False)
+    if states.get("failed") and not outcome.stopped:
+        console.print("failed runs stay so; try them again with --retry", markup=False)
+    if outcome.stopped or states.get("stopped") or outcome.busy:
+        console.print("go on with the same command", markup=False)
+        return 3
+    return 1 if states.get("failed") else 0
+
+
+def _grid_table(read: Sweep, chosen: Sequence[Case], rows: Mapping[str, Row]) -> Table:
+    table = Table(title=Text(f"{read.name} → {read.folder}"), title_justify="left")
+    names = names_of(read)
+    for name in names.values():
+        table.add_column(Text(name))
+    for header in ("N", "D"):
+        table.add_column(header, justify="right")
+    table.add_column("state")
+    for case in chosen:
+        values = [Text(shown(case.values[key])) for key in names]
+        sizes = (format_number(case.num_parameters), format_number(case.num_tokens))
+        table.add_row(*values, *sizes, rows[case.key]["state"] if case.key in rows else "waiting")
+    return table
+
+
+class SweepProgress(Watcher):
+    """A bar for the whole, by N D, and one for each run on a terminal; plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars: Progress | None = None
+        self._whole: TaskID | None = None
+        self._of_run: dict[str, TaskID] = {}
+        self._done: dict[str, float] = {}
+        self._ended = self._count = 0
+        self._work = self._last_line = 0.0
+
+    @property
+    def share(self) -> float:
+        """How much is done of what there was to do, by N D."""
+        return sum(self._done.values()) / self._work
+
+    def start(self, settled: Sequence[Case], waiting: Sequence[Case]) -> None:
+        self._ended, self._count = len(settled), len(settled) + len(waiting)
+        self._work = sum(case.work for case in waiting)
+        if settled:
+            self._console.print(f"{len(settled)} of {self._count} runs are settled already", markup=False)
+        if not self._console.is_terminal or not waiting:
+            return
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=BAR_WIDTH))
+        figures = TextColumn("{task.fields[figures]}", markup=False)
+        self._bars = Progress(*columns, figures, TimeRemainingColumn(compact=True), console=self._console)
+        self._whole = self._bars.add_task("all runs", total=1.0, figures="")
+        self._bars.start()
+        self._update()
+
+    def begin(self, case: Case, what: str) -> None:
+        if self._bars is None:
+            self._console.print(f"{case.label}: {what}", markup=False)
+        elif case.key not in self._of_run:
+            self._of_run[case.key] = self._bars.add_task(case.label, total=case.recipe.train.steps, figures=what)
+        else:
+            self._bars.update(self._of_run[case.key], figures=what)
+
+    def progress(self, case: Case, record: Mapping[str, Any]) -> None:
+        steps, before = case.recipe.train.steps, self._done.get(case.key, 0.0)
+        self._done[case.key] = case.work * record["step"] / steps
+        if self._done[case.key] == before:
+            return
+        figures = f"{record['step']}/{steps}  loss {record['loss']:.3f}"
+        if self._bars is not None:
+            self._bars.update(self._of_run[case.key], completed=record["step"], figures=figures)
+            self._update()
+        elif (now := time.monotonic()) - self._last_line >= PLAIN_INTERVAL_S:
+            self._last_line = now
+            self._console.print(f"{case.label}: {figures}", markup=False)
+
+    def end(self, case: Case, row: Row) -> None:
+        self._ended += row["state"] != "stopped"
+        self._done[case.key] = case.work
+        loss = f", loss {float(row['loss']):.4f}" if row.get("loss") else ""
+        seconds = f", {format_seconds(float(row['seconds']))}" if row.get("seconds") else ""
+        problem = f": {row['error']}" if row["error"] else ""
+        line = f"{self._ended}/{self._count}  {case.label}: {row['state']}{problem}{loss}{seconds}"
+        self._console.print(line, markup=False)
+        if self._bars is not None:
+            if case.key in self._of_run:
+                self._bars.remove_task(self._of_run.pop(case.key))
+            self._update()
+
+    def message(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def close(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def _update(self) -> None:
+        if self._bars is not None and self._whole is not None:
+            figures = f"{self._ended}/{self._count}"
+            self._bars.update(self._whole, completed=self.share, figures=figures)

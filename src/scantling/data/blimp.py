@@ -1,0 +1,84 @@
+"""Minimal pairs: two sentences that differ in one point, of which one is acceptable, in the form of BLiMP's files.
+
+Source: Warstadt et al., "BLiMP: The Benchmark of Linguistic Minimal Pairs for English" (arXiv 1912.00582).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scantling.data.files import PACKED, expand
+from scantling.data.tables import CsvSource, JsonlSource, TableFiles, check_columns, shown_kind
+from scantling.errors import UserError
+from scantling.recipe.schema import Fields
+
+GOOD, BAD = "sentence_good", "sentence_bad"
+_KINDS: dict[str, type[TableFiles]] = {".jsonl": JsonlSource, ".csv": CsvSource}
+
+
+@dataclass(frozen=True, slots=True)
+class MinimalPair:
+    """Two sentences.
+
+    Attributes:
+        good: the acceptable one.
+        bad: the other.
+        phenomenon: what they test: the column `linguistics_term`, or the name of the file.
+        paradigm: the column `UID`, or the name of the file.
+    """
+
+    good: str
+    bad: str
+    phenomenon: str
+    paradigm: str
+
+
+def read_pairs(given: Sequence[str]) -> list[MinimalPair]:
+    """The pairs of JSON-lines and CSV files with the columns `sentence_good` and `sentence_bad`, compressed or not.
+
+    Args:
+        given: files, globs, or folders, of which all files of these kinds are read.
+
+    Raises:
+        UserError: a file is missing, cannot be read, has other columns, or holds no pair.
+    """
+    pairs = []
+    for path in _files(given):
+        found = list(_pairs(path))
+        if not found:
+            raise UserError(f"{path} holds no minimal pair: there is no row in it")
+        pairs += found
+    return pairs
+
+
+def _files(given: Sequence[str]) -> list[Path]:
+    found: list[Path] = []
+    for each in given:
+        folder = Path(each).expanduser()
+        if not folder.is_dir():
+            found += expand(each, "minimal pairs")
+            continue
+        inside = sorted(path for path in folder.iterdir() if path.is_file() and _kind(path) in _KINDS)
+        if not inside:
+            raise UserError(f"minimal pairs: there is no {' and no '.join(_KINDS)} file in the folder {folder}")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def _kind(path: Path) -> str:
+    """The ending that tells the form, below that of a packed file."""
+    return (path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower()
+
+
+def _pairs(path: Path) -> Iterator[MinimalPair]:
+    if _kind(path) not in _KINDS:
+        raise UserError(f"minimal pairs: {path} is neither {' nor '.join(_KINDS)} (or these with {', '.join(PACKED)})")
+    name = path.name.partition(".")[0]
+    for where, row in _KINDS[_kind(path)]([path], Fields()).rows(path):
+        check_columns((GOOD, BAD), list(row), where)
+        for column in (GOOD, BAD):
+            if not isinstance(row[column], str) or not row[column].strip():
+                raise UserError(f"{where}: column '{column}' must hold a sentence; given {shown_kind(row[column])}")
+        yield MinimalPair(row[GOOD], row[BAD], str(row.get("linguistics_term") or name), str(row.get("UID") or name))

@@ -1,0 +1,91 @@
+"""Keys, values and queries in few bits, inside the attention of transformers models.
+
+The attention functions of transformers are looked up by the name that `model.config._attn_implementation` holds
+(`AttentionInterface`). A function of the same kind that rounds its arguments first is registered beside the one in use,
+and the model is told to take it. Keys are rounded after their rotation, with what is in the cache already: what a cache
+in this format would hold. The name is not saved with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from scantling.errors import UserError
+from scantling.precision.quantizer import Quantizer
+
+_BASES: dict[str, str] = {}
+"""The attention function beneath each that was registered here."""
+
+
+def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Quantizer | None) -> None:
+    """Let a model's attention take its arguments in few bits.
+
+    Args:
+        model: of transformers, with an attention function that has a name, such as `sdpa`.
+        kv_cache: of keys and values, (batch, heads, tokens, size of a head), each with scales of its own; channels are
+            those of a head.
+        queries: of queries, of the same shape.
+
+    Raises:
+        UserError: a model whose attention cannot be changed.
+    """
+    base = implementation(model)
+    if base is None:
+        raise UserError(
+            f"kv_cache and queries are quantized in the attention of transformers models; this {type(model).__name__} "
+            "has none that can be set by name"
+        )
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    if base not in ALL_ATTENTION_FUNCTIONS:
+        raise UserError(
+            f"attention {base!r} belongs to each model and cannot be wrapped; call "
+            "model.set_attn_implementation('sdpa') first"
+        )
+    name = f"{base}, keys and values {kv_cache}, queries {queries}".replace(" None", " whole")
+    if name not in _BASES:
+        AttentionInterface.register(name, _rounding(ALL_ATTENTION_FUNCTIONS[base], kv_cache, queries))
+        AttentionMaskInterface.register(name, _mask_of(base))
+        _BASES[name] = base
+    model.set_attn_implementation(name)  # type: ignore[operator]
+
+
+def restore_attention(model: nn.Module) -> None:
+    """Give a model the attention that it had before `quantize_attention`."""
+    base = _BASES.get(implementation(model) or "")
+    if base is not None:
+        model.set_attn_implementation(base)  # type: ignore[operator]
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether `quantize_attention` is in force."""
+    return implementation(model) in _BASES
+
+
+def implementation(model: nn.Module) -> str | None:
+    """The name of a model's attention function; None where it has none."""
+    if not hasattr(model, "set_attn_implementation") or not model._can_set_attn_implementation():  # type: ignore[operator]
+        return None
+    name: str | None = model.config._attn_implementation  # type: ignore[union-attr,assignment]
+    return name
+
+
+def _rounding(function: Any, kv_cache: Quantizer | None, queries: Quantizer | None) -> Callable[..., Any]:
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Any:
+        if queries is not None:
+            query = queries(query, axis=-1)
+        if kv_cache is not None:
+            key, value = kv_cache(key, axis=-1), kv_cache(value, axis=-1)
+        return function(module, query, key, value, *args, **settings)
+
+    return attention
+
+
+def _mask_of(base: str) -> Any:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    return ALL_MASK_ATTENTION_FUNCTIONS[base]

@@ -1,0 +1,20 @@
+"""GPT-2's Conv1D, a linear layer whose weight is (in, out), in few bits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from scantling.precision.layers import LayerFormats, described
+
+
+class QuantizedConv1D(Conv1D):  # type: ignore[misc,no-any-unimported,unused-ignore]
+    """`Conv1D` in few bits, made by `quantize_training`."""
+
+    formats: LayerFormats
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.formats.product(x, self.weight.t(), self.bias)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {described(self.formats)})"

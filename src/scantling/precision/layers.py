@@ -1,0 +1,142 @@
+"""Layers that multiply in few bits, and keep their weights as they were.
+
+A layer changes its class in place, so that its name, parameters, hooks and ties stay:
+
+    nn.Linear       QuantizedLinear        y = qa(x) qw(W)^T + b
+    Conv1D          QuantizedConv1D        y = qa(x) qw(W) + b, see `conv1d.py`
+    nn.Embedding    QuantizedEmbedding     rows of qw(W)
+
+The backward pass multiplies by what the forward pass did, the gradient of the result times qw(W) and times qa(x)
+(straight-through); with a format of gradients, by the rounded gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scantling.precision.products import Multiply
+from scantling.precision.quantizer import Quantizer
+
+
+@dataclass(frozen=True)
+class LayerFormats:
+    """What is quantised in a layer; None for nothing.
+
+    Attributes:
+        weights: with a scale for each output where the granularity is `channel`.
+        activations: what comes in.
+        gradients: of what goes out, before they are multiplied.
+        multiply: products of integers or fp8 in place of simulated ones.
+    """
+
+    weights: Quantizer | None = None
+    activations: Quantizer | None = None
+    gradients: Quantizer | None = None
+    multiply: Multiply | None = None
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """y = x W^T + bias in these formats: (..., in) by (out, in) to (..., out)."""
+        if self.matmul is not None:
+            y = self.matmul(x, weight.t())
+            return y if bias is None else y + bias.to(y.dtype)
+        x, weight = self.input(x), self.matrix(weight)
+        if self.gradients is None:
+            return nn.functional.linear(x, weight, bias)
+        y = self.output(nn.functional.linear(x, weight))
+        return y if bias is None else y + bias.to(y.dtype)
+
+    @property
+    def matmul(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """The product of the hardware, of (..., k) and (k, n); None where products are simulated."""
+        if self.multiply is None or self.activations is None or self.weights is None:
+            return None
+        return partial(self.multiply, activations=self.activations, weights=self.weights, gradients=self.gradients)
+
+    def input(self, x: Tensor) -> Tensor:
+        """What a layer computes with in place of its input."""
+        return x if self.activations is None or self.multiply is not None else self.activations(x)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """What a layer computes with in place of its weight, (out, in)."""
+        return weight if self.weights is None else self.weights(weight, axis=0)
+
+    def core(self, core: Tensor) -> Tensor:
+        """What a layer of cores computes with in place of a core (r, modes..., r'), as the matrix (r modes..., r').
+
+        Products of the hardware round the blocks of cores that they multiply instead.
+        """
+        if self.weights is None or self.multiply is not None:
+            return core
+        return self.matrix(core.reshape(-1, core.shape[-1]).t()).t().reshape(core.shape)
+
+    def output(self, y: Tensor) -> Tensor:
+        """A product, with a gradient that is rounded on its way back."""
+        if self.gradients is None or self.multiply is not None or not y.requires_grad:
+            return y
+        return _RoundedGradient.apply(y, self.gradients)  # type: ignore[no-any-return,no-untyped-call]
+
+    def rows(self, table: Tensor, indices: Tensor, found: Tensor) -> Tensor:
+        """Rows of a table that were looked up, quantised as the whole table would be.
+
+        Args:
+            table: (num_embeddings, embedding_dim).
+            indices: of the rows.
+            found: the rows, (..., embedding_dim).
+        """
+        if self.weights is None:
+            return found
+        if self.weights.granularity == "tensor" or self.weights.scales == "fp8":  # a scale of all rows
+            return nn.functional.embedding(indices, self.matrix(table))
+        by_row = self.weights if self.weights.granularity == "group" else self.weights.by("token")
+        return by_row(found)
+
+
+class QuantizedLinear(nn.Linear):
+    """`nn.Linear` in few bits, made by `quantize_training`."""
+
+    formats: LayerFormats
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.formats.product(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {described(self.formats)}"
+
+
+class QuantizedEmbedding(nn.Embedding):
+    """`nn.Embedding` in few bits, made by `quantize_training`; gradients are dense."""
+
+    formats: LayerFormats
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.formats.rows(self.weight, input, super().forward(input))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {described(self.formats)}"
+
+
+class _RoundedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, quantizer: Quantizer) -> Tensor:
+        ctx.quantizer = quantizer
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.quantizer(grads[0]), None
+
+
+def described(formats: LayerFormats) -> str:
+    """The formats in words, as they are printed with the model."""
+    parts = [
+        f"{name}={getattr(formats, name)}"
+        for name in ("weights", "activations", "gradients")
+        if getattr(formats, name) is not None
+    ]
+    return ", ".join(parts if formats.multiply is None else [*parts, f"compute={formats.multiply.name}"])

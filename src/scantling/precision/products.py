@@ -1,0 +1,175 @@
+"""Products of matrices of few bits by the hardware's own instructions, in place of simulated ones.
+
+Codes are multiplied as int8 (`torch._int_mm`) or as fp8 (`torch._scaled_mm`), and scaled after:
+
+    y = (Cx Cw^T) * sx * sw^T,    x = Cx * sx (a scale for the tensor, or for each token),
+                                  W = Cw * sw (a scale for the tensor, or for each output)
+
+With a format of gradients the two products of the backward pass are of codes as well. What would stand within a sum,
+the scale of an output or of a token, is multiplied into the gradient before that is rounded, so that neither x nor W is
+rounded again:
+
+    dx = q(g * sw^T) Cw,    dW = q((g * sx)^T) Cx
+
+with a scale for each row of what is rounded. Without one the backward pass multiplies by the numbers the codes stand
+for, in the dtype of the gradient.
+
+On a GPU, int8 needs more than 16 rows and fp8 a compute capability of 8.9, both dims in multiples of 16: rows and
+columns of zeros are added.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from scantling.errors import UserError
+from scantling.numerics.formats import FloatFormat, Format, IntFormat
+from scantling.precision.quantizer import Quantizer
+
+Compute: TypeAlias = Literal["int8", "fp8"]
+
+
+class Multiply:
+    """A kind of product.
+
+    Args:
+        name: `int8` or `fp8`.
+
+    Raises:
+        UserError: another name.
+    """
+
+    def __init__(self, name: Compute) -> None:
+        if name not in get_args(Compute):
+            raise UserError(f"compute must be one of {', '.join(get_args(Compute))}; given {name!r}")
+        self.name = name
+
+    def check(self, quantizer: Quantizer | None, what: str) -> None:
+        """See that numbers of this format can be multiplied.
+
+        Args:
+            quantizer: of them.
+            what: `weights`, `activations` or `gradients`.
+
+        Raises:
+            UserError: they cannot.
+        """
+        if quantizer is None:
+            raise UserError(f"compute={self.name!r} multiplies weights and activations: give a format for {what}")
+        if self._dtype(quantizer.format) is None:
+            fitting = "int2 to int8" if self.name == "int8" else "fp8_e4m3, fp8_e5m2 and the smaller floats within them"
+            raise UserError(f"compute={self.name!r} takes {what} of {fitting}; given {quantizer.format.name}")
+        allowed = {"weights": ("tensor", "channel"), "activations": ("tensor", "token")}.get(what)
+        if allowed is not None and quantizer.granularity not in allowed:
+            raise UserError(
+                f"compute={self.name!r} takes {what} by {' or by '.join(allowed)}; given granularity "
+                f"{quantizer.granularity!r}"
+            )
+
+    def check_device(self, device: torch.device) -> None:
+        """See that a device has such products.
+
+        Raises:
+            UserError: it has not.
+        """
+        if self.name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            raise UserError(
+                f"{torch.cuda.get_device_name(device)} has no fp8 products; leave out compute='fp8' to simulate them"
+            )
+
+    def __call__(
+        self, x: Tensor, matrix: Tensor, *, activations: Quantizer, weights: Quantizer, gradients: Quantizer | None
+    ) -> Tensor:
+        """x matrix: (..., k) by (k, n) to (..., n), in the dtype of x, of autocast where that is on.
+
+        Args:
+            x, matrix: floats.
+            activations: of x.
+            weights: of the matrix, whose columns are the channels.
+            gradients: of the result; None leaves them whole.
+        """
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        flat = x.reshape(-1, x.shape[-1])
+        y = _Product.apply(flat, matrix.t(), activations, weights, gradients, self)  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+
+    def of_codes(self, a: Tensor, b: Tensor, formats: tuple[Format, Format]) -> Tensor:
+        """a b for codes (m, k) and (k, n): fp32 (m, n)."""
+        kinds = [self._dtype(each) for each in formats]
+        if kinds[0] is None or kinds[1] is None:
+            raise AssertionError(f"{formats} were checked")
+        (rows, inner), columns = a.shape, b.shape[1]
+        if a.is_cuda:
+            a = torch.nn.functional.pad(a, (0, -inner % 16, 0, max(-rows % 16, 32 - rows)))
+            b = torch.nn.functional.pad(b, (0, -columns % 16, 0, -inner % 16))
+        a, b = a.to(kinds[0]).contiguous(), b.t().to(kinds[1]).contiguous().t()
+        if self.name == "int8":
+            y = torch._int_mm(a, b).float()
+        else:
+            one = torch.ones((), device=a.device)
+            y = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32)
+        return y[:rows, :columns]
+
+    def _dtype(self, format: Format) -> torch.dtype | None:
+        """In which the codes are multiplied; None where it does not hold them."""
+        if self.name == "int8":
+            return torch.int8 if isinstance(format, IntFormat) and format.bits <= 8 else None
+        if not isinstance(format, FloatFormat):
+            return None
+        if format.exponent <= 4 and format.mantissa <= 3:
+            return torch.float8_e4m3fn
+        return torch.float8_e5m2 if format.exponent <= 5 and format.mantissa <= 2 else None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        activations: Quantizer,
+        weights: Quantizer,
+        gradients: Quantizer | None,
+        multiply: Multiply,
+    ) -> Tensor:
+        of_x, of_weight = activations.encode(x), weights.encode(weight, axis=0)
+        formats = (activations.format, weights.format)
+        narrow = [multiply._dtype(each) for each in formats]
+        codes_x, codes_weight = of_x.codes.to(narrow[0]), of_weight.codes.to(narrow[1])
+        y = multiply.of_codes(codes_x, codes_weight.t(), formats) * of_x.scale * of_weight.scale.t()
+        ctx.save_for_backward(codes_x, of_x.scale, codes_weight, of_weight.scale)
+        ctx.settings = formats, gradients, multiply, weight.dtype
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        codes_x, scale_x, codes_weight, scale_weight = ctx.saved_tensors
+        formats, gradients, multiply, weight_dtype = ctx.settings
+        of_x = of_weight = None
+        if gradients is None:
+            if ctx.needs_input_grad[0]:
+                of_x = grad @ (codes_weight.float() * scale_weight).to(grad.dtype)
+            if ctx.needs_input_grad[1]:
+                of_weight = grad.t() @ (codes_x.float() * scale_x).to(grad.dtype)
+        else:
+            by_row = gradients.by("token")
+            if ctx.needs_input_grad[0]:
+                one = by_row.encode(grad.float() * scale_weight.t())
+                of_x = multiply.of_codes(one.codes, codes_weight, (by_row.format, formats[1])) * one.scale
+            if ctx.needs_input_grad[1]:
+                one = by_row.encode((grad.float() * scale_x).t())
+                of_weight = multiply.of_codes(one.codes, codes_x, (by_row.format, formats[0])) * one.scale
+        return (
+            None if of_x is None else of_x.to(grad.dtype),
+            None if of_weight is None else of_weight.to(weight_dtype),
+            None,
+            None,
+            None,
+            None,
+        )

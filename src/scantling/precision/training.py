@@ -1,0 +1,213 @@
+"""`quantize_training`: train a model whose weights, activations, keys and values are rounded to few bits.
+
+Source: Kumar et al., "Scaling Laws for Precision", arXiv 2411.04330, section 2: the forward pass is rounded, weights
+with a scale for each output, activations with one for the tensor; gradients pass as if nothing had been rounded. We
+add formats other than integers, other granularities, the rounding of gradients, layers of cores, and products of the
+hardware.
+
+A layer of cores (`scantling.tensorize`) rounds its cores, each with a scale for every index of its last bond, and its
+input; the products in between are not rounded. With products of the hardware it rounds what these multiply: merged
+blocks of cores, the input, and the products in between.
+
+Cost: nothing is stored in few bits while the model trains, and rounding takes passes over weights and activations. The
+autograd graph holds the rounded weights and activations beside the master weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from scantling.errors import UserError
+from scantling.numerics.words import Granularity
+from scantling.precision.attention import is_quantized, quantize_attention, restore_attention
+from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
+from scantling.precision.products import Compute, Multiply
+from scantling.precision.quantizer import Quantizer
+
+logger = logging.getLogger(__name__)
+
+Filter: TypeAlias = Callable[[str, nn.Module], bool]
+Given: TypeAlias = Quantizer | str | Mapping[str, Any]
+
+
+def quantize_training(
+    model: nn.Module,
+    *,
+    weights: Given | None = None,
+    activations: Given | None = None,
+    kv_cache: Given | None = None,
+    queries: Given | None = None,
+    gradients: Given | None = None,
+    compute: Compute | None = None,
+    filter_fn: Filter | None = None,
+) -> nn.Module:
+    """Round what a model computes with to few bits while it trains, in place.
+
+    Layers that are quantized are `nn.Linear`, the Conv1D of transformers, and layers of cores; the output layer that
+    `get_output_embeddings()` names and embeddings are left alone, unless `filter_fn` takes them. Subclasses of those
+    layers are left alone, since they may compute more. Parameters, their names, ties and hooks stay as they are, so
+    that optimizers and checkpoints know nothing of it: they hold the weights that are not rounded.
+
+    Args:
+        model: any module; of transformers for `kv_cache` and `queries`.
+        weights: a format by name (`int8`, `fp8_e4m3`, `mxfp4_e2m1`, ...), a mapping such as {"format": "int4",
+            "group_size": 64}, or a `Quantizer`; by name with a scale for each output.
+        activations: of the inputs of layers; by name with one scale for the tensor.
+        kv_cache: of keys and values within the attention; by name with one scale for each of the two.
+        queries: of queries there.
+        gradients: of the results of layers, in both products of the backward pass; by name with one scale for the
+            tensor.
+        compute: None simulates the formats; `int8` and `fp8` multiply such numbers by the hardware's own instructions.
+            Formats of weights and activations are needed then.
+        filter_fn: says of the name of a layer and the layer whether to quantize it.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: nothing to quantize, formats that do not exist, do not go together or that the hardware lacks, or a
+            model that is quantized already.
+
+    Source: Kumar et al., arXiv 2411.04330, sections 2 and 4.
+
+    Example:
+        >>> model = sc.quantize_training(model, weights="int8", activations="int8", kv_cache="int8")
+    """
+
+    def quantizer(given: Given | None, granularity: Granularity = "tensor") -> Quantizer | None:
+        return None if given is None else Quantizer.of(given, granularity)
+
+    formats = LayerFormats(
+        quantizer(weights, "channel"),
+        quantizer(activations),
+        quantizer(gradients),
+        None if compute is None else Multiply(compute),
+    )
+    of_layers = any(each is not None for each in (formats.weights, formats.activations, formats.gradients))
+    of_attention = quantizer(kv_cache), quantizer(queries)
+    if not of_layers and of_attention == (None, None):
+        raise UserError("quantize_training: give a format for weights, activations, kv_cache, queries or gradients")
+    if is_quantized(model) or any(_is_quantized(module) for module in model.modules()):
+        raise UserError("quantize_training: the model is quantized already; call scantling.precision.restore first")
+    if formats.multiply is not None:
+        _check_products(model, formats, formats.multiply)
+    chosen = _chosen(model, filter_fn) if of_layers else {}
+    if of_layers and not chosen:
+        raise UserError(_nothing(model, filter_fn))
+    if of_attention != (None, None):
+        quantize_attention(model, *of_attention)
+    for module in chosen.values():
+        _quantize(module, formats)
+    return model
+
+
+def restore(model: nn.Module, *, weights: Literal["master", "rounded"] = "master") -> nn.Module:
+    """Give a model back the layers and the attention it had before `quantize_training`, in place.
+
+    Args:
+        model: quantized or not.
+        weights: `master` leaves the parameters as they are; `rounded` writes into them what the model computed with.
+
+    Returns:
+        The model.
+    """
+    restore_attention(model)
+    rounded: set[int] = set()
+    for module in model.modules():
+        if not _is_quantized(module):
+            continue
+        if weights == "rounded":
+            _round_weights(module, rounded)
+        if _holds_cores(module):
+            module.formats = None  # type: ignore[assignment]
+        else:
+            module.__class__ = type(module).__bases__[0]
+            del module.formats
+    return model
+
+
+@torch.no_grad()
+def _round_weights(module: nn.Module, done: set[int]) -> None:
+    formats: LayerFormats = module.formats  # type: ignore[assignment]
+    if _holds_cores(module):
+        rounded = [(core, formats.core(core)) for core in module.cores]  # type: ignore[union-attr]
+    else:
+        weight = module.get_parameter("weight")
+        is_transposed = _is_conv1d_class(type(module).__bases__[0])
+        rounded = [(weight, formats.matrix(weight.t()).t() if is_transposed else formats.matrix(weight))]
+    for parameter, value in rounded:
+        if id(parameter) not in done:  # a head that is tied to its embedding
+            done.add(id(parameter))
+            parameter.copy_(value)
+
+
+def _quantize(module: nn.Module, formats: LayerFormats) -> None:
+    if not _holds_cores(module):
+        module.__class__ = _quantized_class(type(module))
+    module.formats = formats  # type: ignore[assignment]
+
+
+def _chosen(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
+    """The layers to quantize, by name."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    chosen = {}
+    for name, module in model.named_modules():
+        if not _can_be_quantized(module):
+            continue
+        is_table = isinstance(module, nn.Embedding) or (_holds_cores(module) and not hasattr(module, "in_features"))
+        if filter_fn(name, module) if filter_fn is not None else not is_table and module is not head:
+            chosen[name] = module
+    return chosen
+
+
+def _check_products(model: nn.Module, formats: LayerFormats, multiply: Multiply) -> None:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    multiply.check_device(device)
+    multiply.check(formats.weights, "weights")
+    multiply.check(formats.activations, "activations")
+    if formats.gradients is not None:
+        multiply.check(formats.gradients, "gradients")
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "formats", None), LayerFormats)
+
+
+def _holds_cores(module: nn.Module) -> bool:
+    """Whether this is a layer of cores: it rounds its cores and its input itself, by the formats it is given."""
+    return isinstance(getattr(module, "cores", None), nn.ParameterList) and hasattr(module, "formats")
+
+
+def _is_conv1d_class(kind: type) -> bool:
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _can_be_quantized(module: nn.Module) -> bool:
+    if _holds_cores(module):
+        return True
+    known = type(module) in (nn.Linear, nn.Embedding) or _is_conv1d_class(type(module))
+    weight = module._parameters.get("weight")  # not there where `weight_norm` and the like compute it
+    return known and weight is not None and weight.is_floating_point()
+
+
+def _quantized_class(kind: type) -> type:
+    if _is_conv1d_class(kind):
+        from scantling.precision.conv1d import QuantizedConv1D
+
+        return QuantizedConv1D
+    return QuantizedLinear if kind is nn.Linear else QuantizedEmbedding
+
+
+def _nothing(model: nn.Module, filter_fn: Filter | None) -> str:
+    count = sum(_can_be_quantized(module) for module in model.modules())
+    if filter_fn is not None and count:
+        return f"quantize_training: filter_fn takes none of the {count} layers of this {type(model).__name__}"
+    return (
+        f"quantize_training: this {type(model).__name__} has no linear layers that can be quantized (subclasses of "
+        "them, embeddings and the output layer are left alone)"
+    )

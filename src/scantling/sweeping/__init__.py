@@ -1,0 +1,1 @@
+"""Grids of recipes: what a sweep says, how it is run, and the table of its runs."""

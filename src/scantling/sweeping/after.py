@@ -1,0 +1,108 @@
+"""What is evaluated after a run has come to its end, each in further columns of the sweep's table.
+
+`python -m scantling.sweeping.after RUN SETTINGS` does so in a process of its own, and leaves `after.json` in the folder
+of the run: for each evaluation what it was given and its figures. A further evaluation is an entry in `EVALUATIONS` and
+a key of the section `after`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scantling.errors import ScantlingError
+from scantling.files import write_json
+from scantling.sweeping.schema import After
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation; what the sweep's key holds is given to each function.
+
+    Attributes:
+        columns: the names of its figures.
+        check: raises a UserError where it cannot be done, before any run.
+        evaluate: its figures, of the run in a folder.
+    """
+
+    columns: Callable[[Any], list[str]]
+    check: Callable[[Any], object]
+    evaluate: Callable[[Path, Any], Figures]
+
+
+def _paths(given: Any) -> list[str]:
+    return [os.path.expandvars(path) for path in ([given] if isinstance(given, str) else given)]
+
+
+def _check_pairs(given: Any) -> None:
+    from scantling.data.blimp import read_pairs
+
+    read_pairs(_paths(given))
+
+
+def _evaluate_pairs(run_dir: Path, given: Any) -> Figures:
+    from scantling.training.minimal_pairs import evaluate_pairs
+
+    return {"minimal_pairs": evaluate_pairs(run_dir, _paths(given))["accuracy"]}
+
+
+EVALUATIONS = {"minimal_pairs": Evaluation(lambda _: ["minimal_pairs"], _check_pairs, _evaluate_pairs)}
+
+
+def given_settings(after: After) -> dict[str, Any]:
+    """The evaluations that a sweep asks for, by name."""
+    return after.model_dump(mode="json", exclude_none=True)
+
+
+def columns(settings: Mapping[str, Any]) -> list[str]:
+    """The columns of all of these evaluations."""
+    return [column for name, given in settings.items() for column in EVALUATIONS[name].columns(given)]
+
+
+def known_figures(run_dir: Path, settings: Mapping[str, Any]) -> Figures:
+    """The figures that the folder of a run holds already, of evaluations that were given the same."""
+    stored = _stored(run_dir)
+    known = (stored[name]["figures"] for name in settings if _is_done(stored, name, settings[name]))
+    return {column: value for figures in known for column, value in figures.items()}
+
+
+def missing(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The evaluations that are still to be done."""
+    stored = _stored(run_dir)
+    return {name: given for name, given in settings.items() if not _is_done(stored, name, given)}
+
+
+def _is_done(stored: Mapping[str, Any], name: str, given: Any) -> bool:
+    return name in stored and stored[name]["given"] == given
+
+
+def _stored(run_dir: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run_dir / "after.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def main(run_dir: str, settings: str) -> int:
+    """Do the evaluations that are missing, each recorded when it is done."""
+    folder = Path(run_dir)
+    try:
+        for name, given in missing(folder, json.loads(settings)).items():
+            figures = EVALUATIONS[name].evaluate(folder, given)
+            write_json(folder / "after.json", {**_stored(folder), name: {"given": given, "figures": figures}})
+    except ScantlingError as error:
+        print(f"scantling: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

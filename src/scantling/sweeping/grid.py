@@ -1,0 +1,192 @@
+"""From a sweep to its runs: every combination as a checked recipe, or a list of all that is wrong with them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scantling.errors import Fault, RecipeError, UserError, did_you_mean
+from scantling.planning.plan import planned_size
+from scantling.recipe import Recipe, check_recipe
+from scantling.recipe.loading import set_key
+from scantling.sweeping.schema import Sweep
+from scantling.training.rundir import MAY_DIFFER
+
+logger = logging.getLogger(__name__)
+
+_SAME_RUN = MAY_DIFFER - {"train.eval_samples"}
+"""Keys without an effect on a run's row in the table."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a sweep.
+
+    Attributes:
+        key: what it is known by, a hash of its recipe.
+        label: what tells it from the others, for people.
+        values: of the sweep's keys, in their order; None for a key that its recipe does not have.
+        recipe: the checked recipe.
+        num_parameters: N, outside of embeddings and the output layer.
+        num_tokens: D.
+    """
+
+    key: str
+    label: str
+    values: Mapping[str, Any]
+    recipe: Recipe
+    num_parameters: int
+    num_tokens: int
+
+    @property
+    def work(self) -> float:
+        """How long the run takes, in a unit of its own: N D."""
+        return float(max(1, self.num_parameters) * self.num_tokens)
+
+
+def cases(sweep: Sweep, base: Mapping[str, Any], source: str = "sweep") -> list[Case]:
+    """The runs of a sweep in the order of its axes, the last one fastest; equal recipes are one run.
+
+    Args:
+        sweep: as read.
+        base: the recipe that all begin from, not checked.
+        source: what the sweep is called in messages.
+
+    Raises:
+        RecipeError: a recipe of the grid is wrong; all faults are listed, each with the settings that have it.
+        UserError: every combination is left out.
+    """
+    product = list(_product(sweep))
+    for unused in (each for each in sweep.leave_out if not any(_matches(each, given) for given in product)):
+        logger.warning("%s: leave_out matches no combination: %s", source, unused)
+    settings = [given for given in product if not any(_matches(each, given) for each in sweep.leave_out)]
+    if not settings:
+        raise UserError(f"{source}: leave_out leaves no run")
+    found: dict[str, Case] = {}
+    faults: dict[str, tuple[Fault, list[int]]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
+    for number, given in enumerate(settings):
+        content = copy.deepcopy(dict(base))
+        for key, value in given.items():
+            set_key(content, key.split("."), copy.deepcopy(value))
+        try:
+            case = _case(sweep, given, content, sizes)
+        except RecipeError as error:
+            problems = error.faults
+        except UserError as error:
+            problems = [Fault("", str(error))]
+        else:
+            found.setdefault(case.key, case)
+            continue
+        for fault in problems:
+            faults.setdefault(str(fault), (fault, []))[1].append(number)
+    if faults:
+        raise RecipeError([_placed(fault, numbers, settings) for fault, numbers in faults.values()], source)
+    return list(found.values())
+
+
+def select(chosen: Sequence[Case], where: Mapping[str, str]) -> list[Case]:
+    """The runs whose values, written as in the table, are these.
+
+    Raises:
+        UserError: a key that is not swept, or a value that no run has.
+    """
+    for key, value in where.items():
+        known = list(chosen[0].values) if chosen else []
+        if key not in known:
+            hint = did_you_mean(key, known)
+            raise UserError(
+                f"--only: '{key}' is not swept; swept are {', '.join(known)}" + (f" ({hint})" if hint else "")
+            )
+        left = [case for case in chosen if shown(case.values[key]) == value]
+        if not left:
+            there = ", ".join(dict.fromkeys(shown(case.values[key]) for case in chosen))
+            raise UserError(f"--only: no run has {key} = {value}; there is {there}")
+        chosen = left
+    return list(chosen)
+
+
+def shown(value: Any) -> str:
+    """A value as it stands in the table: empty for null, JSON for lists, mappings and truth values."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def names_of(sweep: Sweep) -> dict[str, str]:
+    """Short names of the keys that tell runs apart: of linked settings the first one, where that is enough."""
+    keys = list(sweep.axes)
+    for group in sweep.linked.values():
+        first = next(iter(group[0]))
+        values = [settings.get(first) for settings in group]
+        enough = all(next(iter(settings)) == first for settings in group) and len(set(map(shown, values))) == len(group)
+        keys += [first] if enough else [key for settings in group for key in settings]
+    keys = list(dict.fromkeys(keys))
+    ends = [key.rpartition(".")[2] for key in keys]
+    return {key: end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True)}
+
+
+def _product(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    axes = [[{key: value} for value in values] for key, values in sweep.axes.items()]
+    for combination in itertools.product(*axes, *sweep.linked.values()):
+        yield {key: value for settings in combination for key, value in settings.items()}
+
+
+def _matches(pattern: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether settings have the value, or one of the values, of every key of a pattern."""
+    return all(
+        key in given and (given[key] == wanted or (isinstance(wanted, list) and given[key] in wanted))
+        for key, wanted in pattern.items()
+    )
+
+
+def _case(sweep: Sweep, given: Mapping[str, Any], content: dict[str, Any], sizes: dict[str, tuple[int, int]]) -> Case:
+    label = " ".join(f"{name}={shown(given[key]) or 'null'}" for key, name in names_of(sweep).items() if key in given)
+    content["name"] = label.replace("/", "_")[:120]
+    recipe = check_recipe(content)
+    # paths as they are written, and no defaults: a run is the same one on another machine and in a later version
+    written = Recipe.model_validate(content).model_dump(mode="json", exclude_defaults=True)
+    for path in _SAME_RUN:
+        _drop(written, path.split("."))
+    key = hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()[:16]
+    all_keys = Recipe.model_validate(content).model_dump(mode="json")
+    values = {key: given[key] if key in given else _at(all_keys, key.split(".")) for key in sweep.keys}
+    shape = f"{recipe.model_dump_json(include={'model', 'data', 'tensor', 'precision'})} {recipe.batch_size}"
+    if shape not in sizes:
+        sizes[shape] = planned_size(recipe)
+    num_parameters, tokens = sizes[shape]
+    return Case(key, label, values, recipe, num_parameters, tokens * recipe.train.steps)
+
+
+def _placed(fault: Fault, numbers: Sequence[int], settings: Sequence[Mapping[str, Any]]) -> Fault:
+    """The fault with the one setting that all runs with it share and no others have, or with one of these runs."""
+    where = None
+    if len(numbers) < len(settings):
+        first = settings[numbers[0]]
+        for key, value in first.items():
+            if [n for n, each in enumerate(settings) if key in each and each[key] == value] == list(numbers):
+                where = f"where {key} = {shown(value) or 'null'}"
+                break
+        else:
+            others = f", and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+            where = "where " + ", ".join(f"{key} = {shown(value) or 'null'}" for key, value in first.items()) + others
+    hint = "; ".join(each for each in (fault.hint, where) if each)
+    return Fault(fault.path, fault.problem, fault.given, hint or None)
+
+
+def _at(content: Any, parts: Sequence[str]) -> Any:
+    for part in parts:
+        content = content.get(part) if isinstance(content, Mapping) else None
+    return content
+
+
+def _drop(content: dict[str, Any], parts: Sequence[str]) -> None:
+    inner = _at(content, parts[:-1])
+    if isinstance(inner, dict):
+        inner.pop(parts[-1], None)

@@ -1,0 +1,303 @@
+"""Runs the runs of a sweep, one after the other or several at once, each a process of its own.
+
+A run's folder is named by the hash of its recipe, so that a sweep can be stopped at any time and started again: what is
+done stays, what was in the middle goes on from its checkpoint, what is new is run. The table is written anew after each
+run. A row that says `done` counts also where the folder is not here, such as a table that came from another machine.
+
+    OUT/recipes/KEY.yaml   the recipe
+    OUT/runs/KEY/          the run, with log.txt: what it printed
+    OUT/runs.csv           the table
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scantling.errors import UserError
+from scantling.files import write_whole
+from scantling.recipe import dump_recipe
+from scantling.sweeping import after
+from scantling.sweeping.grid import Case
+from scantling.sweeping.schema import Sweep
+from scantling.sweeping.table import Row, done_row, read_table, row_of, with_figures, write_table
+from scantling.training.checkpoint import Checkpointer
+from scantling.training.distributed import Place
+from scantling.training.rundir import InUseError, RunDir
+from scantling.training.signals import StopSignal
+
+POLL_S = 0.2
+_STOPPED = 3
+"""The exit code of a run that a signal ended, after saving."""
+_MOST_ERROR = 500
+_TAIL = 1 << 16
+"""Bytes at the end of a file of records that hold its last line."""
+
+
+class Watcher:
+    """Is told how a sweep goes on; every method does nothing unless it is needed."""
+
+    def start(self, settled: Sequence[Case], waiting: Sequence[Case]) -> None:
+        """So many runs are settled already, so many are to be run."""
+
+    def begin(self, case: Case, what: str) -> None:
+        """A run begins, goes on, or is evaluated."""
+
+    def progress(self, case: Case, record: Mapping[str, Any]) -> None:
+        """A run has come to a step; `record` as in `metrics.jsonl`."""
+
+    def end(self, case: Case, row: Row) -> None:
+        """A run has ended."""
+
+    def message(self, text: str) -> None:
+        """Something worth a line happened."""
+
+    def close(self) -> None:
+        """The sweep is over, however it ended."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a sweep ended.
+
+    Attributes:
+        rows: the rows of the grid's runs that there are, by their keys.
+        stopped: whether a signal ended it.
+        busy: runs that were left out, since another process is at them.
+    """
+
+    rows: Mapping[str, Row]
+    stopped: bool
+    busy: Sequence[Case]
+
+
+@dataclass
+class _Job:
+    case: Case
+    process: subprocess.Popen[bytes]
+    log: Path
+    begins: int
+    row: Row | None
+    """Of the finished run whose evaluations these are; None for a training."""
+
+
+@dataclass
+class Runner:
+    """Runs what a sweep has not run yet.
+
+    Args:
+        sweep: as read.
+        grid: all of its runs.
+        jobs: runs at once, which share the cores.
+        retry: whether runs that failed are tried again.
+        watcher: is told of what happens.
+    """
+
+    sweep: Sweep
+    grid: Sequence[Case]
+    jobs: int = 1
+    retry: bool = False
+    watcher: Watcher = field(default_factory=Watcher)
+
+    def __post_init__(self) -> None:
+        self._settings = after.given_settings(self.sweep.after)
+        self._columns = after.columns(self._settings)
+        self._rows: dict[str, Row] = {}
+        self._busy: list[Case] = []
+
+    def states(self) -> dict[str, Row]:
+        """The rows of the runs that are there, from the table and the folders, by their keys; nothing is changed."""
+        known = read_table(self.sweep.table_path)
+        rows = {}
+        for case in self.grid:
+            folder, row = self._folder(case), known.get(case.key)
+            found = row if row is not None and row["state"] == "done" else done_row(case, folder) or row
+            if found is not None:
+                fresh = row_of(case, folder, found["state"])
+                kept = {name: value for name, value in found.items() if name not in fresh or name == "error"}
+                rows[case.key] = with_figures({**fresh, **kept}, after.known_figures(folder, self._settings))
+        return rows
+
+    def run(self, chosen: Sequence[Case]) -> Outcome:
+        """Run those of the chosen runs that are not settled, to their end or to a signal.
+
+        Raises:
+            UserError: another sweep is in this folder, or an evaluation cannot be done.
+            RunError: the table cannot be written.
+        """
+        for name, given in self._settings.items():
+            after.EVALUATIONS[name].check(given)
+        lock = RunDir(self.sweep.folder)
+        try:
+            lock.lock()
+        except InUseError:
+            raise UserError(f"another sweep is at work in {self.sweep.folder}; wait for it") from None
+        try:
+            self._rows = self.states()
+            waiting = [case for case in chosen if not self._settled(case)]
+            self.watcher.start([case for case in chosen if case not in waiting], waiting)
+            self._write()
+            stopped = self._work(waiting)
+        finally:
+            self.watcher.close()
+            lock.unlock()
+        return Outcome(self._rows, stopped, self._busy)
+
+    def _settled(self, case: Case) -> bool:
+        row = self._rows.get(case.key)
+        if row is None or row["state"] == "stopped":
+            return False
+        if row["state"] == "failed":
+            return not self.retry
+        return not self._missing(case)
+
+    def _missing(self, case: Case) -> dict[str, Any]:
+        """The evaluations of a finished run that are still to be done, where its folder is here."""
+        folder = self._folder(case)
+        return after.missing(folder, self._settings) if RunDir(folder).holds_run() else {}
+
+    def _work(self, waiting: Sequence[Case]) -> bool:
+        """Whether a signal came before all was done."""
+        queue, running = list(waiting), list[_Job]()
+        told = False
+        with StopSignal() as stop:
+            try:
+                while queue or running:
+                    if stop.received and not told:
+                        told = True
+                        queue.clear()
+                        self.watcher.message("stopping: each run saves after the step it is in")
+                        _signal(running)
+                    while queue and len(running) < self.jobs:
+                        running += self._start(queue.pop(0))
+                    for job in [job for job in running if job.process.poll() is not None]:
+                        running.remove(job)
+                        running += self._end(job, stopping=told)
+                    for job in running:
+                        if job.row is None and (record := _last_record(self._folder(job.case) / "metrics.jsonl")):
+                            self.watcher.progress(job.case, record)
+                    time.sleep(POLL_S)
+            finally:
+                _signal(running)  # a second one ends a run at once
+                for job in running:
+                    job.process.wait()
+        return told
+
+    def _start(self, case: Case) -> list[_Job]:
+        """Begin a run or go on with it; nothing where another process is at it."""
+        row = self._rows.get(case.key)
+        if row is not None and row["state"] == "done":
+            return self._evaluate(case, row)
+        folder = self._folder(case)
+        held = RunDir(folder)
+        try:
+            held.lock()
+        except InUseError as error:
+            self._busy.append(case)
+            self.watcher.message(f"{case.label}: left out, {error}")
+            return []
+        held.unlock()
+        recipe = self.sweep.folder / "recipes" / f"{case.key}.yaml"
+        write_whole(recipe, dump_recipe(case.recipe))
+        resumes = Checkpointer(held.checkpoints, Place(0, 1, torch.device("cpu"))).newest() is not None
+        how = "--resume" if resumes else "--force"
+        self.watcher.begin(case, "goes on" if resumes else "begins")
+        arguments = ["-m", "scantling", "train", str(recipe), "--run-dir", str(folder), how]
+        return [self._process(case, arguments, None)]
+
+    def _evaluate(self, case: Case, row: Row) -> list[_Job]:
+        settings = self._missing(case)
+        if not settings:
+            return []
+        self.watcher.begin(case, "is evaluated")
+        arguments = ["-m", "scantling.sweeping.after", str(self._folder(case)), json.dumps(settings)]
+        return [self._process(case, arguments, row)]
+
+    def _process(self, case: Case, arguments: Sequence[str], row: Row | None) -> _Job:
+        environment = dict(os.environ)
+        if self.jobs > 1:
+            environment.setdefault("OMP_NUM_THREADS", str(threads_a_job(self.jobs)))
+        log = self._folder(case) / "log.txt"
+        with open(log, "ab") as file:
+            begins = file.tell()
+            # in a session of its own: a Ctrl-C reaches the sweep alone, which passes on one signal, not two
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        return _Job(case, process, log, begins, row)
+
+    def _end(self, job: _Job, *, stopping: bool) -> list[_Job]:
+        """Record how a process ended; its evaluations follow a training that came to its end."""
+        case, folder, code = job.case, self._folder(job.case), job.process.returncode
+        if job.row is not None:
+            problem = "" if code == 0 or stopping else f"after the run: {_error(job, code)}"
+            row = with_figures({**job.row, "error": problem}, after.known_figures(folder, self._settings))
+        elif code == 0:
+            row = done_row(case, folder) or row_of(case, folder, "failed", f"ended early, see {job.log}")
+        elif code == _STOPPED or (stopping and code < 0):
+            row = row_of(case, folder, "stopped")
+        else:
+            row = row_of(case, folder, "failed", _error(job, code))
+        self._rows[case.key] = row
+        self._write()
+        following = self._evaluate(case, row) if job.row is None and row["state"] == "done" and not stopping else []
+        if not following:
+            self.watcher.end(case, row)
+        return following
+
+    def _write(self) -> None:
+        rows = [self._rows[case.key] for case in self.grid if case.key in self._rows]
+        write_table(self.sweep.table_path, self.sweep.keys, self._columns, rows)
+
+    def _folder(self, case: Case) -> Path:
+        return self.sweep.folder / "runs" / case.key
+
+
+def threads_a_job(jobs: int) -> int:
+    """How many threads a run has when several run at once."""
+    return max(1, len(os.sched_getaffinity(0)) // jobs)
+
+
+def _signal(running: Sequence[_Job]) -> None:
+    for job in running:
+        if job.process.poll() is None:
+            job.process.send_signal(signal.SIGTERM)
+
+
+def _error(job: _Job, code: int) -> str:
+    """Why a process failed, in one line: its own message, or the last line that it printed."""
+    if code < 0:
+        hint = ": out of memory?" if code == -signal.SIGKILL else ""
+        return f"ended by {signal.Signals(-code).name}{hint}, see {job.log}"
+    with open(job.log, "rb") as file:
+        file.seek(job.begins)
+        lines = file.read().decode("utf-8", "replace").strip().splitlines()
+    first = next((number for number, line in enumerate(lines) if line.startswith("scantling: error")), len(lines) - 1)
+    text = " ".join(line.strip() for line in lines[max(0, first) :]).removeprefix("scantling: error: ")
+    return text[:_MOST_ERROR] or f"exit code {code}, see {job.log}"
+
+
+def _last_record(metrics: Path) -> dict[str, Any] | None:
+    """The last whole line of a file of records that is being written."""
+    try:
+        with open(metrics, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            lines = file.read().split(b"\n")[:-1]
+        return dict(json.loads(lines[-1])) if lines else None
+    except (OSError, ValueError):
+        return None

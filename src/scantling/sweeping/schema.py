@@ -1,0 +1,122 @@
+"""The file of a sweep: its schema, and how it is read. Every fault of it is reported at once, as of a recipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from scantling.errors import Fault, RecipeError, did_you_mean
+from scantling.recipe.loading import apply_override, read_yaml, schema_faults
+from scantling.recipe.schema import Paths, Section, Text
+
+Settings = dict[Text, Any]
+Several = Annotated[list[Any], Field(min_length=1)]
+Group = Annotated[list[Annotated[Settings, Field(min_length=1)]], Field(min_length=1)]
+
+
+class After(Section):
+    """What each finished run is evaluated on; its figures are further columns of the table."""
+
+    minimal_pairs: Paths | None = None
+    """Files or folders of minimal pairs, as of `scantling eval --minimal-pairs`; the column is the accuracy."""
+
+
+class Sweep(Section):
+    """A grid of recipes: the product of all axes and of all groups of linked settings."""
+
+    name: Text | None = None
+    """Name of the sweep. Default: the file's name."""
+    base: Text | dict[str, Any]
+    """The recipe that all runs begin from: the path of a file, or the recipe itself."""
+    axes: dict[Text, Several] = Field(default_factory=dict)
+    """Dotted keys of the recipe, and the values that each takes: `{train.steps: [100, 200]}`."""
+    linked: dict[Text, Group] = Field(default_factory=dict)
+    """Settings that change together: by the name of a group, a list of mappings from keys to one value each."""
+    leave_out: list[Annotated[Settings, Field(min_length=1)]] = Field(default_factory=list)
+    """Combinations that are not run: where all keys of one mapping have the value, or one of a list of values."""
+    after: After = Field(default_factory=After)
+    """What each finished run is evaluated on."""
+    out: Text | None = None
+    """Folder of the runs. Default: `runs/<name>`."""
+    table: Text | None = None
+    """The table of the runs, CSV. Default: `runs.csv` in that folder."""
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys that the sweep sets, in order: the columns of the table that tell runs apart."""
+        linked = [key for group in self.linked.values() for settings in group for key in settings]
+        return list(dict.fromkeys([*self.axes, *linked]))
+
+    @property
+    def folder(self) -> Path:
+        """Where the runs go."""
+        return Path(os.path.expandvars(self.out or f"runs/{self.name or 'sweep'}")).expanduser()
+
+    @property
+    def table_path(self) -> Path:
+        """The file of the table."""
+        return Path(os.path.expandvars(self.table)).expanduser() if self.table else self.folder / "runs.csv"
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, dict[str, Any]]:
+    """Read a sweep, and the recipe that it begins from.
+
+    Args:
+        path: of a YAML file.
+        overrides: texts `a.b=c` that change the base recipe.
+
+    Returns:
+        The sweep, and its base as a mapping that is not checked yet.
+
+    Raises:
+        RecipeError: anything is wrong with the sweep's own keys; all faults are listed.
+        UserError: a file cannot be read.
+    """
+    path = Path(path)
+    content = read_yaml(path, "sweep", "base and axes")
+    content.setdefault("name", path.stem)
+    try:
+        sweep = Sweep.model_validate(content)
+    except ValidationError as error:
+        raise RecipeError(list(schema_faults(error, Sweep)), str(path)) from None
+    if faults := list(_faults(sweep)):
+        raise RecipeError(faults, str(path))
+    if isinstance(sweep.base, str):
+        base = read_yaml(Path(os.path.expandvars(sweep.base)).expanduser())
+    else:
+        base = dict(sweep.base)
+    for override in overrides:
+        apply_override(base, override)
+    return sweep, base
+
+
+def _faults(sweep: Sweep) -> Iterator[Fault]:
+    if not sweep.axes and not sweep.linked:
+        yield Fault("axes", "missing; give axes, linked settings, or both")
+    places = [("axes", set(sweep.axes))]
+    places += [(f"linked.{name}", {key for each in group for key in each}) for name, group in sweep.linked.items()]
+    seen: dict[str, str] = {}
+    for place, keys in places:
+        for key in sorted(keys):
+            path = f"{place}.{key}"
+            if not all(key.split(".")) or key == "name":
+                yield Fault(path, "is no key of a recipe that could be swept; give one such as train.steps")
+            for other, where in seen.items():
+                apart = place == where != "axes"  # settings of one group, of which a run has one
+                if not apart and (key == other or key.startswith(other + ".") or other.startswith(key + ".")):
+                    yield Fault(path, f"sets what {where}.{other} sets, too; give one of them")
+            seen[key] = place
+    for number, settings in enumerate(sweep.leave_out):
+        for key in settings:
+            if key not in seen:
+                allowed = f"is swept by no axis and no linked settings; swept are {', '.join(sweep.keys)}"
+                yield Fault(f"leave_out.{number}.{key}", allowed, None, did_you_mean(key, sweep.keys))
+
+
+def is_sweep(content: Mapping[str, Any]) -> bool:
+    """Whether a mapping is meant as a sweep rather than a recipe."""
+    return "base" in content

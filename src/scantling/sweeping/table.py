@@ -1,0 +1,89 @@
+"""The table of a sweep: one row a run, CSV, whole at any time. `scantling fit` reads it as it is.
+
+Columns: the keys that the sweep sets; `N`, parameters outside of embeddings and the output layer, before any ranks come
+down; `D`, tokens trained on; `loss`, held out, in nats; `state`: done, stopped or failed; `seconds` of all steps; those
+of the evaluations after the run; `run`, its folder; `error`, why it failed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from scantling.errors import UserError
+from scantling.files import write_whole
+from scantling.reporting.runs import read_run
+from scantling.sweeping.grid import Case, shown
+
+Row = dict[str, str]
+
+_FIGURES = ("N", "D", "loss", "state", "seconds")
+_LAST = ("run", "error")
+
+
+def read_table(path: Path) -> dict[str, Row]:
+    """The rows of a table by the keys of their runs; none where there is no table yet.
+
+    Raises:
+        UserError: the file cannot be read, or is another table.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+            header = reader.fieldnames or []
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"cannot read the table {path}: {error}") from None
+    if not {*_FIGURES, *_LAST} <= set(header):
+        raise UserError(f"{path} is no table of a sweep; name another file in the sweep's key table")
+    return {Path(row["run"]).name: row for row in rows}
+
+
+def write_table(path: Path, keys: Sequence[str], further: Sequence[str], rows: Iterable[Row]) -> None:
+    """Write the table anew, whole or not at all.
+
+    Args:
+        path: the file.
+        keys: that the sweep sets.
+        further: columns of the evaluations after the runs.
+        rows: in their order; a column that one lacks is empty.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    text = io.StringIO()
+    columns = [*keys, *_FIGURES, *further, *_LAST]
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue())
+
+
+def done_row(case: Case, run_dir: Path) -> Row | None:
+    """The row of a finished run, from its folder; None where it has not come to its end."""
+    if not (run_dir / "result.json").is_file():
+        return None
+    run = read_run(run_dir)
+    if run.status != "done" or run.steps[-1] != case.recipe.train.steps:
+        return None
+    seconds = float(np.nansum(run.column("step_s")))
+    figures = {"D": run.figure("tokens"), "loss": run.figure("eval_loss")}
+    cells = {name: shown(int(value) if name == "D" else value) for name, value in figures.items() if value is not None}
+    return {**row_of(case, run_dir, "done"), **cells, "seconds": f"{seconds:.3f}"}
+
+
+def row_of(case: Case, run_dir: Path, state: str, error: str = "") -> Row:
+    """A row without a result."""
+    values = {key: shown(value) for key, value in case.values.items()}
+    return {**values, "N": str(case.num_parameters), "state": state, "run": str(run_dir), "error": error}
+
+
+def with_figures(row: Row, figures: Mapping[str, float]) -> Row:
+    """The row with figures of an evaluation."""
+    return {**row, **{name: shown(value) for name, value in figures.items()}}

@@ -1,0 +1,76 @@
+"""The tasks of lm-evaluation-harness on a run's model: a door to a package that is not installed with this one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scantling.errors import UserError, did_you_mean
+from scantling.models.build import quiet
+from scantling.training.distributed import joined
+from scantling.training.export import export_hf
+from scantling.training.run import recipe_task
+from scantling.training.rundir import RunDir
+
+BATCH = 16
+"""Requests that go through the model at a time."""
+
+
+def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str]) -> dict[str, Any]:
+    """Run tasks of lm-evaluation-harness on the newest whole checkpoint of a run, exported as for `from_pretrained`.
+
+    Args:
+        run_dir: the directory of a run of the task causal-lm.
+        tasks: names that lm-evaluation-harness knows, or paths of YAML files of tasks.
+
+    Returns:
+        What the harness calls results: figures by task.
+
+    Raises:
+        UserError: lm-evaluation-harness is not installed, knows no such task, or cannot get its data; a run of another
+            task.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        missing = "" if error.name in (None, "lm_eval") else f" ({error.name} is missing)"
+        raise UserError(f"--lm-eval needs lm-evaluation-harness{missing}: pip install 'scantling[harness]'") from None
+    import transformers
+
+    recipe = RunDir(Path(run_dir)).stored_recipe()
+    task_name = recipe_task(recipe)
+    if task_name != "causal-lm":
+        raise UserError(f"--lm-eval wants a causal language model; {run_dir} holds a run of the task '{task_name}'")
+    manager = TaskManager()
+    chosen = [_task(name, manager.all_tasks) for name in tasks]
+    with tempfile.TemporaryDirectory() as folder, joined(recipe.train.device) as place:
+        export_hf(run_dir, Path(folder) / "model", dense=True)
+        with quiet():
+            model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/model", local_files_only=True)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(f"{folder}/model", local_files_only=True)
+        harnessed = HFLM(pretrained=model.to(place.device), tokenizer=tokenizer, batch_size=BATCH)
+        try:
+            found = lm_eval.simple_evaluate(harnessed, tasks=chosen, task_manager=manager)
+        except Exception as error:  # the harness and its data sets raise errors of many kinds
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise UserError(f"--lm-eval {','.join(tasks)}: {lines[0]}") from error
+    return dict(found["results"])
+
+
+def _task(name: str, known: Sequence[str]) -> Any:
+    """A task's name as it is, or the settings in a YAML file; one that names code of its own is refused."""
+    if name.endswith((".yaml", ".yml")):
+        try:
+            return yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UserError(f"--lm-eval: cannot read the task {name}: {error}") from None
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise UserError(f"--lm-eval: lm-evaluation-harness has no task '{name}'" + (f" ({hint})" if hint else ""))
+    return name

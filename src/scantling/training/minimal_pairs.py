@@ -1,0 +1,187 @@
+"""How often a language model finds the acceptable sentence of a minimal pair more probable than the other.
+
+The score of a sentence is the sum of the log-probabilities of its tokens. The first one is conditioned on the token
+that stands between documents in training (end-of-text, or the separator of a tokenizer without one); where the
+tokenizer has neither, it has nothing before it and is left out. What follows a sentence is not scored. Sums are not
+divided by lengths, as in Warstadt et al. (arXiv 1912.00582).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from scantling.data.batch import IGNORED
+from scantling.data.blimp import MinimalPair, read_pairs
+from scantling.data.tokenizers import Ids, Tokenizer
+from scantling.errors import UserError
+from scantling.numerics.compute import autocast
+from scantling.tasks.base import model_config, pad_rows
+from scantling.tensor.layer import keep_merged
+from scantling.training.checkpoint import read_manifest
+from scantling.training.distributed import joined
+from scantling.training.run import load_trained, recipe_task
+from scantling.training.rundir import RunDir
+
+logger = logging.getLogger(__name__)
+
+BATCH_TOKENS = 16384
+BATCH_LOGITS = 1 << 26
+"""Most numbers in the logits of one batch."""
+_Z = 1.959963984540054
+"""The normal quantile of a two-sided 95 % interval."""
+
+Figures = dict[str, Any]
+
+
+def evaluate_pairs(run_dir: str | Path, files: Sequence[str]) -> Figures:
+    """Score minimal pairs with the newest whole checkpoint of a run, on the device that its recipe names.
+
+    Args:
+        run_dir: the directory of a run of the task causal-lm.
+        files: as of `read_pairs`.
+
+    Returns:
+        `step`, and `accuracy`, `interval` (95 %, Wilson), `correct` and `count` of all pairs; the same of each under
+        `phenomena` and `paradigms`.
+
+    Raises:
+        UserError: no such run, a run of another task, pairs that cannot be read, a sentence longer than the context.
+    """
+    pairs = read_pairs(files)
+    recipe = RunDir(Path(run_dir)).stored_recipe()
+    task_name = recipe_task(recipe)
+    if task_name != "causal-lm":
+        raise UserError(
+            f"minimal pairs want a causal language model, which gives each sentence a probability; {run_dir} holds a "
+            f"run of the task '{task_name}'"
+        )
+    with joined(recipe.train.device) as place:
+        recipe, _, data, model, checkpoint = load_trained(run_dir, device=str(place.device))
+        if data.tokenizer is None:
+            raise UserError(f"{run_dir} was trained on ids alone (data.bin); name their tokenizer in data.tokenizer")
+        longest = max(map(len, data.tokenizer.encode_batch([text for pair in pairs for text in (pair.good, pair.bad)])))
+        if longest > recipe.data.seq_len:
+            logger.warning(
+                "the longest sentence has %d tokens; the run was trained on sequences of %d",
+                longest,
+                recipe.data.seq_len,
+            )
+        right = prefers_good(model, data.tokenizer, pairs, compute=recipe.precision.autocast(place.device.type))
+    return {"step": read_manifest(checkpoint)["step"], **tally(pairs, right)}
+
+
+def prefers_good(
+    model: torch.nn.Module, tokenizer: Tokenizer, pairs: Sequence[MinimalPair], *, compute: str = "fp32"
+) -> npt.NDArray[np.bool_]:
+    """Whether the model finds the good sentence of each pair strictly more probable, (pairs,).
+
+    Raises:
+        UserError: a sentence is longer than the model's context.
+    """
+    prefix = tokenizer.sep_id if tokenizer.eos_id is None else tokenizer.eos_id
+    texts = [text for pair in pairs for text in (pair.good, pair.bad)]
+    encoded = tokenizer.encode_batch(texts)
+    scores = log_probabilities(model, encoded, prefix=prefix, compute=compute).reshape(-1, 2)
+    return np.asarray(scores[:, 0] > scores[:, 1])
+
+
+@torch.no_grad()
+def log_probabilities(
+    model: torch.nn.Module, sentences: Sequence[Ids], *, prefix: int | None, compute: str = "fp32"
+) -> npt.NDArray[np.float64]:
+    """The log-probability of each sentence in nats, (sentences,); the model's mode is put back.
+
+    Args:
+        model: a causal language model of transformers.
+        sentences: ids, without special tokens.
+        prefix: id on which the first token is conditioned; None leaves the first token out.
+        compute: format of matrix products, as in a recipe.
+
+    Raises:
+        UserError: a sentence is longer than the model's context.
+    """
+    rows = [np.concatenate([[] if prefix is None else [prefix], ids]).astype(np.int64) for ids in sentences]
+    config = model_config(model)
+    context = getattr(config, "max_position_embeddings", None)
+    longest = max(map(len, rows), default=1) - 1  # the last token is only predicted
+    if context is not None and longest > context:
+        raise UserError(f"a sentence of {longest} tokens is longer than the model's context of {context}; leave it out")
+    device = next(model.parameters()).device
+    scores = np.zeros(len(rows))
+    was_training = model.training
+    model.eval()
+    with keep_merged(model):
+        for chosen in _batches([len(row) - 1 for row in rows], config.vocab_size):
+            inputs = pad_rows([rows[number][:-1] for number in chosen], 0).to(device)
+            labels = pad_rows([rows[number][1:] for number in chosen], IGNORED).to(device)
+            with autocast(compute, device):
+                # what is right of a token has no part in its logits, so that padding needs no mask
+                logits = model(input_ids=inputs, use_cache=False).logits
+            nats = F.cross_entropy(
+                logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
+            )  # (batch, longest)
+            scores[chosen] = -nats.double().sum(1).cpu().numpy()
+    model.train(was_training)
+    return scores
+
+
+def _batches(lengths: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
+    """Numbers of sentences of about one length, as many as fit into a batch; those without a token are left out."""
+    budget = max(1, min(BATCH_TOKENS, BATCH_LOGITS // vocab_size))
+    batch: list[int] = []
+    for number in sorted((number for number, length in enumerate(lengths) if length > 0), key=lambda n: lengths[n]):
+        if batch and (len(batch) + 1) * lengths[number] > budget:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
+
+
+def tally(pairs: Sequence[MinimalPair], right: npt.NDArray[np.bool_]) -> Figures:
+    """Accuracies with their intervals, of all pairs and by phenomenon and paradigm, in the order of their names."""
+    return {
+        **_share(right),
+        "phenomena": _by(pairs, right, lambda pair: pair.phenomenon),
+        "paradigms": _by(pairs, right, lambda pair: pair.paradigm),
+    }
+
+
+def _by(
+    pairs: Sequence[MinimalPair], right: npt.NDArray[np.bool_], name_of: Callable[[MinimalPair], str]
+) -> dict[str, Figures]:
+    names = np.array([name_of(pair) for pair in pairs])
+    return {str(name): _share(right[names == name]) for name in np.unique(names)}
+
+
+def _share(right: npt.NDArray[np.bool_]) -> Figures:
+    correct, count = int(right.sum()), len(right)
+    return {
+        "accuracy": correct / count,
+        "interval": list(wilson(correct, count)),
+        "correct": correct,
+        "count": count,
+    }
+
+
+def wilson(correct: int, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson, 1927): within 0 and 1 and of use also near them.
+
+    Raises:
+        UserError: a count of 0.
+    """
+    if count < 1:
+        raise UserError("a share of nothing has no interval")
+    share, weight = correct / count, _Z**2 / count
+    middle = (share + weight / 2) / (1 + weight)
+    half = _Z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -1,0 +1,79 @@
+"""`scantling sweep`, as a user types it; whole sweeps are in tests/sweeping."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from scantling.cli import run
+from scantling.cli.sweeping import SweepProgress
+from scantling.sweeping.grid import cases
+from scantling.sweeping.schema import load_sweep
+from tests.runs import tiny_recipe, write_recipe
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    axes = {"train.steps": [4, 8], "optim.lr": [0.001, 0.01]}
+    content = {"base": tiny_recipe(tmp_path), "axes": axes, "out": str(tmp_path / "out")}
+    return str(write_recipe(tmp_path / "sweep.yaml", content))
+
+
+def test_dry_run_prints_the_grid(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sweep", path, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("steps", "lr", "0.001", "20.6k", "512", "1,024", "waiting", "4 runs, 3,072 tokens"):
+        assert word in shown
+    assert run(["sweep", path, "--dry-run", "--only", "train.steps=8", "--set", "train.batch_size=8"]) == 0
+    assert "2 runs, 4,096 tokens" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "train.step=8"], "did you mean 'train.steps'"),
+        (["--only", "train.steps"], "--only takes NAME=VALUE"),
+        (["--set", "train.stepz=8"], "train.stepz: unknown key"),
+    ],
+)
+def test_what_it_refuses(path: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sweep", path, "--dry-run", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_it_starts_its_runs_itself(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(["sweep", path]) == 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_over_the_whole(path: str, terminal: bool) -> None:
+    """Of four runs one is there, one ends, one fails, one is in its middle."""
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=terminal, width=120, color_system=None)
+    there, ends, fails, middle = cases(*load_sweep(path))
+    progress = SweepProgress(console)
+    progress.start([there], [ends, fails, middle])
+    for case in (ends, fails):
+        progress.begin(case, "begins")
+    progress.progress(ends, {"step": 2, "loss": 2.5})
+    progress.progress(ends, {"step": 4, "loss": 2.25})
+    progress.begin(ends, "is evaluated")
+    progress.end(ends, {"state": "done", "loss": "2.125", "seconds": "62.0", "error": ""})
+    progress.end(fails, {"state": "failed", "error": "no such file"})
+    progress.begin(middle, "goes on")
+    progress.progress(middle, {"step": 4, "loss": 3.5})
+    progress.close()
+    text = shown.getvalue()
+    assert "1 of 4 runs are settled already" in text
+    assert f"2/4  {ends.label}: done, loss 2.1250, 62.0 s" in text
+    assert f"3/4  {fails.label}: failed: no such file" in text
+    if terminal:
+        assert re.search(r"all runs .*3/4", text)
+        assert "4/8  loss 3.500" in text
+        assert progress.share == pytest.approx(1 - 0.5 * middle.work / (ends.work + fails.work + middle.work))

@@ -1,0 +1,398 @@
+"""`quantize_training`: what is rounded, what gradients see of it, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.precision import Quantizer, fake_quantize, restore
+from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
+
+LLAMA = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+    tie_word_embeddings=True,
+)
+INPUT = torch.randint(0, 64, (2, 19), generator=torch.Generator().manual_seed(0))
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(copy.deepcopy(LLAMA))
+
+
+def gradients(model: nn.Module, inputs: Tensor = INPUT) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(inputs, labels=inputs).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_a_linear_layer_is_what_the_paper_says() -> None:
+    layer = nn.Linear(24, 16).double()
+    x = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=True)
+    reference_x = x.detach().clone().requires_grad_()
+    weight = layer.weight.detach().clone().requires_grad_()
+    model = sc.quantize_training(nn.Sequential(layer), weights="int4", activations="int8")
+    up = torch.randn(3, 5, 16, dtype=torch.float64)
+    y = model(x)
+    y.backward(up)
+    expected_x = fake_quantize(reference_x, "int8")
+    expected = expected_x @ fake_quantize(weight, "int4", granularity="channel").t() + layer.bias
+    torch.testing.assert_close(y, expected)
+    expected.backward(up)
+    torch.testing.assert_close(x.grad, reference_x.grad)
+    torch.testing.assert_close(layer.weight.grad, weight.grad)
+    torch.testing.assert_close(x.grad, up @ fake_quantize(weight.detach(), "int4", granularity="channel"))
+
+
+@pytest.mark.parametrize("loss_scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("fmt", ["int3", "int8", "fp8_e4m3", "fp4_e2m1", "mxfp4_e2m1"])
+def test_gradients_do_not_depend_on_the_scale_of_the_loss(fmt: str, loss_scale: float) -> None:
+    model = sc.quantize_training(nn.Sequential(nn.Linear(64, 32, bias=False)), weights=fmt, activations=fmt)
+    x = torch.randn(16, 64)
+    up = torch.randn(16, 32)
+    model(x).backward(up * loss_scale)
+    ideal = up.t() @ Quantizer.of(fmt)(x)
+    cosine = torch.cosine_similarity(model[0].weight.grad.flatten(), ideal.flatten(), dim=0)
+    assert cosine >= 0.999
+
+
+def test_sixteen_bits_change_nothing() -> None:
+    model = llama()
+    before = gradients(copy.deepcopy(model))
+    loss = model(INPUT, labels=INPUT).loss
+    formats = dict.fromkeys(("weights", "activations", "kv_cache", "queries", "gradients"), "int16")
+    sc.quantize_training(model, **formats)
+    assert model(INPUT, labels=INPUT).loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    for name, grad in gradients(model).items():
+        assert torch.cosine_similarity(grad.flatten(), before[name].flatten(), dim=0) > 0.9999, name
+
+
+def test_parameters_names_ties_and_hooks_stay() -> None:
+    model = llama()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    called = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: called.append(1))
+    sc.quantize_training(model, weights="int4", activations="int4", kv_cache="int4")
+    assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
+    assert type(model.lm_head) is nn.Linear
+    assert type(model.model.embed_tokens) is nn.Embedding
+    model(INPUT)
+    assert called == [1]
+    assert list(model.state_dict()) == list(state)
+    assert all(type(value) is Tensor and torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert [group["role"] for group in sc.param_groups(model)] == [group["role"] for group in sc.param_groups(llama())]
+
+
+@pytest.mark.parametrize("formats", [{"weights": "int3"}, {"kv_cache": "int4"}, {"queries": "int3"}])
+def test_restored_it_is_the_model_it_was(formats: dict[str, str]) -> None:
+    model = llama()
+    logits = model(INPUT).logits
+    quantized = sc.quantize_training(copy.deepcopy(model), **formats)
+    assert not torch.allclose(quantized(INPUT).logits, logits)
+    assert torch.equal(restore(quantized)(INPUT).logits, logits)
+    assert all(type(a) is type(b) for a, b in zip(model.modules(), quantized.modules(), strict=True))
+    assert quantized.config._attn_implementation == "sdpa"
+
+
+def test_restored_with_rounded_weights_it_computes_what_it_did() -> None:
+    model = sc.quantize_training(llama(), weights="int3")
+    logits = model(INPUT).logits
+    torch.testing.assert_close(restore(model, weights="rounded")(INPUT).logits, logits)
+
+
+def test_a_filter_takes_embeddings_and_head_and_ties_stay() -> None:
+    model = llama()
+    sc.quantize_training(model, weights="int4", filter_fn=lambda name, _: "embed" in name or name == "lm_head")
+    assert isinstance(model.model.embed_tokens, QuantizedEmbedding)
+    assert isinstance(model.lm_head, QuantizedLinear)
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    table = fake_quantize(model.lm_head.weight.detach(), "int4", granularity="channel")
+    assert torch.equal(model.model.embed_tokens(INPUT), table[INPUT])
+    hidden = torch.randn(3, 32)
+    torch.testing.assert_close(model.lm_head(hidden), hidden @ table.t())
+    restore(model, weights="rounded")
+    assert torch.equal(model.lm_head.weight, table)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("given", ["int4", {"format": "int4", "granularity": "tensor"}, "nvfp4", "mxfp8_e4m3"])
+def test_rows_of_an_embedding_are_those_of_the_rounded_table(given: Any) -> None:
+    model = nn.Sequential(nn.Embedding(40, 32))
+    sc.quantize_training(model, weights=given, filter_fn=lambda *_: True)
+    indices = torch.randint(0, 40, (3, 4))
+    assert torch.equal(model(indices), Quantizer.of(given, "channel")(model[0].weight, axis=0)[indices])
+    model(indices).sum().backward()
+    assert model[0].weight.grad.sum() == indices.numel() * 32
+
+
+def test_conv1d_is_rounded_by_output() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0))
+    layer = model.transformer.h[0].mlp.c_fc
+    x = torch.randn(5, 32)
+    sc.quantize_training(model, weights="int4")
+    expected = x @ fake_quantize(layer.weight.detach(), "int4", granularity="channel", axis=1) + layer.bias
+    torch.testing.assert_close(layer(x), expected)
+    restore(model, weights="rounded")
+    torch.testing.assert_close(layer(x), expected)
+    assert "int" not in repr(layer)
+
+
+def test_keys_and_values_are_rounded_and_nothing_else() -> None:
+    model = llama()
+    kept = []
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Any:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        kept.append((query, key, value))
+        return sdpa_attention_forward(module, query, key, value, *args, **kw)
+
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register("spy", attention)
+    AttentionMaskInterface.register("spy", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation("spy")
+    model(INPUT)
+    sc.quantize_training(model, kv_cache={"format": "int4", "granularity": "token"}, queries="int8")
+    model(INPUT)
+    (query, key, value), (rounded_query, rounded_key, rounded_value) = kept[0], kept[2]
+    assert torch.equal(rounded_query, fake_quantize(query, "int8"))
+    assert torch.equal(rounded_key, fake_quantize(key, "int4", granularity="token"))
+    assert torch.equal(rounded_value, fake_quantize(value, "int4", granularity="token"))
+    restore(model)
+    assert model.config._attn_implementation == "spy"
+
+
+def test_two_models_with_other_formats_of_attention() -> None:
+    first, second = (sc.quantize_training(llama(), kv_cache=fmt) for fmt in ("int3", "int8"))
+    whole = llama()(INPUT).logits
+    errors = [(model(INPUT).logits - whole).abs().max() for model in (first, second)]
+    assert errors[0] > 4 * errors[1] > 0
+
+
+def test_generation_with_a_cache_of_few_bits() -> None:
+    model = sc.quantize_training(llama(), weights="int8", kv_cache={"format": "int8", "granularity": "token"}).eval()
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    cached, whole = (model.generate(INPUT[:1, :5], use_cache=use, **settings) for use in (True, False))
+    assert torch.equal(cached, whole)
+
+
+def test_layers_of_cores_round_their_cores_and_input() -> None:
+    torch.manual_seed(0)
+    layer = sc.TTLinear(24, 16, rank=4, in_modes=(4, 6), out_modes=(4, 4))
+    model = nn.Sequential(layer)
+    x = torch.randn(7, 24, requires_grad=True)
+    rounded = copy.deepcopy(layer)
+    with torch.no_grad():
+        for core in rounded.cores:
+            core.copy_(fake_quantize(core, "int4", granularity="channel", axis=2))
+    expected = rounded(fake_quantize(x, "int8"))
+    sc.quantize_training(model, weights="int4", activations="int8", gradients="int8")
+    y = model(x)
+    torch.testing.assert_close(y, expected)
+    up = torch.randn_like(y)
+    (of_y,) = torch.autograd.grad(expected, rounded.cores[0], fake_quantize(up, "int8"))
+    y.backward(up)
+    torch.testing.assert_close(layer.cores[0].grad, of_y)
+    restore(model)
+    assert layer.formats is None
+    sc.quantize_training(model, weights="int4")
+    torch.testing.assert_close(restore(model, weights="rounded")(x), rounded(x))
+
+
+def test_a_table_of_cores_rounds_its_cores() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(sc.TTMEmbedding(60, 24, rank=4))
+    indices = torch.randint(0, 60, (3, 5))
+    whole = model(indices)
+    sc.quantize_training(model, weights="int4", filter_fn=lambda *_: True)
+    rounded = model(indices)
+    assert not torch.allclose(rounded, whole)
+    torch.testing.assert_close(restore(model, weights="rounded")(indices), rounded)
+
+
+def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(sc.TTLinear(48, 32, rank=4, in_modes=(6, 8), out_modes=(8, 4)))
+    x = torch.randn(200, 48)
+    steps = model[0].plan(200).steps
+    assert len(steps) == 2  # x A B
+    a, b = (block.reshape(step.inner, step.width) for block, step in zip(model[0].blocks(steps), steps, strict=True))
+    by_column = Quantizer.of("int8", "channel")
+    inner = fake_quantize(x, "int8") @ by_column(a.t()).t()
+    expected = fake_quantize(inner, "int8") @ by_column(b.t()).t() + model[0].bias
+    sc.quantize_training(model, weights="int8", activations="int8", compute="int8")
+    y = model(x)
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    assert all(core.grad is not None and core.grad.abs().sum() > 0 for core in model[0].cores)
+
+
+def test_controls_are_folded_into_cores_that_were_not_rounded() -> None:
+    layer = sc.TTLinear(24, 16, rank=4)
+    sc.quantize_training(nn.Sequential(layer), weights="int3")
+    layer.attach_controls(0.0)
+    before = [core.detach().clone() for core in layer.cores]
+    layer.fold_controls()
+    assert all(torch.equal(core, old) for core, old in zip(layer.cores, before, strict=True))
+
+
+def test_tensorized_quantized_and_trained_with_came() -> None:
+    model = sc.tensorize(llama(), rank=6, filter_fn=lambda name, _: "mlp" in name)
+    sc.quantize_training(model, weights="int8", activations="int8", kv_cache="int8")
+    optimizer = sc.CAME(sc.param_groups(model), lr=3e-3, debias=True, betas=(0.9, 0.95, 0.995))
+    losses = []
+    for _ in range(8):
+        loss = model(INPUT, labels=INPUT).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("compute", ["int8", "fp8"])
+@pytest.mark.parametrize("gradients_too", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_products_of_the_hardware_are_the_simulated_ones(compute: Any, gradients_too: bool, per_token: bool) -> None:
+    fmt = {"int8": "int8", "fp8": "fp8_e4m3"}[compute]
+    of_gradients = {"int8": "int8", "fp8": "fp8_e5m2"}[compute] if gradients_too else None
+    activations = {"format": fmt, "granularity": "token" if per_token else "tensor"}
+    settings = {"weights": fmt, "activations": activations, "gradients": of_gradients}
+    torch.manual_seed(0)
+    simulated = sc.quantize_training(nn.Sequential(nn.Linear(37, 21)), **settings)
+    real = copy.deepcopy(restore(copy.deepcopy(simulated)))
+    sc.quantize_training(real, **settings, compute=compute)
+    x = torch.randn(2, 9, 37)
+    results = []
+    for model in (simulated, real):
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+        results.append((y.detach(), leaf.grad, model[0].weight.grad, model[0].bias.grad))
+    y, of_x, of_weight, of_bias = zip(*results, strict=True)
+    torch.testing.assert_close(*y)
+    for one, other in (of_x, of_weight):
+        if gradients_too:  # rounded with other scales
+            cosine = torch.cosine_similarity(one.flatten(), other.flatten(), dim=0)
+            assert cosine > (0.999 if compute == "int8" else 0.99)
+        else:
+            torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*of_bias)
+
+
+def test_gradients_of_products_are_rounded_with_the_scales_of_codes_in_them() -> None:
+    torch.manual_seed(0)
+    model = sc.quantize_training(
+        nn.Sequential(nn.Linear(24, 12, bias=False)),
+        weights="int8",
+        activations={"format": "int8", "granularity": "token"},
+        gradients="int8",
+        compute="int8",
+    )
+    weight = model[0].weight.detach()
+    x, up = torch.randn(6, 24, requires_grad=True), torch.randn(6, 12)
+    model(x).backward(up)
+    by_row, by_output = Quantizer.of("int8", "token"), Quantizer.of("int8", "channel")
+    of_x, of_weight = by_row.encode(x.detach()), by_output.encode(weight)
+    torch.testing.assert_close(x.grad, by_row(up * of_weight.scale.t()) @ of_weight.codes)
+    torch.testing.assert_close(model[0].weight.grad, by_row((up * of_x.scale).t()) @ of_x.codes)
+
+
+def test_it_compiles_without_a_break() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+    sc.quantize_training(model, weights="int4", activations="int8", gradients="int8")
+    x = torch.randn(5, 32)
+    expected = model(x)
+    expected.sum().backward()
+    grads = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+
+
+def test_copies_and_pickles() -> None:
+    model = sc.quantize_training(nn.Sequential(nn.Linear(16, 8)), weights="int4", activations="int8")
+    x = torch.randn(3, 16)
+    pickled = pickle.loads(pickle.dumps(model))  # noqa: S301
+    for other in (copy.deepcopy(model), pickled):
+        assert torch.equal(other(x), model(x))
+
+
+def test_bf16_under_autocast() -> None:
+    model = sc.quantize_training(nn.Sequential(nn.Linear(32, 16)), weights="int8", activations="int8")
+    real = sc.quantize_training(restore(copy.deepcopy(model)), weights="int8", activations="int8", compute="int8")
+    x = torch.randn(4, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = [each(x) for each in (model, real)]
+    assert all(y.dtype == torch.bfloat16 for y in results)
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
+
+
+def test_it_says_what_it_is() -> None:
+    model = sc.quantize_training(nn.Sequential(nn.Linear(4, 4)), weights="int4", activations="int8", compute="int8")
+    assert "weights=int4 by channel, activations=int8 by tensor, compute=int8" in repr(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, "give a format"),
+        ({"weights": "int1"}, "2 to 16"),
+        ({"kv_cache": "int8"}, "transformers"),
+        ({"weights": "int8", "compute": "int8"}, "give a format for activations"),
+        ({"weights": "int8", "activations": "int12", "compute": "int8"}, "int2 to int8"),
+        ({"weights": "int8", "activations": "int8", "compute": "fp8"}, "fp8_e4m3"),
+        ({"weights": {"format": "int8", "group_size": 4}, "activations": "int8", "compute": "int8"}, "by tensor or by"),
+        ({"weights": "int8", "activations": "int8", "compute": "int4"}, "compute must be one of"),
+        ({"weights": "int8", "filter_fn": lambda *_: False}, "filter_fn takes none of the 1 layers"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_changes_nothing(settings: dict[str, Any], says: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(UserError, match=says):
+        sc.quantize_training(model, **settings)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_model_is_quantized_once() -> None:
+    model = sc.quantize_training(llama(), kv_cache="int8")
+    with pytest.raises(UserError, match="quantized already"):
+        sc.quantize_training(model, weights="int8")
+    with pytest.raises(UserError, match="no linear layers"):
+        sc.quantize_training(nn.Sequential(nn.ReLU()), weights="int8")
+
+
+def test_attention_without_a_name_is_refused() -> None:
+    with pytest.raises(UserError, match="set_attn_implementation"):
+        sc.quantize_training(_eager(), kv_cache="int8")
+
+
+def _eager() -> LlamaForCausalLM:
+    model = llama()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def test_formats_of_nothing_do_nothing() -> None:
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    assert torch.equal(LayerFormats().product(x, weight, None), x @ weight.t())

@@ -1,0 +1,194 @@
+"""Sweeps from their file to their table: what is run, what is not run again, what fails, what is stopped."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scantling.cli import run
+from scantling.errors import UserError
+from scantling.laws import ChinchillaLaw
+from scantling.laws.runs import read_runs
+from scantling.sweeping.grid import Case, cases
+from scantling.sweeping.runner import Outcome, Runner, Watcher
+from scantling.sweeping.schema import load_sweep
+from scantling.sweeping.table import read_table
+from scantling.training.rundir import RunDir
+from tests.runs import start_scantling, tiny_recipe, wait_for_step, write_corpus, write_recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+class Recorder(Watcher):
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def begin(self, case: Case, what: str) -> None:
+        self.begun.append(f"{case.label} {what}")
+
+
+class Impatient(Recorder):
+    """Stops the sweep as soon as a run begins."""
+
+    def begin(self, case: Case, what: str) -> None:
+        super().begin(case, what)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def sweep(
+    folder: Path, content: dict[str, Any], *, retry: bool = False, watcher: Recorder | None = None
+) -> tuple[Outcome, list[str]]:
+    """Run a sweep in `folder`; how it ended, and the processes that it started."""
+    content = {"base": tiny_recipe(folder, train={"steps": 2}), "out": str(folder / "out"), **content}
+    path = write_recipe(folder / "sweep.yaml", content)
+    read, base = load_sweep(path)
+    grid = cases(read, base)
+    recorder = watcher or Recorder()
+    return Runner(read, grid, jobs=2, retry=retry, watcher=recorder).run(grid), recorder.begun
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "out" / "runs.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.dist
+def test_the_shipped_sweep_gives_a_table_for_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["sweep", str(ROOT / "recipes" / "sweep-tiny.yaml"), "--jobs", "2"]
+    assert run(command) == 0
+    assert "4 runs: 4 done" in capsys.readouterr().out
+    path = tmp_path / "runs" / "sweep-tiny" / "runs.csv"
+    rows = list(read_table(path).values())
+    assert [(row["train.steps"], row["model.overrides.hidden_size"]) for row in rows] == [
+        ("10", "32"),
+        ("10", "64"),
+        ("20", "32"),
+        ("20", "64"),
+    ]
+    for row in rows:
+        result = json.loads((tmp_path / row["run"] / "result.json").read_text())
+        plan = json.loads((tmp_path / row["run"] / "plan.json").read_text())
+        assert float(row["loss"]) == result["eval_loss"]
+        assert int(row["D"]) == result["tokens"] == int(row["train.steps"]) * 8 * 64
+        assert int(row["N"]) == plan["num_parameters"] - plan["parameters_by_role"]["embedding"]
+        assert float(row["seconds"]) > 0
+    found = read_runs(path, ChinchillaLaw, columns={"loss": "loss"}, where={"train.steps": "20"})
+    assert found["N"].tolist() == [int(row["N"]) for row in rows[2:]]
+    assert run(command) == 0
+    assert "4 of 4 runs are settled already" in capsys.readouterr().out
+    assert list(read_table(path).values()) == rows
+
+
+@pytest.mark.dist
+def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
+    corpus, late = tmp_path / "corpus.txt", tmp_path / "late.txt"
+    content: dict[str, Any] = {"axes": {"data.text": [str(corpus), str(late)]}}
+    outcome, begun = sweep(tmp_path, content)
+    assert begun == [f"text={corpus} begins", f"text={late} begins"]
+    good, bad = table(tmp_path)
+    assert (good["state"], good["error"], bad["state"], bad["loss"]) == ("done", "", "failed", "")
+    assert "file not found" in bad["error"]
+    assert "file not found" in (Path(bad["run"]) / "log.txt").read_text()
+    assert sorted(row["state"] for row in outcome.rows.values()) == ["done", "failed"]
+
+    # a further value is run alone, a further evaluation made up for, a failed run left
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"sentence_good": "the fox", "sentence_bad": "zzzzzzz"}')
+    content |= {"after": {"minimal_pairs": str(pairs)}}
+    content["axes"]["train.steps"] = [2, 3]
+    content["leave_out"] = [{"train.steps": 3, "data.text": str(late)}]
+    _, begun = sweep(tmp_path, content)
+    old, new = (f"text={corpus} steps={steps}" for steps in (2, 3))
+    assert sorted(begun) == [f"{old} is evaluated", f"{new} begins", f"{new} is evaluated"]
+    rows = table(tmp_path)
+    assert [row["state"] for row in rows] == ["done", "done", "failed"]
+    assert rows[0]["loss"] == good["loss"]
+    assert rows[0]["run"] == good["run"]
+    assert all(float(row["minimal_pairs"]) in (0.0, 1.0) for row in rows[:2])
+
+    # with the fault mended and another try it is done; a removed value leaves the table, its folder stays
+    write_corpus(late, seed=1)
+    content["axes"]["train.steps"] = [2]
+    del content["leave_out"]
+    _, begun = sweep(tmp_path, content)
+    assert begun == []
+    _, begun = sweep(tmp_path, content, retry=True)
+    assert begun == [f"text={late} steps=2 begins", f"text={late} steps=2 is evaluated"]
+    assert [row["state"] for row in table(tmp_path)] == ["done", "done"]
+    assert len(list((tmp_path / "out" / "runs").iterdir())) == 3
+
+    # what the table says is done counts without its folder
+    before = table(tmp_path)
+    shutil.rmtree(tmp_path / "out" / "runs")
+    _, begun = sweep(tmp_path, content)
+    assert begun == []
+    assert table(tmp_path) == before
+
+
+@pytest.mark.dist
+def test_ctrl_c_leaves_all_in_order_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    content = {"base": tiny_recipe(tmp_path), "axes": {"train.steps": [3000]}, "out": str(tmp_path / "out")}
+    path = write_recipe(tmp_path / "sweep.yaml", content)
+    (case,) = cases(*load_sweep(path))
+    folder = tmp_path / "out" / "runs" / case.key
+    process = start_scantling("sweep", path)
+    wait_for_step(folder / "metrics.jsonl", 3, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+    assert "stopping: each run saves" in output
+    assert "go on with the same command" in output
+    (row,) = table(tmp_path)
+    assert (row["state"], row["loss"]) == ("stopped", "")
+    stopped_at = json.loads((folder / "result.json").read_text())["step"]
+    assert (folder / "checkpoints" / f"step-{stopped_at}").is_dir()
+
+    outcome, begun = sweep(tmp_path, content, watcher=Impatient())
+    assert begun == ["steps=3000 goes on"]
+    assert outcome.stopped
+    assert table(tmp_path) == [row]
+
+
+def test_what_others_are_at_is_left_out(tmp_path: Path) -> None:
+    content = {"axes": {"train.steps": [2]}}
+    base = tiny_recipe(tmp_path, train={"steps": 2})
+    path = write_recipe(tmp_path / "sweep.yaml", {"base": base, "out": str(tmp_path / "out"), **content})
+    (case,) = cases(*load_sweep(path))
+    holder = RunDir(tmp_path / "out" / "runs" / case.key)
+    holder.lock()
+    outcome, begun = sweep(tmp_path, content)
+    assert begun == []
+    assert [each.key for each in outcome.busy] == [case.key]
+    assert table(tmp_path) == []
+    whole = RunDir(tmp_path / "out")
+    whole.lock()
+    with pytest.raises(UserError, match="another sweep is at work in"):
+        sweep(tmp_path, content)
+    whole.unlock()
+    holder.unlock()
+
+
+def test_an_evaluation_that_cannot_be_done_is_known_before_the_first_run(tmp_path: Path) -> None:
+    after: Mapping[str, str] = {"minimal_pairs": str(tmp_path / "nothing.jsonl")}
+    with pytest.raises(UserError, match="minimal pairs: file not found"):
+        sweep(tmp_path, {"axes": {"train.steps": [2]}, "after": after})
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_table_is_not_written_over(tmp_path: Path) -> None:
+    other = tmp_path / "own.csv"
+    other.write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="is no table of a sweep"):
+        sweep(tmp_path, {"axes": {"train.steps": [2]}, "table": str(other)})
+    assert other.read_text() == "a,b\n1,2\n"
