@@ -27,6 +27,7 @@ PUBLIC = [
     "plan",
     "precision",
     "quantize_training",
+    "quantize_weights",
     "tensorize",
     "train",
 ]

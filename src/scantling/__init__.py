@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from scantling.optim.came import CAME
     from scantling.planning.plan import Plan, plan
     from scantling.precision.training import quantize_training
+    from scantling.precision.weights import quantize_weights
     from scantling.tensor.convert import densify, tensorize
     from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
     from scantling.tensor.linear import TTLinear
@@ -42,6 +43,7 @@ _HOMES = {
     "param_groups": "scantling.groups",
     "plan": "scantling.planning.plan",
     "quantize_training": "scantling.precision.training",
+    "quantize_weights": "scantling.precision.weights",
     "tensorize": "scantling.tensor.convert",
     "train": "scantling.training.run",
 }
@@ -66,6 +68,7 @@ __all__ = [
     "plan",
     "precision",
     "quantize_training",
+    "quantize_weights",
     "tensorize",
     "train",
 ]

@@ -190,6 +190,44 @@ def fit(
 
 
 @app.command()
+def quantize(
+    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    weights: Annotated[str, typer.Option(help="Format of the weights: int2 to int8, fp6_e3m2, mxfp4_e2m1, …")],
+    method: Annotated[str, typer.Option(help="rtn (to the nearest) or gptq.")] = "rtn",
+    group_size: Annotated[
+        int | None, typer.Option(min=1, help="Inputs that share a scale. Default: all of an output.")
+    ] = None,
+    clip: Annotated[str, typer.Option(help="absmax, or mse: the end of the format with the least error.")] = "absmax",
+    embeddings: Annotated[
+        bool, typer.Option("--embeddings", help="Quantise embeddings and the output layer, too.")
+    ] = False,
+    calibration: Annotated[int, typer.Option(min=1, help="Training sequences to calibrate on.")] = 128,
+    out: Annotated[Path | None, typer.Option(help="The folder to write. Default: quantized-… in the run.")] = None,
+    dequantized: Annotated[
+        bool, typer.Option("--dequantized", help="Write what transformers loads, not packed.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: AsJson = False,
+) -> int:
+    """Quantise the weights of a run's newest checkpoint, say what it costs, and write them packed."""
+    from scantling.cli import quantizing
+
+    return quantizing.quantize(
+        run,
+        weights,
+        method,
+        group_size=group_size,
+        clip=clip,
+        embeddings=embeddings,
+        calibration=calibration,
+        out=out,
+        dequantized=dequantized,
+        device=device,
+        as_json=as_json,
+    )
+
+
+@app.command()
 def doctor(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds after which a process that is silent is an error.")] = 60.0,

@@ -1,4 +1,4 @@
-"""`sc.load`: models that `save_pretrained` wrote, of transformers and of this package."""
+"""`sc.load`: models that `save_pretrained` wrote, of transformers and of this package, also with packed weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from scantling.models.dlrm import register
+from scantling.precision.packed_files import is_quantized_folder, read_quantized
 from scantling.tensor import pretrained
 
 
 def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: Any = None) -> Any:
     """Load a model that `save_pretrained` wrote, dense or of cores, as the class that was saved.
 
-    With `from scantling import hf`, which registers the cores, the Auto classes of transformers do the same.
+    With `from scantling import hf`, which registers the cores, the Auto classes of transformers do the same. Folders of
+    `scantling quantize` are unpacked: the model computes with the quantised values in the dtype it was saved in.
 
     Args:
         folder: with `config.json` and the weights.
@@ -25,10 +27,12 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: An
         The model, in evaluation mode.
 
     Raises:
-        UserError: no such folder, a class that neither transformers nor scantling has, or weights that are missing.
+        UserError: no such folder, a class that neither transformers nor scantling has, weights that are missing, or
+            packed ones that are damaged.
 
     Example:
         >>> model = sc.load("my-model")  # doctest: +SKIP
     """
     register()
-    return pretrained.load(folder, dtype=dtype, device_map=device_map)
+    state = read_quantized(folder) if is_quantized_folder(folder) else None
+    return pretrained.load(folder, dtype=dtype, device_map=device_map, state=state)

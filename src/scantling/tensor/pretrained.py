@@ -128,11 +128,18 @@ def detach(model: nn.Module) -> None:
                 del hooks[key]
 
 
-def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: Any = None) -> Any:
+def load(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device_map: Any = None,
+    state: dict[str, Tensor] | None = None,
+) -> Any:
     """Load a model that `save_pretrained` wrote, of a class of transformers or one that `AutoModel` has been told of.
 
     Args:
         folder, dtype, device_map: as of `scantling.load`.
+        state: the tensors, where they are not in the folder as transformers writes them.
 
     Raises:
         UserError: no such folder, a class that is not known, or weights that are missing.
@@ -152,7 +159,13 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: An
     if made_by is None:
         raise UserError(f"cannot load {folder}: transformers {transformers.__version__} has no model class {name!r}")
     options = {"dtype": "auto" if dtype is None else dtype, "device_map": device_map, "local_files_only": True}
-    model, report = made_by.from_pretrained(folder, output_loading_info=True, **options)
+    if state is None:
+        model, report = made_by.from_pretrained(folder, output_loading_info=True, **options)
+    else:
+        options |= {"config": made_by.config_class.from_pretrained(folder, local_files_only=True), "state_dict": state}
+        model, report = made_by.from_pretrained(None, output_loading_info=True, **options)
+        if (Path(folder) / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"{folder} holds no values for {len(missing)} parameters, such as {', '.join(missing[:3])}")

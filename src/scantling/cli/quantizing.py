@@ -1,0 +1,146 @@
+"""`scantling quantize`: the weights of a trained run in few bits."""
+
+from __future__ import annotations
+
+import json
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scantling.cli.console import make_console, show_warnings
+from scantling.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from scantling.training.quantize import Prediction, QuantizedRun
+
+
+def quantize(
+    run: Path,
+    weights: str,
+    method: str,
+    *,
+    group_size: int | None,
+    clip: str,
+    embeddings: bool,
+    calibration: int,
+    out: Path | None,
+    dequantized: bool,
+    device: str,
+    as_json: bool,
+) -> int:
+    from scantling.models.build import quiet
+    from scantling.training.quantize import quantize_run
+
+    if method not in ("rtn", "gptq"):
+        raise UserError(f"--method is rtn or gptq; given '{method}'")
+    show_warnings(make_console(stderr=True))
+    console = make_console()
+    given: dict[str, Any] = {"format": weights}
+    if group_size is not None:
+        given["group_size"] = group_size
+    if clip != "absmax":
+        given["clip"] = clip
+    group = "" if group_size is None else f"-g{group_size}"
+    folder = out or run / f"quantized-{weights}{group}-{method}"
+    with quiet():
+        done = quantize_run(
+            run,
+            given,
+            folder,
+            method=method,  # type: ignore[arg-type]
+            embeddings=embeddings,
+            sequences=calibration,
+            dequantized=dequantized,
+            device=device,
+        )
+    if as_json:
+        print(json.dumps(summary(done), indent=2))
+        return 0
+    console.print(_table(done))
+    for line in _lines(done):
+        console.print(line, markup=False)
+    loads = "transformers" if dequantized else "sc.load"
+    console.print(f"weights     {done.folder}, which {loads} reads", markup=False)
+    return 0
+
+
+def summary(done: QuantizedRun) -> dict[str, Any]:
+    """What was done, for programs."""
+    return {
+        "folder": str(done.folder),
+        "step": done.step,
+        "weights": done.quantizer,
+        "method": done.method,
+        "before": done.before,
+        "after": done.after,
+        "degradation": done.after["eval_loss"] - done.before["eval_loss"],
+        "predicted": [
+            {
+                "law": each.law,
+                "source": each.source,
+                "degradation": each.degradation,
+                "fitted_on": each.fitted,
+                "outside": each.outside,
+            }
+            for each in done.predictions
+        ],
+        "parameters_without_embeddings": done.parameters,
+        "tokens": done.tokens,
+        "bytes": {"written": done.saved.written, "as_trained": done.saved.plain, "bf16": 2 * done.saved.num_numbers},
+        "layers": {
+            name: {
+                "format": weight.packed.format,
+                "method": weight.method,
+                "shape": weight.packed.shape,
+                "bytes": weight.packed.nbytes,
+                "weight_error": weight.weight_error,
+                "output_error": weight.output_error,
+            }
+            for name, weight in done.weights.items()
+        },
+    }
+
+
+def _table(done: QuantizedRun) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from scantling.reporting.format import format_bytes, format_percent
+
+    table = Table(title=Text(f"{done.quantizer}, {done.method}, step {done.step}"), title_justify="left")
+    places = zip(*(name.split(".")[:-1] for name in done.weights), strict=False)
+    shared = "".join(f"{same[0]}." for same in takewhile(lambda each: len(set(each)) == 1, places))
+    table.add_column(Text(f"{shared}…"), overflow="fold")
+    for header in ("shape", "packed", "weight error", "output error"):
+        table.add_column(header, justify="right")
+    for name, weight in done.weights.items():
+        errors = (format_percent(each, 2) for each in (weight.weight_error, weight.output_error))
+        rows, columns = weight.packed.shape
+        shown = name.removeprefix(shared).removesuffix(".weight") + (" (rtn)" if weight.method != done.method else "")
+        table.add_row(Text(shown), f"{rows} × {columns}", format_bytes(weight.packed.nbytes), *errors)
+    return table
+
+
+def _lines(done: QuantizedRun) -> list[str]:
+    from scantling.reporting.format import format_bytes, format_difference, format_ratio
+
+    before, after = done.before["eval_loss"], done.after["eval_loss"]
+    lines = [
+        f"loss        {before:.4f} held out before, {after:.4f} after: {format_difference(after, before)} nats",
+        *(_predicted(each) for each in done.predictions),
+    ]
+    saved, half = done.saved, 2 * done.saved.num_numbers
+    others = ((f"as trained {format_bytes(saved.plain)}", saved.plain), (f"in bf16 {format_bytes(half)}", half))
+    compared = ", ".join(f"{text} ({format_ratio(saved.written, size)})" for text, size in others)
+    return [*lines, f"on disk     {format_bytes(saved.written)}; {compared}"]
+
+
+def _predicted(law: Prediction) -> str:
+    from scantling.reporting.format import format_number
+
+    ranges = [f"{name} {format_number(low)} to {format_number(high)}" for name, (low, high) in law.fitted.items()]
+    left = " and ".join(text.partition(" = ")[0] for text in law.outside)
+    outside = f"; {left} of this run outside of that" if left else ""
+    return f"predicted   {law.degradation:+.4f} nats by the {law.law} law, fitted on {', '.join(ranges)}{outside}"

@@ -1,0 +1,207 @@
+"""What the inputs of layers look like: the Hessians that GPTQ needs, block by block.
+
+Layers in one child of a `ModuleList` or `Sequential` are a block, such as a decoder layer; any other is a block by
+itself. Blocks come in the order in which a model calls them. For each, all batches go through the model up to its last
+layer, so that its inputs are those that the quantised blocks before it give.
+
+Cost: for n blocks about n / 2 forward passes over all batches, and 2 in^2 FLOPs a token for each input; memory 4 in^2
+bytes for each input of one block. Layers that read the same tensor (Q, K and V) share one Hessian.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from scantling.errors import UserError
+from scantling.precision.matrices import Matrix
+
+logger = logging.getLogger(__name__)
+
+Batch: TypeAlias = Mapping[str, Any] | Tensor | Callable[[nn.Module], Any]
+"""Arguments of a model by name, its one argument, or a function that puts a batch through the model."""
+
+
+class _Enough(Exception):
+    """Thrown out of a model when the last layer of a block has seen its input."""
+
+
+class Calibration:
+    """Batches, and what a model does with them.
+
+    Args:
+        model: left in the mode that it is in.
+        matrices: weights with the layers that multiply by them.
+        batches: see `Batch`; gone through once, and kept.
+
+    Raises:
+        UserError: no batches, empty ones, something that is no batch, or a layer that sees none of the first batch.
+    """
+
+    def __init__(self, model: nn.Module, matrices: list[Matrix], batches: Iterable[Batch]) -> None:
+        self._model = model
+        self._batches = _checked(batches)
+        self._matrices = {id(module): matrix for matrix in matrices for module in matrix.modules}
+        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        self._leaders: dict[int, int] = {}  # of each layer, the one that has its input first
+        self._calls: Counter[int] = Counter()
+        self._order: list[Matrix] = []
+        self._trace(matrices)
+
+    def blocks(self) -> Iterator[list[Matrix]]:
+        """The weights of each block, in the order in which they are used."""
+        names = {id(module): name for name, module in self._model.named_modules()}
+        found: dict[str, list[Matrix]] = {}
+        for matrix in self._order:
+            found.setdefault(_block_of(self._model, names[id(matrix.modules[0])]), []).append(matrix)
+        yield from found.values()
+
+    def hessians(self, block: list[Matrix]) -> dict[str, Tensor]:
+        """The mean of x x^T over all inputs x of each weight of a block, by its name: (in, in) fp32.
+
+        Raises:
+            UserError: a layer that sees no input.
+        """
+        layers = {id(module): matrix for matrix in block for module in matrix.modules}
+        leading = {self._leaders[key]: self._matrices[self._leaders[key]] for key in layers}
+        sums: dict[int, Tensor] = {}
+        counts: Counter[int] = Counter()
+
+        def add(key: int, x: Tensor) -> None:
+            x = x.detach().reshape(-1, x.shape[-1]).float()
+            if key in sums:
+                sums[key].addmm_(x.t(), x)
+            else:
+                sums[key] = x.t() @ x
+            counts[key] += len(x)
+
+        for batch in self._batches:
+            left = sum(self._calls[key] for key in leading)
+
+            def see(key: int, x: Tensor) -> None:
+                nonlocal left
+                add(key, x)
+                left -= 1
+                if left == 0:
+                    raise _Enough
+
+            self._run(batch, leading, see)
+        found: dict[str, Tensor] = {}
+        for matrix in block:
+            keys = {self._leaders[id(module)] for module in matrix.modules}
+            tokens = sum(counts[key] for key in keys)
+            if tokens == 0:
+                raise UserError(_unseen(matrix))
+            found[matrix.name] = torch.stack([sums[key] for key in keys if key in sums]).sum(0) / tokens
+            self._warn_of_few(matrix, tokens)
+        return found
+
+    def _trace(self, matrices: list[Matrix]) -> None:
+        """Put one batch through: the order of the layers, how often each is called, and which share an input."""
+        inputs: list[tuple[Tensor, int]] = []
+
+        def see(key: int, x: Tensor) -> None:
+            leader = next((other for seen, other in inputs if seen is x), key)
+            if self._calls[key] == 0:
+                self._leaders[key] = leader
+                if self._matrices[key] not in self._order:
+                    self._order.append(self._matrices[key])
+            self._calls[key] += 1
+            inputs.append((x, leader))
+
+        self._run(self._batches[0], self._matrices, see)
+        for matrix in matrices:
+            if matrix.modules and matrix not in self._order:
+                raise UserError(_unseen(matrix))
+            for module in matrix.modules:
+                if self._calls[id(module)] > 1:
+                    self._leaders[id(module)] = id(module)  # its inputs differ from call to call
+                self._leaders.setdefault(id(module), id(module))
+
+    def _run(self, batch: Batch, watched: Mapping[int, Matrix], see: Callable[[int, Tensor], None]) -> None:
+        modules = {id(module): module for matrix in watched.values() for module in matrix.modules}
+        hooks = []
+        for key in watched:
+
+            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: int = key) -> None:
+                see(key, args[0] if args else next(iter(kwargs.values())))
+
+            hooks.append(modules[key].register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            with torch.no_grad(), evaluating(self._model):
+                _put_through(self._model, batch, self._device)
+        except _Enough:
+            pass
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    def _warn_of_few(self, matrix: Matrix, tokens: int) -> None:
+        columns = matrix.parameter.shape[0 if matrix.channels_last else 1]
+        if tokens < columns:
+            text = "%s has %d inputs and sees only %d tokens of the calibration; give more batches"
+            logger.warning(text, matrix.name, columns, tokens)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The context in which all modules are in evaluation mode; each has its own mode again after it."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _checked(batches: Iterable[Batch]) -> list[Batch]:
+    wanted = "batches of the model's inputs: mappings such as {'input_ids': ids}, or tensors of ids"
+    if isinstance(batches, str | bytes | Mapping | Tensor) or not isinstance(batches, Iterable):
+        raise UserError(f"calibration is an iterable of {wanted}; given a {type(batches).__name__}")
+    found = list(batches)
+    if not found:
+        raise UserError(
+            "calibration gives no batches, as of a text that is shorter than one sequence; take more text or shorter "
+            "sequences"
+        )
+    for batch in found:
+        if not isinstance(batch, Mapping | Tensor) and not callable(batch):
+            raise UserError(f"calibration gives {wanted}; given a {type(batch).__name__}")
+        tensors = batch.values() if isinstance(batch, Mapping) else [batch]
+        if any(isinstance(each, Tensor) and not each.numel() for each in tensors):
+            raise UserError("calibration gives a batch without tokens: its text is shorter than one sequence")
+    return found
+
+
+def _put_through(model: nn.Module, batch: Batch, device: torch.device) -> None:
+    if isinstance(batch, Tensor):
+        model(batch.to(device))
+    elif isinstance(batch, Mapping):
+        model(**{name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()})
+    else:
+        batch(model)
+
+
+def _block_of(model: nn.Module, name: str) -> str:
+    """The name of the block that a layer belongs to."""
+    parts = name.split(".")
+    module = model
+    for place, part in enumerate(parts):
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            return ".".join(parts[: place + 1])
+        module = module.get_submodule(part) if part else module
+    return name
+
+
+def _unseen(matrix: Matrix) -> str:
+    return (
+        f"{matrix.name}: the calibration puts nothing through this layer; give other or more batches, or leave it out "
+        "with filter_fn"
+    )

@@ -1,0 +1,153 @@
+"""The weights of a model as matrices whose rows are channels, whatever layer holds them.
+
+| layer                         | parameter             | row                          | columns          |
+| `nn.Linear`                   | (out, in)             | one output                   | inputs           |
+| Conv1D of transformers        | (in, out)             | one output                   | inputs           |
+| `nn.Embedding`                | (entries, dim)        | one entry                    | dim              |
+| layer of cores, each core     | (r, modes..., r')     | one index of the last bond   | r and the modes  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from scantling.errors import UserError
+
+Filter: TypeAlias = Callable[[str, nn.Module], bool]
+
+
+@dataclass(eq=False)
+class Matrix:
+    """One weight.
+
+    Attributes:
+        name: of the parameter in the model.
+        parameter: the weight.
+        channels_last: whether its last dim is that of the channels, else its first.
+        modules: the layers that multiply their input by it; none where it is looked up or is a core.
+        names: of the parameter wherever it is, ties included.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    channels_last: bool
+    modules: list[nn.Module] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def read(self) -> Tensor:
+        """(channels, columns), a view of the parameter where it can be one."""
+        return as_matrix(self.parameter.detach(), self.channels_last)
+
+    def write(self, values: Tensor) -> None:
+        """Put (channels, columns) into the parameter, in its dtype."""
+        with torch.no_grad():
+            self.parameter.copy_(from_matrix(values, self.parameter.shape, self.channels_last))
+
+
+def as_matrix(tensor: Tensor, channels_last: bool) -> Tensor:
+    """(channels, columns) of a parameter."""
+    return tensor.reshape(-1, tensor.shape[-1]).t() if channels_last else tensor.reshape(tensor.shape[0], -1)
+
+
+def from_matrix(matrix: Tensor, shape: torch.Size | tuple[int, ...], channels_last: bool) -> Tensor:
+    """A parameter of (channels, columns): the way back from `as_matrix`."""
+    return (matrix.t() if channels_last else matrix).reshape(shape)
+
+
+def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Matrix]:
+    """The weights to quantise, each once, in the order of the model.
+
+    Args:
+        model: any module.
+        filter_fn: says of the name of a layer and the layer whether to take it; default all linear layers but those
+            that `get_output_embeddings()` names.
+
+    Raises:
+        UserError: none, or weights that are sharded, on the meta device, or hold NaN or Inf.
+    """
+    heads = _output_layers(model)
+    found: dict[int, Matrix] = {}
+    for name, module in model.named_modules():
+        weights = list(_weights(name, module))
+        linear = not is_table(module) and id(module) not in heads
+        if weights and (linear if filter_fn is None else filter_fn(name, module)):
+            for parameter_name, parameter, channels_last in weights:
+                found.setdefault(id(parameter), Matrix(parameter_name, parameter, channels_last))
+    if not found:
+        raise UserError(_nothing(model, filter_fn))
+    _note_uses(model, found)
+    for matrix in found.values():
+        _check(matrix)
+    return list(found.values())
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether a layer looks its rows up: an embedding, dense or of cores."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or (
+        is_of_cores(module) and not hasattr(module, "in_features")
+    )
+
+
+def is_of_cores(module: nn.Module) -> bool:
+    """Whether the weight of a layer is a chain of cores, as `sc.tensorize` makes it."""
+    return isinstance(getattr(module, "cores", None), nn.ParameterList) and hasattr(module, "parameter_roles")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is the linear layer of GPT-2, or made from it: its weight is (in, out)."""
+    names = [(kind.__name__, kind.__module__) for kind in type(module).__mro__]
+    return ("Conv1D", "transformers.pytorch_utils") in names
+
+
+def _weights(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    """(name, parameter, whether its last dim is that of the channels) of what a layer has to quantise."""
+    prefix = f"{name}." if name else ""
+    if is_of_cores(module):
+        for place, core in enumerate(module.get_submodule("cores").parameters()):
+            if core.numel():  # nothing is left of the cores of a layer whose ranks all went
+                yield f"{prefix}cores.{place}", core, True
+    elif is_conv1d(module) or isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag):
+        weight = module._parameters.get("weight")  # none where `weight_norm` and the like compute it
+        if weight is not None and weight.is_floating_point():
+            yield f"{prefix}weight", weight, is_conv1d(module)
+
+
+def _output_layers(model: nn.Module) -> set[int]:
+    getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    return {id(getter()) for getter in getters if callable(getter)}
+
+
+def _note_uses(model: nn.Module, found: dict[int, Matrix]) -> None:
+    """Write down all names of each parameter, and the layers that multiply by it unless others look it up."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in found:
+            found[id(parameter)].names.append(name)
+    looked_up = set()
+    for name, module in model.named_modules():
+        for _, parameter, _ in _weights(name, module):
+            if id(parameter) in found and (is_table(module) or is_of_cores(module)):
+                looked_up.add(id(parameter))
+            elif id(parameter) in found:
+                found[id(parameter)].modules.append(module)
+    for key in looked_up:
+        found[key].modules.clear()
+
+
+def _check(matrix: Matrix) -> None:
+    data = matrix.parameter.data
+    if type(data) is not Tensor or data.is_meta:
+        kind = "on the meta device" if data.is_meta else f"a {type(data).__name__}"
+        raise UserError(f"{matrix.name} is {kind}; quantise a model whose weights are whole and loaded")
+    if not bool(torch.isfinite(data).all()):
+        raise UserError(f"{matrix.name} holds NaN or Inf; there is nothing to quantise")
+
+
+def _nothing(model: nn.Module, filter_fn: Filter | None) -> str:
+    if filter_fn is None:
+        return f"{type(model).__name__} has no linear layers beside its output layer; choose layers with filter_fn"
+    return f"filter_fn takes no layer of {type(model).__name__}; layers to choose from are linear, embeddings, of cores"

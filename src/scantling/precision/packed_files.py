@@ -1,0 +1,235 @@
+"""Models with quantised weights on disk: their codes, packed, and all else as transformers writes it.
+
+`save_quantized` lets the model save itself, and then packs the weights whose codes are known: the file that
+transformers wrote becomes `quantized.safetensors`, and `quantized.json` says how to unpack it. What comes back is that
+file bit for bit, so that whatever transformers does with it (ties, names of its own, layers of cores) stays as it is.
+transformers itself does not read the folder: there is no `model.safetensors` in it. `scantling.load` does.
+
+For a packed weight NAME the file holds `NAME.patterns` (bytes) and `NAME.scale`: fp32 (fp64 for a model in fp64), or,
+where there are few different ones, as those of block formats, their numbers in one byte each and `NAME.scales`.
+
+Folders are written aside, synced and renamed: a full disk or a kill leaves no folder of that name. Reading runs no
+code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from scantling.errors import RunError, UserError
+from scantling.precision.matrices import from_matrix
+from scantling.precision.packing import PackedMatrix
+from scantling.precision.weights import QuantizedWeight, quantized_weights
+
+INDEX, TENSORS = "quantized.json", "quantized.safetensors"
+FORMAT = 1
+_FEW = 256
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes of weights on disk.
+
+    Attributes:
+        written: of what is there now.
+        plain: of the files that transformers wrote, before they were packed.
+        num_numbers: numbers in them.
+    """
+
+    written: int
+    plain: int
+    num_numbers: int
+
+
+def save_quantized(
+    model: Any, folder: str | Path, *, packed: bool = True, also: Callable[[Path], None] | None = None
+) -> SavedBytes:
+    """Write a model after `quantize_weights` with its weights packed; `scantling.load` reads it.
+
+    Needs room for the model as it is for a moment.
+
+    Args:
+        model: of transformers, with quantised weights.
+        folder: to write; it must not exist or be empty.
+        packed: whether weights take the bits of their format; else the folder is what `save_pretrained` writes, with
+            the quantised values in the dtype of the model, which transformers loads.
+        also: writes more files, such as a tokenizer, into the folder it is given.
+
+    Returns:
+        What it takes on disk, and what it would have taken.
+
+    Raises:
+        UserError: no quantised weights or changed ones, a model without `save_pretrained`, or a folder that holds
+            something.
+        RunError: the folder cannot be written; nothing is left of it.
+
+    Example:
+        >>> sc.precision.save_quantized(model, "my-model-int4")  # doctest: +SKIP
+    """
+    folder = Path(folder)
+    weights = quantized_weights(model)
+    if not weights:
+        raise UserError("the model holds no quantised weights; call scantling.quantize_weights first")
+    if not hasattr(model, "save_pretrained"):
+        raise UserError(f"{type(model).__name__} has no save_pretrained; only models of transformers are saved packed")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there and not empty; give a folder that does not exist")
+    aside = folder.with_name(folder.name + ".tmp")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        model.save_pretrained(aside)
+        saved = _pack_folder(model, aside, weights) if packed else _plain_bytes(aside)
+        if also is not None:
+            also(aside)
+        for path in aside.rglob("*"):
+            _sync(path)
+        _sync(aside)
+        os.replace(aside, folder)
+        _sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return saved
+
+
+def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) -> SavedBytes:
+    """Put the one packed file in place of those that `save_pretrained` wrote."""
+    known = _by_all_names(model, weights)
+    tensors: dict[str, Tensor] = {}
+    index: dict[str, dict[str, Any]] = {}
+    plain = _plain_bytes(folder)
+    written = sorted(folder.glob("*.safetensors"))
+    for path in written:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                tensor = file.get_tensor(name)
+                weight = known.get(name)
+                if weight is None or not _is_what_it_stands_for(tensor, weight):
+                    tensors[name] = tensor
+                    continue
+                index[name] = _described(tensor, weight)
+                tensors[f"{name}.patterns"] = weight.packed.patterns
+                tensors |= _scales(name, weight.packed.scale)
+    for path in [*written, folder / "model.safetensors.index.json"]:
+        path.unlink(missing_ok=True)
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    (folder / TENSORS).chmod((folder / "config.json").stat().st_mode)  # safetensors leaves it to the owner alone
+    content = {"format": FORMAT, "tensors": index}
+    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return replace(plain, written=(folder / TENSORS).stat().st_size)
+
+
+def _plain_bytes(folder: Path) -> SavedBytes:
+    """Of what `save_pretrained` wrote."""
+    size = numbers = 0
+    for path in folder.glob("*.safetensors"):
+        size += path.stat().st_size
+        with safe_open(path, "pt") as file:
+            numbers += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
+    return SavedBytes(size, size, numbers)
+
+
+def _by_all_names(model: Any, weights: dict[str, QuantizedWeight]) -> dict[str, QuantizedWeight]:
+    """Quantised weights by every name that their parameters have."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    by_parameter = {id(parameters[name]): weight for name, weight in weights.items()}
+    return {name: by_parameter[id(each)] for name, each in parameters.items() if id(each) in by_parameter}
+
+
+def _is_what_it_stands_for(tensor: Tensor, weight: QuantizedWeight) -> bool:
+    """Whether a tensor in the file is the parameter: transformers gives some other names or shapes there."""
+    rows, columns = weight.packed.shape
+    return tensor.numel() == rows * columns and torch.equal(weight.values(tensor), tensor)
+
+
+def _described(tensor: Tensor, weight: QuantizedWeight) -> dict[str, Any]:
+    packed = weight.packed
+    return {
+        "format": packed.format,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "matrix": list(packed.shape),
+        "channels_last": weight.channels_last,
+        "group_size": packed.group_size,
+        "scale_shape": list(packed.scale.shape),
+        "quantizer": weight.quantizer,
+        "method": weight.method,
+        "weight_error": weight.weight_error,
+        "output_error": weight.output_error,
+    }
+
+
+def _scales(name: str, scale: Tensor) -> dict[str, Tensor]:
+    different, numbers = scale.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    if len(different) <= _FEW and scale.numel() > 2 * _FEW:
+        return {f"{name}.scale": numbers.to(torch.uint8), f"{name}.scales": different}
+    return {f"{name}.scale": scale.contiguous()}
+
+
+def is_quantized_folder(folder: str | Path) -> bool:
+    """Whether `save_quantized` wrote this folder."""
+    return (Path(folder) / INDEX).is_file()
+
+
+def read_quantized(folder: str | Path) -> dict[str, Tensor]:
+    """The tensors that a model saved, unpacked, on the CPU.
+
+    Args:
+        folder: that `save_quantized` wrote.
+
+    Raises:
+        UserError: a folder that is damaged or of a newer version.
+    """
+    folder = Path(folder)
+    try:
+        content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        if content["format"] > FORMAT:
+            raise UserError(f"{folder} was written by a newer scantling, in format {content['format']}; upgrade")
+        index = dict(content["tensors"])
+        with safe_open(folder / TENSORS, "pt") as file:
+            names = set(file.keys())
+            parts = {f"{name}.{part}" for name in index for part in ("patterns", "scale", "scales")}
+            found = {name: file.get_tensor(name) for name in sorted(names - parts)}
+            for name, entry in index.items():
+                scale = file.get_tensor(f"{name}.scale")
+                if f"{name}.scales" in names:
+                    scale = file.get_tensor(f"{name}.scales")[scale.int()]
+                found[name] = _unpacked(entry, file.get_tensor(f"{name}.patterns"), scale)
+    except UserError as error:
+        raise UserError(f"cannot load {folder}: {error}") from None
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise UserError(f"cannot load {folder}: it is damaged ({error})") from None
+    return found
+
+
+def _unpacked(entry: dict[str, Any], patterns: Tensor, scale: Tensor) -> Tensor:
+    rows, columns = entry["matrix"]
+    dtype = getattr(torch, entry["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"there is no dtype {entry['dtype']!r}")
+    packed = PackedMatrix(
+        entry["format"], (rows, columns), entry["group_size"], patterns, scale.view(entry["scale_shape"])
+    )
+    return from_matrix(packed.decode(), entry["shape"], entry["channels_last"]).to(dtype).contiguous()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

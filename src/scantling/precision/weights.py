@@ -1,0 +1,179 @@
+"""`quantize_weights`: the weights of a trained model in few bits.
+
+The model goes on computing in its own dtype, with parameters that hold what the codes stand for. The codes are kept
+beside them, packed and on the CPU, so that `save_quantized` writes those and not the numbers.
+
+In a model of `quantize_training` the master weights are quantised, and their layers round them no more, so that they
+compute with what was found here; activations, keys and values are rounded as they were.
+
+Layers of cores are quantised core by core, to the nearest whatever the method: GPTQ rests on outputs that are linear in
+each column apart, which those of a chain of cores are not. Tables that are looked up are rounded to the nearest, too,
+since a row is read alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from scantling.errors import UserError, did_you_mean
+from scantling.precision.calibration import Batch, Calibration
+from scantling.precision.gptq import BLOCK, gptq, output_error
+from scantling.precision.layers import LayerFormats
+from scantling.precision.matrices import Filter, Matrix, as_matrix, find_matrices, from_matrix
+from scantling.precision.packing import PackedMatrix
+from scantling.precision.quantizer import Encoded, Quantizer
+
+Method: TypeAlias = Literal["rtn", "gptq"]
+_ATTRIBUTE = "_scantling_quantized"
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """One weight of a model after `quantize_weights`.
+
+    Attributes:
+        packed: its codes and scales.
+        channels_last: whether the last dim of the parameter is that of the rows of `packed`.
+        quantizer: how it was quantised, in words.
+        method: rtn or gptq.
+        weight_error: Frobenius norm of what was lost, as a share of that of the weight.
+        output_error: of the layer's outputs on the calibration data, root mean square as a share of theirs; None where
+            there was none, or the weight does not multiply.
+    """
+
+    packed: PackedMatrix
+    channels_last: bool
+    quantizer: str
+    method: Method
+    weight_error: float
+    output_error: float | None = None
+
+    def values(self, like: Tensor) -> Tensor:
+        """What the parameter holds, in the shape and dtype of `like`, on the CPU."""
+        return from_matrix(self.packed.decode(), like.shape, self.channels_last).to(like.dtype)
+
+
+@torch.no_grad()
+def quantize_weights(
+    model: nn.Module,
+    format: Quantizer | str | Mapping[str, Any],
+    *,
+    method: Method = "rtn",
+    calibration: Iterable[Batch] | None = None,
+    filter_fn: Filter | None = None,
+    damping: float = 0.01,
+    act_order: bool = False,
+) -> nn.Module:
+    """Quantise the weights of a trained model, in place.
+
+    Linear layers (`nn.Linear`, the Conv1D of GPT-2) and layers of cores are quantised, the output layer that
+    `get_output_embeddings()` names and embeddings are not, unless `filter_fn` takes them. A second call may give other
+    layers another format.
+
+    Args:
+        model: any module, of transformers or not; on any device.
+        format: of the weights, by name (`int4`, `fp6_e3m2`, `mxfp4_e2m1`), with a scale for each output; a mapping such
+            as {"format": "int4", "group_size": 64}; or a `Quantizer`.
+        method: `rtn` rounds to the nearest. `gptq` rounds so that the outputs on the calibration data change least.
+        calibration: batches of what the model will read: mappings of its arguments, tensors of token ids, or functions
+            that put one through the model. A few hundred sequences are usual. GPTQ needs it; with `rtn` it only
+            measures the errors of outputs. All positions count, those of padding too.
+        filter_fn: says of the name of a layer and the layer whether to quantise it.
+        damping: of GPTQ, added to the diagonal of the Hessian as a share of its mean.
+        act_order: of GPTQ, go from the columns of the largest inputs to those of the smallest.
+
+    Returns:
+        The model. `scantling.precision.quantized_weights` tells its errors layer by layer.
+
+    Raises:
+        UserError: settings that do not exist or go together, no layer to quantise, weights with NaN, calibration
+            without batches, or a layer that sees none of them.
+
+    Source: arXiv 2210.17323 for GPTQ; see `scantling.precision.gptq` for its cost, `calibration` for that of passes.
+
+    Example:
+        >>> model = sc.quantize_weights(model, "int4", method="gptq", calibration=batches)
+    """
+    quantizer = Quantizer.of(format, "channel")
+    _check(quantizer, method, calibration, damping)
+    matrices = find_matrices(model, filter_fn)
+    calibrated = None
+    if calibration is not None:
+        calibrated = Calibration(model, matrices, calibration)
+    _stop_rounding(model, matrices)
+    kept = vars(model).setdefault(_ATTRIBUTE, {})
+
+    def put(matrix: Matrix, encoded: Encoded, used: Method, hessian: Tensor | None = None) -> None:
+        before, packed = matrix.read().clone(), PackedMatrix.of(encoded, quantizer)
+        matrix.write(packed.decode())
+        lost = torch.linalg.vector_norm(matrix.read() - before, dtype=torch.float64)
+        norm = torch.linalg.vector_norm(before, dtype=torch.float64)
+        kept[matrix.name] = QuantizedWeight(
+            packed,
+            matrix.channels_last,
+            str(quantizer),
+            used,
+            float(lost / norm) if norm > 0.0 else 0.0,
+            None if hessian is None else output_error(before, matrix.read(), hessian),
+        )
+
+    for matrix in matrices:
+        if calibrated is None or not matrix.modules:
+            put(matrix, quantizer.encode(matrix.read()), "rtn")
+    for block in [] if calibrated is None else calibrated.blocks():
+        hessians = calibrated.hessians(block)  # type: ignore[union-attr]
+        for matrix in block:
+            hessian = hessians[matrix.name]
+            if method == "gptq":
+                try:
+                    encoded = gptq(matrix.read(), hessian, quantizer, damping=damping, act_order=act_order, block=BLOCK)
+                except UserError as error:
+                    raise UserError(f"{matrix.name}: {error}") from None
+            else:
+                encoded = quantizer.encode(matrix.read())
+            put(matrix, encoded, method, hessian)
+    return model
+
+
+def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
+    """The weights of a model that `quantize_weights` quantised, by the name of the parameter.
+
+    Raises:
+        UserError: one that holds something else by now.
+    """
+    kept: dict[str, QuantizedWeight] = vars(model).get(_ATTRIBUTE, {})
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, weight in kept.items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise UserError(f"{name} was quantised, and is not in the model any more; quantise the model again")
+        rows = as_matrix(parameter, weight.channels_last).shape if parameter.ndim > 1 else ()
+        if tuple(rows) != weight.packed.shape or not torch.equal(weight.values(parameter), parameter.detach().cpu()):
+            raise UserError(f"{name} was changed after it was quantised; quantise the model again")
+    return dict(kept)
+
+
+def _stop_rounding(model: nn.Module, matrices: list[Matrix]) -> None:
+    """Let layers of `quantize_training` take these weights as they are."""
+    taken = {id(matrix.parameter) for matrix in matrices}
+    for module in model.modules():
+        formats = getattr(module, "formats", None)
+        if isinstance(formats, LayerFormats) and any(id(each) in taken for each in module.parameters()):
+            module.formats = replace(formats, weights=None, multiply=None)  # type: ignore[assignment]
+
+
+def _check(quantizer: Quantizer, method: str, calibration: Iterable[Batch] | None, damping: float) -> None:
+    if method not in get_args(Method):
+        hint = did_you_mean(method, get_args(Method))
+        raise UserError(f"method must be rtn or gptq; given {method!r}" + (f" ({hint})" if hint else ""))
+    if method == "gptq" and calibration is None:
+        raise UserError("method='gptq' needs calibration: batches of what the model will read; without, take 'rtn'")
+    if method == "gptq" and quantizer.rounding != "nearest":
+        raise UserError(f"method='gptq' rounds to the nearest; given rounding={quantizer.rounding!r}")
+    if not 0.0 <= damping < float("inf"):
+        raise UserError(f"damping must be at least 0 and finite; given {damping!r}")

@@ -1,0 +1,186 @@
+"""Quantise the weights of a trained run, and write them packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from scantling.data.loader import eval_batches
+from scantling.errors import UserError
+from scantling.laws.registry import law_named, names
+from scantling.precision import Quantizer
+from scantling.precision.packed_files import SavedBytes, save_quantized
+from scantling.precision.training import restore
+from scantling.precision.weights import Method, QuantizedWeight, quantize_weights, quantized_weights
+from scantling.recipe import Recipe
+from scantling.tasks.base import Task, TaskData
+from scantling.training.checkpoint import read_manifest
+from scantling.training.distributed import joined
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a law says that quantisation adds to the loss.
+
+    Attributes:
+        law: its name.
+        source: where its constants come from.
+        degradation: nats a token.
+        fitted: the range of each variable in the runs of its constants.
+        outside: in words, what of this run lies outside of it.
+    """
+
+    law: str
+    source: str
+    degradation: float
+    fitted: Mapping[str, tuple[float, float]]
+    outside: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class QuantizedRun:
+    """What `quantize_run` did.
+
+    Attributes:
+        folder: that was written.
+        step: of the checkpoint.
+        quantizer: how weights were quantised, in words.
+        method: rtn or gptq.
+        before: held-out metrics of the model as it was trained; `after` those of the one that was written.
+        predictions: of the laws, for models of language.
+        parameters: of the model, without embeddings and output layer.
+        tokens: it was trained on.
+        weights: what became of each quantised weight.
+        saved: bytes on disk.
+    """
+
+    folder: Path
+    step: int
+    quantizer: str
+    method: Method
+    before: dict[str, float]
+    after: dict[str, float]
+    predictions: tuple[Prediction, ...]
+    parameters: int
+    tokens: int
+    weights: dict[str, QuantizedWeight]
+    saved: SavedBytes
+
+
+def quantize_run(
+    run_dir: str | Path,
+    format: Quantizer | str | Mapping[str, Any],
+    folder: str | Path,
+    *,
+    method: Method = "rtn",
+    embeddings: bool = False,
+    sequences: int = 128,
+    dequantized: bool = False,
+    device: str = "auto",
+) -> QuantizedRun:
+    """Quantise the newest whole checkpoint of a run, with calibration on its own training data.
+
+    Args:
+        run_dir: the directory of a run.
+        format: of the weights, as of `scantling.quantize_weights`.
+        folder: the folder to write; it must not exist or be empty.
+        method: rtn or gptq.
+        embeddings: quantise embeddings and the output layer, too.
+        sequences: training examples to calibrate on, evenly spread over the data.
+        dequantized: write a folder that transformers loads, with the quantised values in the dtype of the model, in
+            place of packed ones.
+        device: auto, cpu or cuda.
+
+    Raises:
+        UserError: there is no such run, it holds nothing out, or what `quantize_weights` refuses.
+        RunError: the folder cannot be written.
+    """
+    from scantling.training.run import load_trained, run_evaluation
+
+    if sequences < 1:
+        raise UserError(f"calibration needs 1 sequence or more; given {sequences}")
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there and not empty; give a folder that does not exist")
+    quantizer = Quantizer.of(format, "channel")
+    with joined(device) as place:
+        recipe, task, data, model, checkpoint = load_trained(run_dir, device=str(place.device))
+        values = read_manifest(checkpoint)["values"]
+        before = run_evaluation(recipe, model, task, data, place)
+        calibration = calibration_batches(recipe, task, data, sequences, str(place.device))
+        taken = (lambda *_: True) if embeddings else None
+        quantize_weights(model, quantizer, method=method, calibration=calibration, filter_fn=taken)
+        after = run_evaluation(recipe, model, task, data, place)
+        weights = quantized_weights(model)
+        restore(model, weights="rounded")
+        model.config.use_cache = True
+        also = partial(task.save_inputs, data=data, config=model.config)
+        saved = save_quantized(model, folder, also=also, packed=not dequantized)
+    parameters = without_embeddings(model)
+    return QuantizedRun(
+        folder=folder,
+        step=values["step"],
+        quantizer=str(quantizer),
+        method=method,
+        before=before,
+        after=after,
+        predictions=predictions(parameters, values["tokens"], quantizer) if task.name == "causal-lm" else (),
+        parameters=parameters,
+        tokens=values["tokens"],
+        weights=weights,
+        saved=saved,
+    )
+
+
+def calibration_batches(recipe: Recipe, task: Task, data: TaskData, count: int, device: str) -> Iterator[Any]:
+    """Batches of training examples, as functions that put one through the model as the task does.
+
+    Args:
+        recipe: for the size of its micro-batches.
+        task, data: of the run.
+        count: of examples, evenly spread.
+        device: of the model.
+    """
+    size = min(recipe.train.micro_batch_size or recipe.batch_size, recipe.batch_size, count)
+    for batch in eval_batches(data.train, data.collate, size, max_samples=count):
+        batch = batch.to(device)
+        yield lambda model, batch=batch: task.loss(model, batch)
+
+
+def predictions(parameters: int, tokens: int, quantizer: Quantizer) -> tuple[Prediction, ...]:
+    """What every law with published constants for quantisation after training says.
+
+    Args:
+        parameters: without embeddings.
+        tokens: of training.
+        quantizer: of the weights; the laws know its bits alone.
+    """
+    found = []
+    for name in names():
+        kind = law_named(name)
+        if "post" not in kind.VARIABLES or not kind.PUBLISHED:
+            continue
+        law: Any = kind.published()
+        bits = quantizer.format.bits
+        given = {"N": parameters, "D": tokens, "post": bits}
+        added = law.loss(N=parameters, D=tokens, post=bits) - law.loss(N=parameters, D=tokens)
+        fitted = {key: law.fitted[key] for key in given if key in law.fitted}
+        found.append(Prediction(name, law.source, float(added), fitted, tuple(law.outside(**given))))
+    return tuple(found)
+
+
+def without_embeddings(model: nn.Module) -> int:
+    """Parameters of a model that are neither of an embedding nor of the output layer."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    tables = [
+        m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) or hasattr(m, "num_embeddings")
+    ]
+    if head is not None:
+        tables.append(head)
+    left_out = {id(parameter) for module in tables for parameter in module.parameters()}
+    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in left_out)

@@ -1,0 +1,130 @@
+"""`scantling quantize` on a run of seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import scantling as sc
+from runs import tiny_recipe, write_recipe
+from scantling.cli import run
+from scantling.laws import PostTrainingLaw, PrecisionLaw
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    recipe = write_recipe(folder / "tiny.yaml", tiny_recipe(folder))
+    assert run(["train", str(recipe), "--run-dir", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def test_what_it_prints_and_writes(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["quantize", str(trained), "--weights", "int4", "--method", "gptq", "--group-size", "16"]
+    assert run(given) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    folder = trained / "quantized-int4-g16-gptq"
+    for words in (
+        "int4 by group of 16, gptq, step 8",
+        "┃ model.layers.… ",
+        "│ 1.mlp.down_proj ",
+        "held out before",
+        "by the kumar law, fitted on N 30.0M to 220M, D 1.50G to 26.0G; N and D of this run outside of that",
+        "by the ouyang law",
+        "in bf16",
+        f"weights {folder}, which sc.load reads",
+    ):
+        assert words in printed, printed
+    model = sc.load(folder)
+    assert len(model.model.layers[0].mlp.up_proj.weight[0, :16].unique()) <= 16
+    assert AutoTokenizer.from_pretrained(folder)("fox")["input_ids"]
+    assert run(given) == 2
+    assert "is there and not empty" in capsys.readouterr().err
+
+
+def test_the_figures(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found: dict[str, Any] = {}
+    for bits in (2, 8):
+        out = tmp_path / f"int{bits}"
+        options = ["--weights", f"int{bits}", "--clip", "mse", "--calibration", "12", "--out", str(out), "--json"]
+        assert run(["quantize", str(trained), *options]) == 0
+        found[bits] = json.loads(capsys.readouterr().out)
+        assert found[bits]["bytes"]["written"] == (out / "quantized.safetensors").stat().st_size
+    evaluated = json.loads((trained / "result.json").read_text())["eval_loss"]
+    two, eight = found[2], found[8]
+    assert two["before"] == eight["before"]
+    assert two["before"]["eval_loss"] == pytest.approx(evaluated, abs=1e-6)
+    assert two["degradation"] == pytest.approx(two["after"]["eval_loss"] - evaluated, abs=1e-6)
+    assert abs(eight["degradation"]) < abs(two["degradation"])
+    assert two["tokens"] == 8 * 4 * 32
+    layer = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+    assert two["parameters_without_embeddings"] == 2 * layer + 32
+    N, D = two["parameters_without_embeddings"], two["tokens"]
+    for law, said in zip((PrecisionLaw.published(), PostTrainingLaw.published()), two["predicted"], strict=True):
+        assert said["degradation"] == pytest.approx(law.loss(N, D, post=2) - law.loss(N, D))
+        assert any("N = " in text and "below the fitted range" in text for text in said["outside"])
+    assert len(two["layers"]) == 14
+    for row in two["layers"].values():
+        assert 0.1 < row["output_error"] < 1.0
+        assert row["weight_error"] > 10 * eight["layers"]["model.layers.0.mlp.up_proj.weight"]["weight_error"]
+    before = AutoModelForCausalLM.from_config(sc.load(tmp_path / "int8").config)
+    assert two["bytes"]["bf16"] == 2 * sum(parameter.numel() for parameter in before.parameters())
+
+
+def test_embeddings_too(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--weights", "int4", "--method", "gptq", "--embeddings", "--out", str(tmp_path / "out"), "--json"]
+    assert run(["quantize", str(trained), *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    methods = {name: row["method"] for name, row in found["layers"].items()}
+    assert methods["model.embed_tokens.weight"] == "rtn"
+    assert methods["lm_head.weight"] == "gptq"
+    assert len(methods) == 16
+    assert found["bytes"]["written"] < 0.25 * found["bytes"]["as_trained"]
+    assert len(sc.load(tmp_path / "out").lm_head.weight[0].unique()) <= 16
+
+
+def test_what_transformers_reads(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for out, more in (("plain", ["--dequantized"]), ("packed", [])):
+        assert run(["quantize", str(trained), "--weights", "fp6_e3m2", "--out", str(tmp_path / out), *more]) == 0
+    assert "which transformers reads" in capsys.readouterr().out
+    plain, packed = AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), sc.load(tmp_path / "packed")
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), packed.parameters(), strict=True))
+
+
+def test_a_run_of_cores(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny_recipe(tmp_path, tensor={"rank": 4})
+    assert run(["train", str(write_recipe(tmp_path / "c.yaml", recipe)), "--run-dir", str(tmp_path / "run")]) == 0
+    out = str(tmp_path / "out")
+    assert run(["quantize", str(tmp_path / "run"), "--weights", "int8", "--method", "gptq", "--out", out]) == 0
+    assert "(rtn)" in capsys.readouterr().out
+    assert sc.load(out).model.layers[0].mlp.up_proj.ranks[1] > 1
+
+
+def test_a_run_trained_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny_recipe(tmp_path, precision={"weights": "int4", "activations": "int8"})
+    assert run(["train", str(write_recipe(tmp_path / "q.yaml", recipe)), "--run-dir", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    options = ["--weights", "int4", "--out", str(tmp_path / "out"), "--json"]
+    assert run(["quantize", str(tmp_path / "run"), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["degradation"] == pytest.approx(0.0, abs=1e-5)
+    assert type(sc.load(tmp_path / "out").model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--weights", "int4", "--method", "qptq"], "--method is rtn or gptq"),
+        (["--weights", "int44"], "integers have 2 to"),
+        (["--weights", "int4", "--clip", "msa"], "did you mean 'mse'"),
+        (["--weights", "nvfp4", "--group-size", "8", "--clip", "mse"], "are of groups and of absmax"),
+    ],
+)
+def test_what_it_refuses(given: list[str], words: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["quantize", str(trained), *given]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert run(["quantize", str(trained / "nothing"), "--weights", "int4"]) == 2

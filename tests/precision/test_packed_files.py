@@ -1,0 +1,228 @@
+"""Weights packed, and folders of them: what comes back is what was there, bit for bit, or a message."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tensor.families import made
+from torch import nn
+
+import scantling as sc
+from scantling.errors import RunError, UserError
+from scantling.numerics.formats import parse_format
+from scantling.precision import Quantizer, save_quantized
+from scantling.precision.packing import PackedMatrix, matrix_bytes, to_patterns, values_of
+
+INTEGERS = [f"int{bits}" for bits in range(2, 9)]
+FLOATS = ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp5_e3m1", "fp4_e2m1", "fp3_e1m1", "fp4_e3m0"]
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, *FLOATS, "int16", "fp16"])
+def test_every_pattern_is_a_value_of_the_format_and_back(name: str) -> None:
+    format = parse_format(name)
+    values = values_of(format)
+    assert len(values) == 2**format.bits
+    numbers = values[~values.isnan()]
+    assert numbers.abs().max() <= format.largest + name.startswith("int")
+    assert torch.equal(format.round(numbers), numbers)
+    assert torch.equal(values[to_patterns(numbers, format)], numbers)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+def test_patterns_of_fp8_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
+    theirs, ours = torch.arange(256, dtype=torch.uint8).view(dtype).float(), values_of(parse_format(name))
+    assert torch.equal(ours.isnan(), ~theirs.isfinite())
+    assert torch.equal(ours.nan_to_num(0.0), theirs.where(theirs.isfinite(), 0.0))
+
+
+WAYS: tuple[dict[str, Any], ...] = ({}, {"granularity": "tensor"}, {"group_size": 5}, {"clip": "mse"})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"format": name, **way} for name in [*INTEGERS, *FLOATS] for way in WAYS] + ["mxfp4_e2m1", "mxfp6_e3m2", "nvfp4"],
+    ids=str,
+)
+def test_matrices_come_back_bit_for_bit(given: Any) -> None:
+    torch.manual_seed(0)
+    quantizer = Quantizer.of(given, "channel")
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(7, 37, dtype=dtype)
+        encoded = quantizer.encode(x)
+        packed = PackedMatrix.of(encoded, quantizer)
+        back = packed.decode()
+        assert back.dtype == dtype
+        assert torch.equal(back, encoded.decode())
+        if dtype == torch.float32:
+            assert packed.nbytes == matrix_bytes(7, 37, quantizer)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "gpt-neox", "qwen2-moe", "mixtral", "bert", "t5"])
+@pytest.mark.parametrize("format", ["int3", {"format": "int4", "group_size": 12}])
+def test_a_model_comes_back_bit_for_bit(family: str, format: Any, tmp_path: Path) -> None:
+    model = made(family).to(torch.bfloat16 if family == "gpt2" else torch.float32)
+    sc.quantize_weights(model, format, filter_fn=(lambda *_: True) if family == "llama-tied" else None)
+    saved = save_quantized(model, tmp_path / "out")
+    assert_same(sc.load(tmp_path / "out"), model)
+    assert saved.written == (tmp_path / "out" / "quantized.safetensors").stat().st_size < saved.plain
+    assert saved.num_numbers == sum(parameter.numel() for parameter in model.parameters())
+    assert not (tmp_path / "out.tmp").exists()
+
+
+def assert_same(loaded: Any, model: Any) -> None:
+    state, other = model.state_dict(), loaded.state_dict()
+    assert state.keys() == other.keys()
+    assert all(torch.equal(state[name], other[name]) and state[name].dtype == other[name].dtype for name in state)
+    assert type(loaded) is type(model)
+    assert not loaded.training
+
+
+def test_a_model_of_cores_comes_back(tmp_path: Path) -> None:
+    model = made("llama-tied")
+    sc.tensorize(model, rank=5)
+    sc.quantize_weights(model, "int4", filter_fn=lambda *_: True)
+    save_quantized(model, tmp_path / "out")
+    loaded = sc.load(tmp_path / "out")
+    assert_same(loaded, model)
+    assert loaded.model.layers[0].mlp.up_proj.ranks == model.model.layers[0].mlp.up_proj.ranks
+    index = json.loads((tmp_path / "out" / "quantized.json").read_text())["tensors"]
+    assert "model.layers.0.mlp.up_proj.cores.2" in index
+
+
+def test_scales_of_few_values_take_a_byte(tmp_path: Path) -> None:
+    import transformers as hf
+
+    shape = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, vocab_size=96)).eval()
+    sc.quantize_weights(model, "mxfp4_e2m1", filter_fn=lambda name, _: "up_proj" in name)
+    save_quantized(model, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "quantized.safetensors", "pt") as file:
+        scale = file.get_tensor("model.layers.0.mlp.up_proj.weight.scale")
+        assert scale.dtype == torch.uint8
+        assert scale.shape == (512, 2, 1)
+    assert_same(sc.load(tmp_path / "out"), model)
+
+
+def test_a_plain_folder_is_what_transformers_loads(tmp_path: Path) -> None:
+    import transformers as hf
+
+    model = sc.quantize_weights(made("llama"), "int4")
+    saved = save_quantized(model, tmp_path / "plain", packed=False)
+    assert saved.written == saved.plain
+    assert_same(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), model)
+    save_quantized(model, tmp_path / "packed")
+    with pytest.raises(OSError, match="no file named"):
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", local_files_only=True)
+
+
+def test_what_is_not_saved(tmp_path: Path) -> None:
+    model = made("llama")
+    with pytest.raises(UserError, match="no quantised weights"):
+        save_quantized(model, tmp_path / "out")
+    sc.quantize_weights(model, "int4")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(UserError, match="is there and not empty"):
+        save_quantized(model, tmp_path / "full")
+    with pytest.raises(UserError, match="has no save_pretrained"):
+        save_quantized(sc.quantize_weights(nn.Sequential(nn.Linear(4, 4)), "int4"), tmp_path / "out")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+    with pytest.raises(UserError, match="was changed after it was quantised"):
+        save_quantized(model, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    model = sc.quantize_weights(made("llama"), "int4")
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "left by one that was killed").touch()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(RunError, match=r"cannot write .*out: "):
+            save_quantized(model, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+    save_quantized(model, tmp_path / "out")
+    assert_same(sc.load(tmp_path / "out"), model)
+
+
+def test_a_kill_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[2])
+        import scantling as sc
+        from scantling.precision import save_quantized
+        from tensor.families import made
+        model = sc.quantize_weights(made("llama"), "int4")
+        save_quantized(model, sys.argv[1], also=lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    """
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), tmp_path / "out", tests], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    save_quantized(sc.quantize_weights(made("llama"), "int4"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    model = sc.quantize_weights(made("llama"), "int4")
+    save_quantized(model, tmp_path / "out")
+    index, tensors = tmp_path / "out" / "quantized.json", tmp_path / "out" / "quantized.safetensors"
+    good = index.read_text()
+    good_tensors = {key: value.clone() for key, value in load_file(tensors).items()}  # else it is a map of the file
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def refused(words: str) -> None:
+        with pytest.raises(UserError, match=words):
+            sc.load(tmp_path / "out")
+
+    def with_entry(**changes: Any) -> None:
+        content = json.loads(good)
+        content["tensors"][name] |= changes
+        index.write_text(json.dumps(content))
+
+    for changes, words in (
+        ({"format": "int3"}, "take .* bytes"),
+        ({"format": "int"}, "a number format is"),
+        ({"matrix": [1 << 40, 1 << 20]}, "damaged|take .* bytes"),
+        ({"shape": [3]}, "damaged"),
+        ({"dtype": "nn"}, "no dtype 'nn'"),
+        ({"group_size": 7}, "damaged"),
+        ({"scale_shape": [5, 5]}, "damaged"),
+    ):
+        with_entry(**changes)
+        refused(words)
+    for text in ("{", "[]", '{"format": 1}', '{"format": 1, "tensors": {"x": {}}}'):
+        index.write_text(text)
+        refused("it is damaged")
+    index.write_text(good.replace('"format": 1,', '"format": 2,', 1))
+    refused("newer scantling, in format 2; upgrade")
+    index.write_text(good)
+    os.truncate(tensors, 3000)
+    refused("it is damaged")
+    save_file({key: value for key, value in good_tensors.items() if "norm" not in key}, tensors)
+    refused("holds no values for 3 parameters")
+    save_file(good_tensors, tensors)
+    assert_same(sc.load(tmp_path / "out"), model)
+
+
+def test_files_are_those_of_the_user(tmp_path: Path) -> None:
+    save_quantized(sc.quantize_weights(made("llama"), "int4"), tmp_path / "out")
+    files = [path.stat().st_mode for path in (tmp_path / "out").iterdir()]
+    assert len(set(files)) == 1

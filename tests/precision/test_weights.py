@@ -1,0 +1,313 @@
+"""Quantising the weights of models: what is taken, what comes out, and that GPTQ loses less."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensor.families import FAMILIES, LENGTH, VOCAB, made
+from torch import nn
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.precision import Quantizer, quantized_weights
+from scantling.precision.calibration import Calibration
+from scantling.precision.gptq import output_error
+from scantling.precision.matrices import find_matrices
+
+IDS = torch.randint(0, VOCAB, (16, LENGTH), generator=torch.Generator().manual_seed(0))
+LANGUAGE = [family for family in FAMILIES if family != "vit"]
+
+
+def inputs(family: str) -> dict[str, torch.Tensor]:
+    return {"input_ids": IDS} | ({"decoder_input_ids": IDS} if family == "t5" else {})
+
+
+def gptq(model: Any, batch: Any, **settings: Any) -> Any:
+    return sc.quantize_weights(model, "int4", method="gptq", calibration=[batch], **settings)
+
+
+@pytest.mark.parametrize("family", LANGUAGE)
+def test_every_family(family: str) -> None:
+    batch = inputs(family)
+    changes: dict[str, torch.Tensor] = {}
+    before = made(family)
+    names = [name for name, _ in before.named_parameters()]
+    for method in ("rtn", "gptq"):
+        model = sc.quantize_weights(made(family), "int4", method=method, calibration=[batch])
+        changes[method] = (model(**batch).logits - before(**batch).logits).norm()
+        assert [name for name, _ in model.named_parameters()] == names
+        assert not model.training
+        weights = quantized_weights(model)
+        head = model.get_output_embeddings()
+        for name, module in model.named_modules():
+            linear = isinstance(module, nn.Linear) and module is not head
+            assert (f"{name}.weight" in weights) == (linear or type(module).__name__ == "Conv1D")
+        for name, weight in weights.items():
+            rows = weight.packed.decode()
+            assert all(len(row.unique()) <= 16 for row in rows)
+            assert 0.0 < weight.weight_error < 0.3
+            assert weight.output_error is not None
+            assert torch.equal(weight.values(model.get_parameter(name)), model.get_parameter(name))
+    assert changes["gptq"] < changes["rtn"]
+
+
+def test_channels_of_conv1d_are_its_outputs() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 24) @ torch.randn(24, 24)
+    linear, conv = nn.Linear(24, 10), Conv1D(10, 24)
+    with torch.no_grad():
+        conv.weight.copy_(linear.weight.t())
+    for settings in ({}, {"method": "gptq"}, {"method": "gptq", "act_order": True}):
+        pair = [nn.Sequential(copy.deepcopy(layer)) for layer in (linear, conv)]
+        for model in pair:
+            sc.quantize_weights(model, {"format": "int3", "group_size": 7}, calibration=[x], **settings)
+        assert torch.equal(pair[0][0].weight, pair[1][0].weight.t())
+        assert [each.output_error for each in quantized_weights(pair[0]).values()] == [
+            each.output_error for each in quantized_weights(pair[1]).values()
+        ]
+
+
+def test_cores_are_rounded_one_by_one() -> None:
+    torch.manual_seed(0)
+    model = made("llama")
+    sc.tensorize(model, rank=6)
+    layer = model.model.layers[0].mlp.up_proj
+    before = [core.detach().clone() for core in layer.cores]
+    dense = layer.dense_weight()
+    gptq(model, inputs("llama"))
+    weights = quantized_weights(model)
+    assert {name.split(".cores.")[0] for name in weights} >= {"model.layers.0.mlp.up_proj"}
+    assert not any("embed" in name for name in weights)
+    for place, (core, old) in enumerate(zip(layer.cores, before, strict=True)):
+        columns = old.reshape(-1, old.shape[-1])
+        expected = sc.precision.fake_quantize(columns, "int4", granularity="channel", axis=1).reshape(old.shape)
+        assert torch.equal(core, expected)
+        assert weights[f"model.layers.0.mlp.up_proj.cores.{place}"].method == "rtn"
+    assert 0.0 < (layer.dense_weight() - dense).norm() / dense.norm() < 0.6
+
+
+def test_dense_layers_beside_cores_see_what_the_cores_give() -> None:
+    model = made("llama")
+    sc.tensorize(model, rank=6, filter_fn=lambda name, _: "q_proj" in name)
+    gptq(model, inputs("llama"))
+    methods = {name: weight.method for name, weight in quantized_weights(model).items()}
+    assert methods["model.layers.0.self_attn.q_proj.cores.0"] == "rtn"
+    assert methods["model.layers.0.self_attn.k_proj.weight"] == "gptq"
+
+
+def test_embeddings_by_filter_and_ties_stay() -> None:
+    model = made("llama-tied")
+    gptq(model, inputs("llama"), filter_fn=lambda name, layer: "embed" in name or "mlp" in name)
+    weights = quantized_weights(model)
+    assert set(weights) == {
+        "model.embed_tokens.weight",
+        *(f"model.layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
+    }
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert weights["model.embed_tokens.weight"].method == "rtn"
+    by_head = gptq(made("llama-tied"), inputs("llama"), filter_fn=lambda name, _: name == "lm_head")
+    assert torch.equal(by_head.lm_head.weight, model.lm_head.weight)
+    assert [weight.method for weight in quantized_weights(by_head).values()] == ["rtn"]  # rows are looked up, too
+
+
+def test_a_second_call_gives_other_layers_another_format() -> None:
+    model = made("llama")
+    sc.quantize_weights(model, "int8", filter_fn=lambda name, _: "attn" in name)
+    sc.quantize_weights(model, {"format": "fp4_e2m1", "group_size": 8}, filter_fn=lambda name, _: "mlp" in name)
+    formats = {name.split(".")[3]: weight.packed.format for name, weight in quantized_weights(model).items()}
+    assert formats == {"self_attn": "int8", "mlp": "fp4_e2m1"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_dtype_of_the_model_stays(dtype: torch.dtype) -> None:
+    model = gptq(made("llama").to(dtype), inputs("llama"))
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert len(quantized_weights(model)) == 7
+
+
+def test_inputs_are_those_of_the_quantised_layers_before() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(200, 12)
+    model = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
+    second = model[2].weight.detach().clone()
+    gptq(model, x)
+    hidden = model[1](model[0](x)).detach()  # of the quantised first layer
+    found = quantized_weights(model)["2.weight"].output_error
+    assert found == pytest.approx(output_error(second, model[2].weight.detach(), hidden.t() @ hidden / 200), rel=1e-4)
+
+
+def test_the_forms_of_batches_mean_the_same() -> None:
+    batch = inputs("llama")
+    forms: list[Any] = [batch, IDS, lambda model: model(**batch)]
+    first, *others = [gptq(made("llama").train(), form) for form in forms]
+    assert first.training
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+    halves = sc.quantize_weights(made("llama"), "int4", method="gptq", calibration=(ids for ids in IDS.split(8)))
+    errors = [weight.output_error for weight in quantized_weights(halves).values()]
+    assert errors == pytest.approx([weight.output_error for weight in quantized_weights(first).values()], rel=0.2)
+
+
+def test_blocks_and_hessians() -> None:
+    """Decoder layers one by one, each tensor's Hessian once, and passes that end where the block ends."""
+    model = made("llama")
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    model.config.num_hidden_layers = 2
+    calibration = Calibration(model, find_matrices(model), [IDS, IDS[:3]])
+    blocks = [[matrix.name for matrix in block] for block in calibration.blocks()]
+    assert [{name.split(".")[2] for name in block} for block in blocks] == [{"0"}, {"1"}]
+    assert [name.split(".")[-2] for name in blocks[0]] == [
+        f"{p}_proj" for p in ("q", "k", "v", "o", "gate", "up", "down")
+    ]
+    seen: list[torch.Tensor] = []
+    passes = []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda _, args, __: seen.append(args[0]))
+    model.model.layers[1].register_forward_hook(lambda *_: passes.append(1))
+    first = next(calibration.blocks())
+    hessians = calibration.hessians(first)
+    x = torch.cat([each.reshape(-1, 32) for each in seen])
+    torch.testing.assert_close(hessians[first[0].name], x.t() @ x / len(x))
+    assert torch.equal(hessians[first[0].name], hessians[first[2].name])  # Q and V
+    assert not passes
+
+
+def test_experts_that_some_batches_do_not_reach() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.experts[0](x), *([self.experts[1](x)] if x.sum() > 0 else [])])
+
+    x = torch.rand(20, 6)
+    sc.quantize_weights(Routed(), "int4", method="gptq", calibration=[x, -x])
+    with pytest.raises(UserError, match=r"experts.1.weight: the calibration puts nothing through this layer"):
+        sc.quantize_weights(Routed(), "int4", method="gptq", calibration=[-x])
+
+
+def test_little_calibration_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    sc.quantize_weights(nn.Sequential(nn.Linear(32, 4)), "int4", method="gptq", calibration=[torch.randn(5, 32)])
+    assert "0.weight has 32 inputs and sees only 5 tokens" in caplog.text
+
+
+def texts() -> Iterator[torch.Tensor]:
+    yield torch.zeros((1, 0), dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"method": "gtpq"}, "did you mean 'gptq'"),
+        ({"method": "gptq"}, "needs calibration"),
+        ({"method": "gptq", "calibration": []}, "no batches, as of a text that is shorter than one sequence"),
+        ({"method": "gptq", "calibration": texts()}, "a batch without tokens: its text is shorter"),
+        ({"method": "gptq", "calibration": IDS}, "an iterable of batches .* given a Tensor"),
+        ({"method": "gptq", "calibration": "book.txt"}, "given a str"),
+        ({"method": "gptq", "calibration": [["text"]]}, "given a list"),
+        ({"method": "gptq", "calibration": [IDS], "damping": -1.0}, "damping must be at least 0"),
+        ({"filter_fn": lambda *_: False}, "filter_fn takes no layer"),
+    ],
+)
+def test_what_it_refuses(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        sc.quantize_weights(made("llama"), "int4", **settings)
+
+
+def test_weights_that_cannot_be_quantised() -> None:
+    for model, words in (
+        (nn.Sequential(nn.ReLU()), "no linear layers"),
+        (nn.Sequential(nn.Linear(3, 3, device="meta")), "0.weight is on the meta device"),
+        (nn.Sequential(nn.Linear(3, 3)), "0.weight holds NaN or Inf"),
+    ):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        with pytest.raises(UserError, match=words):
+            sc.quantize_weights(model, "int4")
+    quantizer = Quantizer.of({"format": "int4", "rounding": "stochastic"})
+    with pytest.raises(UserError, match="rounds to the nearest"):
+        sc.quantize_weights(made("llama"), quantizer, method="gptq", calibration=[IDS])
+
+
+def test_weights_that_were_changed_are_found() -> None:
+    model = sc.quantize_weights(made("llama"), "int4")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-6
+    with pytest.raises(UserError, match=r"up_proj\.weight was changed after it was quantised"):
+        quantized_weights(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_models_trained_in_few_bits(family: str) -> None:
+    """At the bits of training nothing changes; at fewer, layers compute with those and go on rounding activations."""
+    batch = inputs(family)
+    model = sc.quantize_training(made(family), weights="int4", activations="int8", kv_cache="int8")
+    before = model(**batch).logits
+    same = sc.quantize_weights(copy.deepcopy(model), "int4")
+    torch.testing.assert_close(same(**batch).logits, before, rtol=1e-5, atol=1e-6)
+    fewer = sc.quantize_weights(copy.deepcopy(model), "int3", method="gptq", calibration=[batch])
+    expected = made(family)
+    expected.load_state_dict(fewer.state_dict())
+    sc.quantize_training(expected, activations="int8", kv_cache="int8")
+    assert torch.equal(fewer(**batch).logits, expected(**batch).logits)
+    sc.precision.restore(fewer, weights="rounded")
+    assert len(quantized_weights(fewer)) == len(quantized_weights(same))
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A small Llama that has learnt the text of the standard library's own modules, with unseen text of them."""
+    import argparse
+    import inspect
+    import tokenize
+
+    import transformers as hf
+
+    text = "".join(inspect.getsource(module) for module in (argparse, inspect, tokenize))
+    stream = torch.tensor(list(text.encode("ascii", "ignore")))
+    cut = len(stream) * 9 // 10
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, vocab_size=128, max_position_embeddings=64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    steps = 400
+    for step in range(steps):
+        at = torch.randint(0, cut - 64, (8,), generator=generator)
+        ids = torch.stack([stream[i : i + 64] for i in at])
+        optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 20, 3 * (steps - step) / steps)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = stream[cut : cut + 64 * ((len(stream) - cut) // 64)].view(-1, 64)[:200]
+    return model.eval(), stream[: cut - cut % 64].view(-1, 64), held
+
+
+@torch.no_grad()
+def loss(model: Any, ids: torch.Tensor) -> float:
+    return float(model(input_ids=ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize(("bits", "share"), [(3, 0.5), (4, 0.95)])
+def test_gptq_loses_less_than_the_nearest(bits: int, share: float, trained: tuple[Any, ...]) -> None:
+    """In sum over four ways to scale: of one rounding, a part of the change is chance, and half of that is a gain."""
+    model, text, held = trained
+    before = loss(model, held)
+    assert before < 2.8, "the model has learnt nothing"
+    ways: tuple[dict[str, Any], ...] = ({}, {"clip": "mse"}, {"group_size": 16}, {"group_size": 8})
+    lost = {}
+    for method in ("rtn", "gptq"):
+        lost[method] = 0.0
+        for way in ways:
+            format = {"format": f"int{bits}", "granularity": "group" if "group_size" in way else "channel", **way}
+            rounded = copy.deepcopy(model)
+            sc.quantize_weights(rounded, format, method=method, calibration=text[::15].split(32))
+            lost[method] += loss(rounded, held) - before
+    assert lost["gptq"] < share * lost["rtn"]
