@@ -47,8 +47,14 @@ SWEPT = ("adamw", "plain", "came", "came-reference", "adafactor", "muon", "scale
 SLOWER = ("came-slow", "adamw-slow")
 """Tried at one rate: slower averages of the second moment."""
 SEEDS = 8
-FINALISTS = ("adamw", "plain", "plain-int8", "plain-int4", "came")
-"""`plain` is CAME without its confidence."""
+_SLOWER = {"confidence": False, "betas": [0.9, 0.98, 0.995]}
+FINALISTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("adamw", {"betas": [0.9, 0.98]}),
+    "came": ("came", _SLOWER),
+    "came, int8": ("came", {**_SLOWER, "momentum": "int8"}),
+    "came, int4": ("came", {**_SLOWER, "momentum": "int4"}),
+}
+"""What the variants found best: for both a second moment that is slower than in the sweep, for CAME no confidence."""
 LONGER = ("adamw", "plain-int8")
 Lines = dict[str, Line]
 ABLATION_TOKENS = TOKENS // 4
@@ -75,7 +81,6 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "adamw, betas (0.9, 0.99)": {"optimizer": "adamw", "optim": {"betas": [0.9, 0.99]}},
 }
 ABLATION_SEEDS = 3
-_SLOWER = {"confidence": False, "betas": [0.9, 0.98, 0.995]}
 VARIANTS: dict[str, dict[str, Any]] = {
     "betas (0.9, 0.95, 0.95)": {"betas": [0.9, 0.95, 0.95]},
     "weight decay 0.2": {"weight_decay": 0.2},
@@ -170,10 +175,16 @@ def variant_spec(lines: Lines, data: str, change: str, seed: int) -> Spec:
     return run_spec(data, "adamw", best_rate(lines, data, "adamw"), seed, **ADAMW_VARIANTS.get(change, {}))
 
 
-def specs(phase: str, lines: Lines, data: str, names: Sequence[str] = FINALISTS) -> Iterator[Spec]:
-    """The runs of a phase that need no result of each other; `seeds` of these optimizers."""
+def seed_spec(lines: Lines, data: str, finalist: str, seed: int) -> Spec:
+    """One run of the phase `seeds`."""
+    optimizer, changes = FINALISTS[finalist]
+    return run_spec(data, optimizer, best_rate(lines, data, optimizer), seed, **changes)
+
+
+def specs(phase: str, lines: Lines, data: str, names: Sequence[str] = tuple(FINALISTS)) -> Iterator[Spec]:
+    """The runs of a phase that need no result of each other; `seeds` of these finalists."""
     if phase == "seeds":
-        yield from (run_spec(data, n, best_rate(lines, data, n), seed) for seed in range(SEEDS) for n in names)
+        yield from (seed_spec(lines, data, name, seed) for seed in range(SEEDS) for name in names)
     elif phase == "variants":
         yield from (variant_spec(lines, data, change, 0) for change in (*ADAMW_VARIANTS, *VARIANTS))
     elif phase == "ablations":
@@ -205,14 +216,11 @@ def report(lines: Lines, data: str) -> None:
     if None in (GRID.best(swept(lines, data, name)) for name in ("adamw", "came")):
         return
 
-    def seeded(name: str, seed: int) -> Spec:
-        return run_spec(data, name, best_rate(lines, data, name), seed)
-
     def ablated(share: float, change: str, seed: int) -> Spec:
         return ablation_spec(data, change, ablation_rate(lines, data, change, share), seed)
 
-    for name in FINALISTS[1:]:
-        differences(lines, name, "adamw", seeded, SEEDS)
+    for name in list(FINALISTS)[1:]:
+        differences(lines, name, "adamw", partial(seed_spec, lines, data), SEEDS)
     print("variants, all tokens")
     for change in (*VARIANTS, *ADAMW_VARIANTS):
         differences(lines, change, "adamw", partial(variant_spec, lines, data), 1)
