@@ -105,7 +105,7 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     # a further value is run alone, a further evaluation made up for, a failed run left
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"sentence_good": "the fox", "sentence_bad": "zzzzzzz"}')
-    content |= {"after": {"minimal_pairs": str(pairs)}}
+    content |= {"after": {"minimal_pairs": str(pairs), "quantize": {"formats": ["int2", "int16"]}}}
     content["axes"]["train.steps"] = [2, 3]
     content["leave_out"] = [{"train.steps": 3, "data.text": str(late)}]
     _, begun = sweep(tmp_path, content)
@@ -116,6 +116,9 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     assert rows[0]["loss"] == good["loss"]
     assert rows[0]["run"] == good["run"]
     assert all(float(row["minimal_pairs"]) in (0.0, 1.0) for row in rows[:2])
+    for row in rows[:2]:
+        assert float(row["post.int16"]) == pytest.approx(float(row["loss"]), abs=1e-3)
+        assert float(row["post.int2"]) != pytest.approx(float(row["loss"]), abs=1e-3)
 
     # with the fault mended and another try it is done; a removed value leaves the table, its folder stays
     write_corpus(late, seed=1)

@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scantling.errors import UserError
+from scantling.kinds import made_from_conv1d
 
 BACKWARD = 2
 """Cost of the backward pass as a multiple of the forward pass."""
@@ -84,7 +85,7 @@ def _products(model: nn.Module, tokens: int, sequences: int) -> Iterator[int | N
         if states_flops(module):
             spoken_for.update(id(inner) for inner in module.modules())
             yield int(module.flops(seen))
-        elif isinstance(module, nn.Linear) or any(kind.__name__ == "Conv1D" for kind in type(module).__mro__):
+        elif isinstance(module, nn.Linear) or made_from_conv1d(type(module)):
             first, second = module.weight.shape
             yield linear_flops(seen, first, second)
         elif not isinstance(module, nn.Embedding) and any(map(_is_matrix, module.parameters(recurse=False))):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
+from scantling.kinds import made_from_conv1d
 
 Filter: TypeAlias = Callable[[str, nn.Module], bool]
 
@@ -98,12 +99,6 @@ def is_of_cores(module: nn.Module) -> bool:
     return isinstance(getattr(module, "cores", None), nn.ParameterList) and hasattr(module, "parameter_roles")
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is the linear layer of GPT-2, or made from it: its weight is (in, out)."""
-    names = [(kind.__name__, kind.__module__) for kind in type(module).__mro__]
-    return ("Conv1D", "transformers.pytorch_utils") in names
-
-
 def _weights(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """(name, parameter, whether its last dim is that of the channels) of what a layer has to quantise."""
     prefix = f"{name}." if name else ""
@@ -111,10 +106,10 @@ def _weights(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, 
         for place, core in enumerate(module.get_submodule("cores").parameters()):
             if core.numel():  # nothing is left of the cores of a layer whose ranks all went
                 yield f"{prefix}cores.{place}", core, True
-    elif is_conv1d(module) or isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag):
+    elif made_from_conv1d(type(module)) or isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag):
         weight = module._parameters.get("weight")  # none where `weight_norm` and the like compute it
         if weight is not None and weight.is_floating_point():
-            yield f"{prefix}weight", weight, is_conv1d(module)
+            yield f"{prefix}weight", weight, made_from_conv1d(type(module))
 
 
 def _output_layers(model: nn.Module) -> set[int]:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
+from scantling.kinds import is_conv1d
 from scantling.numerics.words import Granularity
 from scantling.precision.attention import is_quantized, quantize_attention, restore_attention
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
@@ -138,7 +139,7 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
         rounded = [(core, formats.core(core)) for core in module.cores]  # type: ignore[union-attr]
     else:
         weight = module.get_parameter("weight")
-        is_transposed = _is_conv1d_class(type(module).__bases__[0])
+        is_transposed = is_conv1d(type(module).__bases__[0])
         rounded = [(weight, formats.matrix(weight.t()).t() if is_transposed else formats.matrix(weight))]
     for parameter, value in rounded:
         if id(parameter) not in done:  # a head that is tied to its embedding
@@ -183,20 +184,16 @@ def _holds_cores(module: nn.Module) -> bool:
     return isinstance(getattr(module, "cores", None), nn.ParameterList) and hasattr(module, "formats")
 
 
-def _is_conv1d_class(kind: type) -> bool:
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-
-
 def _can_be_quantized(module: nn.Module) -> bool:
     if _holds_cores(module):
         return True
-    known = type(module) in (nn.Linear, nn.Embedding) or _is_conv1d_class(type(module))
+    known = type(module) in (nn.Linear, nn.Embedding) or is_conv1d(type(module))
     weight = module._parameters.get("weight")  # not there where `weight_norm` and the like compute it
     return known and weight is not None and weight.is_floating_point()
 
 
 def _quantized_class(kind: type) -> type:
-    if _is_conv1d_class(kind):
+    if is_conv1d(kind):
         from scantling.precision.conv1d import QuantizedConv1D
 
         return QuantizedConv1D

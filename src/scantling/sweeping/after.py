@@ -53,7 +53,27 @@ def _evaluate_pairs(run_dir: Path, given: Any) -> Figures:
     return {"minimal_pairs": evaluate_pairs(run_dir, _paths(given))["accuracy"]}
 
 
-EVALUATIONS = {"minimal_pairs": Evaluation(lambda _: ["minimal_pairs"], _check_pairs, _evaluate_pairs)}
+def _post(given: Any) -> list[str]:
+    return [f"post.{name}" for name in given["formats"]]
+
+
+def _check_formats(given: Any) -> None:
+    from scantling.precision import Quantizer
+
+    for name in given["formats"]:
+        Quantizer.of(name)
+
+
+def _evaluate_quantized(run_dir: Path, given: Any) -> Figures:
+    from scantling.training.quantize import losses_after
+
+    return dict(zip(_post(given), losses_after(run_dir, given["formats"], given["method"]), strict=True))
+
+
+EVALUATIONS = {
+    "quantize": Evaluation(_post, _check_formats, _evaluate_quantized),
+    "minimal_pairs": Evaluation(lambda _: ["minimal_pairs"], _check_pairs, _evaluate_pairs),
+}
 
 
 def given_settings(after: After) -> dict[str, Any]:

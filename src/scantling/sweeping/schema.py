@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -18,8 +18,20 @@ Several = Annotated[list[Any], Field(min_length=1)]
 Group = Annotated[list[Annotated[Settings, Field(min_length=1)]], Field(min_length=1)]
 
 
+class Quantized(Section):
+    """Held-out losses after the weights of a run are quantised."""
+
+    formats: Annotated[list[Text], Field(min_length=1)]
+    """Names of formats, such as `[int3, int4]`; each is a column, `post.int3`."""
+    method: Literal["rtn", "gptq"] = "rtn"
+    """Round to the nearest, or GPTQ with the run's own training data; a scale for each output."""
+
+
 class After(Section):
     """What each finished run is evaluated on; its figures are further columns of the table."""
+
+    quantize: Quantized | None = None
+    """Formats of weights whose loss is measured, as of `scantling quantize`."""
 
     minimal_pairs: Paths | None = None
     """Files or folders of minimal pairs, as of `scantling eval --minimal-pairs`; the column is the accuracy."""

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
+from scantling.kinds import is_conv1d
 from scantling.tensor.embedding import why_no_cores
 from scantling.tensor.experts import DOWN, is_fused_experts, up_name
 
@@ -81,13 +82,8 @@ def find_sites(model: nn.Module) -> tuple[list[Site], dict[str, str]]:
     return sites, refused
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is the linear layer of GPT-2, whose weight is (in, out)."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-
-
 def is_linear(module: nn.Module) -> bool:
-    return (type(module) is nn.Linear or is_conv1d(module)) and _has_weight(module)
+    return (type(module) is nn.Linear or is_conv1d(type(module))) and _has_weight(module)
 
 
 def is_table(module: nn.Module) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,6 +136,33 @@ def quantize_run(
         weights=weights,
         saved=saved,
     )
+
+
+def losses_after(
+    run_dir: str | Path, formats: Sequence[str], method: Method = "rtn", *, sequences: int = 128
+) -> list[float]:
+    """Held-out losses of a trained run, each with its weights quantised to another format; nothing is written.
+
+    Args:
+        run_dir: the directory of a run.
+        formats: of the weights.
+        method: rtn or gptq.
+        sequences: training examples to calibrate on.
+
+    Raises:
+        UserError: as of `quantize_run`.
+    """
+    from scantling.training.run import load_trained, run_evaluation
+
+    found = []
+    with joined("cpu") as place:
+        recipe, task, data, model, _ = load_trained(run_dir)
+        for name in formats:
+            one = copy.deepcopy(model)
+            calibration = calibration_batches(recipe, task, data, sequences, "cpu") if method == "gptq" else None
+            quantize_weights(one, name, method=method, calibration=calibration)
+            found.append(run_evaluation(recipe, one, task, data, place)["eval_loss"])
+    return found
 
 
 def calibration_batches(recipe: Recipe, task: Task, data: TaskData, count: int, device: str) -> Iterator[Any]:
