@@ -38,7 +38,7 @@ from dated import dated, write
 HUB = Path(__file__).with_name("delaying_hub.py")
 NETWORK, PORT = "10.77.0", 29777
 SKIPPED = 4
-STEPS, WARM_UP = 12, 4
+STEPS, WARM_UP = 12, 6  # auto_off decides in the fifth
 COPY_BYTES = 4 << 20
 SETTLE_S = 0.4
 
