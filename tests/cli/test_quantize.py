@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scantling as sc
-from runs import tiny_recipe, write_recipe
 from scantling.cli import run
 from scantling.laws import PostTrainingLaw, PrecisionLaw
+from tests.runs import tiny_recipe, write_recipe
 
 
 @pytest.fixture(scope="module")

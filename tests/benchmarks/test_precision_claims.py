@@ -1,0 +1,55 @@
+"""The claims of the precision experiment, on tables whose answers are known."""
+
+from __future__ import annotations
+
+import csv
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import scantling as sc
+
+LAW = sc.laws.PrecisionLaw.published()
+FIELDS = ["precision.weights", "precision.activations", "precision.kv_cache", "train.schedule"]
+
+
+def table(path: Path) -> Path:
+    """Runs without noise from the published law, quantised after training by its own term of quantisation."""
+    combos = [(16, 16, 16), *((b, 16, 16) for b in (3, 4, 6)), *((16, b, 16) for b in (4, 5, 6))]
+    combos += [(16, 16, b) for b in (4, 5, 6)] + [(4, 4, 4), (4, 5, 16), (6, 6, 6)]
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, [*FIELDS, "N", "D", "loss", "state", "post.int3", "post.int4", "minimal_pairs"])
+        writer.writeheader()
+        for size, tokens, bits in product((3e7, 6e7, 2e8), (1e9, 4e9, 1.6e10), combos):
+            given = dict(zip(("weights", "activations", "kv_cache"), bits, strict=True))
+            loss = LAW.loss(N=size, D=tokens, **given)
+            names = ["" if b == 16 else f"int{b}" for b in bits]
+            row = {**dict(zip(FIELDS, [*names, "cosine"], strict=True)), "N": size, "D": tokens, "loss": loss}
+            row |= {"state": "done", "minimal_pairs": 1.0 - 0.1 * loss}
+            if bits == (16, 16, 16):
+                row |= {f"post.int{b}": LAW.loss(N=size, D=tokens, post=b) for b in (3, 4)}
+            writer.writerow(row)
+        writer.writerow({"state": "failed", "N": 1, "D": 1, "loss": ""})
+    return path
+
+
+def test_the_published_law_is_found_again(tmp_path: Path) -> None:
+    import precision_claims as claims
+
+    rows = claims.read(table(tmp_path / "runs.csv"))
+    found = claims.saturation(rows)
+    assert list(found["weights"]) == [3, 4, 6]
+    costs = [found["weights"][bits]["mean"] for bits in (3, 4, 6)]
+    assert costs[0] > costs[1] > costs[2] > 0
+    assert list(found["all"]) == [4, 6]
+    multiply = claims.parts_multiply(rows)
+    for name in ("fitted to alone", "fitted to all"):
+        assert multiply[name]["worst_error"] < 1e-3
+    assert multiply["fitted to alone"]["constants"]["gamma_w"] == pytest.approx(2.6745, rel=0.02)
+    lost = claims.after_training(rows)
+    assert lost["cosine, N=30000000, int3"]["power_of_D"] == pytest.approx(0.5068, abs=1e-3)
+    downstream = claims.downstream(rows)
+    assert downstream["accuracy_a_nat"] == pytest.approx(-0.1)
+    assert downstream["of_few_bits_at_equal_loss"] == pytest.approx(0.0, abs=1e-9)
+    assert set(claims.robustness(rows)) == {"trained at 16"}
