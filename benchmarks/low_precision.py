@@ -1,11 +1,14 @@
-"""Speed of layers in few bits, forward and backward, as ratios to the same layer in bf16.
+"""Speed of layers in few bits, forward and backward, as ratios to the same layer without.
 
     python benchmarks/low_precision.py                       4096 x 4096 on this CPU: what simulation costs
     python benchmarks/low_precision.py --device cuda         and what products in int8 and fp8 save on a GPU
 
 Every contender is compiled, master weights are bf16, and all take turns in random order; a ratio is the median over the
-rounds of the own time over that of `bf16` in the same round. `simulated` rounds weights by channel and activations by
-tensor; `products` multiply in int8 or fp8, with bf16 for the backward pass or, `all three`, the backward pass too.
+rounds of the own time over that of the layer that rounds nothing in the same round. A CPU without instructions for bf16
+multiplies it tens of times slower than fp32, so that any ratio would look good: there, take `--dtype float32`.
+
+`simulated` rounds weights by channel and activations by tensor; `products` multiply in int8 or fp8, with bf16 for the
+backward pass or, `all three`, the backward pass too.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from torch import nn
 
 import scantling as sc
 
+WHOLE = "nothing rounded"
 FORMATS: dict[str, dict[str, Any]] = {
-    "bf16": {},
+    WHOLE: {},
     "simulated int8": {"weights": "int8", "activations": "int8"},
     "simulated int4, groups of 128": {"weights": {"format": "int4", "group_size": 128}, "activations": "int8"},
     "simulated fp8": {"weights": "fp8_e4m3", "activations": "fp8_e4m3"},
@@ -59,16 +63,17 @@ def pass_of(layer: nn.Module, x: torch.Tensor) -> Callable[[], object]:
     return run
 
 
-def measure(kind: str, size: int, tokens: int, rank: int, device: str, rounds: int) -> dict[str, Any]:
+def measure(kind: str, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
     """Rows of one kind of layer and number of tokens."""
+    size, device, dtype = options.size, options.device, getattr(torch, options.dtype)
     torch._dynamo.reset()
     work: dict[str, Callable[[], object]] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name in FORMATS if device == "cuda" else ON_CPU:
         torch.manual_seed(0)
-        layer: nn.Module = nn.Linear(size, size) if kind == "dense" else sc.TTLinear(size, size, rank)
-        model = nn.Sequential(layer).to(device, torch.bfloat16)
-        x = torch.randn(tokens, size, device=device, dtype=torch.bfloat16, requires_grad=True)
+        layer: nn.Module = nn.Linear(size, size) if kind == "dense" else sc.TTLinear(size, size, options.rank)
+        model = nn.Sequential(layer).to(device, dtype)
+        x = torch.randn(tokens, size, device=device, dtype=dtype, requires_grad=True)
         rows[name] = {}
         try:
             if FORMATS[name]:
@@ -79,16 +84,17 @@ def measure(kind: str, size: int, tokens: int, rank: int, device: str, rounds: i
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
             continue
         work[name] = run
-    times = in_turns(work, rounds, device) if device == "cuda" else take_turns(work, rounds, warmup=1)
+    times = in_turns(work, options.rounds, device) if device == "cuda" else take_turns(work, options.rounds, warmup=1)
     for name, own in times.items():
-        rows[name] = ratio(own, times["bf16"])
-        print(f"  {kind:6} {tokens:6} tokens  {name:32} {rows[name]['ratio']:6.2f} of bf16", flush=True)
+        rows[name] = ratio(own, times[WHOLE])
+        print(f"  {kind:6} {tokens:6} tokens  {name:32} {rows[name]['ratio']:6.2f} times as long", flush=True)
     return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and inputs")
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rank", type=int, default=64, help="of the layers of cores")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: 512 on a CPU, 4096 and 16384 on a GPU")
@@ -97,11 +103,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     found = {
-        f"{kind}, {tokens} tokens": measure(kind, options.size, tokens, options.rank, options.device, options.rounds)
+        f"{kind}, {tokens} tokens": measure(kind, tokens, options)
         for kind in options.kinds
         for tokens in options.tokens or ((512,) if options.device == "cpu" else (4096, 16384))
     }
-    settings = {"size": options.size, "rank": options.rank, "aim": AIM}
+    settings = {"size": options.size, "rank": options.rank, "dtype": options.dtype, "aim": AIM}
     print(write(dated(__file__, settings=settings, results=found), f"low-precision-{options.device}", options.out))
     return 0
 
