@@ -9,13 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
 
 def test_all_of_it_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import comm_gpu

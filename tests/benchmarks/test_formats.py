@@ -9,13 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
 
 @pytest.mark.parametrize("shape", [(16, 16), (24, 60), (256, 512)])
 def test_a_block_tensor_train_is_the_matrix_its_cores_spell(shape: tuple[int, int]) -> None:

@@ -10,11 +10,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 INFINITE = float("inf")
 
 
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 @pytest.mark.parametrize(
     ("results", "expected"),
     [

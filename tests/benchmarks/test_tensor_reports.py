@@ -22,11 +22,6 @@ BENCHMARKS = ROOT / "benchmarks"
 Lines = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 def count(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
