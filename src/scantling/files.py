@@ -11,6 +11,15 @@ from typing import Any
 from scantling.errors import RunError
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text file aside, fsync it, and give it its name.
 

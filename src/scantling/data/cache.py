@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from scantling.errors import UserError
+from scantling.files import sync
 
 logger = logging.getLogger(__name__)
 
@@ -100,21 +101,13 @@ def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
         meta["files"] = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
         (aside / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
         for file in [*aside.iterdir(), aside]:
-            _fsync(file)
+            sync(file)
         os.rename(aside, path)
-        _fsync(path.parent)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return Entry(path, meta)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from scantling.errors import RunError, UserError
+from scantling.files import sync
 from scantling.precision.matrices import from_matrix
 from scantling.precision.packing import PackedMatrix
 from scantling.precision.weights import QuantizedWeight, quantized_weights
@@ -95,10 +96,10 @@ def save_quantized(
         if also is not None:
             also(aside)
         for path in aside.rglob("*"):
-            _sync(path)
-        _sync(aside)
+            sync(path)
+        sync(aside)
         os.replace(aside, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise RunError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None
     finally:
@@ -225,11 +226,3 @@ def _unpacked(entry: dict[str, Any], patterns: Tensor, scale: Tensor) -> Tensor:
         entry["format"], (rows, columns), entry["group_size"], patterns, scale.view(entry["scale_shape"])
     )
     return from_matrix(packed.decode(), entry["shape"], entry["channels_last"]).to(dtype).contiguous()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from scantling.comm import GradientExchange
 from scantling.errors import RunError, UserError
+from scantling.files import sync
 from scantling.training.distributed import Place
 
 logger = logging.getLogger(__name__)
@@ -109,11 +110,11 @@ class Checkpointer:
             json.dump(manifest, file)
             file.flush()
             os.fsync(file.fileno())
-        _fsync_folder(aside)
+        sync(aside)
         if target.exists():
             shutil.rmtree(target)
         os.rename(aside, target)
-        _fsync_folder(self.folder)
+        sync(self.folder)
         for old in self.steps()[self.keep :]:
             shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
 
@@ -444,11 +445,3 @@ def _dcp_save(tensors: dict[str, torch.Tensor], folder: Path, place: Place) -> N
 def _digest(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _fsync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
