@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scantling.precision.matrices import as_matrix, from_matrix
 from scantling.precision.products import Multiply
 from scantling.precision.quantizer import Quantizer
 
@@ -73,7 +74,7 @@ class LayerFormats:
         """
         if self.weights is None or self.multiply is not None:
             return core
-        return self.matrix(core.reshape(-1, core.shape[-1]).t()).t().reshape(core.shape)
+        return from_matrix(self.matrix(as_matrix(core, channels_last=True)), core.shape, channels_last=True)
 
     def output(self, y: Tensor) -> Tensor:
         """A product, with a gradient that is rounded on its way back."""

@@ -27,6 +27,7 @@ from scantling.kinds import is_conv1d
 from scantling.numerics.words import Granularity
 from scantling.precision.attention import is_quantized, quantize_attention, restore_attention
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
+from scantling.precision.matrices import is_of_cores, is_table
 from scantling.precision.products import Compute, Multiply
 from scantling.precision.quantizer import Quantizer
 
@@ -124,7 +125,7 @@ def restore(model: nn.Module, *, weights: Literal["master", "rounded"] = "master
             continue
         if weights == "rounded":
             _round_weights(module, rounded)
-        if _holds_cores(module):
+        if is_of_cores(module):
             module.formats = None  # type: ignore[assignment]
         else:
             module.__class__ = type(module).__bases__[0]
@@ -135,7 +136,7 @@ def restore(model: nn.Module, *, weights: Literal["master", "rounded"] = "master
 @torch.no_grad()
 def _round_weights(module: nn.Module, done: set[int]) -> None:
     formats: LayerFormats = module.formats  # type: ignore[assignment]
-    if _holds_cores(module):
+    if is_of_cores(module):
         rounded = [(core, formats.core(core)) for core in module.cores]  # type: ignore[union-attr]
     else:
         weight = module.get_parameter("weight")
@@ -148,7 +149,7 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
 
 
 def _quantize(module: nn.Module, formats: LayerFormats) -> None:
-    if not _holds_cores(module):
+    if not is_of_cores(module):
         module.__class__ = _quantized_class(type(module))
     module.formats = formats  # type: ignore[assignment]
 
@@ -160,8 +161,7 @@ def _chosen(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if not _can_be_quantized(module):
             continue
-        is_table = isinstance(module, nn.Embedding) or (_holds_cores(module) and not hasattr(module, "in_features"))
-        if filter_fn(name, module) if filter_fn is not None else not is_table and module is not head:
+        if filter_fn(name, module) if filter_fn is not None else not is_table(module) and module is not head:
             chosen[name] = module
     return chosen
 
@@ -179,13 +179,8 @@ def _is_quantized(module: nn.Module) -> bool:
     return isinstance(getattr(module, "formats", None), LayerFormats)
 
 
-def _holds_cores(module: nn.Module) -> bool:
-    """Whether this is a layer of cores: it rounds its cores and its input itself, by the formats it is given."""
-    return isinstance(getattr(module, "cores", None), nn.ParameterList) and hasattr(module, "formats")
-
-
 def _can_be_quantized(module: nn.Module) -> bool:
-    if _holds_cores(module):
+    if is_of_cores(module):
         return True
     known = type(module) in (nn.Linear, nn.Embedding) or is_conv1d(type(module))
     weight = module._parameters.get("weight")  # not there where `weight_norm` and the like compute it

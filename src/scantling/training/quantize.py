@@ -157,9 +157,9 @@ def losses_after(
     found = []
     with joined("cpu") as place:
         recipe, task, data, model, _ = load_trained(run_dir)
+        calibration = list(calibration_batches(recipe, task, data, sequences, "cpu")) if method == "gptq" else None
         for name in formats:
             one = copy.deepcopy(model)
-            calibration = calibration_batches(recipe, task, data, sequences, "cpu") if method == "gptq" else None
             quantize_weights(one, name, method=method, calibration=calibration)
             found.append(run_evaluation(recipe, one, task, data, place)["eval_loss"])
     return found
