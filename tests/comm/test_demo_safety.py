@@ -190,6 +190,21 @@ def test_large_gradients_are_finite_and_a_residual_that_overflows_begins_anew(ca
     assert torch.isfinite(param.grad).all()
 
 
+def test_replicas_are_compared_though_one_has_lost_its_residuals() -> None:
+    def work(link: ThreadLink) -> float | None:
+        params = params_of()
+        made = MomentumExchange(params, check_every=1, process_group=link)
+        for step in range(3):
+            fill(params, link.rank, step)
+            if step == 2 and link.rank == 1:
+                made.residuals.drop(params[0])
+            made.exchange()
+        return made.replica_divergence
+
+    apart = together(2, work)
+    assert apart[0] == apart[1] > 0.0
+
+
 def test_local_steps_leave_a_step_with_nan_out() -> None:
     params = params_of()
     inner = torch.optim.AdamW(params, lr=1e-3)

@@ -7,6 +7,7 @@ from scantling.comm.demo_exchange import DemoExchange
 from scantling.comm.exchange import GradientExchange, NoExchange
 from scantling.comm.guard import refuse_reduction
 from scantling.comm.local_steps import LocalSteps, diloco, sparseloco
+from scantling.comm.managed import ManagedLink
 from scantling.comm.momentum import MomentumExchange
 from scantling.comm.rank_tensors import load_rank_tensors, rank_tensors
 from scantling.comm.replica import merge_local_states
@@ -17,6 +18,7 @@ __all__ = [
     "DemoExchange",
     "GradientExchange",
     "LocalSteps",
+    "ManagedLink",
     "MomentumExchange",
     "NoExchange",
     "allreduce_wire_bytes",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scantling.comm.link import Link
+from scantling.comm.link import link_to
 from scantling.comm.shards import local
 
 
@@ -25,7 +25,7 @@ def average_buffers(model: nn.Module, process_group: Any = None) -> int:
     Returns:
         Bytes that this process sent.
     """
-    link = process_group if isinstance(process_group, Link) else Link(process_group)
+    link = link_to(process_group)
     link.start()
     found = [
         local(value)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from scantling.comm.blocks import Grid
-from scantling.comm.link import Link
+from scantling.comm.link import Link, link_to
 from scantling.comm.momentum import MomentumExchange
 from scantling.comm.options import Exchange, Rounds, check_options
 from scantling.comm.residuals import KEYS, Format, num_rows
@@ -161,7 +161,7 @@ class DeMo(torch.optim.Optimizer):
             exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb, auto_off
         )
         super().__init__(params, defaults)
-        self._connect(Link(process_group))
+        self._connect(link_to(process_group))
 
     def _connect(self, link: Link) -> None:
         self.exchange = DemoMomentum(self, link)

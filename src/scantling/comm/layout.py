@@ -68,7 +68,12 @@ def laid_out(
     """
     params = parameters_of(groups)
     shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
-    key = rounds.exchange, shapes, tuple(tuple(group[option] for option in OPTIONS) for group in groups)
+    key = (
+        rounds.exchange,
+        link.generation,
+        shapes,
+        tuple(tuple(group[option] for option in OPTIONS) for group in groups),
+    )
     if last is not None and last.key == key:
         return last
     texts = []

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from scantling.comm.silence import named
-from scantling.errors import UserError
+from scantling.errors import SilentPeerError, UserError
 
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """PyTorch 2.13 renamed it."""
@@ -36,6 +36,9 @@ class Link:
 
     Attributes:
         wire_bytes: sent by this process since `start`.
+        step: that all replicas are at, where something other than the exchange counts them; else None.
+        generation: another one whenever other processes take part.
+        stays: whether the processes are the same from the start to the end.
 
     Raises:
         UserError: a mesh of several dims, or something else.
@@ -52,7 +55,7 @@ class Link:
         elif group is not None and not isinstance(group, dist.ProcessGroup):
             raise UserError(f"process_group must be a process group or a mesh of one dim; given {group!r}")
         self.group = group
-        self.wire_bytes = 0
+        self.wire_bytes, self.stays = 0, True
 
     def apart(self) -> Link:
         """A link between the same processes that nothing else uses. Collective: a new process group.
@@ -63,6 +66,14 @@ class Link:
             return Link(self.group)
         ranks = dist.get_process_group_ranks(self.group)
         return Link(dist.new_group(ranks, timeout=_timeout(self.group), use_local_synchronization=True))
+
+    @property
+    def step(self) -> int | None:
+        return None
+
+    @property
+    def generation(self) -> int:
+        return 0
 
     @property
     def is_alone(self) -> bool:
@@ -91,8 +102,7 @@ class Link:
         if self.is_alone:
             return [message]
         whole = message.new_empty(self.size, message.numel())
-        with named():
-            getattr(dist, _ALL_GATHER)(whole.view(-1), message.contiguous(), group=self.group)
+        self._all_gather(whole.view(-1), message.contiguous())
         self.wire_bytes += (self.size - 1) * message.nbytes
         return list(whole)
 
@@ -106,16 +116,14 @@ class Link:
             return list(messages)
         whole = torch.stack(list(messages))
         found = torch.empty_like(whole)
-        with named():
-            dist.all_to_all_single(found.view(-1), whole.view(-1), group=self.group)
+        self._all_to_all(found.view(-1), whole.view(-1))
         self.wire_bytes += (self.size - 1) * whole[0].nbytes
         return list(found)
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over all ranks, in place. Collective: one all-reduce."""
         if not self.is_alone:
-            with named():
-                dist.all_reduce(values, group=self.group)
+            self._all_reduce(values)
             self.wire_bytes += 2 * (self.size - 1) * values.nbytes // self.size
             values /= self.size
         return values
@@ -127,8 +135,7 @@ class Link:
             source: rank in the group.
         """
         if not self.is_alone:
-            with named():
-                dist.broadcast(values, group=self.group, group_src=source)
+            self._broadcast(values, source)
 
     def gather_texts(self, texts: Sequence[str]) -> list[list[str]]:
         """The texts of all ranks, in order. Collectives: two all-gathers, of a length and of JSON."""
@@ -140,6 +147,35 @@ class Link:
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         found = self.all_gather(padded)
         return [json.loads(bytes(each[:length].tolist())) for each, length in zip(found, lengths, strict=True)]
+
+    def failed(self, error: SilentPeerError) -> None:
+        """Raise the error, unless the step it broke can be left out."""
+        raise error
+
+    def commits(self) -> bool:
+        """Whether what was exchanged is to be applied; asked once, after the exchange of every step."""
+        return True
+
+    def _all_gather(self, whole: Tensor, message: Tensor) -> None:
+        with named():
+            getattr(dist, _ALL_GATHER)(whole, message, group=self.group)
+
+    def _all_to_all(self, found: Tensor, whole: Tensor) -> None:
+        with named():
+            dist.all_to_all_single(found, whole, group=self.group)
+
+    def _all_reduce(self, values: Tensor) -> None:
+        with named():
+            dist.all_reduce(values, group=self.group)
+
+    def _broadcast(self, values: Tensor, source: int) -> None:
+        with named():
+            dist.broadcast(values, group=self.group, group_src=source)
+
+
+def link_to(group: Any) -> Link:
+    """The link itself, or one over a process group, a mesh or None."""
+    return group if isinstance(group, Link) else Link(group)
 
 
 def _timeout(group: Any) -> timedelta | None:

@@ -51,7 +51,7 @@ from scantling.comm.layout import (
     planned_wire_bytes,
     planned_wire_bytes_a_step,
 )
-from scantling.comm.link import Link
+from scantling.comm.link import Link, link_to
 from scantling.comm.options import Exchange, Group, Rounds, Transform, as_groups, check_groups
 from scantling.comm.payload import Header
 from scantling.comm.replica import Replica
@@ -59,7 +59,7 @@ from scantling.comm.residuals import Format
 from scantling.comm.rounds import Outcome, Sparse, Way, exchange
 from scantling.comm.shards import all_agree, all_finite, as_gradient, local
 from scantling.comm.values import DTYPES, Values
-from scantling.errors import ReplicaError, UserError
+from scantling.errors import ReplicaError, SilentPeerError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +75,13 @@ class Opened:
     Attributes:
         before: the result of the exchange before, where there is a delay.
         waiting: positions of the parameters of each bucket whose gradients have not come yet.
+        is_due: whether its messages are sent; not between exchanges, and not after one that broke.
         next: number of the next bucket to send.
     """
 
     before: list[Tensor] | None
     waiting: list[set[int]]
+    is_due: bool
     next: int = 0
 
 
@@ -130,7 +132,7 @@ class MomentumExchange(Replica):
         residual: format of the residuals of matrices: "fp32", or "int8" with stochastic rounding, 1.03 bytes a number.
         auto_off: whether it is measured, once after a few calls, if everything would travel in less time, as with
             `exchange="whole"`; where it would, it does. What a run sends and computes then depends on a clock.
-        process_group: group of the replicas, or a mesh of one dim; default all processes.
+        process_group: group of the replicas, a mesh of one dim, or a `ManagedLink`; default all processes.
 
     Attributes:
         param_groups: the groups, with all options.
@@ -178,10 +180,12 @@ class MomentumExchange(Replica):
         rounds = Rounds(
             exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb, auto_off
         )
-        self._begin(as_groups(groups, defaults), {}, rounds, Link(process_group))
+        self._begin(as_groups(groups, defaults), {}, rounds, link_to(process_group))
 
     def _begin(self, groups: list[Group], state: dict[Tensor, dict[str, Any]], rounds: Rounds, link: Link) -> None:
         check_groups(groups, rounds)
+        if not link.stays and (rounds.delay or rounds.overlap or rounds.auto_off):
+            raise UserError("delay, overlap and auto_off are for replicas that stay; leave them out with a ManagedLink")
         self.param_groups, self.state, self.rounds, self.link = groups, state, rounds, link
         self._compared: tuple[str, ...] = ()
         self.replica_divergence: float | None = None
@@ -205,7 +209,8 @@ class MomentumExchange(Replica):
         replicas. With `delay` or `overlap` they are those of a thread, in a process group of its own.
 
         Returns:
-            Whether there is a result; where not (`sync_every`, and the first call with `delay`), every `.grad` is None.
+            Whether there is a result; where not (`sync_every`, the first call with `delay`, and over a `ManagedLink`
+            an exchange that broke), every `.grad` is None.
 
         Raises:
             UserError: replicas differ in parameters or options.
@@ -229,6 +234,9 @@ class MomentumExchange(Replica):
         self._opened = None
         while opened.next < len(opened.waiting):
             self._send(opened)
+        if not self.link.commits():
+            self._sent = []  # and so nothing of it leaves the residuals
+            return None
         return opened.before if self.rounds.delay else self._arrived()
 
     @contextmanager
@@ -279,6 +287,23 @@ class MomentumExchange(Replica):
         self.wire_bytes, self.left_out = self._settled
         self._settled = 0, []
         before = self._arrived()
+        if self.link.step is not None:
+            self.step = self.link.step
+        try:
+            layout = self._begun()
+        except SilentPeerError as error:
+            self.link.failed(error)
+            return Opened(before, [], is_due=False)
+        self.wire_bytes += self.link.wire_bytes
+        if self._line is None:
+            in_thread = bool(self.rounds.delay or self.rounds.overlap) and not self.link.is_alone
+            self._line = self.link.apart() if in_thread else self.link
+            self._background = Background() if in_thread else None
+        self._line.start()
+        return Opened(before, [set(bucket.params) for bucket in layout.buckets], self.rounds.is_due(self.step))
+
+    def _begun(self) -> Layout:
+        """The layout of a step that begins, after everything about which replicas speak before it."""
         layout = self._laid_out()
         self.step += 1
         rounds, params = self.rounds, self._parameters()
@@ -294,13 +319,7 @@ class MomentumExchange(Replica):
             layout = self._laid_out()
         elif layout.way != "whole" and rounds.comes_round(self.step, rounds.state_sync_every):
             self._average()
-        self.wire_bytes += self.link.wire_bytes
-        if self._line is None:
-            in_thread = bool(rounds.delay or rounds.overlap) and not self.link.is_alone
-            self._line = self.link.apart() if in_thread else self.link
-            self._background = Background() if in_thread else None
-        self._line.start()
-        return Opened(before, [set(bucket.params) for bucket in layout.buckets])
+        return layout
 
     def _ready(self, place: int, _: Tensor) -> None:
         """Note that a parameter has its gradient, and send the buckets that are complete, in their order."""
@@ -324,7 +343,6 @@ class MomentumExchange(Replica):
         bucket = layout.buckets[number]
         gradients = {place: _gradient(params[place]) for place in bucket.params}
         valid = self._is_valid(gradients)
-        is_due = self.rounds.is_due(self.step)
         selected: list[Sparse] = []
         for channel in bucket.channels:
             if layout.way == "whole":
@@ -332,10 +350,10 @@ class MomentumExchange(Replica):
                 selected.append((None, blocks.to(DTYPES[channel.kind.section.values])))
                 continue
             values = self._accumulated(channel, gradients, valid=valid)
-            if is_due:
+            if opened.is_due:
                 blocks = channel.cut(values) if valid else _zeros(channel, params)
                 selected.append(channel.kind.section.select(blocks))
-        if not is_due or self._line is None:
+        if not opened.is_due or self._line is None:
             if not valid:
                 logger.warning("step %d, rank %d: NaN or Inf gradients are left out", self.step, self.link.rank)
             return
@@ -350,7 +368,12 @@ class MomentumExchange(Replica):
         by_senders = self.param_groups[0]["compat"] == "paper"
         work = partial(exchange, self._line, layout.way, bucket.channels, selected, header, by_senders=by_senders)
         if self._background is None:
-            found = work()
+            try:
+                found = work()
+            except SilentPeerError as error:
+                self.link.failed(error)
+                opened.is_due = False
+                return
             self._sent.append(Sent(bucket, self.step, lambda: found))
         else:
             device = local(params[bucket.params[0]]).device
@@ -457,7 +480,7 @@ class MomentumExchange(Replica):
                 logger.warning("%s; all take those of rank %d", text, sound)
             for tensor in (*map(local, params), *self._shared_tensors()):
                 self.link.broadcast(tensor, sound)
-        self.replica_divergence = spread(self.link, [value for _, value in self._residuals()], self.step)
+        self.replica_divergence = spread(self.link, [value for _, value in self._all_residuals()], self.step)
 
     def _decide(self, layout: Layout) -> None:
         """Measure whether everything may travel, and if so fold in what each replica has for itself.

@@ -1,0 +1,273 @@
+"""Replicas that die, are stopped, and come, while the others train on."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.comm import ManagedLink
+from scantling.errors import SilentPeerError, UserError
+from tests.processes import quiet_exit
+
+
+class ScriptedManager:
+    """What the exchange asks of a manager of torchft, for one replica, with the outcome of each step written down."""
+
+    def __init__(self, outcomes: list[bool]) -> None:
+        self.outcomes, self.applied, self.errors = outcomes, 0, []
+        self.given: Any = None
+
+    def current_step(self) -> int:
+        return self.applied
+
+    def report_error(self, error: Exception) -> None:
+        self.errors.append(error)
+
+    def should_commit(self) -> bool:
+        outcome = self.outcomes.pop(0)
+        self.applied += outcome
+        return outcome
+
+    def register_state_dict_fn(self, key: str, take: Callable[[Any], None], give: Callable[[], Any]) -> None:
+        self.given = take, give
+
+
+def optimizer_of(net: nn.Module, link: ManagedLink, **options: Any) -> sc.DeMo:
+    return sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4, update="identity", process_group=link, **options)
+
+
+def backward(net: nn.Module, seed: int) -> list[Tensor]:
+    net.zero_grad()
+    net(torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+    return [param.grad.clone() for param in net.parameters()]
+
+
+def weights_of(net: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def test_a_step_that_is_not_applied_keeps_its_gradients() -> None:
+    """M <- decay M + g with nothing taken out, no weight moved; the next step applies what all of them add up to."""
+    net = nn.Linear(64, 64, bias=False)
+    optimizer = optimizer_of(net, ManagedLink(ScriptedManager([True, False, True]), None), decay=0.9)
+    backward(net, 0)
+    optimizer.step()
+    before, (held,) = weights_of(net), optimizer.local_state_dict()["residuals"].values()
+    (gradient,) = backward(net, 1)
+    optimizer.step()
+    assert all(torch.equal(was, now) for was, now in zip(before, weights_of(net), strict=True))
+    (residual,) = optimizer.local_state_dict()["residuals"].values()
+    torch.testing.assert_close(residual, 0.9 * held + gradient)
+    (gradient,) = backward(net, 2)
+    optimizer.step()
+    moved = (before[0] - weights_of(net)[0]) / 1e-3
+    (left,) = optimizer.local_state_dict()["residuals"].values()
+    assert moved.any()
+    torch.testing.assert_close(left + moved, 0.9 * residual + gradient, rtol=1e-3, atol=1e-4)
+    assert optimizer.param_groups[0]["steps"] == 2, "steps are those that were applied"
+
+
+def test_an_exchange_that_breaks_is_reported_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = ScriptedManager([False, True])
+    params = [nn.Parameter(torch.ones(64, 64))]
+    link = ManagedLink(manager, None)
+    exchange = sc.MomentumExchange(params, topk=4, process_group=link)
+    params[0].grad = torch.ones(64, 64)
+
+    def broken(message: Tensor) -> list[Tensor]:
+        raise SilentPeerError("another replica does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "all_gather", broken)
+        assert not exchange.exchange()
+    assert [type(error) for error in manager.errors] == [SilentPeerError]
+    assert params[0].grad is None
+    assert exchange.exchange(), "and goes on"
+
+
+def test_who_comes_takes_all_but_residuals() -> None:
+    def made(seed: int) -> tuple[nn.Module, sc.DeMo, ScriptedManager]:
+        torch.manual_seed(seed)
+        net, manager = nn.Linear(64, 64), ScriptedManager([True] * 4)
+        link = ManagedLink(manager, None)
+        optimizer = optimizer_of(net, link)
+        link.heal(net, optimizer)
+        return net, optimizer, manager
+
+    (old, donor, there), (new, joiner, here) = made(0), made(1)
+    for step in range(3):
+        backward(old, step)
+        donor.step()
+    backward(new, 9)
+    joiner.step()
+    here.given[0](there.given[1]())
+    assert all(torch.equal(was, now) for was, now in zip(weights_of(old), weights_of(new), strict=True))
+    assert joiner.local_state_dict()["residuals"] == {}
+    assert joiner.param_groups[0]["steps"] == 3
+    assert torch.equal(joiner.state[new.bias]["exp_avg_sq"], donor.state[old.bias]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("options", [{"delay": 1}, {"overlap": True}, {"auto_off": True}])
+def test_what_needs_replicas_that_stay_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="ManagedLink"):
+        sc.MomentumExchange(
+            [nn.Parameter(torch.ones(64, 64))], process_group=ManagedLink(ScriptedManager([]), None), **options
+        )
+
+
+def test_a_manager_that_heals_meanwhile_is_refused() -> None:
+    manager = ScriptedManager([])
+    manager._use_async_quorum = True
+    with pytest.raises(UserError, match="use_async_quorum=False"):
+        ManagedLink(manager, None)
+
+
+def replica(name: str, address: str, folder: Path, enough: Path, exchange: str) -> None:
+    """Train until a file says that it is enough, then two steps of what the others take too."""
+    import torchft
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = torchft.ProcessGroupGloo(timeout=timedelta(seconds=4))
+    manager = torchft.Manager(
+        pg=group,
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=10),
+        quorum_timeout=timedelta(seconds=60),
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=address,
+        replica_id=f"replica_{name}",
+        hostname="127.0.0.1",
+    )
+    torch.manual_seed(int(name))  # another one on each: the manager makes them alike
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    link = ManagedLink(manager, group)
+    optimizer = optimizer_of(net, link, exchange=exchange, check_every=5)
+    link.heal(net, optimizer)
+    steps = 0
+    log = (folder / f"{name}.jsonl").open("a")
+    while True:
+        manager.start_quorum()
+        backward(net, 100 * int(name) + steps)
+        optimizer.step()
+        steps += 1
+        total = float(torch.stack([param.detach().double().sum() for param in net.parameters()]).sum())
+        line = {"step": manager.current_step(), "size": link.size, "sum": total, "sent": optimizer.wire_bytes}
+        log.write(json.dumps(line) + "\n")
+        log.flush()
+        if enough.exists() and manager.current_step() >= int(enough.read_text() or 1 << 30):
+            quiet_exit()
+        time.sleep(0.02)
+
+
+class Replicas:
+    """Processes of `replica`, and what they have written."""
+
+    def __init__(self, folder: Path, exchange: str) -> None:
+        coordination = pytest.importorskip("torchft.coordination")
+        self.lighthouse = coordination.LighthouseServer(
+            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=3000, heartbeat_timeout_ms=2000, quorum_tick_ms=50
+        )
+        self.address = f"http://127.0.0.1:{self.lighthouse.address().rsplit(':', 1)[1]}"
+        self.folder, self.exchange = folder, exchange
+        self.processes: dict[str, BaseProcess] = {}
+
+    def start(self, name: str) -> None:
+        args = (name, self.address, self.folder, self.folder / "enough", self.exchange)
+        self.processes[name] = multiprocessing.get_context("spawn").Process(target=replica, args=args)
+        self.processes[name].start()
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / f"{name}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < until, {name: self.lines(name)[-3:] for name in self.processes}
+            time.sleep(0.05)
+
+    def is_among(self, name: str, size: int, steps: int = 3) -> bool:
+        """Whether a replica took its last steps with so many."""
+        last = self.lines(name)[-steps:]
+        return len(last) == steps and all(line["size"] == size for line in last)
+
+    def finish(self, names: tuple[str, ...]) -> None:
+        """Let all train to one step, and end; those have the same weights whenever they took the same step."""
+        last = max(line["step"] for name in names for line in self.lines(name)) + 30
+        (self.folder / "writing").write_text(str(last))
+        (self.folder / "writing").rename(self.folder / "enough")
+        for name in names:
+            self.processes[name].join(60)
+            assert self.processes[name].exitcode == 0, name
+        sums = [{line["step"]: line["sum"] for line in self.lines(name)} for name in names]
+        assert all(found[last] == sums[0][last] for found in sums)
+        common = set.intersection(*map(set, sums))
+        agreeing = [step for step in common if len({found[step] for found in sums}) == 1]
+        assert len(agreeing) >= 30
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            if process.is_alive():
+                process.kill()
+        self.lighthouse.shutdown()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("exchange", ["all_gather", pytest.param("owner", marks=pytest.mark.slow)])
+def test_one_is_killed_and_another_comes(tmp_path: Path, exchange: str) -> None:
+    replicas = Replicas(tmp_path, exchange)
+    try:
+        for name in ("0", "1", "2"):
+            replicas.start(name)
+        replicas.wait(lambda: all(replicas.is_among(name, 3) for name in "012"))
+        replicas.processes["2"].kill()
+        replicas.wait(lambda: all(replicas.is_among(name, 2) for name in "01"))
+        replicas.start("3")
+        replicas.wait(lambda: all(replicas.is_among(name, 3) for name in "013"))
+        first = replicas.lines("3")[0]["step"]
+        assert first > replicas.lines("2")[-1]["step"], "it began where the others were"
+        replicas.finish(("0", "1", "3"))
+    finally:
+        replicas.stop()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_one_is_stopped_and_wakes(tmp_path: Path) -> None:
+    """It does not go on alone, and takes what the others have."""
+    replicas = Replicas(tmp_path, "all_gather")
+    try:
+        for name in ("0", "1", "2"):
+            replicas.start(name)
+        replicas.wait(lambda: all(replicas.is_among(name, 3) for name in "012"))
+        os.kill(replicas.processes["2"].pid or 0, signal.SIGSTOP)
+        replicas.wait(lambda: all(replicas.is_among(name, 2, 10) for name in "01"))
+        stopped_at = replicas.lines("2")[-1]["step"]
+        os.kill(replicas.processes["2"].pid or 0, signal.SIGCONT)
+        replicas.wait(lambda: all(replicas.is_among(name, 3) for name in "012"))
+        steps = [line["step"] for line in replicas.lines("2")]
+        assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) >= 10, (stopped_at, steps)
+        replicas.finish(("0", "1", "2"))
+    finally:
+        replicas.stop()
