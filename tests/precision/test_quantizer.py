@@ -38,6 +38,7 @@ def test_granularities_scale_what_they_say() -> None:
 
 @pytest.mark.parametrize("fmt", ["int2", "int3", "int4", "int8", "fp4_e2m1", "fp6_e3m2"])
 def test_clipping_for_the_least_error_is_never_worse(fmt: str) -> None:
+    torch.manual_seed(0)
     x = torch.randn(16, 512)
     for granularity in ("tensor", "channel", "token"):
         plain, clipped = (fake_quantize(x, fmt, granularity=granularity, clip=clip) for clip in ("absmax", "mse"))
@@ -45,7 +46,7 @@ def test_clipping_for_the_least_error_is_never_worse(fmt: str) -> None:
     quantizer = Quantizer.of({"format": fmt, "clip": "mse"})
     scales = torch.linspace(0.02, 1.0, 400) * x.abs().max() / quantizer.format.largest
     least = min((quantizer.format.round(x / s) * s - x).square().sum().item() for s in scales)
-    assert (quantizer(x) - x).square().sum().item() <= 1.05 * least  # the ratios are 8 % apart
+    assert (quantizer(x) - x).square().sum().item() <= 1.09 * least  # scales are 8 % apart
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -158,5 +159,6 @@ def test_an_axis_that_is_not_there_is_refused() -> None:
 def test_it_says_what_it_is() -> None:
     given = {"format": "int4", "group_size": 32, "clip": "mse", "rounding": "stochastic"}
     assert str(Quantizer.of(given)) == "int4 by group of 32, stochastic, mse"
+    assert str(Quantizer.of("mxfp4_e2m1")) == "fp4_e2m1 by group of 32, power2 scales"
     assert Quantizer.of("int4").format == IntFormat(4)
     assert (Quantizer.of("int4").bits, Quantizer.of("nvfp4").bits, Quantizer.of("mxfp4_e2m1").bits) == (4, 4.5, 4.25)

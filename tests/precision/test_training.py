@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from typing import Any
 
@@ -139,6 +140,29 @@ def test_rows_of_an_embedding_are_those_of_the_rounded_table(given: Any) -> None
     assert model[0].weight.grad.sum() == indices.numel() * 32
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_the_padding_row_of_an_embedding_does_not_learn(granularity: str) -> None:
+    model = nn.Sequential(nn.Embedding(40, 32, padding_idx=3))
+    given = {"format": "int4", "granularity": granularity}
+    sc.quantize_training(model, weights=given, filter_fn=lambda *_: True)
+    model(torch.tensor([3, 5])).sum().backward()
+    assert model[0].weight.grad[3].sum() == 0
+    assert model[0].weight.grad[5].sum() == 32
+
+
+def test_channels_of_activations_and_gradients_are_features() -> None:
+    model = nn.Sequential(nn.Linear(8, 6, bias=False))
+    by_feature = {"format": "int3", "granularity": "channel"}
+    sc.quantize_training(model, activations=by_feature, gradients=by_feature)
+    x, up = torch.randn(2, 5, 8), torch.randn(2, 5, 6)
+    x[0, :, 2], up[1, :, 3] = 100.0, 100.0
+    y = model(x)
+    rounded_x, rounded_up = (Quantizer.of(by_feature)(each, axis=-1) for each in (x, up))
+    torch.testing.assert_close(y, rounded_x @ model[0].weight.t())
+    y.backward(up)
+    torch.testing.assert_close(model[0].weight.grad, torch.einsum("bto,bti->oi", rounded_up, rounded_x))
+
+
 def test_conv1d_is_rounded_by_output() -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0))
@@ -186,6 +210,14 @@ def test_two_models_with_other_formats_of_attention() -> None:
     assert errors[0] > 4 * errors[1] > 0
 
 
+def test_formats_of_attention_that_differ_in_their_scales_alone() -> None:
+    groups: dict[str, Any] = {"format": "fp4_e2m1", "group_size": 32}
+    alone = [Quantizer.of(given)(torch.linspace(0, 1, 32)) for given in ("mxfp4_e2m1", groups)]
+    assert not torch.equal(*alone)
+    first, second = (sc.quantize_training(llama(), kv_cache=fmt)(INPUT).logits for fmt in ("mxfp4_e2m1", groups))
+    assert not torch.equal(first, second)
+
+
 def test_generation_with_a_cache_of_few_bits() -> None:
     model = sc.quantize_training(llama(), weights="int8", kv_cache={"format": "int8", "granularity": "token"}).eval()
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -216,18 +248,42 @@ def test_layers_of_cores_round_their_cores_and_input() -> None:
     torch.testing.assert_close(restore(model, weights="rounded")(x), rounded(x))
 
 
-def test_a_table_of_cores_rounds_its_cores() -> None:
+@pytest.mark.parametrize("more", [{}, {"activations": "int8", "compute": "int8"}])
+def test_a_table_of_cores_rounds_its_cores(more: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(sc.TTMEmbedding(60, 24, rank=4))
     indices = torch.randint(0, 60, (3, 5))
     whole = model(indices)
-    sc.quantize_training(model, weights="int4", filter_fn=lambda *_: True)
+    sc.quantize_training(model, weights="int4", filter_fn=lambda *_: True, **more)
     rounded = model(indices)
     assert not torch.allclose(rounded, whole)
     torch.testing.assert_close(restore(model, weights="rounded")(indices), rounded)
 
 
-def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
+def test_an_output_layer_of_cores_rounds_its_input() -> None:
+    torch.manual_seed(0)
+    table = sc.TTMEmbedding(60, 24, rank=4)
+    x = torch.randn(3, 24)
+    expected = table.logits(fake_quantize(x, "int4"))
+    sc.quantize_training(nn.Sequential(table), activations="int4", filter_fn=lambda *_: True)
+    torch.testing.assert_close(table.logits(x), expected)
+
+
+def test_layers_beside_a_quantized_one_multiply_what_they_are_given() -> None:
+    model = llama()
+    sc.tensorize(model, rank=4, filter_fn=lambda name, _: "self_attn" in name)
+    attention = model.model.layers[0].self_attn
+    sc.quantize_training(model, activations="int3", filter_fn=lambda name, _: name.endswith("q_proj"))
+    found = {}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        layer = getattr(attention, name)
+        layer.register_forward_hook(lambda layer, args, y, name=name: found.update({name: (args[0], y)}))
+    model(INPUT)
+    for name, (x, y) in found.items():
+        torch.testing.assert_close(y, getattr(attention, name)(x), msg=name)
+
+
+def test_layers_of_cores_multiply_merged_blocks_in_int8(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(sc.TTLinear(48, 32, rank=4, in_modes=(6, 8), out_modes=(8, 4)))
     x = torch.randn(200, 48)
@@ -242,6 +298,9 @@ def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
     torch.testing.assert_close(y, expected)
     y.square().sum().backward()
     assert all(core.grad is not None and core.grad.abs().sum() > 0 for core in model[0].cores)
+    with caplog.at_level(logging.WARNING):
+        restore(model, weights="rounded")
+    assert "1 layers multiplied merged blocks" in caplog.text
 
 
 def test_controls_are_folded_into_cores_that_were_not_rounded() -> None:
@@ -364,6 +423,14 @@ def test_it_says_what_it_is() -> None:
         ({"weights": "int8", "activations": "int8", "compute": "fp8"}, "fp8_e4m3"),
         ({"weights": {"format": "int8", "group_size": 4}, "activations": "int8", "compute": "int8"}, "by tensor or by"),
         ({"weights": "int8", "activations": "int8", "compute": "int4"}, "compute must be one of"),
+        (
+            {"weights": "int8", "activations": "fp8_e5m2", "gradients": "fp8_e5m2", "compute": "fp8"},
+            "compute='fp8' takes weights",
+        ),
+        (
+            {"weights": "fp8_e4m3", "activations": "fp8_e5m2", "gradients": "fp8_e5m2", "compute": "fp8"},
+            "no two formats with 5 bits",
+        ),
         ({"weights": "int8", "filter_fn": lambda *_: False}, "filter_fn takes none of the 1 layers"),
     ],
 )
@@ -382,6 +449,12 @@ def test_a_model_is_quantized_once() -> None:
         sc.quantize_training(nn.Sequential(nn.ReLU()), weights="int8")
 
 
+def test_the_output_layer_of_a_model_within_a_model_is_left_alone() -> None:
+    model = nn.ModuleDict({"inner": llama()})
+    sc.quantize_training(model, weights="int8")
+    assert type(model["inner"].lm_head) is nn.Linear
+
+
 def test_attention_without_a_name_is_refused() -> None:
     with pytest.raises(UserError, match="set_attn_implementation"):
         sc.quantize_training(_eager(), kv_cache="int8")
@@ -391,6 +464,13 @@ def _eager() -> LlamaForCausalLM:
     model = llama()
     model.set_attn_implementation("eager")
     return model
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
+def test_products_of_nothing(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(8, 6))
+    sc.quantize_training(model, weights="int8", activations="int8", compute="int8")
+    assert model(torch.zeros(shape)).shape == (*shape[:-1], 6)
 
 
 def test_formats_of_nothing_do_nothing() -> None:

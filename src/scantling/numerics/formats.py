@@ -102,11 +102,14 @@ class FloatFormat:
         return (rounded * step).clamp(-self.largest, self.largest)
 
     def _step(self, x: Tensor) -> Tensor:
-        """The distance of neighbouring values around x, a power of 2 made from the bits of x."""
+        """The distance of neighbouring values around x, a power of 2 made from the bits of x.
+
+        Shifts by functions, since the operators do nothing to a DTensor (PyTorch 2.13).
+        """
         whole, digits, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
-        exponent = ((x.abs().view(whole) >> digits) - bias).clamp(1 - self._bias, bias)
+        exponent = (torch.bitwise_right_shift(x.abs().view(whole), digits) - bias).clamp(1 - self._bias, bias)
         power = (exponent - self.mantissa).clamp(_SMALLEST_NORMAL[x.dtype])
-        return ((power + bias) << digits).view(x.dtype)
+        return torch.bitwise_left_shift(power + bias, digits).view(x.dtype)
 
 
 Format: TypeAlias = IntFormat | FloatFormat

@@ -31,8 +31,8 @@ class LayerFormats:
 
     Attributes:
         weights: with a scale for each output where the granularity is `channel`.
-        activations: what comes in.
-        gradients: of what goes out, before they are multiplied.
+        activations: what comes in, whose features are the channels.
+        gradients: of what goes out, before they are multiplied; its features are the channels.
         multiply: products of integers or fp8 in place of simulated ones.
     """
 
@@ -61,7 +61,7 @@ class LayerFormats:
 
     def input(self, x: Tensor) -> Tensor:
         """What a layer computes with in place of its input."""
-        return x if self.activations is None or self.multiply is not None else self.activations(x)
+        return x if self.activations is None or self.multiply is not None else self.activations(x, axis=-1)
 
     def matrix(self, weight: Tensor) -> Tensor:
         """What a layer computes with in place of its weight, (out, in)."""
@@ -82,18 +82,19 @@ class LayerFormats:
             return y
         return _RoundedGradient.apply(y, self.gradients)  # type: ignore[no-any-return,no-untyped-call]
 
-    def rows(self, table: Tensor, indices: Tensor, found: Tensor) -> Tensor:
+    def rows(self, table: Tensor, indices: Tensor, found: Tensor, padding_idx: int | None) -> Tensor:
         """Rows of a table that were looked up, quantised as the whole table would be.
 
         Args:
             table: (num_embeddings, embedding_dim).
             indices: of the rows.
             found: the rows, (..., embedding_dim).
+            padding_idx: the row that does not learn.
         """
         if self.weights is None:
             return found
         if self.weights.granularity == "tensor" or self.weights.scales == "fp8":  # a scale of all rows
-            return nn.functional.embedding(indices, self.matrix(table))
+            return nn.functional.embedding(indices, self.matrix(table), padding_idx)
         by_row = self.weights if self.weights.granularity == "group" else self.weights.by("token")
         return by_row(found)
 
@@ -111,12 +112,12 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """`nn.Embedding` in few bits, made by `quantize_training`; gradients are dense."""
+    """`nn.Embedding` in few bits, made by `quantize_training`; with one scale for all rows gradients are dense."""
 
     formats: LayerFormats
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.formats.rows(self.weight, input, super().forward(input))
+        return self.formats.rows(self.weight, input, super().forward(input), self.padding_idx)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {described(self.formats)}"
@@ -130,7 +131,7 @@ class _RoundedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.quantizer(grads[0]), None
+        return ctx.quantizer(grads[0], axis=-1), None
 
 
 def described(formats: LayerFormats) -> str:

@@ -71,7 +71,7 @@ def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Mat
     Raises:
         UserError: none, or weights that are sharded, on the meta device, or hold NaN or Inf.
     """
-    heads = _output_layers(model)
+    heads = output_layers(model)
     found: dict[int, Matrix] = {}
     for name, module in model.named_modules():
         weights = list(_weights(name, module))
@@ -112,7 +112,8 @@ def _weights(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, 
             yield f"{prefix}weight", weight, made_from_conv1d(type(module))
 
 
-def _output_layers(model: nn.Module) -> set[int]:
+def output_layers(model: nn.Module) -> set[int]:
+    """The ids of what `get_output_embeddings()` of a model, or of a model within it, names."""
     getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
     return {id(getter()) for getter in getters if callable(getter)}
 

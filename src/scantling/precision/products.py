@@ -69,15 +69,16 @@ class Multiply:
                 f"{quantizer.granularity!r}"
             )
 
-    def check_device(self, device: torch.device) -> None:
-        """See that a device has such products.
+    def check_pair(self, one: Quantizer, other: Quantizer) -> None:
+        """See that numbers of these formats can be multiplied with each other.
 
         Raises:
-            UserError: it has not.
+            UserError: they cannot: the hardware has no products of two fp8 numbers with 5 bits of exponent.
         """
-        if self.name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        if self._dtype(one.format) == self._dtype(other.format) == torch.float8_e5m2:
             raise UserError(
-                f"{torch.cuda.get_device_name(device)} has no fp8 products; leave out compute='fp8' to simulate them"
+                f"compute={self.name!r} multiplies no two formats with 5 bits of exponent; given {one.format.name} and "
+                f"{other.format.name}, of which one may have 4, such as fp8_e4m3"
             )
 
     def __call__(
@@ -96,7 +97,7 @@ class Multiply:
             x = x.to(torch.get_autocast_dtype(kind))
         flat = x.reshape(-1, x.shape[-1])
         y = _Product.apply(flat, matrix.t(), activations, weights, gradients, self)  # type: ignore[no-untyped-call]
-        return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+        return y.view(*x.shape[:-1], matrix.shape[1])  # type: ignore[no-any-return]
 
     def of_codes(self, a: Tensor, b: Tensor, formats: tuple[Format, Format]) -> Tensor:
         """a b for codes (m, k) and (k, n): fp32 (m, n)."""
@@ -172,4 +173,20 @@ class _Product(torch.autograd.Function):
             None,
             None,
             None,
+        )
+
+
+def check_device(compute: str, device: torch.device) -> None:
+    """See that a device has the products of a format.
+
+    Args:
+        compute: any; those of fp8 are not everywhere.
+        device: where the model is to be.
+
+    Raises:
+        UserError: it has not.
+    """
+    if compute == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} has no fp8 products; leave out compute='fp8' to simulate them"
         )

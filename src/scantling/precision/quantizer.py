@@ -145,7 +145,8 @@ class Quantizer:
 
     def __str__(self) -> str:
         group = "" if self.group_size is None else f" of {self.group_size}"
-        more = [text for text in (self.rounding, self.clip) if text not in ("nearest", "absmax")]
+        more: list[str] = [text for text in (self.rounding, self.clip) if text not in ("nearest", "absmax")]
+        more += [] if self.scales == "fp32" else [f"{self.scales} scales"]
         return ", ".join([f"{self.format.name} by {self.granularity}{group}", *more])
 
     def encode(self, x: Tensor, *, axis: int = 0) -> Encoded:
@@ -187,7 +188,10 @@ class Quantizer:
         return padded.view(*x.shape[:-1], -1, size), (-1,)
 
     def _scale(self, blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
-        largest = blocks.abs().amax(shared, keepdim=True) if shared and blocks.numel() else blocks.abs()
+        if not blocks.numel():
+            dims = {dim % blocks.ndim for dim in shared}
+            return blocks.new_ones([1 if dim in dims else size for dim, size in enumerate(blocks.shape)])
+        largest = blocks.abs().amax(shared, keepdim=True) if shared else blocks.abs()
         if self.scales == "power2":
             return _power_scale(largest, self.format)
         if self.scales == "fp8":
@@ -276,7 +280,7 @@ def _power_scale(largest: Tensor, format: Format) -> Tensor:
 def _two_level_scale(largest: Tensor, format: Format) -> Tensor:
     """Scales of fp8_e4m3 beneath the one fp32 scale that takes the largest of them to 448."""
     of_scales = FloatFormat(4, 3)
-    whole = _or_one(largest.max() / (format.largest * of_scales.largest)) if largest.numel() else largest
+    whole = _or_one(largest.max() / (format.largest * of_scales.largest))
     return _or_one(of_scales.round(largest / format.largest / whole) * whole)
 
 

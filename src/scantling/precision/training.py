@@ -16,7 +16,10 @@ autograd graph holds the rounded weights and activations beside the master weigh
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import combinations
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -27,8 +30,8 @@ from scantling.kinds import is_conv1d
 from scantling.numerics.words import Granularity
 from scantling.precision.attention import is_quantized, quantize_attention, restore_attention
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
-from scantling.precision.matrices import is_of_cores, is_table
-from scantling.precision.products import Compute, Multiply
+from scantling.precision.matrices import is_of_cores, is_table, output_layers
+from scantling.precision.products import Compute, Multiply, check_device
 from scantling.precision.quantizer import Quantizer
 
 logger = logging.getLogger(__name__)
@@ -114,22 +117,30 @@ def restore(model: nn.Module, *, weights: Literal["master", "rounded"] = "master
     Args:
         model: quantized or not.
         weights: `master` leaves the parameters as they are; `rounded` writes into them what the model computed with.
+            Cores whose merged blocks were rounded, by products of the hardware, stay as they are, with a warning.
 
     Returns:
         The model.
     """
     restore_attention(model)
     rounded: set[int] = set()
+    merged = 0
     for module in model.modules():
         if not _is_quantized(module):
             continue
         if weights == "rounded":
             _round_weights(module, rounded)
+            merged += is_of_cores(module) and module.formats.multiply is not None
         if is_of_cores(module):
             module.formats = None  # type: ignore[assignment]
         else:
-            module.__class__ = type(module).__bases__[0]
+            module.__class__ = _plain_class(type(module))
             del module.formats
+    if merged:
+        logger.warning(
+            "%d layers multiplied merged blocks of cores in few bits, which cores cannot hold: theirs are not rounded",
+            merged,
+        )
     return model
 
 
@@ -140,7 +151,7 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
         rounded = [(core, formats.core(core)) for core in module.cores]  # type: ignore[union-attr]
     else:
         weight = module.get_parameter("weight")
-        is_transposed = is_conv1d(type(module).__bases__[0])
+        is_transposed = is_conv1d(_plain_class(type(module)))
         rounded = [(weight, formats.matrix(weight.t()).t() if is_transposed else formats.matrix(weight))]
     for parameter, value in rounded:
         if id(parameter) not in done:  # a head that is tied to its embedding
@@ -151,28 +162,33 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
 def _quantize(module: nn.Module, formats: LayerFormats) -> None:
     if not is_of_cores(module):
         module.__class__ = _quantized_class(type(module))
+    elif is_table(module):
+        formats = replace(formats, multiply=None)  # rows are looked up
     module.formats = formats  # type: ignore[assignment]
 
 
 def _chosen(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
     """The layers to quantize, by name."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    heads = output_layers(model)
     chosen = {}
     for name, module in model.named_modules():
         if not _can_be_quantized(module):
             continue
-        if filter_fn(name, module) if filter_fn is not None else not is_table(module) and module is not head:
+        if filter_fn(name, module) if filter_fn is not None else not is_table(module) and id(module) not in heads:
             chosen[name] = module
     return chosen
 
 
 def _check_products(model: nn.Module, formats: LayerFormats, multiply: Multiply) -> None:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    multiply.check_device(device)
+    check_device(multiply.name, device)
     multiply.check(formats.weights, "weights")
     multiply.check(formats.activations, "activations")
     if formats.gradients is not None:
         multiply.check(formats.gradients, "gradients")
+    given = [each for each in (formats.weights, formats.activations, formats.gradients) if each is not None]
+    for one, other in combinations(given, 2):
+        multiply.check_pair(one, other)
 
 
 def _is_quantized(module: nn.Module) -> bool:
@@ -193,6 +209,20 @@ def _quantized_class(kind: type) -> type:
 
         return QuantizedConv1D
     return QuantizedLinear if kind is nn.Linear else QuantizedEmbedding
+
+
+def _quantized_classes() -> tuple[type, ...]:
+    conv1d = sys.modules.get("scantling.precision.conv1d")  # not there before a Conv1D was quantized
+    return QuantizedLinear, QuantizedEmbedding, *(() if conv1d is None else (conv1d.QuantizedConv1D,))
+
+
+def _plain_class(kind: type) -> type:
+    """The class of a layer before it was quantized, sharded (`fully_shard`) where it is now."""
+    if kind in _quantized_classes():
+        return kind.__bases__[0]
+    bases = tuple(_plain_class(base) if issubclass(base, nn.Module) else base for base in kind.__bases__)
+    rest = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__.replace("Quantized", ""), bases, rest)
 
 
 def _nothing(model: nn.Module, filter_fn: Filter | None) -> str:

@@ -213,6 +213,7 @@ class TTMEmbedding(CoreLayer):
             most_numbers: of what is held at once beside the result; tokens are taken in parts to keep to it.
         """
         flat = hidden.reshape(-1, self.embedding_dim)
+        flat = flat if self.formats is None else self.formats.input(flat)
         flat = nn.functional.pad(flat, (0, prod(self.col_modes) - self.embedding_dim))
         steps = self._order(flat.shape[0], of_head=True)
         whole = steps[0].tree

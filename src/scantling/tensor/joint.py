@@ -136,7 +136,7 @@ class Joint:
 
 def _are_alike(layers: Sequence[TTLinear]) -> bool:
     """Whether one product can serve all layers."""
-    kinds = {(each.cores[0].dtype, each.cores[0].device, each.is_trainable) for each in layers}
+    kinds = {(each.cores[0].dtype, each.cores[0].device, each.is_trainable, each.formats) for each in layers}
     return len(kinds) == 1 and not any(isinstance(core, DTensor) for each in layers for core in each.cores)
 
 

@@ -28,6 +28,7 @@ from scantling.models.build import build_model, checkpoint_activations, convert_
 from scantling.optim.registry import build_optimizer
 from scantling.planning.memory import bytes_of_cores, held_gradient_bytes
 from scantling.planning.plan import check_graph, check_world_size, plan
+from scantling.precision.products import check_device
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
 from scantling.recipe.schema import CommSection
@@ -266,6 +267,7 @@ def build_loop(
 ) -> Loop:
     """Model, optimizer, exchange, batches and schedule from their sections, as one loop at step 0."""
     settings = recipe.train
+    check_device(recipe.precision.compute, place.device)
     methods = build_methods(recipe)
     model = build_run_model(recipe, task, data, methods).to(place.device)
     for method in methods:
