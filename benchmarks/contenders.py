@@ -90,6 +90,10 @@ def _adamw(model: Model) -> Optimizer:
     return torch.optim.AdamW(model.all, lr=1e-3, foreach=False)
 
 
+def _fused_adamw(model: Model) -> Optimizer:
+    return torch.optim.AdamW(model.all, lr=1e-3, fused=True)
+
+
 def _adafactor(model: Model) -> Optimizer:
     return torch.optim.Adafactor(model.all, lr=1e-2)
 
@@ -184,6 +188,7 @@ CONTENDERS = [
     *(came(momentum=momentum) for momentum in MOMENTA),
     *(came(momentum=momentum, foreach=False) for momentum in MOMENTA),
     Contender("torch AdamW", _adamw),
+    Contender("torch AdamW, fused", _fused_adamw),
     Contender("torchao AdamW8bit", _torchao("AdamW8bit")),
     Contender("torchao AdamW4bit", _torchao("AdamW4bit")),
     Contender("bitsandbytes AdamW8bit", _bitsandbytes("AdamW8bit")),

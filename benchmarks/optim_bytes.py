@@ -239,8 +239,9 @@ def aims(rows: list[Row], trained: list[Row]) -> list[Row]:
             row = find(rows, f"CAME {momentum}", "bf16", name)
             aim(f"state, {momentum}, {name} ({row.get('device')}), B/param", row.get("bytes_per_parameter"), limit)
     for momentum, limit in ALL_IN_LIMITS.items():
-        row = next((r for r in trained if r.get("momentum") == momentum and r["model"] == "layers alone"), {})
-        aim(f"all in, {momentum}, gradients released, B/param", row.get("bytes_per_parameter"), limit)
+        for row in (row for row in trained if row.get("momentum") == momentum):
+            name = f"all in, {momentum}, gradients released, {row['model']}, B/param"
+            aim(name, row.get("bytes_per_parameter"), limit)
     for momentum in MOMENTA:
         for name in (f"CAME {momentum}", f"CAME {momentum}, operations"):
             row = find(rows, name, "bf16", "Llama-3-8B / 32")

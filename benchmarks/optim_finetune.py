@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, int]] = {
 }
 BATCH = 32
 GRID = Grid([12.5e-6 * 2**power for power in range(12)], start=4)  # 12.5e-6 to 25.6e-3, from 2e-4 on
-SWEPT = ("adamw", "adafactor", "came-reference", "came", "plain")
+SWEPT = ("adamw", "adafactor", "adafactor-momentum", "came-reference", "came", "plain")
 COMPARED = (*SWEPT, "plain-int8", "plain-int4")
 SEEDS = (0, 1, 2)
 ADAMW = {"name": "adamw", "betas": [0.9, 0.999]}  # as everybody fine-tunes
@@ -42,7 +42,7 @@ ADAMW = {"name": "adamw", "betas": [0.9, 0.999]}  # as everybody fine-tunes
 
 def run_spec(task: str, optimizer: str, lr: float, seed: int, **changes: int) -> Spec:
     """One run, as plain values: what is in it decides whether it has been run."""
-    optim = {**(ADAMW if optimizer == "adamw" else OPTIMIZERS[optimizer]), "lr": lr, "weight_decay": 0.01}
+    optim = {"weight_decay": 0.01, **(ADAMW if optimizer == "adamw" else OPTIMIZERS[optimizer]), "lr": lr}
     return {"task": task, "optimizer": optimizer, "optim": optim, "seed": seed, **SETTINGS[task], **changes}
 
 

@@ -43,10 +43,11 @@ def peers() -> tuple[dict[str, tuple[Make, torch.dtype]], dict[str, str]]:
     """Optimizers by name with the dtype of the weights they step, and why others are missing."""
     fp32, bf16 = torch.float32, torch.bfloat16
     adamw, came = torch.optim.AdamW, sc.CAME
+    capturable = torch.cuda.is_available()  # by a CUDA graph, as CAME is without being told
     found: dict[str, tuple[Make, torch.dtype]] = {
         # torch keeps AdamW's moments in the dtype of the weights
-        CONTROLS[0]: (lambda p: adamw(p, lr=1e-5, fused=True), bf16),
-        CONTROLS[1]: (lambda p: adamw(p, lr=1e-5, fused=True), fp32),
+        CONTROLS[0]: (lambda p: adamw(p, lr=1e-5, fused=True, capturable=capturable), bf16),
+        CONTROLS[1]: (lambda p: adamw(p, lr=1e-5, fused=True, capturable=capturable), fp32),
         "AdamW foreach, bf16 moments": (lambda p: adamw(p, lr=1e-5, foreach=True), bf16),
         "Adafactor foreach": (lambda p: torch.optim.Adafactor(p, lr=1e-5, foreach=True), bf16),
         "CAME fp32, fp32 weights": (lambda p: came(p, **OPTIONS), fp32),
@@ -135,7 +136,7 @@ def prepare(
                 torch.cuda.synchronize()
                 facts[name]["scratch_bytes"] = torch.cuda.max_memory_allocated() - before
             steps[name] = optimizer.step
-            if device == "cuda" and name.startswith("CAME"):
+            if device == "cuda" and name.startswith(("CAME", "AdamW fused")):
                 facts[f"{name}, captured"] = {"state_bytes": facts[name]["state_bytes"]}
                 steps[f"{name}, captured"] = captured(optimizer.step)
         except Exception as error:  # a peer that cannot is a result too

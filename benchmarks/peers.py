@@ -1,6 +1,6 @@
 """Optimizers that CAME is compared with and that no installed package has.
 
-LAMB, a SCALE-like rule, APOLLO-Mini, and CAME whose codes are rounded to the nearest.
+LAMB, a SCALE-like rule, APOLLO-Mini, Adafactor with a momentum, and CAME whose codes are rounded to the nearest.
 
 Written from the papers, for comparison only. `register()` makes them known to recipes by name, as torch.optim is.
 """
@@ -12,6 +12,7 @@ from math import sqrt
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 import scantling as sc
@@ -72,7 +73,8 @@ class Lamb(_Peer):
 class ScaleLike(_Peer):
     """After Glentis et al., arXiv 2506.16659: column-normalised gradients, momentum for the output layer alone.
 
-    Column norms are over the inputs of one output unit (a row of a torch Linear); vectors are stepped by Adam.
+    Columns are the inputs of one output unit (a row of a torch Linear), and end with a root mean square of 1, as
+    updates of Adam have, which step the vectors. A tied embedding counts as the output layer.
     """
 
     def __init__(
@@ -85,7 +87,17 @@ class ScaleLike(_Peer):
             return self._adam("own", grad, state, (0.9, 0.999), group["vector_eps"])
         if group["role"] == "embedding":
             grad = state.setdefault("m", torch.zeros_like(grad)).lerp_(grad, 1.0 - group["beta"])
-        return grad / (grad.norm(dim=-1, keepdim=True) + 1e-8)
+        return grad / (grad.square().mean(dim=-1, keepdim=True).sqrt() + 1e-8)
+
+
+class AdafactorMomentum(transformers.Adafactor):
+    """Adafactor with the momentum that it has in CAME's paper, whose memory figures show one; PyTorch's has none.
+
+    Steps are relative to the RMS of the parameter (Shazeer and Stern, arXiv 1804.04235, section 8).
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, beta1: float = 0.9) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay, beta1=beta1, relative_step=False)
 
 
 class ApolloMini(_Peer):
@@ -146,7 +158,7 @@ class CameNearest(sc.CAME):
 
 def register() -> None:
     """Let `optim.name` of a recipe be one of these, in lower case."""
-    for peer in (Lamb, ScaleLike, ApolloMini, CameNearest):
+    for peer in (Lamb, ScaleLike, AdafactorMomentum, ApolloMini, CameNearest):
         setattr(torch.optim, peer.__name__, peer)
         if peer.__name__ not in torch.optim.__all__:
             torch.optim.__all__.append(peer.__name__)

@@ -41,6 +41,7 @@ def trained(
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (step + 1)
             group["betas"] = (group["betas"][0] * (1.0 - 0.01 * step), *group["betas"][1:])
+            group["weight_decay"] *= 0.9
         for param in params:
             grad = torch.randn(param.shape, generator=generator) * (1 + torch.rand(param.shape, generator=generator))
             param.grad = grad.to(device, dtype)
@@ -90,7 +91,7 @@ def test_schedules_and_parameters_alike_do_not_compile_again(monkeypatch: pytest
     compiled: list[Any] = []
     original = _compiled._compile
     monkeypatch.setattr(_compiled, "_compile", lambda *given: compiled.append(given) or original(*given))
-    trained(torch.float32, steps=5)
+    trained(torch.float32, steps=5, weight_decay=0.1)
     assert len(compiled) == len(set(SHAPES))
 
 

@@ -239,7 +239,9 @@ def test_a_learning_rate_is_needed() -> None:
     assert CAME([{"params": [param], "lr": 1e-3}]).param_groups[0]["lr"] == 1e-3
     with pytest.raises(UserError, match=r"lr must be a number at least 0; given -0\.01"):
         CAME([param], lr=torch.tensor(-0.01, dtype=torch.float64))
-    CAME([param], lr=np.float32(1e-3))
+    found = CAME([param], lr=np.float32(1e-3), betas=(0.9, np.float64(0.95), 0.995)).param_groups[0]
+    assert type(found["lr"]) is float
+    assert [type(beta) for beta in found["betas"]] == [float] * 3
 
 
 def test_a_learning_rate_in_a_tensor_is_each_groups_own() -> None:

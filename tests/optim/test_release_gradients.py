@@ -160,6 +160,14 @@ def test_schedules_loading_and_copies_reach_released_steps() -> None:
         for group in saved["param_groups"]:
             group["lr"] = 0.0
         optimizer.load_state_dict(saved)
+        released = set(optimizer.released)
+        with pytest.raises(UserError, match="no state of an optimizer"):
+            optimizer.load_state_dict({"param_groups": saved["param_groups"]})
+        broken = copy.deepcopy(saved)
+        next(iter(broken["state"].values())).pop("step")
+        with pytest.raises(UserError):
+            optimizer.load_state_dict(broken)
+        assert optimizer.released == released
         before = [param.detach().clone() for param in model.parameters()]
         model(batches(2)[1]).backward()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

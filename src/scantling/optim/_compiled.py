@@ -2,9 +2,9 @@
 
 The trace runs the very stages that work off tiles elsewhere, over the whole parameter as one tile, and fuses what they
 do into a few kernels without scratch of a parameter's size, but for one that a momentum in codes may need. Learning
-rate, betas and the number of the parameter go in as tensors, so that schedules and further parameters of a shape do not
-compile again; other hyper-parameters are constants of the trace. Nothing waits for the device, and a CUDA graph can
-capture the step once each kind of parameter has been stepped.
+rate, betas, decay and the number of the parameter go in as tensors, so that schedules and further parameters of a shape
+do not compile again; other hyper-parameters are constants of the trace. Nothing waits for the device, and a CUDA graph
+can capture the step once each kind of parameter has been stepped.
 
 Compiling takes seconds for each shape, in the first step of a process; Inductor keeps the kernels on disk for the next.
 Where it fails, or where SCANTLING_NATIVE=0 says so, the tiles of `_eager.py` do the same with more launches.
@@ -35,7 +35,7 @@ _OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 1000,
     "emulate_precision_casts": True,  # codes are relative to the scale as it is kept, in fp16
 }
-_SCHEDULED = ("lr", "beta1", "beta2", "beta3")
+_SCHEDULED = ("lr", "beta1", "beta2", "beta3", "weight_decay")
 _SCRATCH = 64 << 20
 _SCRATCH_SHARE = 0.02
 
@@ -84,7 +84,8 @@ def step(jobs: Sequence[Job]) -> list[Job]:
 def _function_of(job: Job, arguments: Sequence[Tensor]) -> Callable[..., None]:
     constants = tuple(getattr(job.hyper, field.name) for field in fields(Hyper) if field.name not in _SCHEDULED)
     signature = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in arguments)
-    key = (signature, tuple(job.state), job.view, job.param.device, *constants)
+    decays = bool(job.hyper.weight_decay)
+    key = (signature, tuple(job.state), job.view, job.param.device, decays, *constants)
     if key not in _functions:
         logger.info("compiling CAME's step for parameters of shape %s", tuple(job.param.shape))
         _functions[key] = _compile(job, arguments)
@@ -98,8 +99,9 @@ def _compile(job: Job, arguments: Sequence[Tensor]) -> Callable[..., None]:
 
     def run(param: Tensor, grad: Tensor, ordinal: Tensor, *rest: Tensor) -> None:
         scheduled, state = rest[: len(_SCHEDULED)], rest[len(_SCHEDULED) :]
-        lr, beta1, beta2, beta3 = scheduled
-        traced = replace(hyper, lr=lr, beta1=beta1, beta2=beta2, beta3=beta3)
+        lr, beta1, beta2, beta3, decay = scheduled
+        decay_or_none = decay if hyper.weight_decay else 0.0
+        traced = replace(hyper, lr=lr, beta1=beta1, beta2=beta2, beta3=beta3, weight_decay=decay_or_none)
         whole = Job(param, grad, dict(zip(keys, state, strict=True)), traced, view, ordinal, plan)
         _eager.step(whole, tile=param.numel())
 

@@ -63,7 +63,7 @@ class Hyper:
     eps1: float
     eps2: float
     clip_threshold: float
-    weight_decay: float
+    weight_decay: Number
     debias: bool
     maximize: bool
     momentum: Momentum | None
@@ -94,6 +94,8 @@ class Hyper:
 
     def decay(self, like: Tensor) -> Tensor | None:
         """-lr * weight_decay: 0-D, or None where there is none."""
+        if isinstance(self.weight_decay, Tensor):
+            return (-self.weight_decay * self.lr).to(like.dtype)
         return like.new_full((), -self.weight_decay).mul_(self.lr) if self.weight_decay else None
 
 

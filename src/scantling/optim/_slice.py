@@ -6,7 +6,7 @@ The estimate of the second moment of what is left stays what it was, element by 
 
 and likewise for columns and for the instability. The two factors keep equal means. Codes of whole rows are kept as they
 are; where the blocks of a row change, the momentum is decoded, cut and coded anew, to the nearest: an error of at most
-half a step of its block, 1/254 to 1/127 of the block's scale in int8 and 1/14 in int4. A matrix that becomes
+half a step of its block, 1/506 to 1/128 of the block's scale in int8 and 1/14 in int4. A matrix that becomes
 too thin to be factored (see `_factor.py`) gets its full second moment, and its momentum in fp32.
 """
 

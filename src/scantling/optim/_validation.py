@@ -41,6 +41,18 @@ def check_hyper(group: dict[str, Any]) -> None:
             raise UserError(f"{key} must be one of {', '.join(allowed)}; given {group[key]!r}")
 
 
+def plain_numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters that are numbers of numpy, as Python's, which `torch.load(weights_only=True)` takes."""
+    found: dict[str, Any] = {}
+    for key in ("lr", "clip_threshold", "weight_decay"):
+        if isinstance(group[key], np.floating):
+            found[key] = float(group[key])
+    for key in ("betas", "eps"):
+        if any(isinstance(value, np.floating) for value in group[key]):
+            found[key] = tuple(map(float, group[key]))
+    return found
+
+
 def check_start(group: dict[str, Any]) -> None:
     """Raise a UserError for a learning rate in a tensor that no step can start with; on a GPU it is not looked at."""
     lr = group["lr"]

@@ -74,14 +74,15 @@ from scantling.optim._sharded import step_sharded
 from scantling.optim._shardplan import local, local_bytes, local_grad, place, plan_of, zeros
 from scantling.optim._slice import cut_state, shape_of
 from scantling.optim._state import averaged_dims, needed_state, view_of
-from scantling.optim._validation import check_grads, check_hyper, check_param, check_start
+from scantling.optim._validation import check_grads, check_hyper, check_param, check_start, plain_numbers
 
 
 class CAME(torch.optim.Optimizer):
     """CAME (Luo et al., arXiv 2307.02047) as a plain `torch.optim.Optimizer`; the equations are at the top of its file.
 
     Recommended: `debias=True` with betas (0.9, 0.95, 0.995), at the learning rate of AdamW. The defaults are the
-    paper's; without bias correction their first steps are up to 11 times `lr`, so divide AdamW's by 3 to 10.
+    paper's; without bias correction the first step is 11 times `lr`, and later ones are up to 46 times where
+    gradients point one way, so divide AdamW's by 3 to 10.
 
     Args:
         params: parameters, named parameters or groups; from `scantling.param_groups(model)` also which dims are rows.
@@ -112,8 +113,8 @@ class CAME(torch.optim.Optimizer):
             DTensor parameters that are neither replicated nor in plain shards.
 
     Example:
-        >>> optimizer = sc.CAME(sc.param_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95, 0.995),
-        debias=True)
+        >>> groups = sc.param_groups(model, weight_decay=0.1)  # doctest: +SKIP
+        >>> optimizer = sc.CAME(groups, lr=1e-3, betas=(0.9, 0.95, 0.995), debias=True)  # doctest: +SKIP
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class CAME(torch.optim.Optimizer):
         group = {**self.defaults, **param_group}
         check_hyper(group)
         check_start(group)
+        group |= plain_numbers(group)
         self._places = None
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # a scheduler writes into the tensor of each group
@@ -365,8 +367,10 @@ class CAME(torch.optim.Optimizer):
                     "with betas[0] = 0 no momentum is kept; build it with the same"
                 )
         released = self.released
-        load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
-        self.released = released
+        try:
+            load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
+        finally:
+            self.released = released
 
 
 def _take(jobs: Sequence[Job]) -> None:

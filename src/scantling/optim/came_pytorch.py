@@ -72,6 +72,8 @@ def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
         raise UserError(
             "came-pytorch always has its confidence; given confidence=False or betas[0]=0, whose state does not hold it"
         )
+    if any(group["maximize"] for group in optimizer.param_groups):
+        raise UserError("came-pytorch descends alone; given maximize=True")
     saved_groups = optimizer.state_dict()["param_groups"]
     state: dict[int, Any] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
