@@ -115,10 +115,14 @@ def test_ranks_come_down_and_residuals_with_them(tmp_path: Path, optim: str) -> 
 
 @pytest.mark.dist
 def test_removed_ranks_cost_no_exchange(tmp_path: Path) -> None:
-    """Whoever lays out anew after a removal must not send what is in the residuals, and throw it away."""
+    """Whoever lays out anew after a removal must not send what is in the residuals, and throw it away.
+
+    All methods together, on two processes, to the same bits after a restart.
+    """
     tensor = {"rank": 8, "size_target": 0.4, "truncate_every": 2, "adapt": 0.5}
     recipe = demo_recipe(tmp_path, tensor=tensor, train={"steps": 12, "checkpoint_every": 6})
     recipe["optim"] = {"name": "came", "lr": 2e-3, "momentum": "int8"}
+    recipe["precision"] = {"weights": "int8", "activations": "int8"}
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     straight, again = tmp_path / "straight", tmp_path / "again"
     done = scantling("train", path, "--run-dir", straight, processes=2)
