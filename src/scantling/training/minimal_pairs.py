@@ -28,6 +28,7 @@ from scantling.tasks.base import model_config, pad_rows
 from scantling.tensor.layer import keep_merged
 from scantling.training.checkpoint import read_manifest
 from scantling.training.distributed import joined
+from scantling.training.evaluate import same_draws
 from scantling.training.run import load_trained, recipe_task
 from scantling.training.rundir import RunDir
 
@@ -119,7 +120,7 @@ def log_probabilities(
     scores = np.zeros(len(rows))
     was_training = model.training
     model.eval()
-    with keep_merged(model):
+    with same_draws(device), keep_merged(model):
         for chosen in _batches([len(row) - 1 for row in rows], config.vocab_size):
             inputs = pad_rows([rows[number][:-1] for number in chosen], 0).to(device)
             labels = pad_rows([rows[number][1:] for number in chosen], IGNORED).to(device)
