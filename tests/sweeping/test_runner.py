@@ -81,7 +81,7 @@ def test_the_shipped_sweep_gives_a_table_for_fits(
         plan = json.loads((tmp_path / row["run"] / "plan.json").read_text())
         assert float(row["loss"]) == result["eval_loss"]
         assert int(row["D"]) == result["tokens"] == int(row["train.steps"]) * 8 * 64
-        assert int(row["N"]) == plan["num_parameters"] - plan["parameters_by_role"]["embedding"]
+        assert int(row["N"]) == plan["num_non_embedding"]
         assert float(row["seconds"]) > 0
     found = read_runs(path, ChinchillaLaw, columns={"loss": "loss"}, where={"train.steps": "20"})
     assert found["N"].tolist() == [int(row["N"]) for row in rows[2:]]

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from scantling.data.loader import eval_batches
 from scantling.errors import UserError
+from scantling.groups import num_non_embedding
 from scantling.laws.registry import law_named, names
 from scantling.precision import Quantizer
 from scantling.precision.packed_files import SavedBytes, save_quantized
@@ -122,7 +121,7 @@ def quantize_run(
         model.config.use_cache = True
         also = partial(task.save_inputs, data=data, config=model.config)
         saved = save_quantized(model, folder, also=also, packed=not dequantized)
-    parameters = without_embeddings(model)
+    parameters = num_non_embedding(model)
     return QuantizedRun(
         folder=folder,
         step=values["step"],
@@ -200,15 +199,3 @@ def predictions(parameters: int, tokens: int, quantizer: Quantizer) -> tuple[Pre
         fitted = {key: law.fitted[key] for key in given if key in law.fitted}
         found.append(Prediction(name, law.source, float(added), fitted, tuple(law.outside(**given))))
     return tuple(found)
-
-
-def without_embeddings(model: nn.Module) -> int:
-    """Parameters of a model that are neither of an embedding nor of the output layer."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    tables = [
-        m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) or hasattr(m, "num_embeddings")
-    ]
-    if head is not None:
-        tables.append(head)
-    left_out = {id(parameter) for module in tables for parameter in module.parameters()}
-    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in left_out)
