@@ -263,6 +263,21 @@ def test_what_the_intervals_are_of() -> None:
     assert "intervals" not in vars(fitted)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.001])
+def test_what_moves_together_is_not_told(noise: float) -> None:
+    """At one number of bits k and gamma_post are one constant, also where no noise hides it."""
+    law, grid = PostTrainingLaw.published(), small_grid()
+    grid = {name: np.repeat(column, 2) for name, column in grid.items()} | {"post": np.tile([4.0, np.inf], 20)}
+    fitted = sc.laws.fit(simulate(law, grid, noise=noise), "ouyang", base=base_of(law))
+    assert {name: reason for name, reason in fitted.unidentified.items() if name in ("k", "gamma_post")} == {
+        "k": "the runs do not tell it apart from gamma_post",
+        "gamma_post": "the runs do not tell it apart from k",
+    }
+    if not noise:
+        assert fitted.unidentified.keys() == {"k", "gamma_post"}
+        assert fitted.gamma_D == pytest.approx(law.gamma_D, rel=1e-6)
+
+
 def test_profiles_rise_on_both_sides() -> None:
     fitted = sc.laws.fit(simulate(CHINCHILLA, small_grid(), noise=0.002), "chinchilla")
     values, deviances = fitted.profile("alpha", np.array([-0.3, -0.1, 0.0, 0.1, 0.3]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,7 @@ def summary(fitted: Fit, intervals: Intervals) -> dict[str, Any]:
         },
         "held": held,
         "mean_error": fitted.mean_error,
-        "condition_number": fitted.condition_number,
+        "condition_number": fitted.condition_number if isfinite(fitted.condition_number) else None,
     }
     held_out = fitted.hold_out()
     found["hold_out"] = {
