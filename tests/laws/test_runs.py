@@ -67,6 +67,12 @@ def test_columns_are_renamed_chosen_and_worked_out() -> None:
     assert found["D"] == pytest.approx(RUNS["D"][1::2], rel=1e-12)
 
 
+def test_runs_are_chosen_by_what_is_written() -> None:
+    table = {**RUNS, "seed": [0, 1] * 10}
+    assert read_runs(table, ChinchillaLaw, where={"seed": 1}).count == 10
+    assert read_runs(table, ChinchillaLaw, where={"seed": "1"}).count == 10
+
+
 def test_columns_may_be_named_either_way_round() -> None:
     table = {"params": RUNS["N"], "tokens": RUNS["D"], "loss": RUNS["loss"]}
     for names in ({"N": "params", "D": "tokens"}, {"params": "N", "tokens": "D"}):

@@ -48,7 +48,7 @@ def fit(
     *,
     base: Law | Fit | None = None,
     columns: Mapping[str, str] | None = None,
-    where: Mapping[str, str] | None = None,
+    where: Mapping[str, Any] | None = None,
     fixed: Mapping[str, float] | None = None,
     tie: Mapping[str, str] | None = None,
     free: Sequence[str] = (),

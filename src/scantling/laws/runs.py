@@ -6,8 +6,6 @@ import csv
 import gzip
 import io
 import json
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +14,8 @@ from typing import Any
 import numpy as np
 
 from scantling.errors import UserError, did_you_mean
-from scantling.laws.law import Array, Law
+from scantling.laws.law import Array, Law, bits_of
 
-_UNQUANTISED = ("", "none", "inf", "nan")
-_FORMAT = re.compile(r"(?:int|fp|bf)(\d+)(?:_e\d+m\d+)?")
-"""A number format as recipes spell it, `int4` or `fp8_e4m3`, and its bits."""
 _MOST_NATS = 25.0
 _FEWEST = {"N": 1e3, "D": 1e4}
 _GAP = 1e4
@@ -66,7 +61,7 @@ class Runs(Mapping[str, Any]):
 
 
 def read_runs(
-    runs: Any, law: type[Law], columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
+    runs: Any, law: type[Law], columns: Mapping[str, str] | None = None, where: Mapping[str, Any] | None = None
 ) -> Runs:
     """The runs of a table, as a law needs them.
 
@@ -91,7 +86,7 @@ def read_runs(
             raise UserError(f"columns names '{name}', which the {law.name} law has not; it has {', '.join(wanted)}")
     chosen = np.ones(len(next(iter(table.values()), [])), bool)
     for column, value in (where or {}).items():
-        chosen &= np.array([str(each) == value for each in _column(table, column, column)], bool)
+        chosen &= np.array([str(each) == str(value) for each in _column(table, column, column)], bool)
     if not chosen.any():
         raise UserError(f"the table has no run{' with ' + _listed(where) if where else ''}")
     found: dict[str, Array] = {}
@@ -171,13 +166,8 @@ def _numbers(cells: Sequence[Any], column: str, *, bits: bool) -> Array:
     found = np.empty(len(cells))
     for place, cell in enumerate(cells):
         text = "" if cell is None else str(cell).strip()
-        if bits and text.lower() in _UNQUANTISED:
-            found[place] = math.inf
-            continue
-        if bits and (named := _FORMAT.fullmatch(text)):
-            text = named[1]
         try:
-            found[place] = float(text or "nan")
+            found[place] = bits_of(text) if bits else float(text or "nan")
         except ValueError:
             raise UserError(f"column {column}, run {place + 1}: '{text}' is no number") from None
     return found
@@ -215,5 +205,5 @@ def _check(runs: Runs, law: type[Law]) -> None:
         )
 
 
-def _listed(where: Mapping[str, str] | None) -> str:
+def _listed(where: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{name} {value}" for name, value in (where or {}).items())
