@@ -237,6 +237,19 @@ def test_two_stages_are_a_base_and_what_it_lacks() -> None:
     assert whole.critical_tokens(1e9, post=4) == pytest.approx(world.critical_tokens(1e9, post=4), rel=0.01)
 
 
+def test_both_stages_are_fitted_to_one_table() -> None:
+    world = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
+    grid = {name: np.tile(column, 3) for name, column in small_grid().items()}
+    grid["weights"] = np.repeat([np.inf, 4.0, 6.0], 20)
+    others = dict.fromkeys(("activations", "kv_cache"), np.full(60, np.inf))
+    table = {**grid, "loss": simulate(world, {**grid, **others})["loss"]}
+    fitted = sc.laws.fit(table, "kumar", base="fit", tie=TIED)
+    assert fitted.names == ("gamma_w", "n_w")
+    assert fitted.gamma_w == pytest.approx(world.gamma_w, rel=1e-3)
+    assert (fitted.alpha, fitted.beta) == pytest.approx((world.alpha, world.alpha), rel=1e-3)
+    assert fitted.source == "fitted to 60 runs on a base (fitted to 20 runs)"
+
+
 def test_constants_are_held_tied_and_freed() -> None:
     runs = simulate(KUMAR, kumar_grid())
     offsets = {"n_w": KUMAR.n_w, "n_a": KUMAR.n_a, "n_kv": KUMAR.n_kv}

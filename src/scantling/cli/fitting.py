@@ -42,7 +42,7 @@ def fit(
     fitted = laws.fit(
         runs,
         law,
-        base=None if base is None else laws.ChinchillaLaw.published(base),
+        base=laws.ChinchillaLaw.published(base) if base not in (None, "fit") else base,  # type: ignore[arg-type]
         columns=pairs("--column", columns),
         where=pairs("--where", where),
         fixed={name: _number(name, value) for name, value in pairs("--fix", fixed).items()},

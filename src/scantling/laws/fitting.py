@@ -200,10 +200,8 @@ def _guesses(problem: Problem) -> dict[str, float]:
 
 def _base_starts(problem: Problem, held: Mapping[str, float]) -> Iterator[dict[str, float]]:
     """A, B and E for a grid of exponents, from the runs at full precision where there are enough, best first."""
-    full = np.ones(problem.runs.count, bool)
-    for column in problem.runs.variables().values():
-        full &= column >= 16 if column.dtype.kind == "f" else np.isin(column, ("bf16", "fp16", "fp32"))
-    runs = problem.runs.take(full) if full.sum() >= _ENOUGH_FULL else problem.runs
+    whole = problem.runs.whole()
+    runs = whole if whole.count >= _ENOUGH_FULL else problem.runs
     N, D, loss = runs["N"], runs["D"], runs["loss"]
     power = held.get("power", 1.0)
     tied = problem.tie.get("beta") == "alpha" or problem.tie.get("alpha") == "beta"
