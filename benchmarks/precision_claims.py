@@ -46,6 +46,7 @@ def read(path: Path) -> list[Row]:
 def _numbers(row: dict[str, str]) -> Row:
     found: Row = {part: _bits(row.get(f"precision.{part}", "")) for part in PARTS}
     found |= {name: float(row[name]) for name in ("N", "D", "loss")}
+    found["key"] = Path(row["run"]).name
     found["schedule"] = row.get("train.schedule") or "cosine"
     found["minimal_pairs"] = float(row["minimal_pairs"]) if row.get("minimal_pairs") else None
     found["post"] = {_bits(name.removeprefix(POST)): float(v) for name, v in row.items() if name.startswith(POST) and v}
@@ -54,6 +55,11 @@ def _numbers(row: dict[str, str]) -> Row:
 
 def _bits(name: str) -> int:
     return int(name.removeprefix("int")) if name else 16
+
+
+def together(*tables: Sequence[Row]) -> list[Row]:
+    """The runs of several tables, one that is in two of them once."""
+    return list({row["key"]: row for rows in tables for row in rows}.values())
 
 
 def in_few_bits(row: Row) -> list[str]:
@@ -167,15 +173,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     parts, tokens = (read(path) if path.exists() else [] for path in (options.parts, options.tokens))
-    results: dict[str, Any] = {"runs": {"parts": len(parts), "tokens": len(tokens)}, "saturation": saturation(parts)}
+    both = together(parts, tokens)
+    counts = {"parts": len(parts), "tokens": len(tokens), "together": len(both)}
+    results: dict[str, Any] = {"runs": counts, "saturation": saturation(parts)}
     try:
-        results["parts multiply"] = parts_multiply(parts + tokens)
+        results["parts multiply"] = parts_multiply(both)
     except UserError as error:
         results["parts multiply"] = {"error": str(error)}
     results |= {
         "after training": after_training(tokens),
-        "robustness": robustness(parts + tokens),
-        "downstream": downstream(parts + tokens),
+        "robustness": robustness(both),
+        "downstream": downstream(both),
     }
     report(results)
     print(write(dated(__file__, results=results), "precision-claims", options.out))
@@ -184,7 +192,7 @@ def main() -> int:
 
 def report(results: dict[str, Any]) -> None:
     """The results in words."""
-    print(f"{results['runs']['parts']} and {results['runs']['tokens']} runs")
+    print("{parts} and {tokens} runs, {together} different ones".format(**results["runs"]))
     for name in ("saturation", "robustness"):
         print(f"\n{name}: nats, by bits")
         for what, by_bits in results[name].items():

@@ -99,6 +99,16 @@ def _cores(model: nn.Module) -> set[int]:
     return {id(core) for each in lists if isinstance(each, nn.ParameterList) for core in each}
 
 
+def num_non_embedding(model: nn.Module) -> int:
+    """Parameters of a model, frozen ones too, outside of embeddings and of the output layer: the N of scaling laws."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    tables = [
+        m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) or hasattr(m, "num_embeddings")
+    ]
+    left_out = {id(param) for module in (*tables, head) if module is not None for param in module.parameters()}
+    return sum(param.numel() for param in model.parameters() if id(param) not in left_out)
+
+
 def default_matrix_dims(ndim: int) -> MatrixDims:
     """(row dims, column dims) of a bare parameter of two dims or more: a matrix, a stack of them, or a convolution."""
     return ((ndim - 2,), (ndim - 1,)) if ndim < 4 else ((0,), tuple(range(1, ndim)))

@@ -12,6 +12,7 @@ import scantling as sc
 
 LAW = sc.laws.PrecisionLaw.published()
 FIELDS = ["precision.weights", "precision.activations", "precision.kv_cache", "train.schedule"]
+FIGURES = ["N", "D", "loss", "state", "post.int3", "post.int4", "minimal_pairs", "run"]
 
 
 def table(path: Path) -> Path:
@@ -19,14 +20,14 @@ def table(path: Path) -> Path:
     combos = [(16, 16, 16), *((b, 16, 16) for b in (3, 4, 6)), *((16, b, 16) for b in (4, 5, 6))]
     combos += [(16, 16, b) for b in (4, 5, 6)] + [(4, 4, 4), (4, 5, 16), (6, 6, 6)]
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*FIELDS, "N", "D", "loss", "state", "post.int3", "post.int4", "minimal_pairs"])
+        writer = csv.DictWriter(file, [*FIELDS, *FIGURES])
         writer.writeheader()
         for size, tokens, bits in product((3e7, 6e7, 2e8), (1e9, 4e9, 1.6e10), combos):
             given = dict(zip(("weights", "activations", "kv_cache"), bits, strict=True))
             loss = LAW.loss(N=size, D=tokens, **given)
             names = ["" if b == 16 else f"int{b}" for b in bits]
             row = {**dict(zip(FIELDS, [*names, "cosine"], strict=True)), "N": size, "D": tokens, "loss": loss}
-            row |= {"state": "done", "minimal_pairs": 1.0 - 0.1 * loss}
+            row |= {"state": "done", "minimal_pairs": 1.0 - 0.1 * loss, "run": f"{path.stem}/{size}-{tokens}-{bits}"}
             if bits == (16, 16, 16):
                 row |= {f"post.int{b}": LAW.loss(N=size, D=tokens, post=b) for b in (3, 4)}
             writer.writerow(row)
@@ -53,3 +54,5 @@ def test_the_published_law_is_found_again(tmp_path: Path) -> None:
     assert downstream["accuracy_a_nat"] == pytest.approx(-0.1)
     assert downstream["of_few_bits_at_equal_loss"] == pytest.approx(0.0, abs=1e-9)
     assert set(claims.robustness(rows)) == {"trained at 16"}
+    again = claims.read(table(tmp_path / "other.csv"))
+    assert claims.together(rows, again[:20]) == rows, "a run of two grids counts once"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from scantling.cli import run
-from scantling.laws import ChinchillaLaw, PrecisionLaw, simulate
+from scantling.laws import ChinchillaLaw, PostTrainingLaw, PrecisionLaw, simulate
 from scantling.laws.synthetic import kumar_grid
 
 
@@ -74,6 +74,47 @@ def test_what_the_runs_do_not_tell_has_no_value(tmp_path: Path, capsys: pytest.C
     found = json.loads((tmp_path / "table-kumar.json").read_text())["constants"]["gamma_kv"]
     assert found["value"] is found["interval"] is None
     assert "it moves with n_kv" in found["not_identified"]
+
+
+def test_runs_that_say_nothing_of_a_constant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights trained at 4 bits lose nothing at 4: what they would lose has no part in any loss."""
+    sizes = np.repeat([2e7, 6e7, 2e8, 6e8], 5)
+    runs = simulate(ChinchillaLaw.published(), {"N": sizes, "D": sizes * np.tile([5, 10, 20, 60, 200], 4)})
+    table = write(tmp_path / "table.csv", {**runs, "weights": ["int4"] * 20, "post": ["int4"] * 20})
+    assert run(["fit", table, "--law", "kumar", "--samples", "0", "--out", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["condition_number"] is None
+    assert found["constants"]["C_T"]["not_identified"] == "the runs do not tell it"
+    assert found["constants"]["alpha"]["value"] == pytest.approx(0.3478, rel=1e-4)
+
+
+def test_quantisation_after_training_of_a_sweeps_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chinchilla = ChinchillaLaw.published().constants()
+    law = PostTrainingLaw.published().with_constants(chinchilla)
+    sizes = np.repeat([2e7, 6e7, 2e8, 6e8], 5)
+    grid = {"N": sizes, "D": sizes * np.tile([5, 10, 20, 60, 200], 4)}
+    losses = {f"post.int{bits}": law.loss(**grid, post=bits) for bits in (3, 4, 6)}
+    table = {"precision.weights": [""] * 20, **grid, "loss": law.loss(**grid), "state": ["done"] * 20, **losses}
+    path = write(tmp_path / "runs.csv", table)
+    given = [
+        "fit",
+        path,
+        "--law",
+        "ouyang",
+        "--where",
+        "state=done",
+        "--samples",
+        "0",
+        "--json",
+        "--out",
+        str(tmp_path),
+    ]
+    assert run([*given, "--base", "fit", "--column", "post=post.*"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == 80
+    for name in ("k", "gamma_D", "gamma_N", "gamma_post"):
+        assert found["constants"][name]["value"] == pytest.approx(law.constants()[name], rel=1e-3)
+    assert found["held"] == pytest.approx(chinchilla, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scantling as sc
 from scantling.cli import run
+from scantling.cli.quantizing import _predicted
 from scantling.laws import PostTrainingLaw, PrecisionLaw
+from scantling.precision import Quantizer
+from scantling.training.quantize import predictions
 from tests.runs import tiny_recipe, write_recipe
 
 
@@ -111,8 +114,25 @@ def test_a_run_trained_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture
     capsys.readouterr()
     options = ["--weights", "int4", "--out", str(tmp_path / "out"), "--json"]
     assert run(["quantize", str(tmp_path / "run"), *options]) == 0
-    assert json.loads(capsys.readouterr().out)["degradation"] == pytest.approx(0.0, abs=1e-5)
+    found = json.loads(capsys.readouterr().out)
+    assert found["degradation"] == pytest.approx(0.0, abs=1e-5)
     assert type(sc.load(tmp_path / "out").model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert found["trained_bits"] == {"weights": 4, "activations": 8}
+    size = {"N": found["parameters_without_embeddings"], "D": found["tokens"]}
+    law, kumar, ouyang = PrecisionLaw.published(), *found["predicted"]
+    trained = {**size, "weights": 4, "activations": 8}
+    assert kumar["degradation"] == pytest.approx(law.loss(**trained, post=4) - law.loss(**trained))
+    assert kumar["degradation"] < 0.7 * (law.loss(**size, post=4) - law.loss(**size))
+    assert (kumar["unknown"], ouyang["unknown"]) == ([], ["weights", "activations"])
+
+
+def test_a_law_by_which_training_diverges() -> None:
+    kumar, _ = predictions(10**8, 10**10, Quantizer.of("int3"), {"activations": 2, "queries": 8})
+    assert (kumar.degradation, kumar.unknown) == (None, ("queries",))
+    assert _predicted(kumar).startswith("predicted   no loss, as training diverges, by the kumar law")
+    assert _predicted(kumar).endswith(
+        "activations of this run outside of that; it knows nothing of few bits of queries in training"
+    )
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,19 @@ def test_two_stages_are_a_base_and_what_it_lacks() -> None:
     assert whole.critical_tokens(1e9, post=4) == pytest.approx(world.critical_tokens(1e9, post=4), rel=0.01)
 
 
+def test_both_stages_are_fitted_to_one_table() -> None:
+    world = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
+    grid = {name: np.tile(column, 3) for name, column in small_grid().items()}
+    grid["weights"] = np.repeat([np.inf, 4.0, 6.0], 20)
+    others = dict.fromkeys(("activations", "kv_cache"), np.full(60, np.inf))
+    table = {**grid, "loss": simulate(world, {**grid, **others})["loss"]}
+    fitted = sc.laws.fit(table, "kumar", base="fit", tie=TIED)
+    assert fitted.names == ("gamma_w", "n_w")
+    assert fitted.gamma_w == pytest.approx(world.gamma_w, rel=1e-3)
+    assert (fitted.alpha, fitted.beta) == pytest.approx((world.alpha, world.alpha), rel=1e-3)
+    assert fitted.source == "fitted to 60 runs on a base (fitted to 20 runs)"
+
+
 def test_constants_are_held_tied_and_freed() -> None:
     runs = simulate(KUMAR, kumar_grid())
     offsets = {"n_w": KUMAR.n_w, "n_a": KUMAR.n_a, "n_kv": KUMAR.n_kv}
@@ -261,6 +274,21 @@ def test_what_the_intervals_are_of() -> None:
     assert low < 3 * CHINCHILLA.optimum(compute=1e21).N
     assert high > CHINCHILLA.optimum(compute=1e21).N / 3
     assert "intervals" not in vars(fitted)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.001])
+def test_what_moves_together_is_not_told(noise: float) -> None:
+    """At one number of bits k and gamma_post are one constant, also where no noise hides it."""
+    law, grid = PostTrainingLaw.published(), small_grid()
+    grid = {name: np.repeat(column, 2) for name, column in grid.items()} | {"post": np.tile([4.0, np.inf], 20)}
+    fitted = sc.laws.fit(simulate(law, grid, noise=noise), "ouyang", base=base_of(law))
+    assert {name: reason for name, reason in fitted.unidentified.items() if name in ("k", "gamma_post")} == {
+        "k": "the runs do not tell it apart from gamma_post",
+        "gamma_post": "the runs do not tell it apart from k",
+    }
+    if not noise:
+        assert fitted.unidentified.keys() == {"k", "gamma_post"}
+        assert fitted.gamma_D == pytest.approx(law.gamma_D, rel=1e-6)
 
 
 def test_profiles_rise_on_both_sides() -> None:

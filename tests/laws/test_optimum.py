@@ -187,6 +187,11 @@ def test_inside_the_range_nothing_is_said() -> None:
     [
         (KUMAR, {"compute": -1}, "compute is a positive"),
         (KUMAR, {"compute": math.inf}, "compute is a positive"),
+        (KUMAR, {"compute": 1e20, "bits": "int4"}, "bits is a positive and finite number; given int4"),
+        (KUMAR, {"compute": 1e20, "bits": 3}, "no optimum at 3 bits: by the kumar law .* diverges there. Take more"),
+        (KUMAR, {"compute": 1e20, "speed": {3: 100}}, "no optimum at 3 bits"),
+        (KUMAR, {"compute": 1e20, "N": 1e8, "speed": {2: 100, 3: 90}}, "no optimum at 2 bits"),
+        (KUMAR, {"compute": 1e10, "inference_tokens": 1e12}, "inference alone costs"),
         (KUMAR, {"compute": 1e20, "N": 0}, "N is a positive"),
         (KUMAR, {"compute": 1e20, "inference_tokens": -1}, "inference_tokens"),
         (KUMAR, {"compute": 1e20, "N": 1e9, "inference_tokens": 1e12}, "inference alone costs"),

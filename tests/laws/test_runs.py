@@ -13,7 +13,7 @@ import pytest
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.laws import ChinchillaLaw, PrecisionLaw, simulate
+from scantling.laws import ChinchillaLaw, PostTrainingLaw, PrecisionLaw, simulate
 from scantling.laws.runs import read_runs
 from scantling.laws.synthetic import kumar_grid
 from tests.laws.worlds import KUMAR, small_grid
@@ -65,6 +65,28 @@ def test_columns_are_renamed_chosen_and_worked_out() -> None:
     found = read_runs(table, ChinchillaLaw, names, {"kind": "b"})
     assert found.count == 10
     assert found["D"] == pytest.approx(RUNS["D"][1::2], rel=1e-12)
+
+
+def test_losses_after_training_side_by_side_are_rows() -> None:
+    """As a sweep writes them: a run that lacks one has a row less."""
+    table = {name: list(column[:3]) for name, column in RUNS.items()} | {"state": ["done", "done", "failed"]}
+    table |= {"post.int3": ["5.5", "", "5.25"], "post.mxfp4_e2m1": [4.5, 4.25, ""], "post.int3.gptq": [4.75, "", ""]}
+    columns = {"post": "post.*"}
+    found = read_runs(table, PostTrainingLaw, columns, {"state": "done"})
+    assert found["post"].tolist() == [np.inf, np.inf, 3.0, 4.0, 4.0]
+    assert found["loss"].tolist() == [*RUNS["loss"][:2], 5.5, 4.5, 4.25]
+    assert found["N"].tolist() == RUNS["N"][[0, 1, 0, 0, 1]].tolist()
+    renamed = {"final" if name == "loss" else name: column for name, column in table.items()}
+    found = read_runs(renamed, PostTrainingLaw, {"loss": "final", "post": "post.*.gptq"})
+    assert found["post"].tolist() == [np.inf, np.inf, np.inf, 3.0]
+    with pytest.raises(UserError, match=r"no columns after\.\*; it has N, D"):
+        read_runs(table, PostTrainingLaw, {"post": "after.*"})
+
+
+def test_runs_are_chosen_by_what_is_written() -> None:
+    table = {**RUNS, "seed": [0, 1] * 10}
+    assert read_runs(table, ChinchillaLaw, where={"seed": 1}).count == 10
+    assert read_runs(table, ChinchillaLaw, where={"seed": "1"}).count == 10
 
 
 def test_columns_may_be_named_either_way_round() -> None:
@@ -132,12 +154,15 @@ def test_runs_that_are_refused(runs: Any, words: str) -> None:
         ({"fixed": {"A": 1, "B": 1, "E": 1, "alpha": 1, "beta": 1}}, "nothing is left to fit"),
         ({"law": "kumar", "base": KUMAR}, "nothing is left to fit"),
         ({"law": "efficiency"}, "no column 'scheme'"),
+        ({"law": "ouyang"}, "no run was quantised after training.*'post=post"),
+        ({"base": "hoffmann"}, "base is a law, or 'fit'"),
+        ({"law": "kumar", "base": "fit", "where": {"seed": 0}}, "the base, of 2 runs without few bits: 2 runs are too"),
         ({"delta": 0}, "delta is a positive number"),
     ],
 )
 def test_what_a_fit_refuses(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        sc.laws.fit(changed(kind=["a"] * 20), **{"law": "chinchilla", **given})
+        sc.laws.fit(changed(kind=["a"] * 20, seed=[0, 0, *[1] * 18]), **{"law": "chinchilla", **given})
 
 
 def test_bits_that_are_no_bits() -> None:

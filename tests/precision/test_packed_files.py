@@ -203,6 +203,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
         ({"matrix": [1 << 40, 1 << 20]}, "damaged|take .* bytes"),
         ({"shape": [3]}, "damaged"),
         ({"dtype": "nn"}, "no dtype 'nn'"),
+        ({"dtype": "float31"}, "no dtype 'float31'"),
         ({"group_size": 7}, "damaged"),
         ({"scale_shape": [5, 5]}, "damaged"),
     ):

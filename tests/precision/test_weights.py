@@ -177,6 +177,32 @@ def test_blocks_and_hessians() -> None:
     assert not passes
 
 
+class ChangesInPlace(nn.Module):
+    """Two layers that read one tensor, which is doubled between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        return torch.cat([self.first(x), self.second(x.mul_(2.0))])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_input_that_is_changed_in_place_is_another(inference: bool) -> None:
+    model, x = ChangesInPlace(), torch.randn(20, 8)
+
+    def through(model: nn.Module) -> None:
+        with torch.inference_mode(inference):
+            model(x)
+
+    matrices = find_matrices(model)
+    calibration = Calibration(model, matrices, [through])
+    first, second = (hessian for block in calibration.blocks() for hessian in calibration.hessians(block).values())
+    torch.testing.assert_close(second, 4.0 * first)
+
+
 def test_experts_that_some_batches_do_not_reach() -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:

@@ -9,9 +9,13 @@ import pytest
 
 import scantling as sc
 from scantling.errors import RecipeError, UserError
+from scantling.planning.plan import planned_model
 from scantling.sweeping.grid import Case, cases, select
 from scantling.sweeping.schema import load_sweep
+from scantling.tasks.causal_lm import CausalLM
 from tests.runs import tiny_recipe, write_recipe
+
+ROOT = Path(__file__).parents[2]
 
 
 def grid(folder: Path, content: dict[str, Any], overrides: tuple[str, ...] = ()) -> list[Case]:
@@ -93,8 +97,21 @@ def test_equal_recipes_are_one_run(tmp_path: Path) -> None:
 def test_sizes_are_those_of_the_plan(tmp_path: Path, tensor: dict[str, int] | None) -> None:
     for case in grid(tmp_path, {"axes": {"tensor": [tensor], "train.steps": [3, 5]}, "linked": SIZES}):
         plan = sc.plan(case.recipe)
-        assert case.num_parameters == plan.num_non_embedding < plan.num_parameters
+        model = planned_model(case.recipe, CausalLM(), None, [])
+        inner = (*model.model.layers.parameters(), *model.model.norm.parameters())
+        assert case.num_parameters == plan.num_non_embedding == sum(each.numel() for each in inner)
         assert case.num_tokens == plan.total_tokens
+
+
+def test_the_precision_experiment_has_each_part_alone_at_three_to_eight_bits() -> None:
+    for name in ("parts", "tokens"):
+        sweep, _ = load_sweep(ROOT / "recipes" / f"sweep-precision-{name}.yaml")
+        assert sweep.after.quantize is not None
+        assert sweep.after.quantize.formats == [f"int{bits}" for bits in range(3, 9)]
+        if name == "parts":
+            for part in ("weights", "activations", "kv_cache"):
+                for bits in range(3, 9):
+                    assert {f"precision.{part}": f"int{bits}"} in sweep.linked["formats"]
 
 
 def test_faults_of_all_recipes_come_at_once_with_their_settings(tmp_path: Path) -> None:

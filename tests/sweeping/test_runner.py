@@ -20,7 +20,7 @@ from scantling.laws.runs import read_runs
 from scantling.sweeping.grid import Case, cases
 from scantling.sweeping.runner import Outcome, Runner, Watcher
 from scantling.sweeping.schema import load_sweep
-from scantling.sweeping.table import read_table
+from scantling.sweeping.table import read_table, row_of, write_table
 from scantling.training.rundir import RunDir
 from tests.runs import start_scantling, tiny_recipe, wait_for_step, write_corpus, write_recipe
 
@@ -81,7 +81,7 @@ def test_the_shipped_sweep_gives_a_table_for_fits(
         plan = json.loads((tmp_path / row["run"] / "plan.json").read_text())
         assert float(row["loss"]) == result["eval_loss"]
         assert int(row["D"]) == result["tokens"] == int(row["train.steps"]) * 8 * 64
-        assert int(row["N"]) == plan["num_parameters"] - plan["parameters_by_role"]["embedding"]
+        assert int(row["N"]) == plan["num_non_embedding"]
         assert float(row["seconds"]) > 0
     found = read_runs(path, ChinchillaLaw, columns={"loss": "loss"}, where={"train.steps": "20"})
     assert found["N"].tolist() == [int(row["N"]) for row in rows[2:]]
@@ -137,6 +137,39 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     _, begun = sweep(tmp_path, content)
     assert begun == []
     assert table(tmp_path) == before
+
+
+def test_what_the_table_alone_holds_stays_in_it(tmp_path: Path) -> None:
+    """Rows that came from another machine, before and after the base and the evaluations are changed."""
+    content = {"axes": {"train.steps": [2, 3]}, "after": {"quantize": {"formats": ["int4"]}}}
+
+    def runner(**changes: Any) -> Runner:
+        base = tiny_recipe(tmp_path, train={"seed": changes.pop("seed", 0)})
+        recipe = {"base": base, "out": str(tmp_path / "out"), **content, **changes}
+        read, base = load_sweep(write_recipe(tmp_path / "sweep.yaml", recipe))
+        return Runner(read, cases(read, base))
+
+    first = runner()
+    figures = {"loss": "2.5", "post.int4": "2.75", "seconds": "1.000"}
+    written = [{**row_of(case, first._folder(case), "done"), **figures} for case in first.grid]
+    write_table(first.sweep.table_path, first.sweep.keys, ["post.int4"], written)
+    before = table(tmp_path)
+    assert runner().run([]).rows.keys() == {case.key for case in first.grid}
+    assert table(tmp_path) == before
+
+    # losses after another method are others; those of the first stay under their name
+    runner(after={"quantize": {"formats": ["int4"], "method": "gptq"}}).run([])
+    assert table(tmp_path) == [{**row, "post.int4.gptq": ""} for row in before]
+
+    # a grid of another base, and other axes; where its folder is here, a row of another grid leaves
+    other = runner(seed=1, axes={"optim.lr": [0.001]})
+    other.run([])
+    assert table(tmp_path) == [{**row, "optim.lr": ""} for row in before]
+    removed = first._folder(first.grid[0])
+    removed.mkdir(parents=True)
+    (removed / "metrics.jsonl").touch()
+    other.run([])
+    assert [row["train.steps"] for row in table(tmp_path)] == ["3"]
 
 
 @pytest.mark.dist

@@ -76,6 +76,19 @@ def test_a_trained_model_computes_what_the_run_measured(tmp_path: Path) -> None:
     assert again["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
 
 
+def test_evaluations_change_nothing_of_a_run_that_rounds_by_chance(tmp_path: Path) -> None:
+    rounding = {"format": "int4", "rounding": "stochastic"}
+    recipe = tiny_recipe(tmp_path, precision={"activations": rounding}, train={"steps": 6})
+    losses = []
+    for every, samples in ((1, 8), (6, 2)):
+        run_dir = tmp_path / f"every-{every}"
+        sc.train(recipe, run_dir=run_dir, train={"eval_every": every, "eval_samples": samples})
+        losses.append([record["loss"] for record in records(run_dir)])
+    assert losses[0] == losses[1]
+    figures = [sc.training.evaluate.evaluate_run(run_dir)["eval_loss"] for _ in range(2)]
+    assert figures[0] == figures[1] == records(run_dir)[-1]["eval_loss"]
+
+
 def test_an_export_has_rounded_weights_and_plain_layers(tmp_path: Path) -> None:
     from scantling.training.export import export_hf
 

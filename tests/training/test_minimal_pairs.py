@@ -53,7 +53,7 @@ def test_log_probabilities_of_a_known_model() -> None:
 
 
 def test_batches_do_not_change_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sentences of many lengths side by side, padded, as one by one."""
+    """Sentences of many lengths side by side, as one by one."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes))
@@ -64,6 +64,19 @@ def test_batches_do_not_change_the_scores(monkeypatch: pytest.MonkeyPatch) -> No
     assert together == pytest.approx(one_by_one, rel=1e-5)  # sums of fp32 in another order
     monkeypatch.setattr(minimal_pairs, "BATCH_TOKENS", 64)
     assert log_probabilities(model, sentences, prefix=3) == pytest.approx(one_by_one, rel=1e-5)
+
+
+def test_sentences_of_other_lengths_change_no_score() -> None:
+    """Not even where one scale is that of all activations, keys or values of a batch."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes))
+    sc.quantize_training(model, activations="int4", kv_cache="int4")
+    source = np.random.default_rng(0)
+    short, long = ([source.integers(0, 40, size) for _ in range(8)] for size in (5, 9))
+    both = log_probabilities(model, [*short, *long], prefix=3)
+    apart = np.concatenate([log_probabilities(model, each, prefix=3) for each in (short, long)])
+    assert both == pytest.approx(apart, rel=1e-6)
 
 
 def test_the_more_probable_sentence_is_preferred() -> None:

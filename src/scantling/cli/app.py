@@ -154,13 +154,17 @@ def fit(
     law: Annotated[str, typer.Option(help="chinchilla, kumar, efficiency or ouyang.")] = "chinchilla",
     column: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=COLUMN", help="What the table calls N, D (or C, FLOPs), loss, … Repeatable."),
+        typer.Option(
+            metavar="NAME=COLUMN",
+            help="What the table calls N, D (or C, FLOPs), loss, …; 'post=post.*' of a sweep. Repeatable.",
+        ),
     ] = None,
     where: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN=VALUE", help="Only runs with this value. Repeatable.")
     ] = None,
     base: Annotated[
-        str | None, typer.Option(help="Hold A, B, E, alpha and beta at besiroglu, hoffmann or quartet.")
+        str | None,
+        typer.Option(help="Hold A, B, E, alpha and beta: besiroglu, hoffmann, quartet, or fit for these runs' own."),
     ] = None,
     fix: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Hold a constant. Repeatable.")] = None,
     tie: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ def fit(
     fitted = laws.fit(
         runs,
         law,
-        base=None if base is None else laws.ChinchillaLaw.published(base),
+        base=laws.ChinchillaLaw.published(base) if base not in (None, "fit") else base,  # type: ignore[arg-type]
         columns=pairs("--column", columns),
         where=pairs("--where", where),
         fixed={name: _number(name, value) for name, value in pairs("--fix", fixed).items()},
@@ -97,7 +98,7 @@ def summary(fitted: Fit, intervals: Intervals) -> dict[str, Any]:
         },
         "held": held,
         "mean_error": fitted.mean_error,
-        "condition_number": fitted.condition_number,
+        "condition_number": fitted.condition_number if isfinite(fitted.condition_number) else None,
     }
     held_out = fitted.hold_out()
     found["hold_out"] = {

@@ -72,6 +72,7 @@ def summary(done: QuantizedRun) -> dict[str, Any]:
         "folder": str(done.folder),
         "step": done.step,
         "weights": done.quantizer,
+        "trained_bits": done.trained,
         "method": done.method,
         "before": done.before,
         "after": done.after,
@@ -83,6 +84,7 @@ def summary(done: QuantizedRun) -> dict[str, Any]:
                 "degradation": each.degradation,
                 "fitted_on": each.fitted,
                 "outside": each.outside,
+                "unknown": each.unknown,
             }
             for each in done.predictions
         ],
@@ -143,4 +145,7 @@ def _predicted(law: Prediction) -> str:
     ranges = [f"{name} {format_number(low)} to {format_number(high)}" for name, (low, high) in law.fitted.items()]
     left = " and ".join(text.partition(" = ")[0] for text in law.outside)
     outside = f"; {left} of this run outside of that" if left else ""
-    return f"predicted   {law.degradation:+.4f} nats by the {law.law} law, fitted on {', '.join(ranges)}{outside}"
+    if law.unknown:
+        outside += f"; it knows nothing of few bits of {' and '.join(law.unknown)} in training"
+    added = "no loss, as training diverges," if law.degradation is None else f"{law.degradation:+.4f} nats"
+    return f"predicted   {added} by the {law.law} law, fitted on {', '.join(ranges)}{outside}"

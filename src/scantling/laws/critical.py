@@ -41,5 +41,5 @@ def critical_tokens(law: Law, N: float, **variables: Any) -> float:
     from scipy.optimize import brentq
 
     tokens = math.exp(brentq(slope, low, high, xtol=1e-12))
-    law.warn_outside(N=N, D=tokens, **variables)
+    law.warn_outside(N=N, D=tokens, **law._variables(variables))
     return tokens

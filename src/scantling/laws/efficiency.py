@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from scantling.errors import UserError, did_you_mean
 from scantling.laws.chinchilla import ChinchillaLaw
-from scantling.laws.law import Law, Published, Values
+from scantling.laws.law import Law, Published, Values, counts
 
 UNQUANTISED = ("bf16", "fp16", "fp32")
 """Schemes that are worth everything."""
@@ -96,7 +96,7 @@ class EfficiencyLaw(Law):
             N: parameters.
             scheme: of training.
         """
-        return np.asarray(N, float)[()] * self.efficiencies(self._variables({"scheme": scheme}))[0]
+        return counts("N", N)[()] * self.efficiencies(self._variables({"scheme": scheme}))[0]
 
     def constants(self) -> dict[str, float]:
         """The constants by name, those of schemes as eff_N[scheme]."""

@@ -24,10 +24,11 @@ from scantling.laws.runs import Runs
 
 _STEP = 1e-30
 _FARTHEST = 80.0
-_WORST_CONDITION = 1e14
+WORST_CONDITION = 1e14
+"""Of the Hessian; along directions that are flatter, no search goes."""
 EXACT, ENOUGH = 1e-6, 1e-2
 """Slopes at which a search ends, for what is reported and for one of many refits; 1 is about one standard error off."""
-_PERFECT = 1e-16
+PERFECT = 1e-16
 """Half the square of relative errors that are rounding."""
 _ROUNDS = 3
 _TRIED, _PLAUSIBLE = 6, 24
@@ -150,11 +151,11 @@ def minimise(
     with np.errstate(all="ignore"):
         for _ in range(_ROUNDS):
             hessian = problem.curvature(theta, counts)[np.ix_(free, free)]
-            scale = max(float(counts @ problem.huber(problem.residuals(theta)[0])) / counts.sum(), _PERFECT)
+            scale = max(float(counts @ problem.huber(problem.residuals(theta)[0])) / counts.sum(), PERFECT)
             if not np.isfinite(hessian).all():
                 break
             values, vectors = np.linalg.eigh(hessian)
-            basis = vectors * np.sqrt(scale / np.maximum(values, values[-1] / _WORST_CONDITION + 1e-300))
+            basis = vectors * np.sqrt(scale / np.maximum(values, values[-1] / WORST_CONDITION + 1e-300))
             start = theta
 
             def sum_and_gradient(
@@ -199,10 +200,8 @@ def _guesses(problem: Problem) -> dict[str, float]:
 
 def _base_starts(problem: Problem, held: Mapping[str, float]) -> Iterator[dict[str, float]]:
     """A, B and E for a grid of exponents, from the runs at full precision where there are enough, best first."""
-    full = np.ones(problem.runs.count, bool)
-    for column in problem.runs.variables().values():
-        full &= column >= 16 if column.dtype.kind == "f" else np.isin(column, ("bf16", "fp16", "fp32"))
-    runs = problem.runs.take(full) if full.sum() >= _ENOUGH_FULL else problem.runs
+    whole = problem.runs.whole()
+    runs = whole if whole.count >= _ENOUGH_FULL else problem.runs
     N, D, loss = runs["N"], runs["D"], runs["loss"]
     power = held.get("power", 1.0)
     tied = problem.tie.get("beta") == "alpha" or problem.tie.get("alpha") == "beta"

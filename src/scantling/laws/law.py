@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ Values = Mapping[str, Any]
 BASE = ("A", "B", "E", "alpha", "beta", "power")
 _STEP = 1e-30
 _TINY = 1e-300
+_UNQUANTISED = ("", "none", "inf", "nan")
+_FORMAT = re.compile(r"(?:mx|nv)?(?:int|fp|bf)(\d+)(?:_e\d+m\d+)?")
+"""A number format as recipes spell it, `int4` or `fp8_e4m3`, and its bits."""
 _SAID: set[tuple[str, ...]] = set()
 
 
@@ -227,7 +231,8 @@ class Law(ABC):
             post: bits to which the weights are quantised after training; inference then has these.
 
         Raises:
-            UserError: for a budget or bits that are no positive number, or inference that leaves nothing to train.
+            UserError: for a budget or bits that are no positive number, bits at which training diverges, or inference
+                that leaves nothing to train.
 
         Source:
             arXiv 2411.04330, section 4.3 and appendix E, from the derivation (Eq. 7 prints another).
@@ -247,11 +252,11 @@ class Law(ABC):
     def _outside(self, values: Values) -> Iterator[tuple[str, str, str]]:
         """The variable, the value to one digit, and what is to be said."""
         for name, value in values.items():
+            if isinstance(self.VARIABLES.get(name), str):
+                continue
             low, high = self.fitted.get(name, (-math.inf, math.inf))
-            array = np.asarray(value, float)
-            array = array[~np.isnan(array)]
-            if name in self.VARIABLES:
-                array = array[np.isfinite(array)]
+            array = _bits(name, value) if name in self.VARIABLES else np.asarray(value, float)
+            array = array[~(np.isinf(array) if name in self.VARIABLES else np.isnan(array))]
             for edge, beyond in ((float(array.min(initial=high)), "below"), (float(array.max(initial=low)), "above")):
                 if edge < low * (1 - 1e-9) if beyond == "below" else edge > high * (1 + 1e-9):
                     text = f"{name} = {edge:.4g} is {beyond} the fitted range, {low:.4g} to {high:.4g}"
@@ -270,7 +275,7 @@ class Law(ABC):
     def _loss(self, N: ArrayLike, D: ArrayLike, **variables: Any) -> Any:
         """`evaluate` of what a user gave: checked, and infinite where precision leaves no parameters."""
         given = self._variables(variables)
-        N, D = _counts("N", N), _counts("D", D)
+        N, D = counts("N", N), counts("D", D)
         bits = {name: value for name, value in given.items() if not isinstance(value, str)}
         self.warn_outside(N=N, D=D, **bits)
         usable = np.logical_and(*(np.asarray(each) > 0 for each in self.efficiencies(given)))
@@ -283,7 +288,7 @@ class Law(ABC):
             allowed = ", ".join(self.VARIABLES) or "nothing but N and D"
             raise UserError(f"the {self.name} law does not know '{unknown[0]}'; it takes {allowed}")
         return {
-            name: value if isinstance(value := given.get(name, default), str) else _bits(name, value)
+            name: str(given.get(name, default)) if isinstance(default, str) else _bits(name, given.get(name, default))
             for name, default in self.VARIABLES.items()
         }
 
@@ -298,7 +303,20 @@ def _plain(value: Any) -> Any:
     return float(value) if np.ndim(value) == 0 else value
 
 
-def _counts(name: str, value: ArrayLike) -> Array:
+def bits_of(cell: Any) -> float:
+    """Bits as tables and recipes have them: a number, the name of a format, or nothing for unquantised.
+
+    Raises:
+        ValueError: anything else.
+    """
+    text = "" if cell is None else str(cell).strip()
+    if text.lower() in _UNQUANTISED:
+        return math.inf
+    named = _FORMAT.fullmatch(text)
+    return float(named[1] if named else text)
+
+
+def counts(name: str, value: ArrayLike) -> Array:
     array = np.asarray(value, float)
     if not (np.isfinite(array) & (array > 0)).all():
         raise UserError(f"{name} counts are positive and finite numbers; given {array}")
@@ -306,7 +324,12 @@ def _counts(name: str, value: ArrayLike) -> Array:
 
 
 def _bits(name: str, value: Any) -> Array:
-    array = np.asarray(math.inf if value is None else value, float)
-    if not (array > 0).all():
-        raise UserError(f"{name} is in bits, above 0 (math.inf is unquantised); given {value}")
-    return array
+    array = np.asarray(math.inf if value is None else value)
+    try:
+        if array.dtype.kind not in "iuf":
+            array = np.array([bits_of(each) for each in array.ravel()]).reshape(array.shape)
+        if (array > 0).all():
+            return array.astype(float)
+    except ValueError:
+        pass
+    raise UserError(f"{name} is in bits, above 0, or a format such as int4 (math.inf is unquantised); given {value}")

@@ -66,8 +66,9 @@ def optimum(
     post: float | None,
 ) -> Optimum:
     """The optimum of `Law.optimum`, which describes the arguments."""
-    for name, value in (("compute", compute), ("N", N), ("bits", bits), ("post", post)):
-        if value is not None and not (math.isfinite(value) and value > 0):
+    given: dict[str, Any] = {"compute": compute, "N": N, "bits": bits, "post": post}
+    for name, value in given.items():
+        if value is not None and (isinstance(value, str) or not (math.isfinite(value) and value > 0)):
             raise UserError(f"{name} is a positive and finite number; given {value}")
     if not (math.isfinite(inference_tokens) and inference_tokens >= 0):
         raise UserError(f"inference_tokens is 0 or more; given {inference_tokens}")
@@ -122,19 +123,21 @@ class _Budget:
 
         if self.N is not None:
             N = self.N
-            D = float(tokens(N))
-            if D <= 0 and quiet:
-                return Optimum(N, 0.0, None, math.inf, self.compute, rate)
-            if D <= 0:
-                needed = f"{per_parameter * N:.3g} FLOPs of the {self.compute:.3g} given"
-                raise UserError(f"inference alone costs {needed}: raise compute, or take fewer bits")
-            if self.post is not None and (turn := self._turning_tokens(N, at)) < D:
-                D = turn
         else:
             N = math.exp(self._best_size(variables, rate) if self._closed() else zoom(loss, *np.log(_SIZES)))
-            D = float(tokens(N))
+        D = float(tokens(N))
         usable = min(float(np.min(np.real(each))) for each in self.law.efficiencies(variables)) > 0
-        found = float(self.law.evaluate(N, D, variables)) if usable else math.inf
+        if quiet and not (D > 0 and usable):
+            return Optimum(N, 0.0, None, math.inf, self.compute, rate)
+        if D <= 0:
+            needed = f"{per_parameter * N:.3g} FLOPs of the {self.compute:.3g} given"
+            raise UserError(f"inference alone costs {needed}: raise compute, or take fewer bits")
+        if not usable:
+            law = f"the {self.law.name} law ({self.law.source})"
+            raise UserError(f"there is no optimum at {at} bits: by {law} training diverges there. Take more")
+        if self.N is not None and self.post is not None and (turn := self._turning_tokens(N, at)) < D:
+            D = turn
+        found = float(self.law.evaluate(N, D, variables))
         ranges = {name: value for name, value in variables.items() if not isinstance(value, str)}
         warnings = () if quiet else self.law.warn_outside(N=N, D=D, **ranges)
         spent = 6 * N * D / rate + per_parameter * N

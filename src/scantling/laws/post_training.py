@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
+from scantling.errors import UserError
 from scantling.laws.critical import critical_tokens
 from scantling.laws.law import Law, Published, Values
 
@@ -100,7 +101,16 @@ class PostTrainingLaw(Law):
 
     @classmethod
     def fittable(cls, runs: Values) -> list[str]:
-        """The base, and the degradation."""
+        """The base, and the degradation.
+
+        Raises:
+            UserError: no run was quantised after training.
+        """
+        if not np.isfinite(np.asarray(runs["post"], float)).any():
+            raise UserError(
+                "no run was quantised after training, which the ouyang law is of: give a column post, or of a table of "
+                "a sweep columns={'post': 'post.*'}, on the command line --column 'post=post.*'"
+            )
         return [*super().fittable(runs), "k", "gamma_D", "gamma_N", "gamma_post"]
 
     @classmethod

@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from scantling.errors import UserError
 from scantling.laws.critical import critical_tokens
-from scantling.laws.law import Law, Published, Values
+from scantling.laws.law import Law, Published, Values, counts
 
 _RUNS = {"N": (3.0e7, 2.2e8), "D": (1.5e9, 2.6e10), "weights": (3.0, 16.0), "activations": (4.0, 16.0)}
 _RUNS["kv_cache"] = (4.0, 16.0)
@@ -175,7 +175,7 @@ class PrecisionLaw(Law):
             kv_cache: bits of the KV cache in training.
         """
         given = self._variables({"weights": weights, "activations": activations, "kv_cache": kv_cache})
-        found = np.asarray(N, float) * self.efficiencies(given)[0]
+        found = counts("N", N) * self.efficiencies(given)[0]
         return float(found) if found.ndim == 0 else found
 
     def critical_tokens(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from scantling.laws.fitting import Problem, solve
 from scantling.laws.law import BASE, Law
 from scantling.laws.result import Fit
 from scantling.laws.runs import Runs, read_runs
+
+logger = logging.getLogger(__name__)
 
 _HOMES = {
     "chinchilla": ("chinchilla", "ChinchillaLaw"),
@@ -46,9 +49,9 @@ def fit(
     runs: Any,
     law: str = "chinchilla",
     *,
-    base: Law | Fit | None = None,
+    base: Law | Fit | Literal["fit"] | None = None,
     columns: Mapping[str, str] | None = None,
-    where: Mapping[str, str] | None = None,
+    where: Mapping[str, Any] | None = None,
     fixed: Mapping[str, float] | None = None,
     tie: Mapping[str, str] | None = None,
     free: Sequence[str] = (),
@@ -59,9 +62,11 @@ def fit(
     Args:
         runs: a CSV, JSON or JSON-lines file, .gz or not; a mapping of columns; a data frame; or one mapping a run.
         law: a name of `names()`.
-        base: a law all of whose constants are held, so that only what it does not have is fitted (the second stage).
+        base: a law all of whose constants are held, so that only what it does not have is fitted (the second stage);
+            `fit` for Chinchilla's, fitted to those of the runs in which nothing has few bits (the first stage).
         columns: what the table calls N, D, loss, weights, activations, kv_cache, post and scheme. C, the FLOPs of
-            training, may stand in for D, which is then C / 6N.
+            training, may stand in for D, which is then C / 6N. post may be `post.*`, the columns that a sweep has of
+            losses after quantisation: each run is then a row as it was trained, and one for each of them.
         where: only the runs whose columns have these values.
         fixed: constants that are held, such as {"n_w": 0.0}.
         tie: constants that follow another, such as {"beta": "alpha"}.
@@ -78,7 +83,12 @@ def fit(
     table = read_runs(runs, cls, columns, where)
     if not (np.isfinite(delta) and delta > 0):
         raise UserError(f"delta is a positive number; given {delta}")
-    held, tie = _held(cls, base, fixed or {}), dict(tie or {})
+    fixed, tie = fixed or {}, tie or {}
+    if isinstance(base, str):
+        base = _fitted_base(base, table, fixed, tie, free, delta)
+        tie = {name: leader for name, leader in tie.items() if name not in BASE}
+        free = [name for name in free if name not in BASE]
+    held = _held(cls, base, fixed)
     wanted = [name for name in dict.fromkeys([*cls.fittable(table), *free]) if name not in held]
     for follower, leader in tie.items():
         if follower not in wanted or leader not in wanted:
@@ -91,6 +101,28 @@ def fit(
     problem = _problem(cls, table, sought, tie, held, delta)
     theta, total = solve(problem)
     return Fit.of(problem, theta, total, table, base_source=None if base is None else base.source)
+
+
+def _fitted_base(
+    base: str, table: Runs, fixed: Mapping[str, float], tie: Mapping[str, str], free: Sequence[str], delta: float
+) -> Fit:
+    """Chinchilla's law of the runs in which nothing has few bits, with what was said of its constants."""
+    if base != "fit":
+        raise UserError(f"base is a law, or 'fit' for one that is fitted to the same runs; given '{base}'")
+    whole = table.whole()
+    try:
+        found = fit(
+            {name: whole[name] for name in ("N", "D", "loss")},
+            fixed={name: value for name, value in fixed.items() if name in BASE},
+            tie={name: leader for name, leader in tie.items() if name in BASE},
+            free=[name for name in free if name in BASE],
+            delta=delta,
+        )
+    except UserError as error:
+        raise UserError(f"the base, of {whole.count} runs without few bits: {error}") from None
+    for name, reason in found.unidentified.items():
+        logger.warning("the base does not identify %s: %s", name, reason)
+    return found
 
 
 def _held(cls: type[Law], base: Law | Fit | None, fixed: Mapping[str, float]) -> dict[str, float]:

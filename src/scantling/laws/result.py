@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from scantling.errors import UserError
-from scantling.laws.fitting import ENOUGH, Problem, minimise, solve
+from scantling.laws.fitting import ENOUGH, PERFECT, WORST_CONDITION, Problem, minimise, solve
 from scantling.laws.law import Array, Law
 from scantling.laws.runs import Runs
 
@@ -20,6 +20,8 @@ FACTOR, SHIFT = 1.5, 0.5
 """Runs tell a constant if they exclude FACTOR times as much and as little; one with a sign, SHIFT more and less."""
 _CHI_SQUARE = 3.841458820694124
 _TOGETHER = 0.95
+_ALONG = 1e-6
+"""Squared share of a flat direction from which on a constant counts as moving along it."""
 _FOLDS = 8
 _VANISHED = 0.01
 
@@ -181,9 +183,11 @@ class Fit:
 
     @cached_property
     def unidentified(self) -> dict[str, str]:
-        """The constants that the runs do not tell, with the reason, by profile likelihood."""
-        found = {}
+        """The constants that the runs do not tell, with the reason: of a flat direction, or by profile likelihood."""
+        found = self._flat()
         for place, name in enumerate(self.names):
+            if name in found:
+                continue
             signed = self._problem.signed(place)
             step = SHIFT if signed else np.log(FACTOR)
             more, less = (self._deviance(place, sign * step) < _CHI_SQUARE for sign in (1, -1))
@@ -230,6 +234,19 @@ class Fit:
         lines.append(f"  mean error {self.mean_error:.3%} on its own runs, {condition}")
         return "\n".join(lines)
 
+    def _flat(self) -> dict[str, str]:
+        """The constants that can move together, to first order, without any change of the losses."""
+        values, vectors = np.linalg.eigh(self._problem.curvature(self._theta, np.ones(self.runs.count)))
+        flat = vectors[:, values < values[-1] / WORST_CONDITION]
+        shares = np.abs(flat @ flat.T)  # of a projection, whatever the basis
+        found = {}
+        for place in np.flatnonzero(shares.diagonal() > _ALONG):
+            others = [name for name, share in zip(self.names, shares[place], strict=True) if share > _ALONG]
+            others.remove(self.names[place])
+            apart = f" apart from {' and '.join(others)}" if others else ""
+            found[self.names[place]] = f"the runs do not tell it{apart}"
+        return found
+
     def _deviance(self, place: int, step: float) -> float:
         """Twice the rise of the sum over the scale that makes it chi-square with one degree of freedom."""
         theta = self._theta + step * self._ridge(place)
@@ -254,7 +271,7 @@ class Fit:
         slope = float((far <= width).mean()) * self.delta / width
         power = float((np.minimum(far, self.delta) ** 2).mean())
         count = len(far)
-        return max(power / slope * count / max(count - len(self.names), 1), 1e-300)
+        return max(power / slope * count / max(count - len(self.names), 1), 2 * PERFECT)
 
     def _partner(self, place: int) -> str:
         """In words, the constant with which this one moves, if there is one."""

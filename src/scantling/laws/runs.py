@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from scantling.errors import UserError, did_you_mean
-from scantling.laws.law import Array, Law
+from scantling.laws.efficiency import UNQUANTISED
+from scantling.laws.law import Array, Law, bits_of
 
-_UNQUANTISED = ("", "none", "inf", "nan")
-_FORMAT = re.compile(r"(?:int|fp|bf)(\d+)(?:_e\d+m\d+)?")
-"""A number format as recipes spell it, `int4` or `fp8_e4m3`, and its bits."""
+_WHOLE = 16
 _MOST_NATS = 25.0
 _FEWEST = {"N": 1e3, "D": 1e4}
 _GAP = 1e4
@@ -51,6 +49,13 @@ class Runs(Mapping[str, Any]):
         """Some of the runs, by place or by mask."""
         return Runs({name: column[chosen] for name, column in self.columns.items()})
 
+    def whole(self) -> Runs:
+        """The runs in which nothing has few bits."""
+        chosen = np.ones(self.count, bool)
+        for column in self.variables().values():
+            chosen &= column >= _WHOLE if column.dtype.kind == "f" else np.isin(column, UNQUANTISED)
+        return self.take(chosen)
+
     def variables(self) -> dict[str, Array]:
         """All columns but N, D and the loss."""
         return {name: column for name, column in self.columns.items() if name not in ("N", "D", "loss")}
@@ -66,7 +71,7 @@ class Runs(Mapping[str, Any]):
 
 
 def read_runs(
-    runs: Any, law: type[Law], columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
+    runs: Any, law: type[Law], columns: Mapping[str, str] | None = None, where: Mapping[str, Any] | None = None
 ) -> Runs:
     """The runs of a table, as a law needs them.
 
@@ -74,7 +79,9 @@ def read_runs(
         runs: a CSV, JSON or JSON-lines file, .gz or not; a mapping of columns; a data frame; or one mapping a run.
         law: whose variables are looked for.
         columns: what the table calls N, D, loss and the variables, where it is another name; or the other way round,
-            as data frames are renamed. C, the FLOPs of training, may stand in for D, which is then C / 6N.
+            as data frames are renamed. C, the FLOPs of training, may stand in for D, which is then C / 6N. Post may be
+            a pattern of columns such as `post.*`, which hold losses after training by format: each run is then a row
+            as it was trained, and one for each of them.
         where: only the runs whose columns have these values.
 
     Raises:
@@ -83,6 +90,8 @@ def read_runs(
     table = _table(runs)
     wanted = ["N", "D", "loss", *law.VARIABLES]
     renamed = _by_name(columns or {}, {*wanted, "C"})
+    if "post" in wanted and "*" in renamed.get("post", ""):
+        table = _in_rows(table, renamed.pop("post"), renamed.get("loss", "loss"))
     if "C" in renamed and "D" not in renamed:
         table = {**table, "D": _tokens(table, renamed)}
         del renamed["C"]
@@ -91,7 +100,7 @@ def read_runs(
             raise UserError(f"columns names '{name}', which the {law.name} law has not; it has {', '.join(wanted)}")
     chosen = np.ones(len(next(iter(table.values()), [])), bool)
     for column, value in (where or {}).items():
-        chosen &= np.array([str(each) == value for each in _column(table, column, column)], bool)
+        chosen &= np.array([str(each) == str(value) for each in _column(table, column, column)], bool)
     if not chosen.any():
         raise UserError(f"the table has no run{' with ' + _listed(where) if where else ''}")
     found: dict[str, Array] = {}
@@ -115,6 +124,23 @@ def _by_name(columns: Mapping[str, str], wanted: set[str]) -> dict[str, str]:
     if columns and not wanted & set(columns) and set(columns.values()) <= wanted:
         return {name: column for column, name in columns.items()}
     return dict(columns)
+
+
+def _in_rows(table: Mapping[str, Sequence[Any]], pattern: str, loss: str) -> Mapping[str, Sequence[Any]]:
+    """The table with a column `post` in place of columns of losses, whose names say the formats."""
+    before, _, after = pattern.partition("*")
+    expression = re.compile(rf"{re.escape(before)}([^.]+){re.escape(after)}")
+    formats = {name: found[1] for name in table if (found := expression.fullmatch(name))}
+    if not formats:
+        raise UserError(f"the table has no columns {pattern}; it has {', '.join(table) or 'none'}")
+    cells = [
+        (place, cell, format)
+        for name, format in {loss: "", **formats}.items()
+        for place, cell in enumerate(_column(table, name, "loss"))
+        if name == loss or str(cell).strip().lower() not in ("", "none", "nan")
+    ]
+    repeated = {name: [column[place] for place, *_ in cells] for name, column in table.items()}
+    return {**repeated, loss: [cell for _, cell, _ in cells], "post": [format for *_, format in cells]}
 
 
 def _tokens(table: Mapping[str, Sequence[Any]], renamed: Mapping[str, str]) -> list[float]:
@@ -171,13 +197,8 @@ def _numbers(cells: Sequence[Any], column: str, *, bits: bool) -> Array:
     found = np.empty(len(cells))
     for place, cell in enumerate(cells):
         text = "" if cell is None else str(cell).strip()
-        if bits and text.lower() in _UNQUANTISED:
-            found[place] = math.inf
-            continue
-        if bits and (named := _FORMAT.fullmatch(text)):
-            text = named[1]
         try:
-            found[place] = float(text or "nan")
+            found[place] = bits_of(text) if bits else float(text or "nan")
         except ValueError:
             raise UserError(f"column {column}, run {place + 1}: '{text}' is no number") from None
     return found
@@ -215,5 +236,5 @@ def _check(runs: Runs, law: type[Law]) -> None:
         )
 
 
-def _listed(where: Mapping[str, str] | None) -> str:
+def _listed(where: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{name} {value}" for name, value in (where or {}).items())

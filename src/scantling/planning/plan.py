@@ -38,7 +38,8 @@ class Plan:
     """What a run will cost, for each rank.
 
     Attributes:
-        num_parameters: all of the model; `num_trainable` those that get a gradient.
+        num_parameters: all of the model; `num_trainable` those that get a gradient; `num_non_embedding` those outside
+            of embeddings and of the output layer, the N of scaling laws.
         parameters_by_role: trainable parameters that are matrices, embeddings and vectors.
         weight_bytes, gradient_bytes, optimizer_state_bytes: held through a step; of gradients that are released, the
             largest.
@@ -58,6 +59,7 @@ class Plan:
     world_size: int
     num_parameters: int
     num_trainable: int
+    num_non_embedding: int
     parameters_by_role: Mapping[str, int]
     weight_bytes: int
     gradient_bytes: int
@@ -74,11 +76,6 @@ class Plan:
     total_tokens: int
     residual_bytes: int = 0
     notes: Sequence[str] = field(default_factory=tuple)
-
-    @property
-    def num_non_embedding(self) -> int:
-        """Parameters outside of embeddings and of the output layer: the N of scaling laws."""
-        return self.num_parameters - self.parameters_by_role.get("embedding", 0)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
@@ -171,7 +168,7 @@ def plan(
     import torch
 
     from scantling.comm import MomentumExchange, allreduce_wire_bytes
-    from scantling.groups import param_groups
+    from scantling.groups import num_non_embedding, param_groups
     from scantling.models.build import checkpoint_activations, default_task, quiet
     from scantling.models.costs import BACKWARD
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
@@ -246,6 +243,7 @@ def plan(
         world_size=world_size,
         num_parameters=num_parameters,
         num_trainable=num_trainable,
+        num_non_embedding=num_non_embedding(model),
         parameters_by_role=roles,
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
@@ -301,16 +299,13 @@ def planned_size(recipe: Recipe) -> tuple[int, int]:
     Raises:
         UserError: the model cannot be built.
     """
-    from scantling.groups import param_groups
+    from scantling.groups import num_non_embedding
     from scantling.models.build import default_task
     from scantling.tasks import get_task
 
     task = get_task(recipe.model.task or default_task(recipe.model))
     model = planned_model(recipe, task, None, [])
-    embeddings = [group["params"] for group in param_groups(model) if group["role"] == "embedding"]
-    num_embedding = sum(p.numel() for each in embeddings for _, p in each)
-    tokens = recipe.batch_size * task.examples_to_tokens(recipe.data)
-    return sum(p.numel() for p in model.parameters()) - num_embedding, tokens
+    return num_non_embedding(model), recipe.batch_size * task.examples_to_tokens(recipe.data)
 
 
 def check_world_size(recipe: Recipe, world_size: int) -> None:

@@ -5,7 +5,8 @@ itself. Blocks come in the order in which a model calls them. For each, all batc
 layer, so that its inputs are those that the quantised blocks before it give.
 
 Cost: for n blocks about n / 2 forward passes over all batches, and 2 in^2 FLOPs a token for each input; memory 4 in^2
-bytes for each input of one block. Layers that read the same tensor (Q, K and V) share one Hessian.
+bytes for each input of one block. Layers that read the same tensor (Q, K and V), unchanged in between, share one
+Hessian.
 """
 
 from __future__ import annotations
@@ -104,16 +105,17 @@ class Calibration:
 
     def _trace(self, matrices: list[Matrix]) -> None:
         """Put one batch through: the order of the layers, how often each is called, and which share an input."""
-        inputs: list[tuple[Tensor, int]] = []
+        inputs: list[tuple[Tensor, int, int]] = []
 
         def see(key: int, x: Tensor) -> None:
-            leader = next((other for seen, other in inputs if seen is x), key)
+            version = -1 - len(inputs) if x.is_inference() else x._version  # a change in place raises it
+            leader = next((other for seen, before, other in inputs if seen is x and before == version), key)
             if self._calls[key] == 0:
                 self._leaders[key] = leader
                 if self._matrices[key] not in self._order:
                     self._order.append(self._matrices[key])
             self._calls[key] += 1
-            inputs.append((x, leader))
+            inputs.append((x, version, leader))
 
         self._run(self._batches[0], self._matrices, see)
         for matrix in matrices:

@@ -219,7 +219,7 @@ def read_quantized(folder: str | Path) -> dict[str, Tensor]:
 
 def _unpacked(entry: dict[str, Any], patterns: Tensor, scale: Tensor) -> Tensor:
     rows, columns = entry["matrix"]
-    dtype = getattr(torch, entry["dtype"])
+    dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"there is no dtype {entry['dtype']!r}")
     packed = PackedMatrix(

@@ -54,7 +54,8 @@ def _evaluate_pairs(run_dir: Path, given: Any) -> Figures:
 
 
 def _post(given: Any) -> list[str]:
-    return [f"post.{name}" for name in given["formats"]]
+    method = "" if given["method"] == "rtn" else f".{given['method']}"
+    return [f"post.{name}{method}" for name in given["formats"]]
 
 
 def _check_formats(given: Any) -> None:
@@ -100,7 +101,9 @@ def missing(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_done(stored: Mapping[str, Any], name: str, given: Any) -> bool:
-    return name in stored and stored[name]["given"] == given
+    if name not in stored or stored[name]["given"] != given:
+        return False
+    return set(stored[name]["figures"]) == set(EVALUATIONS[name].columns(given))
 
 
 def _stored(run_dir: Path) -> dict[str, Any]:

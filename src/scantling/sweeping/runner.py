@@ -3,6 +3,7 @@
 A run's folder is named by the hash of its recipe, so that a sweep can be stopped at any time and started again: what is
 done stays, what was in the middle goes on from its checkpoint, what is new is run. The table is written anew after each
 run. A row that says `done` counts also where the folder is not here, such as a table that came from another machine.
+Rows of other grids stay where their folders are not here, since the table is all there is of them.
 
     OUT/recipes/KEY.yaml   the recipe
     OUT/runs/KEY/          the run, with log.txt: what it printed
@@ -30,7 +31,7 @@ from scantling.recipe import dump_recipe
 from scantling.sweeping import after
 from scantling.sweeping.grid import Case
 from scantling.sweeping.schema import Sweep
-from scantling.sweeping.table import Row, done_row, read_table, row_of, with_figures, write_table
+from scantling.sweeping.table import FIGURES, Row, done_row, read_table, row_of, with_figures, write_table
 from scantling.training.checkpoint import Checkpointer
 from scantling.training.distributed import Place
 from scantling.training.rundir import InUseError, RunDir
@@ -117,14 +118,15 @@ class Runner:
 
     def states(self) -> dict[str, Row]:
         """The rows of the runs that are there, from the table and the folders, by their keys; nothing is changed."""
-        known = read_table(self.sweep.table_path)
+        table = read_table(self.sweep.table_path)
         rows = {}
         for case in self.grid:
-            folder, row = self._folder(case), known.get(case.key)
+            folder, row = self._folder(case), table.get(case.key)
             found = row if row is not None and row["state"] == "done" else done_row(case, folder) or row
             if found is not None:
                 fresh = row_of(case, folder, found["state"])
-                kept = {name: value for name, value in found.items() if name not in fresh or name == "error"}
+                known = {*FIGURES, *self._columns} if self._is_here(case.key) else found.keys()
+                kept = {k: cell for k, cell in found.items() if k == "error" or (k in known and k not in fresh)}
                 rows[case.key] = with_figures({**fresh, **kept}, after.known_figures(folder, self._settings))
         return rows
 
@@ -146,6 +148,8 @@ class Runner:
             self._rows = self.states()
             waiting = [case for case in chosen if not self._settled(case)]
             self.watcher.start([case for case in chosen if case not in waiting], waiting)
+            if elsewhere := self._elsewhere():
+                self.watcher.message(f"{len(elsewhere)} rows of other grids stay: their folders are not here")
             self._write()
             stopped = self._work(waiting)
         finally:
@@ -163,8 +167,7 @@ class Runner:
 
     def _missing(self, case: Case) -> dict[str, Any]:
         """The evaluations of a finished run that are still to be done, where its folder is here."""
-        folder = self._folder(case)
-        return after.missing(folder, self._settings) if RunDir(folder).holds_run() else {}
+        return after.missing(self._folder(case), self._settings) if self._is_here(case.key) else {}
 
     def _work(self, waiting: Sequence[Case]) -> bool:
         """Whether a signal came before all was done."""
@@ -262,7 +265,16 @@ class Runner:
 
     def _write(self) -> None:
         rows = [self._rows[case.key] for case in self.grid if case.key in self._rows]
-        write_table(self.sweep.table_path, self.sweep.keys, self._columns, rows)
+        write_table(self.sweep.table_path, self.sweep.keys, self._columns, [*rows, *self._elsewhere()])
+
+    def _elsewhere(self) -> list[Row]:
+        """The rows of other grids whose folders are not in this sweep's."""
+        own = {case.key for case in self.grid}
+        table = read_table(self.sweep.table_path)
+        return [row for key, row in table.items() if key not in own and not self._is_here(key)]
+
+    def _is_here(self, key: str) -> bool:
+        return RunDir(self.sweep.folder / "runs" / key).holds_run()
 
     def _folder(self, case: Case) -> Path:
         return self.sweep.folder / "runs" / case.key

@@ -21,7 +21,7 @@ from scantling.sweeping.grid import Case, shown
 
 Row = dict[str, str]
 
-_FIGURES = ("N", "D", "loss", "state", "seconds")
+FIGURES = ("N", "D", "loss", "state", "seconds")
 _LAST = ("run", "error")
 
 
@@ -33,16 +33,16 @@ def read_table(path: Path) -> dict[str, Row]:
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, restval="")
             rows = list(reader)
             header = reader.fieldnames or []
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read the table {path}: {error}") from None
-    if not {*_FIGURES, *_LAST} <= set(header):
+    if not {*FIGURES, *_LAST} <= set(header):
         raise UserError(f"{path} is no table of a sweep; name another file in the sweep's key table")
-    return {Path(row["run"]).name: row for row in rows}
+    return {Path(row["run"]).name or f"row {number}": row for number, row in enumerate(rows)}
 
 
 def write_table(path: Path, keys: Sequence[str], further: Sequence[str], rows: Iterable[Row]) -> None:
@@ -52,13 +52,15 @@ def write_table(path: Path, keys: Sequence[str], further: Sequence[str], rows: I
         path: the file.
         keys: that the sweep sets.
         further: columns of the evaluations after the runs.
-        rows: in their order; a column that one lacks is empty.
+        rows: in their order; a column that one lacks is empty, and what they hold besides is a column of its own.
 
     Raises:
         RunError: it cannot be written.
     """
     text = io.StringIO()
-    columns = [*keys, *_FIGURES, *further, *_LAST]
+    rows, known = list(rows), {*keys, *FIGURES, *further, *_LAST}
+    others = dict.fromkeys(name for row in rows for name, cell in row.items() if name not in known and cell)
+    columns = [*keys, *FIGURES, *further, *others, *_LAST]
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

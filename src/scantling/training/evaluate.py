@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,23 @@ from scantling.training.checkpoint import read_manifest
 from scantling.training.distributed import Place
 
 
+@contextmanager
+def same_draws(device: torch.device) -> Iterator[None]:
+    """The context in which what is rounded by chance is the same each time; global generators are put back after it."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else []):
+        torch.default_generator.manual_seed(0)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+        yield
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module, task: Task, data: TaskData, batches: Iterable[Batch], place: Place, *, compute: str = "fp32"
 ) -> dict[str, float]:
-    """The task's metrics over `batches`, summed over all processes; the model's mode is put back.
+    """The task's metrics over `batches`, summed over all processes; mode and global generators are put back.
 
     Collectives, at the end: a gather of the names, one all-reduce of their sums, and a gather of the outputs where the
     task has some. The forward passes have none, so ranks may hold different numbers of batches.
@@ -35,7 +48,7 @@ def evaluate(
         value = value.detach().to(place.device, torch.float64)
         sums[name] = sums[name] + value if name in sums else value
 
-    with keep_merged(model):
+    with same_draws(place.device), keep_merged(model):
         for batch in batches:
             batch = batch.to(place.device, non_blocking=True)
             with autocast(compute, place.device):

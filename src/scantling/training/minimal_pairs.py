@@ -4,6 +4,9 @@ The score of a sentence is the sum of the log-probabilities of its tokens. The f
 that stands between documents in training (end-of-text, or the separator of a tokenizer without one); where the
 tokenizer has neither, it has nothing before it and is left out. What follows a sentence is not scored. Sums are not
 divided by lengths, as in Warstadt et al. (arXiv 1912.00582).
+
+Sentences of one length go through the model together, without padding: a scale of activations, keys or values that a
+whole tensor shares would be the padding's, too. It is then that of all sentences of the batch.
 """
 
 from __future__ import annotations
@@ -19,15 +22,15 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from scantling.data.batch import IGNORED
 from scantling.data.blimp import MinimalPair, read_pairs
 from scantling.data.tokenizers import Ids, Tokenizer
 from scantling.errors import UserError
 from scantling.numerics.compute import autocast
-from scantling.tasks.base import model_config, pad_rows
+from scantling.tasks.base import model_config
 from scantling.tensor.layer import keep_merged
 from scantling.training.checkpoint import read_manifest
 from scantling.training.distributed import joined
+from scantling.training.evaluate import same_draws
 from scantling.training.run import load_trained, recipe_task
 from scantling.training.rundir import RunDir
 
@@ -119,27 +122,23 @@ def log_probabilities(
     scores = np.zeros(len(rows))
     was_training = model.training
     model.eval()
-    with keep_merged(model):
+    with same_draws(device), keep_merged(model):
         for chosen in _batches([len(row) - 1 for row in rows], config.vocab_size):
-            inputs = pad_rows([rows[number][:-1] for number in chosen], 0).to(device)
-            labels = pad_rows([rows[number][1:] for number in chosen], IGNORED).to(device)
+            ids = torch.from_numpy(np.stack([rows[number] for number in chosen])).to(device)  # (batch, length + 1)
             with autocast(compute, device):
-                # what is right of a token has no part in its logits, so that padding needs no mask
-                logits = model(input_ids=inputs, use_cache=False).logits
-            nats = F.cross_entropy(
-                logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
-            )  # (batch, longest)
+                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            nats = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")  # (batch, length)
             scores[chosen] = -nats.double().sum(1).cpu().numpy()
     model.train(was_training)
     return scores
 
 
 def _batches(lengths: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
-    """Numbers of sentences of about one length, as many as fit into a batch; those without a token are left out."""
+    """Numbers of sentences of one length, as many as fit into a batch; those without a token are left out."""
     budget = max(1, min(BATCH_TOKENS, BATCH_LOGITS // vocab_size))
     batch: list[int] = []
     for number in sorted((number for number, length in enumerate(lengths) if length > 0), key=lambda n: lengths[n]):
-        if batch and (len(batch) + 1) * lengths[number] > budget:
+        if batch and (lengths[number] != lengths[batch[0]] or (len(batch) + 1) * lengths[number] > budget):
             yield batch
             batch = []
         batch.append(number)

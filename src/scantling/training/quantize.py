@@ -6,13 +6,13 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from scantling.data.loader import eval_batches
 from scantling.errors import UserError
+from scantling.groups import num_non_embedding
 from scantling.laws.registry import law_named, names
 from scantling.precision import Quantizer
 from scantling.precision.packed_files import SavedBytes, save_quantized
@@ -31,16 +31,18 @@ class Prediction:
     Attributes:
         law: its name.
         source: where its constants come from.
-        degradation: nats a token.
+        degradation: nats a token; None where it says that training at these bits diverges.
         fitted: the range of each variable in the runs of its constants.
         outside: in words, what of this run lies outside of it.
+        unknown: what was trained in few bits, and the law knows nothing of.
     """
 
     law: str
     source: str
-    degradation: float
+    degradation: float | None
     fitted: Mapping[str, tuple[float, float]]
     outside: tuple[str, ...]
+    unknown: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class QuantizedRun:
         quantizer: how weights were quantised, in words.
         method: rtn or gptq.
         before: held-out metrics of the model as it was trained; `after` those of the one that was written.
+        trained: bits of what was rounded in training, by part.
         predictions: of the laws, for models of language.
         parameters: of the model, without embeddings and output layer.
         tokens: it was trained on.
@@ -66,6 +69,7 @@ class QuantizedRun:
     method: Method
     before: dict[str, float]
     after: dict[str, float]
+    trained: dict[str, int]
     predictions: tuple[Prediction, ...]
     parameters: int
     tokens: int
@@ -122,7 +126,7 @@ def quantize_run(
         model.config.use_cache = True
         also = partial(task.save_inputs, data=data, config=model.config)
         saved = save_quantized(model, folder, also=also, packed=not dequantized)
-    parameters = without_embeddings(model)
+    parameters, trained = num_non_embedding(model), trained_bits(recipe)
     return QuantizedRun(
         folder=folder,
         step=values["step"],
@@ -130,7 +134,8 @@ def quantize_run(
         method=method,
         before=before,
         after=after,
-        predictions=predictions(parameters, values["tokens"], quantizer) if task.name == "causal-lm" else (),
+        trained=trained,
+        predictions=predictions(parameters, values["tokens"], quantizer, trained) if task.name == "causal-lm" else (),
         parameters=parameters,
         tokens=values["tokens"],
         weights=weights,
@@ -180,13 +185,22 @@ def calibration_batches(recipe: Recipe, task: Task, data: TaskData, count: int, 
         yield lambda model, batch=batch: task.loss(model, batch)
 
 
-def predictions(parameters: int, tokens: int, quantizer: Quantizer) -> tuple[Prediction, ...]:
+def trained_bits(recipe: Recipe) -> dict[str, int]:
+    """The bits of what a run rounds in training, by the keys of its section `precision`."""
+    given = recipe.precision.quantized
+    return {part: Quantizer.of(each).format.bits for part, each in given.items() if part != "compute"}
+
+
+def predictions(
+    parameters: int, tokens: int, quantizer: Quantizer, trained: Mapping[str, int]
+) -> tuple[Prediction, ...]:
     """What every law with published constants for quantisation after training says.
 
     Args:
         parameters: without embeddings.
         tokens: of training.
         quantizer: of the weights; the laws know its bits alone.
+        trained: bits in training, by part.
     """
     found = []
     for name in names():
@@ -194,21 +208,12 @@ def predictions(parameters: int, tokens: int, quantizer: Quantizer) -> tuple[Pre
         if "post" not in kind.VARIABLES or not kind.PUBLISHED:
             continue
         law: Any = kind.published()
-        bits = quantizer.format.bits
-        given = {"N": parameters, "D": tokens, "post": bits}
-        added = law.loss(N=parameters, D=tokens, post=bits) - law.loss(N=parameters, D=tokens)
+        known = {part: bits for part, bits in trained.items() if part in law.parts()}
+        given = {"N": parameters, "D": tokens, **known}
+        before, after = law.loss(**given), law.loss(**given, post=quantizer.format.bits)
+        given["post"] = quantizer.format.bits
         fitted = {key: law.fitted[key] for key in given if key in law.fitted}
-        found.append(Prediction(name, law.source, float(added), fitted, tuple(law.outside(**given))))
+        added = float(after - before) if isfinite(before) else None
+        unknown = tuple(part for part in trained if part not in known)
+        found.append(Prediction(name, law.source, added, fitted, tuple(law.outside(**given)), unknown))
     return tuple(found)
-
-
-def without_embeddings(model: nn.Module) -> int:
-    """Parameters of a model that are neither of an embedding nor of the output layer."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    tables = [
-        m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) or hasattr(m, "num_embeddings")
-    ]
-    if head is not None:
-        tables.append(head)
-    left_out = {id(parameter) for module in tables for parameter in module.parameters()}
-    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in left_out)
