@@ -317,6 +317,11 @@ def bits_of(cell: Any) -> float:
 
 
 def counts(name: str, value: ArrayLike) -> Array:
+    """Numbers of parameters or tokens, checked.
+
+    Raises:
+        UserError: one is not positive and finite.
+    """
     array = np.asarray(value, float)
     if not (np.isfinite(array) & (array > 0)).all():
         raise UserError(f"{name} counts are positive and finite numbers; given {array}")
