@@ -133,9 +133,11 @@ def test_published_results_keep_their_keys() -> None:
 def test_every_small_recipe_is_valid() -> None:
     import optim_quality as quality
     import optim_tasks as tasks
+    from peers import register
 
     from scantling.recipe import check_recipe
 
+    register()
     specs = [tasks.run_spec(t, n, 1e-3, 0, data="python") for t in tasks.SETTINGS for n in tasks.COMPARED]
     for recipe in [tasks.recipe_of(spec) for spec in specs]:
         assert recipe["train"]["steps"] // recipe["train"]["eval_every"] >= tasks.POINTS

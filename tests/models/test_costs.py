@@ -167,7 +167,10 @@ def test_traced_peak_is_that_of_the_allocator(
     with no_packed_documents():
         trace = trace_step(twin, loss, gradients_held=gradients_held)
     layers = 2 * (1 + model.config.is_encoder_decoder)
-    assert trace.peak_bytes == pytest.approx(measured, abs=8_000 * layers if checkpointing else 2_500)
+    off = 8_000 * layers if checkpointing else 2_500
+    # where the CPU multiplies bf16 itself, oneDNN takes its scratch from the allocator that is measured
+    has_scratch = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert trace.peak_bytes == pytest.approx(measured, abs=off, rel=0.06 if has_scratch else None)
     assert trace.activation_bytes <= trace.peak_bytes
 
 
