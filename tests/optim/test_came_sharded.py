@@ -156,7 +156,7 @@ def equals_one_device(cases: list[tuple[tuple[int, ...], tuple[Placement, ...]]]
     "cases",
     [
         [((2,), (Shard(0),)), ((2,), (Shard(1),))],
-        [((3,), (Shard(0),)), ((3,), (Shard(1),))],
+        pytest.param([((3,), (Shard(0),)), ((3,), (Shard(1),))], marks=pytest.mark.slow),
         [
             ((4,), (Shard(0),)),
             ((2, 2), (Shard(0), Shard(1))),

@@ -188,7 +188,9 @@ def each_of(names: Iterable[str]) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, tuple(CASES)), (3, SOME)], ids=["2", "3"])
+@pytest.mark.parametrize(
+    ("world", "names"), [(2, tuple(CASES)), pytest.param(3, SOME, marks=pytest.mark.slow)], ids=["2", "3"]
+)
 def test_the_result_is_that_of_ordinary_steps(world: int, names: tuple[str, ...]) -> None:
     """Uneven shards with three ranks; the rest does not depend on their number."""
     run(world, each_of, names)
