@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
-import torch
 from torch import nn
 
 from scantling.errors import UserError
@@ -101,11 +100,10 @@ def _cores(model: nn.Module) -> set[int]:
 
 def num_non_embedding(model: nn.Module) -> int:
     """Parameters of a model, frozen ones too, outside of embeddings and of the output layer: the N of scaling laws."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     tables = [
         m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) or hasattr(m, "num_embeddings")
     ]
-    left_out = {id(param) for module in (*tables, head) if module is not None for param in module.parameters()}
+    left_out = {id(param) for module in (*tables, *output_layers(model)) for param in module.parameters()}
     return sum(param.numel() for param in model.parameters() if id(param) not in left_out)
 
 
@@ -142,7 +140,7 @@ def check_matrix_dims(matrix_dims: Any, ndim: int) -> MatrixDims:
 def _claims(model: nn.Module) -> dict[int, tuple[Role, MatrixDims | None]]:
     """What each parameter is, by its id: the highest claim, among equals the first."""
     best: dict[int, tuple[int, Role, MatrixDims | None]] = {}
-    heads = {id(weight) for weight in _output_embeddings(model)}
+    heads = {id(getattr(head, "weight", None)) for head in output_layers(model)}
     for path, module in model.named_modules():
         found = [*_declared(path, module), *_by_rule(path, module, heads)]
         for param, rank, role, matrix_dims in found:
@@ -199,11 +197,10 @@ def _is_bias(name: str) -> bool:
     return "bias" in name.split("_")
 
 
-def _output_embeddings(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Weights of the layers that Hugging Face models name as their output embeddings."""
+def output_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """What `get_output_embeddings()` of a Hugging Face model, or of a model within it, names."""
     for module in model.modules():
         getter = getattr(module, "get_output_embeddings", None)
         head = getter() if callable(getter) else None
-        weight = getattr(head, "weight", None)
-        if isinstance(weight, torch.Tensor):
-            yield weight
+        if isinstance(head, nn.Module):
+            yield head

@@ -21,19 +21,20 @@ class Room:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=60)
         self.things: list[Any] = [None] * size
-        self.next_door: Room | None = None
+        self.next_doors: list[Room] = []
         self._lock = threading.Lock()
 
-    def another(self) -> Room:
-        """A second room for the same replicas, the same for all of them."""
+    def another(self, number: int) -> Room:
+        """A further room for the same replicas: for all of them the same one of a number."""
         with self._lock:
-            self.next_door = self.next_door or Room(self.size)
-        return self.next_door
+            while len(self.next_doors) <= number:
+                self.next_doors.append(Room(self.size))
+            return self.next_doors[number]
 
     def close(self) -> None:
         self.barrier.abort()
-        if self.next_door is not None:
-            self.next_door.close()
+        for room in self.next_doors:
+            room.close()
 
     def meet(self, rank: int, thing: Any) -> list[Any]:
         self.things[rank] = thing
@@ -50,16 +51,15 @@ class ThreadLink(Link):
         super().__init__()
         self.room, self._rank = room, rank
         self.total = 0
+        self._parted = 0
         self.on_its_way: Callable[[Tensor], Tensor] = lambda message: message
 
     def apart(self) -> ThreadLink:
-        made = ThreadLink(self.room.another(), self._rank)
+        """As process groups are: one for each time that all replicas ask, which nothing else meets in."""
+        made = ThreadLink(self.room.another(self._parted), self._rank)
+        self._parted += 1
         made.on_its_way = lambda message: self.on_its_way(message)
         return made
-
-    @property
-    def is_alone(self) -> bool:
-        return self.room.size == 1
 
     @property
     def size(self) -> int:

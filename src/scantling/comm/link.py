@@ -77,7 +77,7 @@ class Link:
 
     @property
     def is_alone(self) -> bool:
-        return not dist.is_initialized() or dist.get_world_size(self.group) == 1
+        return self.size == 1
 
     @property
     def size(self) -> int:

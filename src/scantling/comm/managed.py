@@ -105,10 +105,6 @@ class ManagedLink(Link):
         group = self._group()
         return 0 if group is None else int(group.rank())
 
-    @property
-    def is_alone(self) -> bool:
-        return self.size == 1
-
     def failed(self, error: SilentPeerError) -> None:
         """Leave out the step, and let the manager find out who is left."""
         logger.warning("step %d is left out, its gradients stay for the next: %s", self.step + 1, error)

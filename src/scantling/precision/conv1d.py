@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -11,6 +13,7 @@ from scantling.precision.layers import LayerFormats, described
 class QuantizedConv1D(Conv1D):  # type: ignore[misc,no-any-unimported,unused-ignore]
     """`Conv1D` in few bits, made by `quantize_training`."""
 
+    plain: ClassVar[type] = Conv1D
     formats: LayerFormats
 
     def forward(self, x: Tensor) -> Tensor:

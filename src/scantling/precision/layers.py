@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,7 @@ class LayerFormats:
 class QuantizedLinear(nn.Linear):
     """`nn.Linear` in few bits, made by `quantize_training`."""
 
+    plain: ClassVar[type] = nn.Linear
     formats: LayerFormats
 
     def forward(self, input: Tensor) -> Tensor:
@@ -114,6 +115,7 @@ class QuantizedLinear(nn.Linear):
 class QuantizedEmbedding(nn.Embedding):
     """`nn.Embedding` in few bits, made by `quantize_training`; with one scale for all rows gradients are dense."""
 
+    plain: ClassVar[type] = nn.Embedding
     formats: LayerFormats
 
     def forward(self, input: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
+from scantling.groups import output_layers
 from scantling.kinds import made_from_conv1d
 
 Filter: TypeAlias = Callable[[str, nn.Module], bool]
@@ -71,7 +72,7 @@ def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Mat
     Raises:
         UserError: none, or weights that are sharded, on the meta device, or hold NaN or Inf.
     """
-    heads = output_layers(model)
+    heads = {id(head) for head in output_layers(model)}
     found: dict[int, Matrix] = {}
     for name, module in model.named_modules():
         weights = list(_weights(name, module))
@@ -110,12 +111,6 @@ def _weights(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, 
         weight = module._parameters.get("weight")  # none where `weight_norm` and the like compute it
         if weight is not None and weight.is_floating_point():
             yield f"{prefix}weight", weight, made_from_conv1d(type(module))
-
-
-def output_layers(model: nn.Module) -> set[int]:
-    """The ids of what `get_output_embeddings()` of a model, or of a model within it, names."""
-    getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
-    return {id(getter()) for getter in getters if callable(getter)}
 
 
 def _note_uses(model: nn.Module, found: dict[int, Matrix]) -> None:

@@ -16,7 +16,6 @@ autograd graph holds the rounded weights and activations beside the master weigh
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations
@@ -26,11 +25,12 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
+from scantling.groups import output_layers
 from scantling.kinds import is_conv1d
 from scantling.numerics.words import Granularity
 from scantling.precision.attention import is_quantized, quantize_attention, restore_attention
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
-from scantling.precision.matrices import is_of_cores, is_table, output_layers
+from scantling.precision.matrices import is_of_cores, is_table
 from scantling.precision.products import Compute, Multiply, check_device
 from scantling.precision.quantizer import Quantizer
 
@@ -169,7 +169,7 @@ def _quantize(module: nn.Module, formats: LayerFormats) -> None:
 
 def _chosen(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
     """The layers to quantize, by name."""
-    heads = output_layers(model)
+    heads = {id(head) for head in output_layers(model)}
     chosen = {}
     for name, module in model.named_modules():
         if not _can_be_quantized(module):
@@ -211,15 +211,10 @@ def _quantized_class(kind: type) -> type:
     return QuantizedLinear if kind is nn.Linear else QuantizedEmbedding
 
 
-def _quantized_classes() -> tuple[type, ...]:
-    conv1d = sys.modules.get("scantling.precision.conv1d")  # not there before a Conv1D was quantized
-    return QuantizedLinear, QuantizedEmbedding, *(() if conv1d is None else (conv1d.QuantizedConv1D,))
-
-
 def _plain_class(kind: type) -> type:
     """The class of a layer before it was quantized, sharded (`fully_shard`) where it is now."""
-    if kind in _quantized_classes():
-        return kind.__bases__[0]
+    if "plain" in vars(kind):
+        return vars(kind)["plain"]  # type: ignore[no-any-return]
     bases = tuple(_plain_class(base) if issubclass(base, nn.Module) else base for base in kind.__bases__)
     rest = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
     return type(kind.__name__.replace("Quantized", ""), bases, rest)
