@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, int]] = {
 }
 BATCH = 32
 GRID = Grid([12.5e-6 * 2**power for power in range(12)], start=4)  # 12.5e-6 to 25.6e-3, from 2e-4 on
-SWEPT = ("adamw", "adafactor", "adafactor-momentum", "came-reference", "came", "plain")
+SWEPT = ("adamw", "adafactor-momentum", "came", "plain")
 COMPARED = (*SWEPT, "plain-int8", "plain-int4")
 SEEDS = (0, 1, 2)
 ADAMW = {"name": "adamw", "betas": [0.9, 0.999]}  # as everybody fine-tunes
