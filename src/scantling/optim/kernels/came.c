@@ -132,6 +132,33 @@ static void store_scale(const Job *job, int64_t block, int32_t bits) {   /* of t
     ((uint8_t *)job->scale)[block] = (uint8_t)(code < 1 ? 1 : code > 255 ? 255 : code);
 }
 
+/* Codes of 4 bits, by way of bytes, which compilers can vectorise. An odd row has one number more, which is not used. */
+static inline void unpack(const uint8_t *restrict codes, int64_t count, float scale, float *restrict value) {
+    enum { HALF = BLOCK4 / 2 };                              /* what is read back at once is what was written at once */
+    uint8_t levels[BLOCK4];
+    for (int64_t j = 0; j < (count + 1) / 2; j++) {
+        levels[2 * j] = codes[j] & 15;
+        levels[2 * j + 1] = codes[j] >> 4;
+    }
+    for (int64_t first = 0; first < count; first += HALF) {
+        int64_t some = count - first < HALF ? count - first : HALF;
+        for (int64_t j = first; j < first + some; j++) value[j] = ((float)levels[j] - 8.0f) * (1.0f / 7.0f) * scale;
+    }
+}
+
+/* Values from -1 to 1 as codes of 4 bits, rounded by noise that belongs to their places. */
+static inline void pack(const float *restrict value, int64_t count, uint32_t seed, uint32_t place, uint8_t *restrict codes) {
+    uint8_t levels[BLOCK4];
+    for (int64_t j = 0; j < count; j++) {
+        float noise = (float)random_16(seed, place + (uint32_t)j) * (1.0f / 65536.0f);
+        float level = floorf(value[j] * 7.0f + noise) + 8.0f;
+        level = level > 15.0f ? 15.0f : level;
+        levels[j] = (uint8_t)(level < 1.0f ? 1.0f : level);
+    }
+    if (count % 2) levels[count] = 8;
+    for (int64_t j = 0; j < (count + 1) / 2; j++) codes[j] = (uint8_t)(levels[2 * j] | levels[2 * j + 1] << 4);
+}
+
 static float *load_momentum(const Job *job, int64_t index, float *buffer) {
     int64_t cols = job->cols;
     if (job->momentum_kind == FP32) return (float *)job->momentum + index * cols;
@@ -153,11 +180,9 @@ static float *load_momentum(const Job *job, int64_t index, float *buffer) {
         for (int64_t k = 0; k < blocks; k++) {
             float scale = load_scale(job, index * blocks + k);
             int64_t end = (k + 1) * BLOCK4 < cols ? (k + 1) * BLOCK4 : cols;
-            for (int64_t j = k * BLOCK4; j < end; j += 2) {  /* an odd row has one number more, which is not used */
-                int low = codes[j / 2] & 15, high = codes[j / 2] >> 4;
-                buffer[j] = ((float)low - 8.0f) * (1.0f / 7.0f) * scale;
-                buffer[j + 1] = ((float)high - 8.0f) * (1.0f / 7.0f) * scale;
-            }
+            int64_t count = end - k * BLOCK4;
+            if (count == BLOCK4) unpack(codes + k * (BLOCK4 / 2), BLOCK4, scale, buffer + k * BLOCK4);
+            else unpack(codes + k * (BLOCK4 / 2), count, scale, buffer + k * BLOCK4);
         }
     }
     return buffer;
@@ -195,14 +220,11 @@ static void store_momentum(const Job *job, int64_t index, float *value) {
     }
     uint8_t *codes = (uint8_t *)job->momentum + index * ((cols + 1) / 2);
     uint32_t place = (uint32_t)(index * cols), seed = seed_of(job, 0);
-    for (int64_t j = 0; j < cols; j++) {
-        float noise = (float)random_16(seed, place + (uint32_t)j) * (1.0f / 65536.0f);
-        float level = floorf(value[j] * 7.0f + noise) + 8.0f;
-        level = level > 15.0f ? 15.0f : level;
-        value[j] = level < 1.0f ? 1.0f : level;
+    for (int64_t k = 0; k < blocks; k++) {
+        int64_t begin = k * BLOCK4;
+        if (begin + BLOCK4 <= cols) pack(value + begin, BLOCK4, seed, place + (uint32_t)begin, codes + begin / 2);
+        else pack(value + begin, cols - begin, seed, place + (uint32_t)begin, codes + begin / 2);
     }
-    for (int64_t j = 0; j < cols / 2; j++) codes[j] = (uint8_t)((int)value[2 * j] | ((int)value[2 * j + 1] << 4));
-    if (cols % 2) codes[cols / 2] = (uint8_t)((int)value[cols - 1] | (8 << 4));
 }
 
 static float *load_weight(const Job *job, int64_t start, int64_t count, float *buffer) {
@@ -462,7 +484,7 @@ int came_step(const Job *jobs, int64_t num_jobs, int num_threads) {
         if (jobs[k].cols > s.widest) s.widest = jobs[k].cols;
         if (jobs[k].rows > tallest) tallest = jobs[k].rows;
     }
-    s.widest = (s.widest + 16) / 16 * 16;                    /* room for a whole pair of codes at the end of a row */
+    s.widest = (s.widest + 16) / 16 * 16;                    /* whole cache lines */
     s.col_sums = malloc((size_t)(CHUNKS * s.widest) * sizeof(double));
     s.totals = malloc(CHUNKS * sizeof(double));
     s.buffers = malloc((size_t)(num_threads * 4 * s.widest) * sizeof(float));
