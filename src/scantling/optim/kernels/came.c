@@ -12,6 +12,7 @@
 
 #include <math.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,6 +21,15 @@ enum { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NONE = 4 };   /* how a row is kep
 enum { NEAREST = 0, STOCHASTIC = 1, COMPENSATED = 2 };
 enum { LANES = 16, CHUNKS = 32, BLOCK8 = 128, BLOCK4 = 64, ROWS_AT_ONCE = 64 };
 enum { SHORT_BIAS = 8 * (127 - 16) };                        /* of a scale of one byte */
+enum { LOOKS = 2000 };                                       /* for the other threads, some 30 microseconds */
+
+#if defined(__x86_64__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE()
+#endif
 
 typedef struct {                                             /* _native.py has the same */
     void *param, *grad, *momentum, *scale;
@@ -37,12 +47,13 @@ typedef struct {
     int64_t num_jobs;
     int num_threads;
     pthread_mutex_t gate;                                    /* held until the number of threads is known */
-    pthread_barrier_t barrier;
+    pthread_cond_t opened;                                   /* a new phase has begun */
+    atomic_int arrived;                                      /* threads that wait for the others */
+    atomic_uint phase;
     float *buffers;                                          /* (threads, 4, widest row) */
     double *col_sums;                                        /* (CHUNKS, widest row) */
     float *a, *b, *res_a, *res_b;                            /* factors of the matrix at hand */
     double *totals;                                          /* (CHUNKS): sums of squares of a parameter */
-    float factor;                                            /* of the clip, with the sign of the gradient */
     int64_t widest;
 } Shared;
 
@@ -258,37 +269,44 @@ static void store_weight(const Job *job, int64_t start, int64_t count, const flo
 
 /* --- stages ------------------------------------------------------------------------------------------------------- */
 
-static void chunk_of(int64_t count, int chunk, int64_t *begin, int64_t *end) {
-    *begin = count * chunk / CHUNKS;
-    *end = count * (chunk + 1) / CHUNKS;
+static void part_of(int64_t count, int part, int parts, int64_t *begin, int64_t *end) {
+    *begin = count * part / parts;
+    *end = count * (part + 1) / parts;
 }
 
 static double correction(const Job *job, double beta) {
     return job->debias ? (beta == 0.0 ? 1.0 : -expm1((double)*job->step * log(beta))) : 1.0;
 }
 
-/* The two factors of (row col / mean(row))^(-1/2), times `scale`. */
-static void inverse_root(const float *row, const float *col, int64_t rows, int64_t cols, double scale, float *a, float *b) {
+/* The two factors of (row col / mean(row))^(-1/2), times `scale`: this thread's part of them. */
+static void inverse_root(const Thread *t, const float *row, const float *col, int64_t rows, int64_t cols, double scale,
+                         float *a, float *b) {
+    int64_t begin, end;
     double mean = 0.0;
     for (int64_t i = 0; i < rows; i++) mean += row[i];
     float root = (float)(sqrt(mean / (double)rows) * scale);
-    for (int64_t i = 0; i < rows; i++) a[i] = root / sqrtf(row[i]);
-    for (int64_t j = 0; j < cols; j++) b[j] = 1.0f / sqrtf(col[j]);
+    part_of(rows, t->index, t->shared->num_threads, &begin, &end);
+    for (int64_t i = begin; i < end; i++) a[i] = root / sqrtf(row[i]);
+    part_of(cols, t->index, t->shared->num_threads, &begin, &end);
+    for (int64_t j = begin; j < end; j++) b[j] = 1.0f / sqrtf(col[j]);
 }
 
-/* avg <- beta avg + (1 - beta) (mean + eps), for the columns of one matrix from the sums of its chunks. */
-static void finish_columns(Shared *s, float *col, int64_t cols, double beta, double eps, double weight) {
+/* avg <- beta avg + (1 - beta) (mean + eps), for this thread's columns of a matrix from the sums of its chunks. */
+static void finish_columns(const Thread *t, float *col, int64_t cols, double beta, double eps, double weight) {
+    Shared *s = t->shared;
     double *restrict total = s->col_sums;
+    int64_t begin, end;
+    part_of(cols, t->index, s->num_threads, &begin, &end);
     for (int chunk = 1; chunk < CHUNKS; chunk++) {
         const double *restrict sum = s->col_sums + chunk * s->widest;
-        for (int64_t j = 0; j < cols; j++) total[j] += sum[j];
+        for (int64_t j = begin; j < end; j++) total[j] += sum[j];
     }
-    for (int64_t j = 0; j < cols; j++) col[j] = (float)(beta * col[j] + (1.0 - beta) * eps + weight * total[j]);
+    for (int64_t j = begin; j < end; j++) col[j] = (float)(beta * col[j] + (1.0 - beta) * eps + weight * total[j]);
 }
 
 static void statistics(Shared *s, const Job *job, int64_t matrix, int chunk, float *buffer, float *sums) {
     int64_t begin, end, cols = job->cols;
-    chunk_of(job->rows, chunk, &begin, &end);
+    part_of(job->rows, chunk, CHUNKS, &begin, &end);
     double *total = s->col_sums + chunk * s->widest;
     memset(total, 0, (size_t)cols * sizeof(double));
     for (int64_t first = begin; first < end; first += ROWS_AT_ONCE) {
@@ -307,7 +325,7 @@ static void statistics(Shared *s, const Job *job, int64_t matrix, int chunk, flo
 
 static double whitened_squares(const Shared *s, const Job *job, int64_t matrix, int chunk, float *buffer) {
     int64_t begin, end, cols = job->cols;
-    chunk_of(job->rows, chunk, &begin, &end);
+    part_of(job->rows, chunk, CHUNKS, &begin, &end);
     double total = 0.0;
     for (int64_t i = begin; i < end; i++) {
         const float *restrict g = load(job->grad, job->grad_kind, (matrix * job->rows + i) * cols, cols, buffer);
@@ -319,9 +337,11 @@ static double whitened_squares(const Shared *s, const Job *job, int64_t matrix, 
     return total;
 }
 
-static void residual(Shared *s, const Job *job, int64_t matrix, int chunk, float *buffer, float *momentum, float *sums) {
+/* `factor`: of the clip, with the sign of the gradient. */
+static void residual(Shared *s, const Job *job, int64_t matrix, int chunk, float factor, float *buffer, float *momentum,
+                     float *sums) {
     int64_t begin, end, cols = job->cols;
-    chunk_of(job->rows, chunk, &begin, &end);
+    part_of(job->rows, chunk, CHUNKS, &begin, &end);
     double *total = s->col_sums + chunk * s->widest;
     double weight = job->beta1 * job->beta1 * (1.0 - job->beta3) / (double)cols;
     float keep = (float)(1.0 - job->beta1);
@@ -333,7 +353,7 @@ static void residual(Shared *s, const Job *job, int64_t matrix, int chunk, float
             const float *restrict g = load(job->grad, job->grad_kind, index * cols, cols, buffer);
             const float *restrict b = s->b;
             float *restrict m = load_momentum(job, index, momentum);
-            float *restrict c = sums, a = s->a[i] * s->factor, lanes[LANES] = {0.0f};
+            float *restrict c = sums, a = s->a[i] * factor, lanes[LANES] = {0.0f};
             EACH(cols, {
                 float d = g[j] * a * b[j] - m[j], q = d * d;
                 m[j] += d * keep;
@@ -348,10 +368,10 @@ static void residual(Shared *s, const Job *job, int64_t matrix, int chunk, float
 }
 
 /* Without confidence there was no residual() to take the gradient into a momentum in fp32, and `scale` is all there is. */
-static void apply(Shared *s, const Job *job, int64_t matrix, int chunk, float scale, float *buffer, float *momentum,
-                  float *weights) {
+static void apply(Shared *s, const Job *job, int64_t matrix, int chunk, float factor, float scale, float *buffer,
+                  float *momentum, float *weights) {
     int64_t begin, end, cols = job->cols;
-    chunk_of(job->rows, chunk, &begin, &end);
+    part_of(job->rows, chunk, CHUNKS, &begin, &end);
     float keep = (float)(1.0 - job->beta1), decay = (float)(-job->lr * job->weight_decay);
     for (int64_t i = begin; i < end; i++) {
         int64_t index = matrix * job->rows + i;
@@ -360,7 +380,7 @@ static void apply(Shared *s, const Job *job, int64_t matrix, int chunk, float sc
         const float *restrict res_b = s->res_b;
         if (job->momentum_kind != FP32 || !job->res_row) {
             const float *restrict g = load(job->grad, job->grad_kind, index * cols, cols, buffer);
-            float a = s->a[i] * s->factor;
+            float a = s->a[i] * factor;
             for (int64_t j = 0; j < cols; j++) m[j] += (g[j] * a * b[j] - m[j]) * keep;
         }
         float *restrict p = load_weight(job, index * cols, cols, weights);
@@ -375,55 +395,71 @@ static void apply(Shared *s, const Job *job, int64_t matrix, int chunk, float sc
     }
 }
 
-static void wait_for_all(Shared *s) { pthread_barrier_wait(&s->barrier); }
+/* Stages take some ten microseconds, a thread that sleeps as long to wake: so it looks for a while before it sleeps. */
+static void wait_for_all(Shared *s) {
+    unsigned phase = atomic_load(&s->phase);
+    if (atomic_fetch_add(&s->arrived, 1) + 1 == s->num_threads) {
+        atomic_store(&s->arrived, 0);
+        pthread_mutex_lock(&s->gate);
+        atomic_store(&s->phase, phase + 1);
+        pthread_mutex_unlock(&s->gate);
+        pthread_cond_broadcast(&s->opened);
+        return;
+    }
+    for (int k = 0; k < LOOKS; k++) {
+        if (atomic_load(&s->phase) != phase) return;
+        PAUSE();
+    }
+    pthread_mutex_lock(&s->gate);
+    while (atomic_load(&s->phase) == phase) pthread_cond_wait(&s->opened, &s->gate);
+    pthread_mutex_unlock(&s->gate);
+}
 
-static float clip_factor(const Shared *s, const Job *job, double count) {
-    double total = 0.0;
-    for (int chunk = 0; chunk < CHUNKS; chunk++) total += s->totals[chunk];
+static float clip_factor(const Job *job, double total, double count) {
     double rms = sqrt(total / (count * job->clip * job->clip));
     double factor = rms > 1.0 ? 1.0 / rms : (rms == rms ? 1.0 : rms);
     return (float)(job->maximize ? -factor : factor);
 }
 
-/* A parameter with several matrices is clipped as a whole, so that each stage goes over all of them. */
-static void step_factored(Shared *s, const Job *job, int index, float *buffers) {
+/* A parameter with several matrices is clipped as a whole, so that each stage goes over all of them. A stage waits for
+   the one before where it reads what other threads wrote there, or writes what they may still read. */
+static void step_factored(const Thread *t, const Job *job, float *buffers) {
+    Shared *s = t->shared;
     float *buffer = buffers, *momentum = buffers + s->widest, *weights = momentum + s->widest, *sums = weights + s->widest;
     int64_t rows = job->rows, cols = job->cols;
-    double debias2 = sqrt(correction(job, job->beta2)), scale;
+    double debias2 = sqrt(correction(job, job->beta2)), scale, total = 0.0;
     for (int64_t k = 0; k < job->batch; k++) {
-        for (int chunk = index; chunk < CHUNKS; chunk += s->num_threads) statistics(s, job, k, chunk, buffer, sums);
+        for (int chunk = t->index; chunk < CHUNKS; chunk += s->num_threads) statistics(s, job, k, chunk, buffer, sums);
         wait_for_all(s);
-        if (index == 0) {
-            finish_columns(s, job->col + k * cols, cols, job->beta2, job->eps1, (1.0 - job->beta2) / (double)rows);
-            inverse_root(job->row + k * rows, job->col + k * cols, rows, cols, debias2, s->a, s->b);
-        }
+        finish_columns(t, job->col + k * cols, cols, job->beta2, job->eps1, (1.0 - job->beta2) / (double)rows);
+        inverse_root(t, job->row + k * rows, job->col + k * cols, rows, cols, debias2, s->a, s->b);
         wait_for_all(s);
-        for (int chunk = index; chunk < CHUNKS; chunk += s->num_threads) {
+        for (int chunk = t->index; chunk < CHUNKS; chunk += s->num_threads) {
             double squares = whitened_squares(s, job, k, chunk, buffer);
             s->totals[chunk] = k ? s->totals[chunk] + squares : squares;
         }
-        wait_for_all(s);
     }
-    if (index == 0) s->factor = clip_factor(s, job, (double)(job->batch * rows * cols));
     wait_for_all(s);
+    for (int chunk = 0; chunk < CHUNKS; chunk++) total += s->totals[chunk];
+    float factor = clip_factor(job, total, (double)(job->batch * rows * cols));
     scale = -job->lr * (job->res_row ? sqrt(correction(job, job->beta3)) : 1.0) / correction(job, job->beta1);
     for (int64_t k = 0; k < job->batch; k++) {
         if (job->batch > 1) {
-            if (index == 0) inverse_root(job->row + k * rows, job->col + k * cols, rows, cols, debias2, s->a, s->b);
+            if (k) wait_for_all(s);
+            inverse_root(t, job->row + k * rows, job->col + k * cols, rows, cols, debias2, s->a, s->b);
             wait_for_all(s);
         }
-        for (int chunk = index; chunk < CHUNKS && job->res_row; chunk += s->num_threads)
-            residual(s, job, k, chunk, buffer, momentum, sums);
-        wait_for_all(s);
-        if (index == 0 && job->res_row) {
+        if (job->res_row) {
+            for (int chunk = t->index; chunk < CHUNKS; chunk += s->num_threads)
+                residual(s, job, k, chunk, factor, buffer, momentum, sums);
+            wait_for_all(s);
             double weight = job->beta1 * job->beta1 * (1.0 - job->beta3) / (double)rows;
-            finish_columns(s, job->res_col + k * cols, cols, job->beta3, job->eps2, weight);
-            inverse_root(job->res_row + k * rows, job->res_col + k * cols, rows, cols, scale, s->res_a, s->res_b);
+            finish_columns(t, job->res_col + k * cols, cols, job->beta3, job->eps2, weight);
+            inverse_root(t, job->res_row + k * rows, job->res_col + k * cols, rows, cols, scale, s->res_a, s->res_b);
+            wait_for_all(s);
         }
-        wait_for_all(s);
-        for (int chunk = index; chunk < CHUNKS; chunk += s->num_threads)
-            apply(s, job, k, chunk, (float)scale, buffer, momentum, weights);
-        wait_for_all(s);
+        for (int chunk = t->index; chunk < CHUNKS; chunk += s->num_threads)
+            apply(s, job, k, chunk, factor, (float)scale, buffer, momentum, weights);
     }
 }
 
@@ -443,8 +479,7 @@ static void step_full(Shared *s, const Job *job, float *buffers) {
         })
         total += sum_of(lanes);
     }
-    for (int chunk = 0; chunk < CHUNKS; chunk++) s->totals[chunk] = chunk ? 0.0 : total * debias2;
-    float factor = (float)(clip_factor(s, job, (double)job->cols) * sqrt(debias2)), forget = (float)(1.0 - job->beta1);
+    float factor = (float)(clip_factor(job, total * debias2, (double)job->cols) * sqrt(debias2)), forget = (float)(1.0 - job->beta1);
     float scale = (float)(-job->lr / correction(job, job->beta1)), decay = (float)(-job->lr * job->weight_decay);
     for (int64_t start = 0; start < job->cols; start += s->widest) {
         int64_t count = job->cols - start < s->widest ? job->cols - start : s->widest;
@@ -461,15 +496,14 @@ static void step_full(Shared *s, const Job *job, float *buffers) {
 }
 
 static void *work(void *argument) {
-    Thread *thread = argument;
+    const Thread *thread = argument;
     Shared *s = thread->shared;
     pthread_mutex_lock(&s->gate);
     pthread_mutex_unlock(&s->gate);
     float *buffers = s->buffers + thread->index * 4 * s->widest;
     for (int64_t k = 0; k < s->num_jobs; k++) {
-        if (!s->jobs[k].moment) step_factored(s, s->jobs + k, thread->index, buffers);
+        if (!s->jobs[k].moment) step_factored(thread, s->jobs + k, buffers);
         else if (thread->index == 0) step_full(s, s->jobs + k, buffers);
-        if (s->jobs[k].moment) wait_for_all(s);              /* it used `totals` */
     }
     return NULL;
 }
@@ -495,15 +529,15 @@ int came_step(const Job *jobs, int64_t num_jobs, int num_threads) {
     if (!failed) {
         s.a = factors; s.res_a = s.a + tallest; s.b = s.res_a + tallest; s.res_b = s.b + s.widest;
         pthread_mutex_init(&s.gate, NULL);
+        pthread_cond_init(&s.opened, NULL);
         pthread_mutex_lock(&s.gate);
         for (int t = 0; t < num_threads; t++) threads[t] = (Thread){&s, t};
         while (s.num_threads < num_threads && !pthread_create(&ids[s.num_threads], NULL, work, &threads[s.num_threads]))
             s.num_threads++;
-        pthread_barrier_init(&s.barrier, NULL, (unsigned)s.num_threads);
         pthread_mutex_unlock(&s.gate);
         work(&threads[0]);
         for (int t = 1; t < s.num_threads; t++) pthread_join(ids[t], NULL);
-        pthread_barrier_destroy(&s.barrier);
+        pthread_cond_destroy(&s.opened);
         pthread_mutex_destroy(&s.gate);
     }
     free(s.col_sums); free(s.totals); free(s.buffers); free(factors); free(ids); free(threads);
