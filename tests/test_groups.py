@@ -239,6 +239,18 @@ def test_cores_have_groups_and_a_rate_of_their_own() -> None:
         param_groups(net, core_lr=-1)
 
 
+def test_controls_have_a_rate_of_their_own() -> None:
+    net = nn.Sequential(nn.Linear(16, 16))
+    sc.tensorize(net, 2)
+    sc.RankAdapter(net, size_target=0.9)
+    groups = param_groups(net, core_lr=1e-3, control_lr=1e-1)
+    rates = {name: group.get("lr") for group in groups for name, _ in group["params"]}
+    assert {name for name, rate in rates.items() if rate == 1e-1} == {name for name in rates if ".controls." in name}
+    assert {name for name, rate in rates.items() if rate == 1e-3} == {name for name in rates if ".cores." in name}
+    with pytest.raises(UserError, match="control_lr must be at least 0; given nan"):
+        param_groups(net, control_lr=float("nan"))
+
+
 def test_input_that_cannot_be_grouped_is_refused() -> None:
     with pytest.raises(UserError, match=r"weight_decay must be at least 0; given -0\.1"):
         param_groups(nn.Linear(2, 2), weight_decay=-0.1)

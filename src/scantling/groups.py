@@ -34,7 +34,9 @@ _NORMS = (
 _BY_SHAPE, _BY_LAYER, _BY_EMBEDDING, _BY_DECLARATION = range(4)
 
 
-def param_groups(model: nn.Module, *, weight_decay: float = 0.0, core_lr: float | None = None) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module, *, weight_decay: float = 0.0, core_lr: float | None = None, control_lr: float | None = None
+) -> list[dict[str, Any]]:
     """Sort the trainable parameters of a model into groups for any `torch.optim.Optimizer`.
 
     The roles, first rule that fits:
@@ -52,6 +54,10 @@ def param_groups(model: nn.Module, *, weight_decay: float = 0.0, core_lr: float 
         core_lr: learning rate of the cores of layers of cores, which then have groups of their own with the key `lr`.
             A weight moves by what all of its cores move, so that they want a lower rate than dense weights: a third is
             a good start. Default: that of the optimizer.
+        control_lr: learning rate of the rank controls of a `RankAdapter`, likewise. A control begins at 1 and an
+            optimizer that normalises moves it by at most its rate a step, so that the rates of a run have to add up to
+            more than 1 where ranks are to close by themselves, as in the schedule `paper`. Default: that of the
+            optimizer.
 
     Returns:
         Groups in the order in which their first parameter appears in the model, none of them empty. Each has the keys
@@ -59,7 +65,7 @@ def param_groups(model: nn.Module, *, weight_decay: float = 0.0, core_lr: float 
         (dims that form the rows, dims that form the columns), None for vectors. Dims in neither are batch dims.
 
     Raises:
-        UserError: a negative weight decay or core_lr, nothing to train, lazy parameters without a shape, a false
+        UserError: a negative weight decay or rate, nothing to train, lazy parameters without a shape, a false
             declaration.
 
     Example:
@@ -67,23 +73,26 @@ def param_groups(model: nn.Module, *, weight_decay: float = 0.0, core_lr: float 
     """
     if not weight_decay >= 0.0:
         raise UserError(f"weight_decay must be at least 0; given {weight_decay!r}")
-    if core_lr is not None and not core_lr >= 0.0:
-        raise UserError(f"core_lr must be at least 0; given {core_lr!r}")
+    rates: dict[int, float] = {}
+    for name, listed, rate in (("core_lr", "cores", core_lr), ("control_lr", "controls", control_lr)):
+        if rate is not None:
+            if not rate >= 0.0:
+                raise UserError(f"{name} must be at least 0; given {rate!r}")
+            rates |= dict.fromkeys(_listed(model, listed), rate)
     claims = _claims(model)
-    cores = set() if core_lr is None else _cores(model)
-    groups: dict[tuple[Role, MatrixDims | None, bool], dict[str, Any]] = {}
+    groups: dict[tuple[Role, MatrixDims | None, float | None], dict[str, Any]] = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
         role, matrix_dims = claims[id(param)]
         group = groups.setdefault(
-            (role, matrix_dims, id(param) in cores),
+            (role, matrix_dims, rates.get(id(param))),
             {
                 "params": [],
                 "role": role,
                 "matrix_dims": matrix_dims,
                 "weight_decay": 0.0 if role == "vector" else weight_decay,
-                **({"lr": core_lr} if id(param) in cores else {}),
+                **({"lr": rates[id(param)]} if id(param) in rates else {}),
             },
         )
         group["params"].append((name, param))
@@ -92,10 +101,10 @@ def param_groups(model: nn.Module, *, weight_decay: float = 0.0, core_lr: float 
     return list(groups.values())
 
 
-def _cores(model: nn.Module) -> set[int]:
-    """Ids of the parameters that modules with declared roles list as their `cores`."""
-    lists = (getattr(module, "cores", None) for module in model.modules() if hasattr(module, "parameter_roles"))
-    return {id(core) for each in lists if isinstance(each, nn.ParameterList) for core in each}
+def _listed(model: nn.Module, name: str) -> set[int]:
+    """Ids of the parameters that modules with declared roles list under this name."""
+    lists = (getattr(module, name, None) for module in model.modules() if hasattr(module, "parameter_roles"))
+    return {id(param) for each in lists if isinstance(each, nn.ParameterList) for param in each}
 
 
 def num_non_embedding(model: nn.Module) -> int:

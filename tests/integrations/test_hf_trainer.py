@@ -183,7 +183,7 @@ def test_cores_have_a_rate_of_their_own_that_follows_the_schedule(tmp_path: Path
 def test_arguments_are_those_of_came() -> None:
     """Same names and defaults, but that `lr` has to be given, and the rate of cores."""
     ours, theirs = (inspect.signature(each).parameters for each in (sc.hf.came, sc.CAME))
-    assert {name: p.default for name, p in ours.items() if name not in ("lr", "core_lr")} == {
+    assert {name: p.default for name, p in ours.items() if name not in ("lr", "core_lr", "control_lr")} == {
         name: p.default for name, p in theirs.items() if name not in ("params", "lr")
     }
     assert ours["lr"].default is inspect.Parameter.empty

@@ -202,6 +202,11 @@ def test_the_schedule_of_the_paper_is_held_to_the_target_at_the_end(late: bool) 
     assert total != loss
     steps(model, adapter, optimizer, range(60, 64))
     assert adapter.num_parameters() == pytest.approx(0.3 * initial, rel=0.02)
+    norm = sum(core.square().sum() for layer in adapter.layers.values() for core in layer.cores)
+    again = RankAdapter(net(width=64, rank=12), size_target=0.3, schedule="paper", steps=60, early_steps=early)
+    again.load_state_dict(adapter.state_dict())
+    for kept, beta in ((adapter, 1e-4), (again, 0.0)):  # nothing asks for fewer ranks any more
+        torch.testing.assert_close(kept.loss(loss), loss + beta * norm)
 
 
 def test_the_late_stage_switches_by_the_true_size_and_the_mean_loss() -> None:

@@ -35,16 +35,23 @@ class CAMEFactory:
     """What the Trainer makes and calls to get its optimizer; it takes no part in the training."""
 
     def __call__(
-        self, model: torch.nn.Module, *, weight_decay: float, core_lr: float | None, options: dict[str, Any]
+        self,
+        model: torch.nn.Module,
+        *,
+        weight_decay: float,
+        core_lr: float | None,
+        control_lr: float | None,
+        options: dict[str, Any],
     ) -> CAME:
         """CAME over the trainable parameters of a model.
 
         Args:
             model: the Trainer's.
-            weight_decay, core_lr: as of `scantling.param_groups`.
+            weight_decay, core_lr, control_lr: as of `scantling.param_groups`.
             options: further arguments of `CAME`.
         """
-        return CAME(param_groups(model, weight_decay=weight_decay, core_lr=core_lr), **options)
+        groups = param_groups(model, weight_decay=weight_decay, core_lr=core_lr, control_lr=control_lr)
+        return CAME(groups, **options)
 
 
 def came(
@@ -52,6 +59,7 @@ def came(
     *,
     weight_decay: float = 0.0,
     core_lr: float | None = None,
+    control_lr: float | None = None,
     betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
     eps: tuple[float, float] = (1e-30, 1e-16),
     clip_threshold: float = 1.0,
@@ -71,6 +79,7 @@ def came(
         weight_decay: of matrices and embeddings, decoupled; vectors are never decayed. That of `TrainingArguments` has
             no effect.
         core_lr: of the cores of a model of cores; a third of `lr` is a good start. Default: `lr`.
+        control_lr: of the rank controls of a `RankAdapter`, see `scantling.param_groups`. Default: `lr`.
         betas, eps, clip_threshold, debias, momentum, rounding: as in `scantling.CAME`.
         factor, confidence, maximize, foreach, capturable: as in `scantling.CAME`.
 
@@ -100,8 +109,9 @@ def came(
     # the Trainer builds the optimizer much later, after data and model are ready: what is wrong is said here
     trial = torch.nn.Linear(1, 1, dtype=torch.bfloat16)
     CAME(trial.parameters(), weight_decay=weight_decay, **options)
-    param_groups(trial, core_lr=core_lr)
-    return CAMEFactory, {"weight_decay": weight_decay, "core_lr": core_lr, "options": options}
+    rates: dict[str, Any] = {"core_lr": core_lr, "control_lr": control_lr}
+    param_groups(trial, **rates)
+    return CAMEFactory, {"weight_decay": weight_decay, **rates, "options": options}
 
 
 class SignFactory:

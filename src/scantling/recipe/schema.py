@@ -223,6 +223,9 @@ class TensorSection(Section):
     """`random`: drawn to the norm of the weights replaced; `svd`: the closest cores (for pretrained weights)."""
     lr_scale: float = Field(default=1 / 3, gt=0.0, allow_inf_nan=False)
     """Learning rate of the cores as a share of `optim.lr`: a weight moves by what all of its cores move."""
+    control_lr_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Learning rate of the rank controls as a multiple of `optim.lr`. They begin at 1 and move by their rate a step at
+    most, so that with `{schedule: paper}` ranks close only where the rates up to then add up to more than 1."""
     size_target: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """What the cores are to come down to: up to 1 a share of their size, above 1 a size in `unit`. Default: none."""
     unit: Literal["parameters", "flops", "bytes"] = "parameters"
@@ -233,6 +236,10 @@ class TensorSection(Section):
     """Steps between removals of ranks that have come to be shut, until the target is reached."""
     adapter: dict[str, Any] = Field(default_factory=dict)
     """Further settings of the adapter, such as `{schedule: paper, gamma: 0.1}`; see `RankOptions`."""
+
+    def rates(self, lr: float) -> dict[str, float]:
+        """What `scantling.param_groups` takes of the rates of cores and controls, for the rate of a run."""
+        return {"core_lr": self.lr_scale * lr, "control_lr": self.control_lr_scale * lr}
 
     def rank_options(self, steps: int) -> dict[str, Any]:
         """The arguments of the `RankAdapter` in a run of so many steps."""

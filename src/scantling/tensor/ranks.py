@@ -121,6 +121,7 @@ class RankAdapter:
         self._weight = torch.zeros((), device=self._device)
         self._reference = torch.zeros((), device=self._device)
         self._late = torch.zeros((), dtype=torch.bool, device=self._device)
+        self._held = torch.zeros((), dtype=torch.bool, device=self._device)
         self._is_late = False
         self._last_size = self._initial
         if self._target > self._initial:
@@ -359,6 +360,7 @@ class RankAdapter:
         for name in ("price", "mean_loss", "weight", "reference"):
             getattr(self, f"_{name}").copy_(state[name])
         self._turn_late(state["late"])
+        self._held.fill_(self._has_ended)
         self._seen = None
         self._refresh()
 
@@ -401,7 +403,7 @@ class RankAdapter:
         """Go where the model has gone since: to another device."""
         if self._controls and self._controls[0].device != self._device:
             self._device = self._controls[0].device
-            for name in ("_price", "_recent", "_mean_loss", "_weight", "_reference", "_late"):
+            for name in ("_price", "_recent", "_mean_loss", "_weight", "_reference", "_late", "_held"):
                 setattr(self, name, getattr(self, name).to(self._device))
             self._refresh()
 
@@ -459,12 +461,16 @@ class RankAdapter:
     def _early_steps(self) -> int:
         return self.options.steps if self.options.early_steps is None else self.options.early_steps
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the schedule is over and the size is held to the target from here on."""
+        return self.step >= self.options.steps and (self.options.schedule == "controlled" or self.options.hold)
+
     def _act(self) -> None:
         """Bring the size to its path, by the price and, where that is too slow, by the ranks themselves."""
-        controlled, ended = self.options.schedule == "controlled", self.step >= self.options.steps
-        if ended and (controlled or self.options.hold):
+        if self._has_ended:
             self._end()
-        elif controlled:
+        elif self.options.schedule == "controlled":
             if self.step >= self.options.begin:
                 error = float(self._size(self._l0())) / self._path() - 1.0
                 rate = self.options.price_rate * min(1.0, max(-1.0, error)) * self.options.interval
@@ -473,8 +479,9 @@ class RankAdapter:
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Hold the size to the target, and from then on every rank to what it is."""
+        """Hold the size to the target, and from then on every rank to what it is; nothing asks for fewer any more."""
         threshold = self.options.threshold
+        self._held.fill_(True)
         if self.step == self.options.steps:
             self._price.zero_()
             self._hold()
@@ -507,7 +514,7 @@ class RankAdapter:
             options.loss_weight * (task_loss - share * self._reference),
             options.size_weight * share * (relaxed - target),
         )
-        return torch.where(self._late, late, early)
+        return torch.where(self._held, task_loss, torch.where(self._late, late, early))
 
     @torch.no_grad()
     def _bring_to(self, wanted: float) -> None:

@@ -276,8 +276,8 @@ def build_loop(
         checkpoint_activations(model)
     if settings.compile:
         model.compile()
-    core_lr = None if recipe.tensor is None else recipe.tensor.lr_scale * recipe.optim.lr
-    groups = param_groups(model, weight_decay=recipe.optim.weight_decay, core_lr=core_lr)
+    rates = {} if recipe.tensor is None else recipe.tensor.rates(recipe.optim.lr)
+    groups = param_groups(model, weight_decay=recipe.optim.weight_decay, **rates)
     options = recipe.optim.options
     for group in groups:
         group["initial_lr"] = group.get("lr", recipe.optim.lr)
