@@ -104,6 +104,8 @@ def _outcome(metrics: dict[str, Any], path: Path) -> dict[str, Any]:
     losses = np.array([record["loss"] for record in records])
     outcome["curve"] = [round(float(np.mean(part)), 4) for part in np.array_split(losses, min(50, len(losses)))]
     outcome["num_parameters"] = metrics["num_parameters"]
+    outcome["step_s"] = metrics["step_s"]
+    outcome |= {key: records[-1][key] for key in ("tensor_parameters", "tensor_size") if key in records[-1]}
     evaluated = [record for record in records if "eval_loss" in record]
     if len(evaluated) > 1:
         outcome["heldout"] = [[record["step"], record["eval_loss"]] for record in evaluated]
