@@ -2,25 +2,26 @@
 
 The script that defines a comparison has these phases on its command line:
 
-    sweep      one grid of learning rates for every form and choice, one seed
-    seeds      each form at its best, the same data order, several seeds, equal steps
+    sweep      one grid of learning rates for every form, seed 0
+    seeds      each form at its best, the same data order, seeds from 1 on, equal steps
     clock      what a step takes, all forms in turns (`interleaved.py`), as a ratio to the first one
     timed      as many steps as fit into the time that the first form takes for its own
     report     all of it, from the raw lines alone
 
-Runs are kept as `resumable.py` says: one line each, none is made twice.
+The clock has as many threads as a run has, and is refused, to be measured again, where other work disturbed it. Runs
+are kept as `resumable.py` says: one line each, none is made twice.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from interleaved import ratio, take_turns
+from interleaved import disturbed, ratio, take_turns
 from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
 from small_models import facts, printed, train_line
 
@@ -38,9 +39,8 @@ class Comparison:
         forms: their names; the first one is the control.
         grid: learning rates.
         steps: of a run.
-        seeds: how many.
-        fixed: what a run's specification has beside form, rate, seed, steps and choice.
-        choices_of: what is tuned of a form beside its rate: each choice is swept, and the best run of all counts.
+        seeds: of the runs that are compared; the sweep has seed 0.
+        fixed: what a run's specification has beside form, rate, seed and steps.
         recipe_of: the recipe of a specification.
         prepare: called with the specification before a run, in its process.
         step_of: makes a whole training step of a form.
@@ -51,16 +51,21 @@ class Comparison:
     forms: tuple[str, ...]
     grid: Grid
     steps: int
-    seeds: int
+    seeds: range
     fixed: Mapping[str, Any]
     recipe_of: Callable[[Spec], dict[str, Any]]
     step_of: Callable[[str], Callable[[], object]]
     prepare: Callable[[Spec], None] = lambda spec: None
-    choices_of: Callable[[str], Sequence[Spec]] = lambda form: ({},)
 
-    def spec(self, form: str, tuned: Spec, seed: int, steps: int | None = None) -> Spec:
-        """One run, as plain values; `tuned` has the rate, `lr`, and a choice."""
-        return {**self.fixed, "form": form, **tuned, "seed": seed, "steps": steps or self.steps}
+    def spec(self, form: str, rate: float, seed: int, steps: int | None = None) -> Spec:
+        """One run, as plain values."""
+        return {
+            **self.fixed,
+            "form": form,
+            "lr": rate,
+            "seed": seed,
+            "steps": self.steps if steps is None else steps,
+        }
 
     @property
     def clock_spec(self) -> Spec:
@@ -75,37 +80,26 @@ class Comparison:
         began = time.time()
         first = self.forms[0]
         work = {name: self.step_of(name.removesuffix(" again")) for name in (*self.forms, f"{first} again")}
-        times = take_turns(work, rounds=15)
+        times = take_turns(work, rounds=30)
         ratios = {name: ratio(own, times[first]) for name, own in times.items()}
+        if (refused := disturbed(ratios[f"{first} again"])) is not None:
+            raise SystemExit(refused)
         return {"key": key_of(spec), **spec, "times": ratios, **facts(began)}
 
-    def swept(self, lines: Lines, form: str, choice: Spec) -> list[float | None]:
+    def swept(self, lines: Lines, form: str) -> list[float | None]:
         """The held-out loss of each rate with seed 0."""
-        return self.grid.results(lines, lambda rate: self.spec(form, {"lr": rate, **choice}, 0), "eval_loss")
+        return self.grid.results(lines, lambda rate: self.spec(form, rate, 0), "eval_loss")
 
-    def best(self, lines: Lines, form: str) -> Spec | None:
-        """The rate and choice with the lowest held-out loss; None while a sweep of the form has not ended."""
-        found = []
-        for choice in self.choices_of(form):
-            results = self.swept(lines, form, choice)
-            if self.grid.next(results) is not None:
-                return None
-            rate = self.grid.best(results)
-            if rate is not None:
-                tuned = {"lr": rate, **choice}
-                found.append((lines[key_of(self.spec(form, tuned, 0))]["eval_loss"], tuned))
-        return min(found, key=lambda pair: pair[0])[1] if found else None
-
-    def tuned(self, lines: Lines, form: str) -> Spec:
-        """The best rate and choice.
+    def tuned(self, lines: Lines, form: str) -> float:
+        """The best rate.
 
         Raises:
-            SystemExit: a sweep has not ended, or all of its runs failed.
+            SystemExit: the sweep has not ended, or all of its runs failed.
         """
-        tuned = self.best(lines, form)
-        if tuned is None:
+        rate = self.grid.best(self.swept(lines, form))
+        if rate is None:
             raise SystemExit(f"run the sweep of {form} first")
-        return tuned
+        return rate
 
     def steps_in_time(self, lines: Lines, form: str) -> int:
         """Steps of a form in the time that the first one takes for its own."""
@@ -118,26 +112,36 @@ class Comparison:
         """The sweep; then parameters, the time of a step, the held-out loss at equal steps and at equal time."""
         print(f"held-out nats a token by learning rate, seed 0\n{self.grid.header()}")
         for form in self.forms:
-            choices = self.choices_of(form)
-            for choice in choices:
-                told = "".join(f", {key} {value:.2g}" for key, value in choice.items() if len(choices) > 1)
-                print(self.grid.row(form + told, self.swept(lines, form, choice)))
+            print(self.grid.row(form, self.swept(lines, form)))
         clock = lines.get(key_of(self.clock_spec))
-        for form in self.forms:
-            tuned = self.best(lines, form)
-            if tuned is None:
+        rates = {form: self.grid.best(self.swept(lines, form)) for form in self.forms}
+        control, numbers = self._runs(lines, self.forms[0], rates[self.forms[0]], self.steps), None
+        for form, rate in rates.items():
+            if rate is None:
                 continue
-            first = lines[key_of(self.spec(form, tuned, 0))]
-            parts = [f"{form:12} {first['num_parameters']:>10,} parameters"]
+            own = lines[key_of(self.spec(form, rate, 0))]["num_parameters"]
+            numbers = numbers or own
+            parts = [f"{form:12} {own:>10,} parameters, {numbers / own:.2f} times fewer"]
+            budgets = {"steps": self.steps}
             if clock is not None:
                 parts.append(f"{clock['times'][form]['ratio']:5.2f} of the control's step")
-            for label, steps in (("steps", self.steps), ("time", self.steps_in_time(lines, form) if clock else 0)):
-                found = [lines.get(key_of(self.spec(form, tuned, seed, steps))) for seed in range(self.seeds)]
-                losses = [line["eval_loss"] for line in found if line is not None and line["eval_loss"] is not None]
-                if losses:
-                    mean, width = interval(losses)
-                    parts.append(f"at equal {label} {mean:.4f} ± {width:.4f} ({len(losses)} seeds)")
+                budgets["time"] = self.steps_in_time(lines, form)
+            for label, steps in budgets.items():
+                found = self._runs(lines, form, rate, steps)
+                if found:
+                    mean, width = interval([*found.values()])
+                    parts.append(f"at equal {label} {mean:.4f} ± {width:.4f} ({len(found)} seeds)")
+                    pairs = [loss - control[seed] for seed, loss in found.items() if seed in control]
+                    if form != self.forms[0] and pairs:
+                        parts[-1] += ", minus the control {:+.4f} ± {:.4f}".format(*interval(pairs))
             print("  ".join(parts))
+
+    def _runs(self, lines: Lines, form: str, rate: float | None, steps: int) -> dict[int, float]:
+        """The held-out loss of each seed that was run."""
+        if rate is None:
+            return {}
+        found = {seed: lines.get(key_of(self.spec(form, rate, seed, steps))) for seed in self.seeds}
+        return {s: line["eval_loss"] for s, line in found.items() if line is not None and line["eval_loss"] is not None}
 
     def main(self, description: str | None) -> int:
         """The command line."""
@@ -146,25 +150,23 @@ class Comparison:
         if options.phase == "one":
             printed(self.run(json.loads(options.spec)))
             return 0
-        ledger = Ledger(options.results, self.script, threads_a_job(1 if options.phase == "clock" else options.jobs))
+        ledger = Ledger(options.results, self.script, threads_a_job(options.jobs))
         lines = ledger.lines()
         if options.phase == "report":
             self.report(lines)
         elif options.phase == "sweep":
-
-            def sweep(pair: tuple[str, Spec]) -> None:
-                form, choice = pair
-                self.grid.sweep(ledger, lambda rate: self.spec(form, {"lr": rate, **choice}, 0), "eval_loss")
-
-            pairs = [(form, choice) for form in self.forms for choice in self.choices_of(form)]
-            side_by_side(options.jobs, sweep, pairs)
+            side_by_side(
+                options.jobs,
+                lambda form: self.grid.sweep(ledger, lambda rate: self.spec(form, rate, 0), "eval_loss"),
+                self.forms,
+            )
         elif options.phase == "clock":
             ledger.run(self.clock_spec)
         else:
             timed = options.phase == "timed"
             runs = [
                 self.spec(form, self.tuned(lines, form), seed, self.steps_in_time(lines, form) if timed else None)
-                for seed in range(self.seeds)
+                for seed in self.seeds
                 for form in self.forms
             ]
             side_by_side(options.jobs, ledger.run, runs)

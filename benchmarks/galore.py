@@ -5,7 +5,7 @@
 galore-torch imports bitsandbytes, whether it is used or not. Matrices with both sides above the rank are projected, as
 its authors do it for the layers of a Llama; embeddings, heads and vectors are left to AdamW. What a step computes is
 the package's own; only the projection is kept as a tensor of the state between steps, so that checkpoints hold it and
-counts of bytes see it.
+counts of bytes see it, and no more than it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def register() -> None:
                 state["projector"].ortho_matrix = state.pop("projection", None)
             result = super().step(closure)
             for _, state in projected:
-                state["projection"] = state.pop("projector").ortho_matrix
+                matrix = state.pop(
+                    "projector"
+                ).ortho_matrix  # after an SVD a view of the whole basis, four times as large
+                state["projection"] = matrix if matrix._base is None else matrix.clone()
             return result
 
     torch.optim.GaLore = GaLore  # type: ignore[attr-defined]

@@ -46,6 +46,17 @@ def _repeats(one: Callable[[], object], least_s: float) -> int:
     return max(1, int(least_s / max(1e-9, time.perf_counter() - began)))
 
 
+def disturbed(again: Mapping[str, Any]) -> str | None:
+    """Why times are refused, or None: what `ratio` found for the control against itself is not 1, or not surely.
+
+    A machine that others use takes turns to be slow, which moves short pieces of work more than long ones.
+    """
+    found, (low, high) = again["ratio"], again["ratio_95"]
+    if abs(found - 1.0) <= 0.05 and low >= 0.9 and high <= 1.1:
+        return None
+    return f"refused: the control against itself is {found:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def ratio(own: Sequence[float], control: Sequence[float]) -> dict[str, Any]:
     """The median ratio with its 95 % bootstrap interval."""
     ratios = np.array(own) / np.array(control)

@@ -69,9 +69,9 @@ COMPARISON = Comparison(
     results=RESULTS / "tensor-code.jsonl",
     forms=("dense", "cores"),
     grid=Grid([0.125e-3, 0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3], start=3),
-    steps=1000,
-    seeds=3,
-    fixed={"text": "python", "ranks": RANKS},
+    steps=500,
+    seeds=range(1, 4),
+    fixed={"text": "python", "ranks": RANKS, "model": WIDE, "batch": BATCH},
     recipe_of=recipe_of,
     step_of=step_of,
 )

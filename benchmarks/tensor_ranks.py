@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from dated import RESULTS
 from equal_clock import training_step
-from interleaved import ratio, take_turns
+from interleaved import disturbed, ratio, take_turns
 from optim_quality import MODEL
 from resumable import Ledger, Line, Spec, command_line, key_of, side_by_side, threads_a_job
 from small_models import CAME, facts, printed, text, train_line
@@ -168,7 +168,7 @@ def cut_line(spec: Spec) -> Line:
     removed = copy.deepcopy(model)
     adapter.detach()
     forms = {"all ranks": every, "shut": shut, "removed": removed, "folded": model, "all ranks again": every}
-    times = take_turns({name: training_step(form, batch) for name, form in forms.items()}, rounds=15)
+    times = take_turns({name: training_step(form, batch) for name, form in forms.items()}, rounds=30)
     return {
         "key": key_of(spec),
         **spec,
@@ -187,9 +187,8 @@ def report_cuts(lines: dict[str, Line]) -> None:
         line = lines.get(key_of(cut_spec(target)))
         if line is None:
             continue
-        again = line["times"]["all ranks again"]["ratio"]
-        if abs(again - 1.0) > 0.15:
-            print(f"cut to {target}: times are refused, the first model against itself is {again:.2f}")
+        if (refused := disturbed(line["times"]["all ranks again"])) is not None:
+            print(f"cut to {target}: {refused}")
             continue
         parts = (f"{name} {line['times'][name]['ratio']:.2f}" for name in ("shut", "removed", "folded"))
         print(f"cut to {target}, a step of all ranks is 1: {', '.join(parts)}; logits moved {line['logits_moved']:.1e}")

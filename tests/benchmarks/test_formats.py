@@ -47,25 +47,39 @@ def test_equal_time_is_steps_by_the_clock(tmp_path: Path, capsys: pytest.Capture
     comparison: Comparison = tensor_formats.COMPARISON
     forms = comparison.forms
     times: dict[str, Any] = {form: {"ratio": 1.0 if form == "dense" else 0.4} for form in forms}
-    lines: dict[str, Any] = {key_of(comparison.clock_spec): {"times": times}}
+    lines: dict[str, Any] = {}
 
-    def add(form: str, rate: float, seed: int, loss: float, steps: int | None = None, scale: float = 1.0) -> None:
-        spec = comparison.spec(form, {"lr": rate, "lr_scale": scale}, seed, steps)
-        lines[key_of(spec)] = {**spec, "eval_loss": loss, "num_parameters": 1000}
+    def add(form: str, rate: float, seed: int, loss: float, steps: int | None = None) -> None:
+        spec = comparison.spec(form, rate, seed, steps)
+        lines[key_of(spec)] = {**spec, "eval_loss": loss, "num_parameters": 4000 if form == "dense" else 1000}
 
     with pytest.raises(SystemExit, match="sweep of tt"):
         comparison.tuned(lines, "tt")
-    for rate, loss in ((1e-3, 4.0), (2e-3, 3.5), (4e-3, 3.75)):
-        add("tt", rate, 0, loss)
-    assert comparison.best(lines, "tt") is None, "the other share of the rate has not been swept"
-    for rate, loss in ((1e-3, 3.6), (2e-3, 3.55), (4e-3, 3.75), (0.5e-3, 3.7)):
-        add("tt", rate, 0, loss, scale=1 / 3)
-    add("tt", 2e-3, 1, 3.7)
-    assert comparison.tuned(lines, "tt") == {"lr": 2e-3, "lr_scale": 1.0}
+    for form, less in (("dense", 0.0), ("tt", 0.5)):
+        for rate, loss in ((1e-3, 4.0), (2e-3, 3.5), (4e-3, 3.75)):
+            add(form, rate, 0, loss - less)
+        for seed in (1, 2):
+            add(form, 2e-3, seed, 3.7 + seed / 10 - less)
+    comparison.report(lines)
+    printed = capsys.readouterr().out
+    assert "equal time" not in printed, "there is no clock yet"
+    lines[key_of(comparison.clock_spec)] = {"times": times}
+    assert comparison.tuned(lines, "tt") == 2e-3
     assert comparison.steps_in_time(lines, "tt") == 750
-    add("tt", 2e-3, 0, 3.0, 750)
+    add("tt", 2e-3, 1, 3.0, 750)
     comparison.report(lines)
     printed = capsys.readouterr().out
     assert "0.40 of the control's step" in printed
-    assert "at equal steps 3.6000" in printed
-    assert "at equal time 3.0000" in printed
+    assert "1,000 parameters, 4.00 times fewer" in printed
+    assert "at equal steps 3.3500 ± 0.6353 (2 seeds), minus the control -0.5000 ± 0.0000" in printed
+    assert "at equal time 3.0000 ± inf (1 seeds), minus the control -0.8000 ± inf" in printed
+
+
+def test_a_disturbed_clock_is_refused() -> None:
+    from interleaved import disturbed
+
+    assert disturbed({"ratio": 1.02, "ratio_95": [0.95, 1.07]}) is None
+    assert (
+        disturbed({"ratio": 1.2, "ratio_95": [1.1, 1.3]}) == "refused: the control against itself is 1.20 [1.10, 1.30]"
+    )
+    assert disturbed({"ratio": 1.0, "ratio_95": [0.7, 1.3]}) is not None
