@@ -72,10 +72,11 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Grid:
-    """Learning rates, ascending, and which of them every sweep begins with."""
+    """Learning rates, ascending, which of them every sweep begins with, and how many it takes at least."""
 
     rates: Sequence[float]
     start: int
+    least: int = 0
 
     def results(self, lines: dict[str, Line], spec_of: Callable[[float], Spec], score: str) -> list[float | None]:
         """The score of each rate, lower being better: infinite where the run failed, None where it was not run."""
@@ -83,13 +84,15 @@ class Grid:
         return [None if line is None else float("inf") if line[score] is None else line[score] for line in found]
 
     def next(self, results: Sequence[float | None]) -> int | None:
-        """Which rate to run next: the start, then the neighbours of the best one; None when both are known."""
+        """Which rate to run next: the start, then the neighbours of the best one, then those that lie nearest to it."""
         known = {index: result for index, result in enumerate(results) if result is not None}
         if not known:
             return self.start
         best = min(known, key=lambda index: (known[index], index))  # everything failed: go down
-        wanted = (index for index in (best - 1, best + 1) if 0 <= index < len(self.rates) and index not in known)
-        return next(wanted, None)
+        nearest = sorted(range(len(self.rates)), key=lambda index: (abs(index - best), index))
+        wanted = (index for index in nearest if index not in known)
+        index = next(wanted, None)
+        return index if index is not None and (abs(index - best) == 1 or len(known) < self.least) else None
 
     def best(self, results: Sequence[float | None]) -> float | None:
         """The rate with the lowest score, or None where the sweep has not ended or every run failed."""

@@ -158,3 +158,13 @@ def test_a_run_that_a_signal_stopped_is_no_result(tmp_path: Path, monkeypatch: p
     with pytest.raises(SystemExit, match="after step 3"):
         train_line({"lr": 1.0}, {}, run_dir=folder)
     assert folder.exists()  # to go on from
+
+
+def test_a_sweep_takes_as_many_rates_as_it_should() -> None:
+    from resumable import Grid
+
+    rates = [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
+    around = [None, 1.0, 0.9, 1.0, None]
+    assert Grid(rates, start=2).next(around) is None
+    assert Grid(rates, start=2, least=4).next(around) == 0
+    assert Grid(rates, start=2, least=4).next([1.1, *around[1:]]) is None
