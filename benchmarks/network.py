@@ -8,13 +8,14 @@ Every replica runs in a network namespace of its own, joined to the others by a 
 both ends of each pair. Before anything is measured a plain socket copy says what the cap lets through. Bytes are those
 of the interface's own counters, between barriers, less what the interface sends when nobody trains; beside them stands
 what the formulas of the methods say, which leave out the headers of packets. Times are medians over the steps, of one
-process with one thread on a core of its own: where there are fewer cores than replicas, only bytes are told.
+process with one thread on a core of its own: where there are fewer cores than replicas, only bytes are told. With
+`--rounds` all methods are gone through several times, and each has its ratio to the first one in the same round.
 
-With a round trip, a process in place of the bridge holds every frame for half of it; how long a byte takes there and
-back is measured before anything else, and the result is marked as emulated.
+With a round trip, a process in place of the bridge holds every frame, of 9000 bytes, for half of it; how long a byte
+takes there and back is measured before anything else, and the result is marked as emulated.
 
-Writes results/network-N-RATE-DATE.json. Where there are no namespaces, no tc or no root, it says so and exits with 4,
-which is neither a pass nor a failure.
+Writes results/network-N-RATE-DATE.json, after every method; one that fails is told and left out. Where there are no
+namespaces, no tc or no root, it says so and exits with 4, which is neither a pass nor a failure.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ from typing import Any
 
 import numpy as np
 from dated import dated, write
+from interleaved import ratio
 
 HUB = Path(__file__).with_name("delaying_hub.py")
 NETWORK, PORT = "10.77.0", 29777
 SKIPPED = 4
 STEPS, WARM_UP = 12, 6  # auto_off decides in the fifth
-COPY_BYTES = 4 << 20
+COPY_S, SLOW_START_S = 6.0, 2.0
+JUMBO = "9000"
+"""Bytes of a frame where a process forwards it."""
 SETTLE_S = 0.4
 
 
@@ -90,6 +94,9 @@ def namespaces(count: int, rate: str, round_trip_ms: float = 0.0) -> Iterator[li
             run("ip", "-n", name, "link", "add", inner, "type", "veth", "peer", "name", outer, "netns", hub)
             run("ip", "-n", hub, "link", "set", outer, *(() if round_trip_ms else ("master", "bridge")), "up")
             run("ip", "-n", name, "addr", "add", f"{address(rank)}/24", "dev", inner)
+            if round_trip_ms:
+                run("ip", "-n", name, "link", "set", inner, "mtu", JUMBO)
+                run("ip", "-n", hub, "link", "set", outer, "mtu", JUMBO)
             run("ip", "-n", name, "link", "set", inner, "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
             if rate != "uncapped":
@@ -161,7 +168,9 @@ def receive() -> None:
         print("listening", flush=True)
         connection, _ = server.accept()
         with connection:
-            connection.recv(65536)  # the first bytes come out of the bucket
+            began = time.perf_counter()
+            while time.perf_counter() - began < SLOW_START_S and connection.recv(65536):
+                pass
             began, found = time.perf_counter(), 0
             while part := connection.recv(65536):
                 found += len(part)
@@ -170,7 +179,9 @@ def receive() -> None:
 
 def send() -> None:
     with socket.create_connection((address(0), PORT), timeout=60) as connection:
-        connection.sendall(bytes(COPY_BYTES))
+        began, part = time.perf_counter(), bytes(65536)
+        while time.perf_counter() - began < COPY_S:
+            connection.sendall(part)
 
 
 def sent_bytes() -> int:
@@ -256,25 +267,48 @@ def run_method(names: Sequence[str], method: str, options: argparse.Namespace) -
         )
         for rank, name in enumerate(names)
     ]
-    outputs = [process.communicate(timeout=options.timeout) for process in started]
+    try:
+        outputs = [process.communicate(timeout=options.timeout) for process in started]
+    except subprocess.TimeoutExpired:
+        raise FailedError(f"{method}: not ended after {options.timeout:g} s") from None
+    finally:
+        for process in started:
+            process.kill()
     for process, (_, errors) in zip(started, outputs, strict=True):
         if process.returncode:
-            raise SystemExit(f"{method}: a replica failed\n{errors[-2000:]}")
+            raise FailedError(f"{method}: a replica failed\n{errors[-2000:]}")
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
-def table(found: dict[str, list[dict[str, Any]]], *, with_times: bool) -> None:
-    """Bytes, their formula, and times, a row a method."""
-    dense = max((row["computed_bytes"] for row in found.get("ddp fp32", [])), default=None)
-    for method, rows in found.items():
+class FailedError(Exception):
+    """A method could not be measured."""
+
+
+def step_of(rows: Sequence[dict[str, Any]]) -> float:
+    """Seconds of a step in one round: the median of the slowest replica."""
+    return max(float(np.median(row["step_s"])) for row in rows)
+
+
+def table(found: dict[str, list[list[dict[str, Any]]]], *, with_times: bool) -> None:
+    """Bytes, their formula, and times, a row a method, which has the rows of its replicas in each round."""
+    dense = max((row["computed_bytes"] for rows in found.get("ddp fp32", []) for row in rows), default=None)
+    for method, rounds in found.items():
+        rows = [row for each in rounds for row in each]
         sent, computed = (max(row[key] for row in rows) for key in ("sent_bytes", "computed_bytes"))
         parts = [f"{method:22} {sent / 1e6:9.4f} MB a step, formula {computed / 1e6:9.4f}"]
         parts.append(f"x {sent / computed:5.3f}" if computed else "       ")
         if dense and sent > 0:
             parts.append(f"{dense / sent:8.1f} x fewer than fp32")
         if with_times:
-            parts.append(f"{1e3 * max(float(np.median(row['step_s'])) for row in rows):9.1f} ms")
-            parts.append(f"mean {1e3 * max(float(np.mean(row['step_s'])) for row in rows):9.1f} ms")
+            steps = [step_of(each) for each in rounds]
+            parts.append(f"{1e3 * float(np.median(steps)):9.1f} ms")
+            means = [max(float(np.mean(row["step_s"])) for row in each) for each in rounds]
+            parts.append(f"mean {1e3 * float(np.median(means)):9.1f} ms")
+            first, control = next(iter(found.items()))
+            if method != first and len(control) == len(rounds) > 1:
+                against = ratio(steps, [step_of(each) for each in control])
+                low, high = against["ratio_95"]
+                parts.append(f"{against['ratio']:.3f} [{low:.3f}, {high:.3f}] of {first}")
         print("  ".join(parts), flush=True)
 
 
@@ -288,6 +322,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--rounds", type=int, default=1, help="how often all methods are gone through")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of one method")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
@@ -310,31 +345,48 @@ def main() -> int:
     from comm_methods import METHODS
 
     with_times = len(os.sched_getaffinity(0)) >= options.replicas
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[list[dict[str, Any]]]] = {}
+    failures: dict[str, str] = {}
     with namespaces(options.replicas, options.rate, options.round_trip_ms) as names:
         copied, round_trip = copied_mbit(names), measured_round_trip_ms(names)
         line = f"a plain copy takes {copied:.1f} Mbit/s, a byte there and back {round_trip:.2f} ms"
         print(f"{options.replicas} replicas, {options.rate}: {line}", flush=True)
-        for method in options.methods or METHODS:
-            found[method] = run_method(names, method, options)
-            table({name: found[name] for name in ("ddp fp32", method) if name in found}, with_times=with_times)
+        if not options.round_trip_ms and options.rate.endswith("mbit") and copied < 0.9 * float(options.rate[:-4]):
+            raise SystemExit(f"the link does not carry the {options.rate} that it is capped at")
+        for number in range(options.rounds):
+            for method in options.methods or METHODS:
+                if method in failures:
+                    continue
+                try:
+                    found.setdefault(method, []).append(run_method(names, method, options))
+                except FailedError as error:
+                    failures[method] = str(error)
+                    found.pop(method, None)
+                    print(error, flush=True)
+                    continue
+                first = next(iter(found))
+                if not number:
+                    table({name: found[name] for name in (first, method)}, with_times=with_times)
+                report = dated(
+                    __file__,
+                    replicas=options.replicas,
+                    rate=options.rate,
+                    copied_mbit=copied,
+                    round_trip_ms=round_trip,
+                    emulated_round_trip=options.round_trip_ms > 0,
+                    preset=options.preset,
+                    batch=options.batch,
+                    length=options.length,
+                    with_times=with_times,
+                    failures=failures,
+                    methods=found,
+                )
+                line = f"-{options.round_trip_ms:g}ms" if options.round_trip_ms else ""
+                path = write(report, f"network-{options.replicas}-{options.rate}{line}", options.out)
     print()
     table(found, with_times=with_times)
-    report = dated(
-        __file__,
-        replicas=options.replicas,
-        rate=options.rate,
-        copied_mbit=copied,
-        round_trip_ms=round_trip,
-        emulated_round_trip=options.round_trip_ms > 0,
-        preset=options.preset,
-        batch=options.batch,
-        length=options.length,
-        with_times=with_times,
-        methods=found,
-    )
-    line = f"-{options.round_trip_ms:g}ms" if options.round_trip_ms else ""
-    print(write(report, f"network-{options.replicas}-{options.rate}{line}", options.out))
+    if found:
+        print(path)
     return 0
 
 
