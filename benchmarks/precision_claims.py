@@ -2,18 +2,24 @@
 
     scantling sweep recipes/sweep-precision-parts.yaml --jobs 2
     scantling sweep recipes/sweep-precision-tokens.yaml --jobs 2
+    scantling sweep recipes/sweep-precision-seeds.yaml --jobs 2
     python benchmarks/precision_claims.py
 
-From the two tables in benchmarks/results, of runs that are done:
+From the tables in benchmarks/results, of runs that are done:
 
+    noise             nats between runs that differ in their seed alone
     saturation        what each part costs by its bits: nats above the run of the same size and tokens at 16 bits
-    parts multiply    Kumar's law fitted to runs with one part in few bits predicts the others, beside a fit to all
+    parts multiply    that excess of runs with several parts in few bits, as four rules foretell it: Kumar's law fitted
+                      to runs with one part in few bits, and to all; the same product with what was measured of each
+                      part in place of a formula; and the sum of what the parts cost alone
     after training    nats lost when weights are quantised after training: the power of tokens they grow with, of runs
-                      whose learning rate decays and of runs whose rate stays
-    robustness        the same of runs that were trained with weights in few bits, beside those that were not
+                      whose learning rate decays and of runs whose rate stays; and the loss with it, which tells whether
+                      more tokens still help
+    robustness        nats lost after training by runs whose weights had few bits in training, to fewer bits than these,
+                      less what the run at 16 bits of the same size and tokens loses; and where each ends against it
     downstream        accuracy on minimal pairs beside the loss
 
-One seed a run: differences of a hundredth of a nat are chance.
+One seed a run but for those of `noise`: what is not clearly above it is chance.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from dated import RESULTS, dated, write
 
 import scantling as sc
 from scantling.errors import UserError
+from scantling.laws.law import bits_of
 
 PARTS = ("weights", "activations", "kv_cache")
 POST = "post."
@@ -39,8 +46,11 @@ Row = dict[str, Any]
 def read(path: Path) -> list[Row]:
     """The finished runs of a table of `scantling sweep`, with numbers for N, D and the losses, 16 for whole parts."""
     with open(path, newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["state"] == "done"]
-    return [_numbers(row) for row in rows]
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        if row["state"] != "done":
+            print(f"{path.name}: {row['run']} is {row['state']}: {row.get('error', '')}")
+    return [_numbers(row) for row in rows if row["state"] == "done"]
 
 
 def _numbers(row: dict[str, str]) -> Row:
@@ -48,13 +58,15 @@ def _numbers(row: dict[str, str]) -> Row:
     found |= {name: float(row[name]) for name in ("N", "D", "loss")}
     found["key"] = Path(row["run"]).name
     found["schedule"] = row.get("train.schedule") or "cosine"
+    found["seed"] = int(row.get("train.seed") or 0)
     found["minimal_pairs"] = float(row["minimal_pairs"]) if row.get("minimal_pairs") else None
-    found["post"] = {_bits(name.removeprefix(POST)): float(v) for name, v in row.items() if name.startswith(POST) and v}
+    found["post"] = {name.removeprefix(POST): float(v) for name, v in row.items() if name.startswith(POST) and v}
     return found
 
 
-def _bits(name: str) -> int:
-    return int(name.removeprefix("int")) if name else 16
+def _bits(name: str) -> float:
+    """Of a format, or of one with the method that quantised to it, `int3.gptq`."""
+    return bits_of(name.partition(".")[0]) if name else 16
 
 
 def together(*tables: Sequence[Row]) -> list[Row]:
@@ -68,9 +80,32 @@ def in_few_bits(row: Row) -> list[str]:
 
 
 def beside_whole(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Each run with the one of its size and tokens at 16 bits."""
-    whole = {(row["N"], row["D"]): row for row in rows if not in_few_bits(row) and row["schedule"] == "cosine"}
-    return [(row, whole[row["N"], row["D"]]) for row in rows if (row["N"], row["D"]) in whole]
+    """Each run with the one of its size, tokens and seed at 16 bits."""
+    whole = {_place(row): row for row in rows if not in_few_bits(row) and row["schedule"] == "cosine"}
+    return [(row, whole[_place(row)]) for row in rows if _place(row) in whole]
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row["N"], row["D"], row["seed"]
+
+
+def noise(rows: Sequence[Row]) -> dict[str, Any]:
+    """The standard deviation over seeds, of losses and of what few bits cost, for each kind of run with several."""
+    excess = {id(row): row["loss"] - whole["loss"] for row, whole in beside_whole(rows)}
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["schedule"] == "cosine":
+            bits = ", ".join(f"{part} {row[part]:g}" for part in in_few_bits(row)) or "16 bits"
+            kinds.setdefault(f"N={row['N']:.0f}, D={row['D']:.0f}, {bits}", []).append(row)
+    return {
+        kind: {
+            "of_loss": float(np.std([row["loss"] for row in own], ddof=1)),
+            "of_excess": float(np.std([excess[id(row)] for row in own if id(row) in excess], ddof=1)),
+            "seeds": len(own),
+        }
+        for kind, own in kinds.items()
+        if len({row["seed"] for row in own}) > 2
+    }
 
 
 def saturation(rows: Sequence[Row]) -> dict[str, Any]:
@@ -87,22 +122,46 @@ def saturation(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
-    """Errors on runs with several parts in few bits, of a fit without them and of a fit with them."""
+    """Nats above 16 bits of runs with several parts in few bits, measured and foretold, and how far apart they are."""
     whole = [row for row in rows if not in_few_bits(row) and row["schedule"] == "cosine"]
     alone = [row for row in rows if len(in_few_bits(row)) == 1]
-    several = [row for row in rows if len(in_few_bits(row)) > 1]
+    pairs = [(row, beside) for row, beside in beside_whole(rows) if len(in_few_bits(row)) > 1]
     base = sc.laws.fit(_table(whole), tie={"beta": "alpha"})
-    found: dict[str, Any] = {"base": base.law.constants(), "runs": {"alone": len(alone), "several": len(several)}}
-    for name, fitted_to in (("alone", alone), ("all", alone + several)):
-        law = sc.laws.fit(_table(whole + fitted_to), law="kumar", base=base).law
-        errors = [law.loss(**_given(row)) / row["loss"] - 1.0 for row in several]
-        found[f"fitted to {name}"] = {
-            "constants": law.constants(),
-            "mean_error": float(np.mean(np.abs(errors))),
-            "worst_error": float(np.max(np.abs(errors))),
-            "errors": [float(error) for error in errors],
+    laws = {
+        f"Kumar's law, fitted to {name}": sc.laws.fit(_table(whole + fitted_to), law="kumar", base=base).law
+        for name, fitted_to in (("alone", alone), ("all", alone + [row for row, _ in pairs]))
+    }
+    costs = {
+        (_place(row), part, row[part]): row["loss"] - beside["loss"]
+        for row, beside in beside_whole(alone + whole)
+        for part in in_few_bits(row)
+    }
+    foretold: dict[str, list[float]] = {name: [] for name in (*laws, "the product of what was measured", "their sum")}
+    measured = []
+    for row, beside in pairs:
+        own = [costs.get((_place(row), part, row[part])) for part in in_few_bits(row)]
+        known = [cost for cost in own if cost is not None]
+        if len(known) < len(own):
+            continue
+        measured.append(row["loss"] - beside["loss"])
+        for name, law in laws.items():
+            given = _given(row)
+            foretold[name].append(float(law.loss(**given) - law.loss(**given | dict.fromkeys(PARTS, 16))))
+        of_size = base.law.A * row["N"] ** -base.law.alpha  # each part makes it larger by a factor of its own
+        product = float(np.prod([1.0 + cost / of_size for cost in known]))
+        foretold["the product of what was measured"].append(of_size * (product - 1.0))
+        foretold["their sum"].append(sum(known))
+    rules = {
+        name: {
+            "mean_error": float(np.mean(np.abs(np.array(values) - measured))),
+            "bias": float(np.mean(np.array(values) - measured)),
+            "foretold": values,
         }
-    return found
+        for name, values in foretold.items()
+    }
+    counts = {"alone": len(alone), "several": len(measured)}
+    constants = {name: law.constants() for name, law in laws.items()}
+    return {"base": base.law.constants(), "runs": counts, "constants": constants, "measured": measured, "rules": rules}
 
 
 def _given(row: Row) -> Row:
@@ -114,17 +173,23 @@ def _table(rows: Iterable[Row]) -> list[Row]:
 
 
 def after_training(rows: Sequence[Row]) -> dict[str, Any]:
-    """Nats lost by tokens for each size, schedule and number of bits, and the slope of their logarithms."""
+    """Nats lost by tokens for each size, schedule and format, the slope of their logarithms, and the loss with them."""
     found: dict[str, Any] = {}
-    whole = [row for row in rows if not in_few_bits(row)]
+    whole = [row for row in rows if not in_few_bits(row) and not row["seed"]]
     for schedule in sorted({row["schedule"] for row in whole}):
         for size in sorted({row["N"] for row in whole}):
             runs = sorted(
                 (row for row in whole if (row["N"], row["schedule"]) == (size, schedule)), key=lambda r: r["D"]
             )
-            for bits in sorted({bits for row in runs for bits in row["post"]}):
-                lost = [(row["D"], row["post"][bits] - row["loss"]) for row in runs if bits in row["post"]]
-                found[f"{schedule}, N={size:.0f}, int{bits}"] = {"lost": lost, "power_of_D": _slope(lost)}
+            for name in sorted({name for row in runs for name in row["post"]}):
+                lost = [(row["D"], row["post"][name] - row["loss"]) for row in runs if name in row["post"]]
+                ends = [(row["D"], row["post"][name]) for row in runs if name in row["post"]]
+                found[f"{schedule}, N={size:.0f}, {name}"] = {
+                    "lost": lost,
+                    "power_of_D": _slope(lost),
+                    "ends_at": ends,
+                    "best_tokens": min(ends, key=lambda pair: pair[1])[0],
+                }
     return found
 
 
@@ -137,16 +202,24 @@ def _slope(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def robustness(rows: Sequence[Row]) -> dict[str, Any]:
-    """Nats lost after training, by the bits of the weights while training and after: means over sizes and tokens."""
-    found: dict[str, dict[int, list[float]]] = {}
+    """By bits of the weights in training and formats after it: nats lost less those at 16 bits, and the ends."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row, whole in beside_whole(rows):
-        if in_few_bits(row) in ([], ["weights"]) and row["schedule"] == "cosine":
-            for bits in row["post"].keys() & whole["post"].keys():
-                own = found.setdefault(f"trained at {row['weights']}", {}).setdefault(bits, [])
-                own.append(row["post"][bits] - row["loss"])
+        if in_few_bits(row) == ["weights"] and row["schedule"] == "cosine":
+            for name in sorted(row["post"].keys() & whole["post"].keys()):
+                if _bits(name) < row["weights"]:
+                    own = found.setdefault(f"trained at {row['weights']:g}", {}).setdefault(
+                        name, {"lost": [], "end": []}
+                    )
+                    lost, end = row["post"][name] - row["loss"], row["post"][name]
+                    own["lost"].append(lost - (whole["post"][name] - whole["loss"]))
+                    own["end"].append(end - whole["post"][name])
     return {
-        name: {bits: {"mean": float(np.mean(own)), "raw": own} for bits, own in sorted(by_bits.items())}
-        for name, by_bits in sorted(found.items())
+        name: {
+            after: {"mean": float(np.mean(own["lost"])), "mean_end": float(np.mean(own["end"])), "raw": own}
+            for after, own in by_format.items()
+        }
+        for name, by_format in sorted(found.items())
     }
 
 
@@ -158,10 +231,15 @@ def downstream(rows: Sequence[Row]) -> dict[str, Any]:
     loss, accuracy, few = (np.array(column, dtype=float) for column in zip(*pairs, strict=True))
     design = np.stack([np.ones_like(loss), loss, few], axis=1)
     coefficients, *_ = np.linalg.lstsq(design, accuracy, rcond=None)
+    rest = accuracy - design @ coefficients
+    variance = rest @ rest / max(1, len(pairs) - design.shape[1])
+    errors = np.sqrt(variance * np.diag(np.linalg.pinv(design.T @ design)))
     return {
         "correlation": float(np.corrcoef(loss, accuracy)[0, 1]),
         "accuracy_a_nat": float(coefficients[1]),
+        "its_standard_error": float(errors[1]),
         "of_few_bits_at_equal_loss": float(coefficients[2]),
+        "standard_error_of_that": float(errors[2]),
         "runs": len(pairs),
     }
 
@@ -170,20 +248,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=Path, default=RESULTS / "precision-parts.csv")
     parser.add_argument("--tokens", type=Path, default=RESULTS / "precision-tokens.csv")
+    parser.add_argument("--seeds", type=Path, default=RESULTS / "precision-seeds.csv")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    parts, tokens = (read(path) if path.exists() else [] for path in (options.parts, options.tokens))
-    both = together(parts, tokens)
-    counts = {"parts": len(parts), "tokens": len(tokens), "together": len(both)}
-    results: dict[str, Any] = {"runs": counts, "saturation": saturation(parts)}
+    tables = {name: getattr(options, name) for name in ("parts", "tokens", "seeds")}
+    read_tables = {name: read(path) if path.exists() else [] for name, path in tables.items()}
+    every = together(*read_tables.values())
+    first = [row for row in every if not row["seed"]]
+    counts = {**{name: len(rows) for name, rows in read_tables.items()}, "together": len(every)}
+    results: dict[str, Any] = {"runs": counts, "noise": noise(every), "saturation": saturation(first)}
     try:
-        results["parts multiply"] = parts_multiply(both)
+        results["parts multiply"] = parts_multiply(first)
     except UserError as error:
         results["parts multiply"] = {"error": str(error)}
     results |= {
-        "after training": after_training(tokens),
-        "robustness": robustness(both),
-        "downstream": downstream(both),
+        "after training": after_training(first),
+        "robustness": robustness(first),
+        "downstream": downstream(every),
     }
     report(results)
     print(write(dated(__file__, results=results), "precision-claims", options.out))
@@ -192,21 +273,30 @@ def main() -> int:
 
 def report(results: dict[str, Any]) -> None:
     """The results in words."""
-    print("{parts} and {tokens} runs, {together} different ones".format(**results["runs"]))
-    for name in ("saturation", "robustness"):
-        print(f"\n{name}: nats, by bits")
-        for what, by_bits in results[name].items():
-            print(f"  {what:14} " + "  ".join(f"{bits}: {own['mean']:+.4f}" for bits, own in by_bits.items()))
-    print("\nparts multiply: relative errors on runs with several parts in few bits")
-    for what, found in results["parts multiply"].items():
-        if "mean_error" in found:
-            print(f"  {what:18} mean {found['mean_error']:.3%}, worst {found['worst_error']:.3%}")
-        elif what == "error":
-            print(f"  {found}")
-    print("\nafter training: nats lost by tokens")
+    print("{parts}, {tokens} and {seeds} runs, {together} different ones".format(**results["runs"]))
+    print("\nnoise: standard deviation over seeds, nats")
+    for kind, found in results["noise"].items():
+        print("  {:40} of the loss {of_loss:.4f}, of the excess {of_excess:.4f} ({seeds})".format(kind, **found))
+    print("\nsaturation: nats above 16 bits, by bits")
+    for what, by_bits in results["saturation"].items():
+        print(f"  {what:14} " + "  ".join(f"{bits:g}: {own['mean']:+.4f}" for bits, own in by_bits.items()))
+    multiply = results["parts multiply"]
+    print("\nparts multiply: errors on the nats above 16 bits of runs with several parts in few bits")
+    if "error" in multiply:
+        print(f"  {multiply['error']}")
+    else:
+        print(f"  measured: mean {np.mean(multiply['measured']):.4f} of {multiply['runs']['several']} runs")
+        for rule, found in multiply["rules"].items():
+            print(f"  {rule:34} off by {found['mean_error']:.4f}, too much by {found['bias']:+.4f}")
+    print("\nafter training: nats lost by tokens, and the tokens beyond which the loss with them grows")
     for what, found in results["after training"].items():
         power = "" if found["power_of_D"] is None else f"   D^{found['power_of_D']:.2f}"
-        print(f"  {what:26} " + "  ".join(f"{lost:.4f}" for _, lost in found["lost"]) + power)
+        lost = "  ".join(f"{lost:.4f}" for _, lost in found["lost"])
+        print(f"  {what:26} {lost}{power}   best at {found['best_tokens']:.3g} tokens")
+    print("\nrobustness: nats lost more than by the run at 16 bits, and (end against its end)")
+    for what, by_format in results["robustness"].items():
+        told = (f"{name}: {own['mean']:+.4f} ({own['mean_end']:+.4f})" for name, own in by_format.items())
+        print(f"  {what:14} " + "  ".join(told))
     if results["downstream"]:
         print("\ndownstream: " + ", ".join(f"{name} {value:.4g}" for name, value in results["downstream"].items()))
 

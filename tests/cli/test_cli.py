@@ -110,6 +110,10 @@ def test_eval_of_minimal_pairs(trained: Path, tmp_path: Path, capsys: pytest.Cap
     assert run(["eval", str(trained), "--minimal-pairs", str(pairs), "--lm-eval", "blimp"]) == 2
     assert run(["eval", str(trained), "--minimal-pairs", str(tmp_path / "nothing.csv")]) == 2
     assert "file not found" in capsys.readouterr().err
+    assert run(["eval", str(trained), "--limit", "3"]) == 2
+    assert "--minimal-pairs" in capsys.readouterr().err
+    assert run(["eval", str(trained), "--minimal-pairs", str(pairs), "--limit", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["count"] == 1
 
 
 def test_export_loads_with_transformers_alone(

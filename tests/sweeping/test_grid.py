@@ -72,6 +72,13 @@ def test_combinations_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "leave_out matches no combination: {'train.steps': 9}" in caplog.text
     with pytest.raises(UserError, match="leaves no run"):
         grid(tmp_path, {"axes": axes, "leave_out": [{"train.steps": [4, 8]}]})
+    parts = {"linked": {"formats": [{"precision.weights": "int4"}, {"precision.weights": "int4", "train.steps": 5}]}}
+    steps = tiny_recipe(tmp_path)["train"]["steps"]  # what a combination does not set is the base's
+    found = grid(tmp_path, {**parts, "leave_out": [{"precision.weights": "int4", "train.steps": steps}]})
+    assert [case.label for case in found] == ["weights=int4 steps=5"]
+    group = {"formats": [{"precision.weights": "int4"}, {"precision.activations": "int4"}]}
+    found = grid(tmp_path, {"linked": group, "leave_out": [{"precision.weights": None}]})
+    assert [case.label for case in found] == ["weights=int4"]
 
 
 def test_a_run_is_known_by_what_its_recipe_does(tmp_path: Path) -> None:

@@ -105,7 +105,9 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     # a further value is run alone, a further evaluation made up for, a failed run left
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"sentence_good": "the fox", "sentence_bad": "zzzzzzz"}')
-    content |= {"after": {"minimal_pairs": str(pairs), "quantize": {"formats": ["int2", "int16"]}}}
+    content |= {
+        "after": {"minimal_pairs": {"files": str(pairs), "limit": 100}, "quantize": {"formats": ["int2", "int16"]}}
+    }
     content["axes"]["train.steps"] = [2, 3]
     content["leave_out"] = [{"train.steps": 3, "data.text": str(late)}]
     _, begun = sweep(tmp_path, content)

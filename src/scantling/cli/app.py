@@ -109,6 +109,9 @@ def evaluate(
         list[str] | None,
         typer.Option(metavar="FILE", help="Score minimal pairs instead: JSONL, CSV, or a folder of them. Repeatable."),
     ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Score so many minimal pairs, evenly spread, in place of all.")
+    ] = None,
     lm_eval: Annotated[
         str | None,
         typer.Option(metavar="TASK,...", help="Run tasks of lm-evaluation-harness instead, by name or YAML file."),
@@ -118,7 +121,7 @@ def evaluate(
     """Evaluate the newest checkpoint of a run: on its held-out data, on minimal pairs, or on tasks of a harness."""
     from scantling.cli import evaluation
 
-    return evaluation.evaluate(run, minimal_pairs=minimal_pairs or [], lm_eval=lm_eval, as_json=as_json)
+    return evaluation.evaluate(run, minimal_pairs=minimal_pairs or [], limit=limit, lm_eval=lm_eval, as_json=as_json)
 
 
 @app.command()

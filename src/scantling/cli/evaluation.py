@@ -15,14 +15,16 @@ from scantling.errors import UserError
 from scantling.reporting.format import format_number, format_percent
 
 
-def evaluate(run: Path, *, minimal_pairs: Sequence[str], lm_eval: str | None, as_json: bool) -> int:
+def evaluate(run: Path, *, minimal_pairs: Sequence[str], limit: int | None, lm_eval: str | None, as_json: bool) -> int:
     show_warnings(make_console(stderr=True))
+    if limit is not None and not minimal_pairs:
+        raise UserError(f"--limit {limit} is of minimal pairs; give their files with --minimal-pairs")
     if minimal_pairs and lm_eval is not None:
         raise UserError("give one of --minimal-pairs and --lm-eval")
     if minimal_pairs:
         from scantling.training.minimal_pairs import evaluate_pairs
 
-        figures = evaluate_pairs(run, minimal_pairs)
+        figures = evaluate_pairs(run, minimal_pairs, limit=limit)
         table = _pairs_table(run, figures)
     elif lm_eval is not None:
         from scantling.training.harness import evaluate_tasks

@@ -38,7 +38,8 @@ class Evaluation:
 
 
 def _paths(given: Any) -> list[str]:
-    return [os.path.expandvars(path) for path in ([given] if isinstance(given, str) else given)]
+    files = given["files"] if isinstance(given, Mapping) else given
+    return [os.path.expandvars(path) for path in ([files] if isinstance(files, str) else files)]
 
 
 def _check_pairs(given: Any) -> None:
@@ -50,7 +51,8 @@ def _check_pairs(given: Any) -> None:
 def _evaluate_pairs(run_dir: Path, given: Any) -> Figures:
     from scantling.training.minimal_pairs import evaluate_pairs
 
-    return {"minimal_pairs": evaluate_pairs(run_dir, _paths(given))["accuracy"]}
+    limit = given.get("limit") if isinstance(given, Mapping) else None
+    return {"minimal_pairs": evaluate_pairs(run_dir, _paths(given), limit=limit)["accuracy"]}
 
 
 def _post(given: Any) -> list[str]:

@@ -63,9 +63,9 @@ def cases(sweep: Sweep, base: Mapping[str, Any], source: str = "sweep") -> list[
         UserError: every combination is left out.
     """
     product = list(_product(sweep))
-    for unused in (each for each in sweep.leave_out if not any(_matches(each, given) for given in product)):
+    for unused in (each for each in sweep.leave_out if not any(_matches(each, given, base) for given in product)):
         logger.warning("%s: leave_out matches no combination: %s", source, unused)
-    settings = [given for given in product if not any(_matches(each, given) for each in sweep.leave_out)]
+    settings = [given for given in product if not any(_matches(each, given, base) for each in sweep.leave_out)]
     if not settings:
         raise UserError(f"{source}: leave_out leaves no run")
     found: dict[str, Case] = {}
@@ -138,11 +138,11 @@ def _product(sweep: Sweep) -> Iterator[dict[str, Any]]:
         yield {key: value for settings in combination for key, value in settings.items()}
 
 
-def _matches(pattern: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Whether settings have the value, or one of the values, of every key of a pattern."""
+def _matches(pattern: Mapping[str, Any], given: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Whether settings on top of a base have the value, or one of the values, of every key of a pattern."""
+    values = {key: given[key] if key in given else _at(base, key.split(".")) for key in pattern}
     return all(
-        key in given and (given[key] == wanted or (isinstance(wanted, list) and given[key] in wanted))
-        for key, wanted in pattern.items()
+        values[key] == wanted or (isinstance(wanted, list) and values[key] in wanted) for key, wanted in pattern.items()
     )
 
 

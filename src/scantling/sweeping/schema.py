@@ -27,14 +27,24 @@ class Quantized(Section):
     """Round to the nearest, or GPTQ with the run's own training data; a scale for each output."""
 
 
+class Pairs(Section):
+    """Minimal pairs that are scored."""
+
+    files: Paths
+    """Files or folders, as of `scantling eval --minimal-pairs`."""
+    limit: int | None = Field(default=None, ge=1)
+    """Of pairs, evenly spread over the files. Default: all."""
+
+
 class After(Section):
     """What each finished run is evaluated on; its figures are further columns of the table."""
 
     quantize: Quantized | None = None
     """Formats of weights whose loss is measured, as of `scantling quantize`."""
 
-    minimal_pairs: Paths | None = None
-    """Files or folders of minimal pairs, as of `scantling eval --minimal-pairs`; the column is the accuracy."""
+    minimal_pairs: Paths | Pairs | None = None
+    """Files or folders of minimal pairs, as of `scantling eval --minimal-pairs`, or `{files: ..., limit: 5000}`; the
+    column is the accuracy."""
 
 
 class Sweep(Section):
@@ -49,7 +59,8 @@ class Sweep(Section):
     linked: dict[Text, Group] = Field(default_factory=dict)
     """Settings that change together: by the name of a group, a list of mappings from keys to one value each."""
     leave_out: list[Annotated[Settings, Field(min_length=1)]] = Field(default_factory=list)
-    """Combinations that are not run: where all keys of one mapping have the value, or one of a list of values."""
+    """Combinations that are not run: where all keys of one mapping have the value, or one of a list of values. A key
+    that a combination does not set has the value that is written in the base, or null."""
     after: After = Field(default_factory=After)
     """What each finished run is evaluated on."""
     out: Text | None = None

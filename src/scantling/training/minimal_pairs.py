@@ -45,12 +45,13 @@ _Z = 1.959963984540054
 Figures = dict[str, Any]
 
 
-def evaluate_pairs(run_dir: str | Path, files: Sequence[str]) -> Figures:
+def evaluate_pairs(run_dir: str | Path, files: Sequence[str], *, limit: int | None = None) -> Figures:
     """Score minimal pairs with the newest whole checkpoint of a run, on the device that its recipe names.
 
     Args:
         run_dir: the directory of a run of the task causal-lm.
         files: as of `read_pairs`.
+        limit: of pairs, evenly spread over all. Default: none is left out.
 
     Returns:
         `step`, and `accuracy`, `interval` (95 %, Wilson), `correct` and `count` of all pairs; the same of each under
@@ -60,6 +61,8 @@ def evaluate_pairs(run_dir: str | Path, files: Sequence[str]) -> Figures:
         UserError: no such run, a run of another task, pairs that cannot be read, a sentence longer than the context.
     """
     pairs = read_pairs(files)
+    if limit is not None and limit < len(pairs):
+        pairs = [pairs[index * len(pairs) // limit] for index in range(limit)]
     recipe = RunDir(Path(run_dir)).stored_recipe()
     task_name = recipe_task(recipe)
     if task_name != "causal-lm":

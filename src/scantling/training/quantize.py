@@ -22,6 +22,7 @@ from scantling.recipe import Recipe
 from scantling.tasks.base import Task, TaskData
 from scantling.training.checkpoint import read_manifest
 from scantling.training.distributed import joined
+from scantling.training.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ def losses_after(
 ) -> list[float]:
     """Held-out losses of a trained run, each with its weights quantised to another format; nothing is written.
 
+    They are computed on the device that the run's recipe names.
+
     Args:
         run_dir: the directory of a run.
         formats: of the weights.
@@ -160,9 +163,10 @@ def losses_after(
     from scantling.training.run import load_trained, run_evaluation
 
     found = []
-    with joined("cpu") as place:
-        recipe, task, data, model, _ = load_trained(run_dir)
-        calibration = list(calibration_batches(recipe, task, data, sequences, "cpu")) if method == "gptq" else None
+    with joined(RunDir(Path(run_dir)).stored_recipe().train.device) as place:
+        device = str(place.device)
+        recipe, task, data, model, _ = load_trained(run_dir, device=device)
+        calibration = list(calibration_batches(recipe, task, data, sequences, device)) if method == "gptq" else None
         for name in formats:
             one = copy.deepcopy(model)
             quantize_weights(one, name, method=method, calibration=calibration)
