@@ -51,6 +51,7 @@ AIM = 2.0
 
 def pass_of(layer: nn.Module, x: torch.Tensor) -> Callable[[], object]:
     """A forward and a backward pass, gradients thrown away."""
+    torch._dynamo.config.recompile_limit = 64  # all contenders share one forward
     model = torch.compile(layer)
     upstream = torch.randn_like(model(x))
 
