@@ -77,6 +77,17 @@ def beside_the_training() -> None:
         assert_alike(net)
 
 
+def many_steps(way: str, sync_every: int) -> None:
+    """2,000 steps with errors fed back and codes rounded by chance, after any of which replicas may not differ."""
+    rank = dist.get_rank()
+    net = model()
+    options: dict[str, Any] = {"values": "int4", "dense": "sign", "residual": "int8", "check_every": 25}
+    optimizer = sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4, exchange=way, sync_every=sync_every, **options)
+    for begin in range(0, 2000, 100):
+        train(net, optimizer, rank, range(begin, begin + 100))
+        assert_alike(net)
+
+
 def replicas_of_shards() -> None:
     """Two replicas of two shards, everything sent, against two replicas that each hold all."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -144,6 +155,12 @@ def test_steps_across_a_distributed_checkpoint(tmp_path: Path, sharded: bool, ha
 @pytest.mark.parametrize("world", [2, 3])
 def test_replicas_send_what_is_planned_and_stay_alike(world: int) -> None:
     run(world, bytes_and_turns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "sync_every"), [("all_gather", 1), ("owner", 1), ("all_gather", 4)])
+def test_replicas_are_alike_for_two_thousand_steps(way: str, sync_every: int) -> None:
+    run(2, many_steps, way, sync_every)
 
 
 def test_messages_go_beside_the_training() -> None:
