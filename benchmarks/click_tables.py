@@ -34,6 +34,7 @@ from scantling.errors import UserError
 from scantling.models.dlrm import DLRM
 from scantling.optim.registry import build_optimizer
 from scantling.recipe import load_recipe
+from scantling.recipe.schema import TensorSection
 from scantling.tasks import get_task
 from scantling.training.distributed import Place
 from scantling.training.run import build_run_model, run_evaluation
@@ -163,17 +164,16 @@ def run_training(spec: Spec) -> Line:
     model = build_run_model(recipe, task, data)
     torch.manual_seed(spec["seed"])
     compressed(model, spec["kind"], spec["rank"])
-    groups = sc.param_groups(model, core_lr=recipe.optim.lr / 3)  # as recipes have it
-    for group in groups:
-        group["initial_lr"] = group.get("lr", recipe.optim.lr)
+    groups = sc.param_groups(model, **TensorSection().rates(recipe.optim.lr))
     optimizer = build_optimizer(recipe.optim.name, groups, lr=recipe.optim.lr)
+    rates = [group["lr"] for group in optimizer.param_groups]
     batch = recipe.batch_size
     sampler = Sampler(len(data.train), batch_size=batch, seed=spec["seed"])
     batches = BatchSource(data.train, data.collate, sampler, micro_batch_size=batch)
     for step in range(1, spec["steps"] + 1):
         factor = lr_factor(step, steps=spec["steps"], schedule="cosine", warmup=0.05, min_ratio=0.1)
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor
         loss = task.loss(model, batches.next_step()[0]).loss / batch
         if not torch.isfinite(loss):
             failure = {"eval_loss": None, "failure": f"step {step}: the loss is {float(loss)}"}
