@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import scantling as sc
 from scantling.comm import allreduce_wire_bytes, diloco, sparseloco
+from scantling.comm.layout import buckets_of, channels_in
 
 ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.1}
 """Betas that came out best in optim_quality.py."""
@@ -35,6 +36,8 @@ class Replica:
         sent: that the method says it sent in the last step; None where it does not count.
         last_backward: context of the last backward pass before a step.
         clip: largest norm of the gradients of a step.
+        exchanging: what is to be done between the backward pass and the step.
+        published_bytes: that a process of the code the method was published with would send for a step.
     """
 
     model: nn.Module
@@ -43,6 +46,8 @@ class Replica:
     sent: Callable[[], int] | None = None
     last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
     clip: float | None = None
+    exchanging: Callable[[], object] | None = None
+    published_bytes: int | None = None
 
     def step(self, loss_of: Callable[[nn.Module], Tensor]) -> Tensor:
         """One step: forward, backward, exchange, update. Returns the loss of this replica."""
@@ -50,6 +55,8 @@ class Replica:
         loss = loss_of(self.model)
         with self.last_backward():
             loss.backward()  # type: ignore[no-untyped-call]
+        if self.exchanging is not None:
+            self.exchanging()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
@@ -131,7 +138,48 @@ def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
     """sc.DeMo."""
     optimizer = sc.DeMo(sc.param_groups(model, weight_decay=0.1), lr, **options)
     planned = optimizer.exchange.planned_wire_bytes_a_step
-    return Replica(model, optimizer, lambda: float(planned()), lambda: optimizer.wire_bytes, optimizer.overlapped)
+    sent = published_bytes(optimizer.exchange) if options.get("compat") == "paper" else None
+    return Replica(
+        model,
+        optimizer,
+        lambda: float(planned()),
+        lambda: optimizer.wire_bytes,
+        optimizer.overlapped,
+        published_bytes=sent,
+    )
+
+
+def published_bytes(exchange: sc.MomentumExchange) -> int:
+    """What a process of DeMo's published code sends for a step: 8 bytes of index and 4 of value a coefficient."""
+    channels = channels_in(buckets_of(exchange.param_groups, exchange.rounds))
+    kept = sum(channel.count * channel.kind.section.kept for channel in channels)
+    return (dist.get_world_size() - 1) * 12 * kept
+
+
+def exchanged(model: nn.Module, lr: float, *, came: bool = False, beta1: float) -> Replica:
+    """sc.MomentumExchange, and an optimizer that steps matrices by the decoded momentum with a first beta of its own.
+
+    Embeddings and vectors, whose gradients are synchronised and no momentum, keep the first beta of 0.9.
+    """
+    groups = sc.param_groups(model, weight_decay=0.1)
+    exchange = sc.MomentumExchange(groups, topk=8, exchange="all_gather", **OURS)
+    make = partial(sc.CAME, debias=True, confidence=False) if came else torch.optim.AdamW
+    rest = (0.98, 0.995) if came else (0.98,)
+    own = [
+        {
+            "params": [param for _, param in group["params"]],
+            "weight_decay": group["weight_decay"],
+            "betas": (beta1 if group["role"] == "matrix" else 0.9, *rest),
+            **({"role": group["role"], "matrix_dims": group["matrix_dims"]} if came else {}),
+        }
+        for group in groups
+    ]
+    optimizer = make(own, lr=lr)
+
+    def computed() -> float:
+        return float(exchange.planned_wire_bytes_a_step())
+
+    return Replica(model, optimizer, computed, lambda: exchange.wire_bytes, exchanging=exchange.exchange)
 
 
 METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
@@ -153,6 +201,9 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     "ours k8 all_gather overlap": partial(demo, topk=8, exchange="all_gather", overlap=True, **OURS),
     "ours whole": partial(demo, exchange="whole", **OURS),
     "ours k8 auto_off": partial(demo, topk=8, auto_off=True, **OURS),
+    "exchange k8, adamw": partial(exchanged, beta1=0.9),
+    "exchange k8, adamw beta1 0": partial(exchanged, beta1=0.0),
+    "exchange k8, came beta1 0": partial(exchanged, came=True, beta1=0.0),
     "ours k8 all_gather int8": partial(demo, topk=8, exchange="all_gather", residual="int8", **OURS),
 }
 

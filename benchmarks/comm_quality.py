@@ -2,12 +2,14 @@
 
     python benchmarks/comm_quality.py sweep      one grid of learning rates for every method, seed 0
     python benchmarks/comm_quality.py seeds      each at its best rate, the same data order: AdamW and MAIN with seeds
-                                                 1 to 8, the others with 1 to 3
+                                                 1 to 8, the others with 1 to 3; `--replicas 4` with two more replicas
     python benchmarks/comm_quality.py settings   ours with other coefficients, decay, alpha, formats
     python benchmarks/comm_quality.py report     loss, bytes, paired differences to AdamW, and steps to AdamW's loss
 
-A decoder of half a million parameters on English novels, or with `--data digits` a vision transformer of 0.2 million
-on scikit-learn's digits; two replicas that are two processes, each with half of every batch. Bytes are those of the
+A decoder of half a million parameters on English novels; with `--data digits` a vision transformer of 0.2 million on
+scikit-learn's digits; with `--data llama-10m` the preset of that name, on bytes of the novels, in the batches that
+network.py times. Two replicas are two processes, each with half of every batch; with four, each has a quarter, at the
+rates that are best with two, and AdamW under DDP is that of two, which computes the same. Bytes are those of the
 formulas, which benchmarks/network.py holds to what an interface counts; `over the run` has in it the steps that
 PowerSGD begins with, a tenth of all, as its documentation advises. DeMo's AdamW, for embeddings and vectors, has the
 rate that is best for AdamW alone, which is swept first. Gradients are clipped at a norm of 1 for AdamW and SGD. The
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,7 @@ class Work:
         batch: examples in a step of all replicas.
         steps: of a run.
         dense_lr: of DeMo's AdamW: what the sweep of `ddp fp32` finds.
+        methods: what is compared; all unless given.
     """
 
     model: dict[str, Any]
@@ -56,6 +60,7 @@ class Work:
     batch: int
     steps: int
     dense_lr: float
+    methods: tuple[str, ...] = ()
 
 
 WORKS = {
@@ -67,6 +72,14 @@ WORKS = {
         dense_lr=8e-3,
     ),
     "digits": Work({"preset": "vit-digits"}, {"images": "digits", "heldout": 0.2}, batch=64, steps=300, dense_lr=2e-3),
+    "llama-10m": Work(
+        {"preset": "llama-10m"},
+        {**text("novels"), "seq_len": 128},
+        batch=8,
+        steps=400,
+        dense_lr=2e-3,
+        methods=("ddp fp32", "powersgd r4", "diloco h30", "ours k8 all_gather", "ours k2 owner"),
+    ),
 }
 METHODS = (
     "ddp fp32",
@@ -85,6 +98,7 @@ METHODS = (
     "ours k8 all_gather",
     "ours k8 owner",
     "ours k2 owner",
+    *(f"exchange k8, {name}" for name in ("adamw", "adamw beta1 0", "came beta1 0")),
 )
 OURS = "ours k8 all_gather"
 MAIN = ("ddp fp32", OURS, "ours k2 owner")
@@ -103,13 +117,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 Lines = dict[str, Line]
 
 
-def run_spec(data: str, method: str, lr: float, seed: int, **options: Any) -> Spec:
+def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLICAS, **options: Any) -> Spec:
     """One run, as plain values."""
     named = {} if data == "novels" else {"data": data}  # as the first lines of the results have it
     if method.startswith("ours"):
         options = {"dense_lr": WORKS[data].dense_lr, **options}
     steps = WORKS[data].steps
-    return {**named, "method": method, "lr": lr, "seed": seed, "steps": steps, "replicas": REPLICAS, "options": options}
+    return {**named, "method": method, "lr": lr, "seed": seed, "steps": steps, "replicas": replicas, "options": options}
 
 
 def grid_of(method: str) -> Grid:
@@ -231,6 +245,10 @@ def best_rate(lines: Lines, data: str, method: str) -> float | None:
     return grid_of(method).best(swept(lines, data, method))
 
 
+def methods_of(data: str) -> tuple[str, ...]:
+    return WORKS[data].methods or METHODS
+
+
 def seeds_of(method: str) -> range:
     return SEEDS if method in MAIN else FEW_SEEDS
 
@@ -244,9 +262,9 @@ def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
 
 
 def report(lines: Lines, data: str) -> None:
-    """The sweep, then each method at its best rate beside AdamW under DDP."""
+    """The sweep, then each method at its best rate beside AdamW under DDP, with 2 and with 4 replicas."""
     print(f"{data}: held-out nats a target by learning rate, seed 0\n{GRID.header()}")
-    for method in METHODS:
+    for method in methods_of(data):
         print(GRID.row(method[:24], swept(lines, data, method)))
     base = best_rate(lines, data, METHODS[0])
     if base is None:
@@ -254,11 +272,11 @@ def report(lines: Lines, data: str) -> None:
     if base != WORKS[data].dense_lr:
         print(f"AdamW is best at {base:g}, while ours has {WORKS[data].dense_lr:g} for what is dense: set it")
     control = [lines.get(key_of(run_spec(data, METHODS[0], base, seed))) for seed in SEEDS]
-    for method in METHODS:
+    for replicas, method in product((REPLICAS, 2 * REPLICAS), methods_of(data)):
         rate = best_rate(lines, data, method)
         if rate is not None:
-            found = [lines.get(key_of(run_spec(data, method, rate, seed))) for seed in seeds_of(method)]
-            row(f"{method} at {rate:g}", found, control)
+            found = [lines.get(key_of(run_spec(data, method, rate, seed, replicas))) for seed in seeds_of(method)]
+            row(f"{method} at {rate:g}" + ("" if replicas == REPLICAS else f", {replicas} replicas"), found, control)
     rate = best_rate(lines, data, OURS)
     for name, options in SETTINGS.items() if rate is not None else ():
         found = [lines.get(key_of(run_spec(data, OURS, rate, seed, **options))) for seed in FEW_SEEDS]
@@ -294,12 +312,13 @@ def main() -> int:
     parser = command_line(__doc__, phases, RESULTS / "comm-quality.jsonl")
     parser.add_argument("--data", choices=list(WORKS), default="novels", help="what is trained on; novels unless given")
     parser.add_argument("--only", nargs="*", help="sweep and seeds: these methods")
+    parser.add_argument("--replicas", type=int, default=REPLICAS, help="seeds: how many processes")
     options = parser.parse_args()
     if options.phase == "one":
         printed(run_one(json.loads(options.spec)))
         return 0
     ledger = Ledger(options.results, Path(__file__))
-    methods = options.only or METHODS
+    methods = options.only or methods_of(options.data)
     if options.phase == "report":
         report(ledger.lines(), options.data)
     elif options.phase == "sweep":
@@ -313,7 +332,7 @@ def main() -> int:
             for method in methods:
                 rate = best_rate(lines, options.data, method)
                 if rate is not None and seed in seeds_of(method):
-                    ledger.run(run_spec(options.data, method, rate, seed))
+                    ledger.run(run_spec(options.data, method, rate, seed, options.replicas))
                 elif rate is None and seed == SEEDS[0]:
                     print(f"{method}: its sweep has not ended")
     else:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -225,9 +226,11 @@ def worker(rank: int, options: argparse.Namespace) -> None:
         "rank": rank,
         "sent_bytes": (total - idle * took) / options.steps,
         "computed_bytes": replica.computed_bytes(),
+        "published_bytes": replica.published_bytes,
         "idle_bytes_a_s": idle,
         "step_s": times,
         "cpu_s": (time.process_time() - cpu) / options.steps,
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "num_parameters": sum(param.numel() for param in replica.model.parameters()),
     }
     print(json.dumps(line), flush=True)
@@ -289,6 +292,16 @@ def step_of(rows: Sequence[dict[str, Any]]) -> float:
     return max(float(np.median(row["step_s"])) for row in rows)
 
 
+def cpu_of(rounds: Sequence[Sequence[dict[str, Any]]]) -> float:
+    """Seconds of a core that a step takes on one replica: the median of all."""
+    return float(np.median([row["cpu_s"] for rows in rounds for row in rows]))
+
+
+def peak_of(rounds: Sequence[Sequence[dict[str, Any]]]) -> float:
+    """Bytes of the largest process."""
+    return float(max(row["peak_bytes"] for rows in rounds for row in rows))
+
+
 def table(found: dict[str, list[list[dict[str, Any]]]], *, with_times: bool) -> None:
     """Bytes, their formula, and times, a row a method, which has the rows of its replicas in each round."""
     dense = max((row["computed_bytes"] for rows in found.get("ddp fp32", []) for row in rows), default=None)
@@ -298,12 +311,17 @@ def table(found: dict[str, list[list[dict[str, Any]]]], *, with_times: bool) -> 
         parts = [f"{method:22} {sent / 1e6:9.4f} MB a step, formula {computed / 1e6:9.4f}"]
         parts.append(f"x {sent / computed:5.3f}" if computed else "       ")
         if dense and sent > 0:
-            parts.append(f"{dense / sent:8.1f} x fewer than fp32")
+            parts.append(f"{dense / sent:8.1f} x fewer than fp32, {dense / 2 / sent:7.1f} than 16 bits")
+        if published := rows[0]["published_bytes"]:
+            parts.append(f"its published code {published / 1e6:9.4f} MB")
         if with_times:
             steps = [step_of(each) for each in rounds]
             parts.append(f"{1e3 * float(np.median(steps)):9.1f} ms")
             means = [max(float(np.mean(row["step_s"])) for row in each) for each in rounds]
             parts.append(f"mean {1e3 * float(np.median(means)):9.1f} ms")
+            if alone := found.get("alone"):
+                parts.append(f"{1e3 * (cpu_of(rounds) - cpu_of(alone)):7.1f} ms of a core more than alone")
+                parts.append(f"{(peak_of(rounds) - peak_of(alone)) / 1e6:+6.0f} MB")
             first, control = next(iter(found.items()))
             if method != first and len(control) == len(rounds) > 1:
                 against = ratio(steps, [step_of(each) for each in control])
@@ -366,7 +384,8 @@ def main() -> int:
                     continue
                 first = next(iter(found))
                 if not number:
-                    table({name: found[name] for name in (first, method)}, with_times=with_times)
+                    shown = (first, *(name for name in ("alone",) if name in found), method)
+                    table({name: found[name] for name in dict.fromkeys(shown)}, with_times=with_times)
                 report = dated(
                     __file__,
                     replicas=options.replicas,

@@ -91,3 +91,32 @@ def test_exchanges_on_novels_and_digits(capsys: pytest.CaptureFixture[str]) -> N
     assert [row.split(" at ")[0] for row in rows] == ["ddp fp32", "ours k8 owner"]
     assert "0.3700 (3 seeds)" in rows[1]
     assert "200.0 x fewer  90.00 ± 0.00 % right  +0.2500 ± 0.0000" in rows[1]
+
+
+def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours falls as fast by steps, and a step takes a quarter of the time; PowerSGD never gets there."""
+    import comm_quality as quality
+    import time_to_loss
+    from resumable import key_of
+
+    steps, start = quality.WORKS["llama-10m"].steps, quality.GRID.start
+    lines: dict[str, dict[str, Any]] = {}
+    for name, end in (("ddp fp32", 2.0), ("ours k2 owner", 2.0), ("powersgd r4", 3.0)):
+        for seed in (0, *quality.SEEDS):
+            for index in (start - 2, start - 1, start, start + 1):
+                spec = quality.run_spec("llama-10m", name, quality.GRID.rates[index], seed)
+                last = end + abs(index - start)
+                curve = [[part * steps // 10, 6.0 + (last - 6.0) * part / 10] for part in range(1, 11)]
+                lines[key_of(spec)] = {**spec, "eval_loss": last, "heldout": curve}
+    found = time_to_loss.compared(lines, {"alone": 0.5, "ddp fp32": 4.0, "ours k2 owner": 1.0, "powersgd r4": 1.0})
+    assert found.keys() == {"ddp fp32", "ours k2 owner", "powersgd r4"}
+    assert found["ours k2 owner"]["seeds"] == [1, 2, 3]  # those of PowerSGD
+    assert found["ddp fp32"]["time_s"] == pytest.approx(4.0 * steps)
+    assert found["ours k2 owner"]["time_s"] == pytest.approx(1.0 * steps)
+    assert found["powersgd r4"]["time_s"] == float("inf")
+    assert found["ddp fp32"]["loss_at_equal_time"] == pytest.approx(5.0)  # a quarter of its steps
+    assert found["ours k2 owner"]["loss_at_equal_time"] == pytest.approx(2.0)
+    time_to_loss.show(found, 0.5)
+    printed = capsys.readouterr().out
+    assert "never reaches the loss" in printed
+    assert "bound 8.00 x; ours 4.00 x: 50% of it" in printed
