@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from scantling.optim import CAME, _compiled, _native
+from scantling.optim import CAME, _compiled, _native, release_gradients
 from scantling.optim._rounding import read
 
 SHAPES: list[tuple[int, ...]] = [(40, 33), (40, 33), (3, 20, 130), (20, 4, 3, 3), (5,), (40, 8), ()]
@@ -118,6 +118,18 @@ def test_parameters_too_large_for_their_scratch_are_stepped_in_tiles(monkeypatch
     shapes = {key[0][0][0] for key in _compiled._functions}
     assert torch.Size((40, 33)) not in shapes
     assert torch.Size((5,)) in shapes
+
+
+@pytest.mark.usefixtures("traced")
+def test_gradient_release_takes_the_compiled_step_where_a_whole_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that is stepped alone may have the scratch that all parameters allow, not its own share of it."""
+    monkeypatch.setattr(_compiled, "_SCRATCH", 0)
+    net = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(60)])
+    assert _compiled._SCRATCH_SHARE * sum(param.nbytes for param in net.parameters()) >= 4 * 40 * 40
+    handle = release_gradients(net, CAME(net.parameters(), lr=1e-3, momentum="int8"))
+    net(torch.randn(2, 40)).square().mean().backward()
+    handle.remove()
+    assert _compiled._functions
 
 
 @pytest.mark.slow

@@ -48,12 +48,21 @@ def can_step(job: Job, total_bytes: int) -> bool:
 
     Args:
         job: the parameter.
-        total_bytes: of all parameters that are stepped together.
+        total_bytes: of all parameters of the optimizer.
     """
     if job.param.device.type not in DEVICES or job.plan.cuts or not _available():
         return False
-    allowed = max(_SCRATCH, _SCRATCH_SHARE * total_bytes)
-    return not _has_codes(job) or job.param.numel() * job.dtype.itemsize <= allowed
+    return scratch_bytes(job) <= allowed_scratch_bytes(total_bytes)
+
+
+def scratch_bytes(job: Job) -> int:
+    """What the compiled step of this parameter may allocate of its size: the momentum, where it is kept in codes."""
+    return job.param.numel() * job.dtype.itemsize if _has_codes(job) else 0
+
+
+def allowed_scratch_bytes(total_bytes: int) -> float:
+    """What a compiled step may allocate in an optimizer of so many bytes of parameters; tiles take what needs more."""
+    return max(_SCRATCH, _SCRATCH_SHARE * total_bytes)
 
 
 def step(jobs: Sequence[Job]) -> list[Job]:

@@ -11,9 +11,13 @@ from scantling.optim import _compiled, _eager, _native
 from scantling.optim._eager import Job
 
 
-def step_all(jobs: Sequence[Job]) -> None:
-    """Take the step of each parameter; they do not depend on each other."""
-    total_bytes = sum(job.param.nbytes for job in jobs)
+def step_all(jobs: Sequence[Job], total_bytes: int) -> None:
+    """Take the step of each parameter; they do not depend on each other.
+
+    Args:
+        jobs: the parameters.
+        total_bytes: of all parameters of the optimizer on this rank, which say how much scratch there may be.
+    """
     native: list[Job] = []
     compiled: list[Job] = []
     rest: list[Job] = []

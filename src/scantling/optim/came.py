@@ -159,12 +159,13 @@ class CAME(torch.optim.Optimizer):
                 "out, or give betas[0] above 0; a group may have 0 beside others that keep their momentum in few bits"
             )
         self._places: dict[int, tuple[int, int]] | None = None
+        self._param_bytes = 0  # of all, from when the places were noted
         self.released: set[int] = set()  # ids of parameters that the backward pass steps
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._places = None  # of the parameters' ids, which a copy does not share
+        self._places, self._param_bytes = None, 0  # of the parameters' ids, which a copy does not share
         self.released = set()
         for group in self.param_groups:
             for key, default in self.defaults.items():
@@ -224,14 +225,15 @@ class CAME(torch.optim.Optimizer):
                 loss = closure()
         check_grads(self.param_groups)
         jobs: list[Job] = []
-        ordinal = 0
+        ordinal = total_bytes = 0
         for group in self.param_groups:
             hyper = Hyper.of(group)
             for param in group["params"]:
                 if self._takes_part(param):
                     jobs.append(self.job(group, param, ordinal, hyper))
                 ordinal += 1
-        _take(jobs)
+                total_bytes += local(param).nbytes
+        _take(jobs, total_bytes)
         return loss
 
     @torch.no_grad()
@@ -246,7 +248,7 @@ class CAME(torch.optim.Optimizer):
         """
         check_grads([{"params": params}])
         placed = [(param, *self._place(param)) for param in params if param.grad is not None and param.numel()]
-        _take([self.job(group, param, ordinal) for param, group, ordinal in placed])
+        _take([self.job(group, param, ordinal) for param, group, ordinal in placed], self._param_bytes)
 
     def _takes_part(self, param: Tensor) -> bool:
         """Whether a step is taken for a parameter: for a sharded one on all ranks alike, gradient or not."""
@@ -306,6 +308,7 @@ class CAME(torch.optim.Optimizer):
             owners = (number for number, group in enumerate(self.param_groups) for _ in group["params"])
             pairs = zip(self.parameters(), owners, strict=True)
             self._places = {id(other): (number, ordinal) for ordinal, (other, number) in enumerate(pairs)}
+            self._param_bytes = sum(local(other).nbytes for other in self.parameters())
         if id(param) not in self._places:
             raise UserError(f"a parameter of shape {tuple(param.shape)} is not in this optimizer")
         number, ordinal = self._places[id(param)]
@@ -373,8 +376,8 @@ class CAME(torch.optim.Optimizer):
             self.released = released
 
 
-def _take(jobs: Sequence[Job]) -> None:
-    step_all([job for job in jobs if not job.plan.cuts])
+def _take(jobs: Sequence[Job], total_bytes: int) -> None:
+    step_all([job for job in jobs if not job.plan.cuts], total_bytes)
     step_sharded([job for job in jobs if job.plan.cuts])
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scantling.groups import MatrixDims
+from scantling.optim import _compiled, _native
 from scantling.optim._eager import CPU_TILE, DEVICE_TILE, step
-from scantling.optim._native import scratch_bytes
 from scantling.optim._shardplan import local
 from scantling.optim.came import CAME
 from scantling.optim.registry import build_unwarned, optimizer_options
@@ -147,11 +147,15 @@ def _came_scratch_bytes(optimizer: CAME, tile: int) -> int:
             if param.numel():
                 kinds[tuple(param.shape), param.dtype, id(group)] = group, param
     jobs = [optimizer.job(group, param, 0) for group, param in kinds.values()]
-    in_c = scratch_bytes(jobs) if tile == CPU_TILE else 0
+    if tile == CPU_TILE:
+        otherwise = _native.scratch_bytes(jobs)
+    else:
+        allowed = _compiled.allowed_scratch_bytes(sum(local(param).nbytes for param in optimizer.parameters()))
+        otherwise = max((size for size in map(_compiled.scratch_bytes, jobs) if size <= allowed), default=0)
     with torch.no_grad(), ScratchMeter(optimizer) as meter:
         for job in jobs:
             step(job, tile=tile)
-    return max(int(meter.peak), in_c)
+    return max(int(meter.peak), otherwise)
 
 
 def _adafactor_state_bytes(spec: ParameterSpec) -> int:
