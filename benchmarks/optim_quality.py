@@ -4,7 +4,8 @@
     python benchmarks/optim_quality.py seeds            the finalists at their best rate, 8 seeds, the same data order
     python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4: on fewer tokens
     python benchmarks/optim_quality.py variants         other betas, clipping and weight decay, on all tokens, one seed
-    python benchmarks/optim_quality.py batch            batches of 8, 32 and 128 sequences, a quarter of the tokens
+    python benchmarks/optim_quality.py batch            batches of 8, 32 and 128 sequences, a quarter of the tokens, and
+                                                        then three more seeds of each at its best rate
     python benchmarks/optim_quality.py longer           3 million parameters, over an hour a run, with a held-out curve
     python benchmarks/optim_quality.py report           what the results say, from the raw lines alone
 
@@ -66,7 +67,8 @@ ABLATION_SHARES = (0.5, 1.0)
 rounding end up to 0.1 nats apart, and AdamW at 3.59 in place of 2.93. New runs take the first."""
 BATCHES = (0.25, 1, 4)
 """Of the phase `batch`, in multiples of BATCH: 2404, 601 and 150 steps at equal tokens."""
-LARGE_BATCH = ("adamw", "plain", "came", "lamb")
+LARGE_BATCH = ("adamw", "came-reference", "plain", "lamb")
+BATCH_SEEDS = range(1, 4)
 ABLATIONS: dict[str, dict[str, Any]] = {
     "came": {},
     "betas (0.9, 0.999, 0.9999)": {"optim": {"betas": [0.9, 0.999, 0.9999]}},
@@ -110,9 +112,20 @@ def run_spec(data: str, optimizer: str, lr: float, seed: int, **changes: Any) ->
     return {"data": data, "optimizer": optimizer, "optim": optim, "seed": seed, "batch": 1, "tokens": TOKENS}
 
 
-def batch_spec(data: str, optimizer: str, lr: float, batch: float) -> Spec:
+def batch_spec(data: str, optimizer: str, lr: float, batch: float, seed: int = 0) -> Spec:
     """One run of the phase `batch`."""
-    return {**run_spec(data, optimizer, lr, 0), "batch": batch, "tokens": ABLATION_TOKENS}
+    return {**run_spec(data, optimizer, lr, seed), "batch": batch, "tokens": ABLATION_TOKENS}
+
+
+def batch_results(lines: Lines, data: str, batch: float, optimizer: str) -> list[float | None]:
+    """The held-out loss of each rate with a batch, seed 0."""
+    return GRID.results(lines, lambda rate: batch_spec(data, optimizer, rate, batch), "eval_loss")
+
+
+def batch_finalist(lines: Lines, data: str, batch: float, optimizer: str, seed: int) -> Spec | None:
+    """The run at the best rate with a batch; None while its sweep has not ended."""
+    rate = GRID.best(batch_results(lines, data, batch, optimizer))
+    return None if rate is None else batch_spec(data, optimizer, rate, batch, seed)
 
 
 def ablation_spec(data: str, change: str, lr: float, seed: int) -> Spec:
@@ -214,9 +227,12 @@ def report(lines: Lines, data: str) -> None:
             size = f"{line['num_parameters'] / 1e6:.1f} M parameters, {line['tokens'] / 1e6:.0f} M tokens"
             print(f"longer, {size}, {line['optimizer']} at {line['optim']['lr']:g}: {curve}")
     for batch, name in product(BATCHES, LARGE_BATCH):
-        found = GRID.results(lines, lambda rate, n=name, b=batch: batch_spec(data, n, rate, b), "eval_loss")
+        found = batch_results(lines, data, batch, name)
         if any(loss is not None for loss in found):
             print(GRID.row(f"{name} x{batch:g}", found))
+    for batch, name in product(BATCHES, LARGE_BATCH[1:]):
+        spec_of = partial(batch_finalist, lines, data, batch)
+        differences(lines, name, LARGE_BATCH[0], spec_of, BATCH_SEEDS, told=f"{name} x{batch:g}")
     if None in (GRID.best(swept(lines, data, name)) for name in ("adamw", "came")):
         return
 
@@ -234,19 +250,29 @@ def report(lines: Lines, data: str) -> None:
             differences(lines, change, "came", partial(ablated, share), ABLATION_SEEDS)
 
 
-def differences(lines: Lines, name: str, base: str, spec_of: Callable[[str, int], Spec], seeds: range) -> None:
+def differences(
+    lines: Lines,
+    name: str,
+    base: str,
+    spec_of: Callable[[str, int], Spec | None],
+    seeds: range,
+    *,
+    told: str | None = None,
+) -> None:
     """One line: the held-out loss of one kind of run less that of another, paired by seed."""
-    pairs = []
+    pairs, what = [], told or name
     for seed in seeds:
-        ours, theirs = lines.get(key_of(spec_of(name, seed))), lines.get(key_of(spec_of(base, seed)))
+        specs = spec_of(name, seed), spec_of(base, seed)
+        ours, theirs = (None if spec is None else lines.get(key_of(spec)) for spec in specs)
         if ours is not None and theirs is not None:
-            if ours["eval_loss"] is None:
-                print(f"{name:27} failed at seed {seed}: {ours['failure']}")
+            if ours["eval_loss"] is None or theirs["eval_loss"] is None:
+                failed = ours if ours["eval_loss"] is None else theirs
+                print(f"{what:27} failed at seed {seed}: {failed['failure']}")
                 return
             pairs.append(ours["eval_loss"] - theirs["eval_loss"])
     if pairs:
         mean, width = interval(pairs)
-        print(f"{name:27} - {base}: {mean:+.4f} [{mean - width:+.4f}, {mean + width:+.4f}] over {len(pairs)} seeds")
+        print(f"{what:27} - {base}: {mean:+.4f} [{mean - width:+.4f}, {mean + width:+.4f}] over {len(pairs)} seeds")
 
 
 def main() -> int:
@@ -277,6 +303,12 @@ def main() -> int:
             lambda pair: GRID.sweep(ledger, lambda rate: batch_spec(data, pair[1], rate, pair[0]), "eval_loss"),
             product(BATCHES, LARGE_BATCH),
         )
+        lines = ledger.lines()
+        finalists = [
+            batch_finalist(lines, data, batch, name, seed)
+            for seed, batch, name in product(BATCH_SEEDS, BATCHES, LARGE_BATCH)
+        ]
+        side_by_side(options.jobs, ledger.run, [spec for spec in finalists if spec is not None])
     elif options.phase == "longer":
         runs = [longer_spec(data, n, options.lr or best_rate(lines, data, n), options.tokens) for n in LONGER]
         side_by_side(options.jobs, ledger.run, runs)
