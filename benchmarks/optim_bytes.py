@@ -1,6 +1,7 @@
 """Bytes that optimizers keep, predicted on the meta device and counted on real tensors, CAME beside the others.
 
     python benchmarks/optim_bytes.py          (packages that are missing are named with their reason; 24 GiB, an hour)
+    python benchmarks/optim_bytes.py --read benchmarks/results/optim-bytes-2026-11-21.json      its rows, judged again
 
     1. state a parameter at the shapes of Llama-3-8B, without memory, and of a real thirty-second of it: one of its
        layers and a thirty-second of its vocabulary, so that all proportions are kept
@@ -298,12 +299,18 @@ def main() -> int:
         "--only", nargs="+", metavar="NAME", help="these optimizers; no result is written without --out"
     )
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--read", type=Path, metavar="FILE", help="nothing is run: show and judge what a file has")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(child(options.child)))
         return 0
     names = options.only or [contender.name for contender in CONTENDERS]
+    if options.read:
+        report = json.loads(options.read.read_text(encoding="utf-8"))
+        judged = aims(report["state"], report["all_in"])
+        show(report["state"], report["all_in"], judged, names)
+        return 0 if all(each["met"] for each in judged) else 1
     rows: list[Row] = []
     for name in names:
         for weights in DTYPES:

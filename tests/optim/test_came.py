@@ -204,6 +204,27 @@ def test_first_debiased_step_is_that_of_adam(betas: tuple[float, float, float]) 
     torch.testing.assert_close(vector.detach(), -1e-3 * vector.grad.sign(), rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {1: 11.11, 30: 46.48, 200: 48.91}),
+        ({"debias": True, "betas": CONFIDENT}, {1: 1.11, 30: 2.73, 200: 8.88}),
+        ({"debias": True, "betas": CONFIDENT, "confidence": False}, {1: 1.0, 30: 1.0, 200: 1.0}),
+    ],
+    ids=str,
+)
+def test_steps_where_gradients_never_change(options: dict[str, Any], expected: dict[int, float]) -> None:
+    """What the documentation says of them, in multiples of lr."""
+    param = nn.Parameter(torch.zeros(32, 32))
+    param.grad = torch.ones(32, 32)
+    optimizer, found = CAME([param], lr=1.0, **options), {}
+    for step in range(1, 201):
+        before = param.detach().clone()
+        optimizer.step()
+        found[step] = float((before - param.detach()).mean())
+    assert {step: found[step] for step in expected} == pytest.approx(expected, rel=0.01)
+
+
 def test_debias_vanishes_with_the_steps() -> None:
     grads = gradients((20, 30), 400)
     betas = (0.5, 0.6, 0.7)

@@ -65,6 +65,7 @@ def release_gradients(
 
     `optimizer.step()` may still be called (by a loop that does not know): it steps what was left, which is nothing but
     after an accumulation that was broken off. A learning rate has to be set before the backward pass it is meant for.
+    `clip_grad_norm_` after it finds no gradients and does nothing; recipes refuse the two together.
     Tied parameters are stepped once, with the sum of their gradients.
 
     Collectives: with parameters sharded by FSDP2 at most three all-reduces in the backward pass for each group, that is

@@ -46,8 +46,9 @@ magnitude the first step is lr (1 - b1) / (b1 sqrt(1 - b3)): 11.1 lr with the de
 Cost: state of 4, 2, 1.02 or 0.53 bytes a parameter (momentum in fp32, bf16, int8, int4; 8 in fp64) plus four vectors a
 matrix, see `came_state_bytes`; three reads of the gradient (four with a rounded momentum), two reads and a write of
 the momentum, one of the parameter; scratch of a few tiles, see `_eager.py`, or of a few rows, see `_native.py`.
-Limits: the update (9) is not bounded; e1 = 0 divides by 0 where a row or column never had a gradient; sparse and
-complex gradients are refused.
+Limits: the update (9) is not bounded: where gradients never change, the residual (6) falls as b1^2t and (9) grows as
+b3^(-t/2) until e2 stops it, debiased or not; with as much noise as signal it stays at 1.1 lr. e1 = 0 divides by 0 where
+a row or column never had a gradient. Sparse and complex gradients are refused.
 
 Sharded: DTensor parameters placed as Shard or Replicate, along any dims of any mesh, are stepped as on one device, with
 at most three all-reduces a step and process group, of the row and column statistics and one number a parameter; see
@@ -81,7 +82,7 @@ class CAME(torch.optim.Optimizer):
     """CAME (Luo et al., arXiv 2307.02047) as a plain `torch.optim.Optimizer`; the equations are at the top of its file.
 
     Recommended: `debias=True` with betas (0.9, 0.95, 0.995), at the learning rate of AdamW. The defaults are the
-    paper's; without bias correction the first step is 11 times `lr`, and later ones are up to 46 times where
+    paper's; without bias correction the first step is 11 times `lr`, and later ones are about 50 times where
     gradients point one way, so divide AdamW's by 3 to 10.
 
     Args:
