@@ -348,6 +348,8 @@ class CAME(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned: every tensor keeps the dtype it was saved with, and is copied.
 
+        As with all optimizers of torch, the options of the groups are then those that were saved: lr, betas, `debias`.
+
         Raises:
             UserError: it was saved with another momentum, rounding or factor, or a state tensor is missing, unknown or
                 of another shape or dtype than this parameter's; nothing has been loaded.
