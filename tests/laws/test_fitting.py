@@ -250,6 +250,35 @@ def test_both_stages_are_fitted_to_one_table() -> None:
     assert fitted.source == "fitted to 60 runs on a base (fitted to 20 runs)"
 
 
+def test_a_fitted_base_is_fitted_anew_without_the_size_that_is_left_out() -> None:
+    """As one who has not seen the size would do it, stage by stage; a base that is given stays."""
+    grid = {name: np.tile(column, 3) for name, column in small_grid().items()}
+    bits = {"weights": np.repeat([np.inf, 4.0, 6.0], 20)}
+    others = dict.fromkeys(("activations", "kv_cache"), np.full(60, np.inf))
+    table = {**grid, **bits, "loss": simulate(KUMAR, {**grid, **bits, **others}, noise=0.01)["loss"]}
+    found = sc.laws.fit(table, "kumar", base="fit", tie=TIED).hold_out()
+    assert len(found.errors) == 4
+    for size, errors in found.errors.items():
+        held = np.isclose(table["N"], size)
+        rest = {name: column[~held] for name, column in table.items()}
+        blind = sc.laws.fit(rest, "kumar", base="fit", tie=TIED)
+        predicted = blind.loss(table["N"][held], table["D"][held], weights=table["weights"][held])
+        np.testing.assert_allclose(errors, predicted / table["loss"][held] - 1, rtol=1e-3, atol=1e-6)
+    seen = sc.laws.fit(table, "kumar", base=base_of(KUMAR)).hold_out()
+    assert found.mean > seen.mean
+
+
+def test_a_size_that_the_base_cannot_do_without_is_named() -> None:
+    grid = {name: np.tile(column[:15], 2) for name, column in small_grid().items()}
+    bits = {"weights": np.repeat([np.inf, 4.0], 15)}
+    others = dict.fromkeys(("activations", "kv_cache"), np.full(30, np.inf))
+    table = {**grid, **bits, "loss": simulate(KUMAR, {**grid, **bits, **others}, noise=0.001)["loss"]}
+    held_out = sc.laws.fit(table, "kumar", base="fit", tie=TIED, fixed={"n_w": 0.0}).hold_out()
+    assert set(held_out.skipped.values()) == {
+        "of the base, fewer than three sizes are left to tell alpha, A and E from"
+    }
+
+
 def test_constants_are_held_tied_and_freed() -> None:
     runs = simulate(KUMAR, kumar_grid())
     offsets = {"n_w": KUMAR.n_w, "n_a": KUMAR.n_a, "n_kv": KUMAR.n_kv}

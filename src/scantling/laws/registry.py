@@ -63,7 +63,8 @@ def fit(
         runs: a CSV, JSON or JSON-lines file, .gz or not; a mapping of columns; a data frame; or one mapping a run.
         law: a name of `names()`.
         base: a law all of whose constants are held, so that only what it does not have is fitted (the second stage);
-            `fit` for Chinchilla's, fitted to those of the runs in which nothing has few bits (the first stage).
+            `fit` for Chinchilla's, fitted to those of the runs in which nothing has few bits (the first stage). One
+            that was fitted is fitted anew where a size of model is left out, see `Fit.hold_out`.
         columns: what the table calls N, D, loss, weights, activations, kv_cache, post and scheme. C, the FLOPs of
             training, may stand in for D, which is then C / 6N. post may be `post.*`, the columns that a sweep has of
             losses after quantisation: each run is then a row as it was trained, and one for each of them.
@@ -88,7 +89,8 @@ def fit(
         base = _fitted_base(base, table, fixed, tie, free, delta)
         tie = {name: leader for name, leader in tie.items() if name not in BASE}
         free = [name for name in free if name not in BASE]
-    held = _held(cls, base, fixed)
+    lent = {name: value for name, value in _lent(cls, base).items() if name not in fixed}
+    held = lent | _checked(cls, fixed)
     wanted = [name for name in dict.fromkeys([*cls.fittable(table), *free]) if name not in held]
     for follower, leader in tie.items():
         if follower not in wanted or leader not in wanted:
@@ -100,7 +102,7 @@ def fit(
     _check_spread(table, sought)
     problem = _problem(cls, table, sought, tie, held, delta)
     theta, total = solve(problem)
-    return Fit.of(problem, theta, total, table, base_source=None if base is None else base.source)
+    return Fit.of(problem, theta, total, table, base=base, lent=tuple(lent))
 
 
 def _fitted_base(
@@ -125,12 +127,16 @@ def _fitted_base(
     return found
 
 
-def _held(cls: type[Law], base: Law | Fit | None, fixed: Mapping[str, float]) -> dict[str, float]:
-    held = dict(fixed)
-    if base is not None:
-        lent = base.law if isinstance(base, Fit) else base
-        same = isinstance(lent, cls)
-        held = {name: value for name, value in lent.constants().items() if same or name in BASE} | held
+def _lent(cls: type[Law], base: Law | Fit | None) -> dict[str, float]:
+    """The constants that a law takes from its base."""
+    if base is None:
+        return {}
+    law = base.law if isinstance(base, Fit) else base
+    same = isinstance(law, cls)
+    return {name: value for name, value in law.constants().items() if same or name in BASE}
+
+
+def _checked(cls: type[Law], fixed: Mapping[str, float]) -> dict[str, float]:
     for name, value in fixed.items():
         known = name.partition("[")[0] in cls.UNITS
         if not known:
@@ -139,7 +145,7 @@ def _held(cls: type[Law], base: Law | Fit | None, fixed: Mapping[str, float]) ->
             raise UserError(text + (f" ({hint})" if hint else ""))
         if not np.isfinite(value):
             raise UserError(f"fixed {name} is {value}, no finite number")
-    return held
+    return dict(fixed)
 
 
 def _problem(

@@ -75,14 +75,37 @@ class Fit:
     runs: Runs
     _problem: Problem = dataclasses.field(repr=False)
     _theta: Array = dataclasses.field(repr=False)
+    _base: Fit | None = dataclasses.field(default=None, repr=False)
+    _lent: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, problem: Problem, theta: Array, total: float, runs: Runs, *, base_source: str | None) -> Fit:
-        """The fit at the coordinates that were found."""
-        based = f" on a base ({base_source})" if base_source else ""
+    def of(
+        cls,
+        problem: Problem,
+        theta: Array,
+        total: float,
+        runs: Runs,
+        *,
+        base: Law | Fit | None = None,
+        lent: tuple[str, ...] = (),
+    ) -> Fit:
+        """The fit at the coordinates that were found, with the constants that a base has lent."""
+        based = f" on a base ({base.source})" if base is not None else ""
         source = f"fitted to {runs.count} runs{based}"
         law = dataclasses.replace(problem.law_at(theta), source=source, fitted=runs.ranges())
-        return cls(law, problem.names, problem.residuals(theta)[0], total, problem.delta, runs, problem, theta)
+        fitted = base if isinstance(base, Fit) else None
+        return cls(
+            law,
+            problem.names,
+            problem.residuals(theta)[0],
+            total,
+            problem.delta,
+            runs,
+            problem,
+            theta,
+            fitted,
+            lent,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "law":
@@ -203,23 +226,32 @@ class Fit:
     def hold_out(self) -> HoldOut:
         """Leave out each size of model in turn, fit to the others, and predict it.
 
-        More than 8 sizes are put into 8 groups of neighbours.
+        More than 8 sizes are put into 8 groups of neighbours. A base that was fitted is fitted anew without the size.
         """
         sizes = np.unique(self.runs["N"])
-        groups = [np.isin(self.runs["N"], part) for part in np.array_split(sizes, min(len(sizes), _FOLDS))]
         errors, skipped = {}, {}
-        for held in groups:
+        for part in np.array_split(sizes, min(len(sizes), _FOLDS)):
+            held = np.isin(self.runs["N"], part)
             size = float(np.exp(np.log(self.runs["N"][held]).mean()))
-            rest = ~held
-            reason = self._cannot_do_with(rest, held)
+            reason = self._cannot_do_without(part)
             if reason:
                 skipped[size] = reason
                 continue
-            problem = self._problem.on(self._problem.runs.take(rest))
-            theta, _ = solve(problem)
-            wrong = self._problem.on(self._problem.runs.take(held)).residuals(theta)[0]
+            problem, theta = self._without(part)
+            wrong = problem.on(self._problem.runs.take(held)).residuals(theta)[0]
             errors[size] = np.expm1(wrong)
         return HoldOut(errors, skipped)
+
+    def _without(self, sizes: Array) -> tuple[Problem, Array]:
+        """What is fitted to the runs of other sizes, and where its least sum lies."""
+        problem = self._problem.on(self._problem.runs.take(~np.isin(self.runs["N"], sizes)))
+        if self._base is not None:
+            base, at = self._base._without(sizes)
+            constants = base.law_at(at).constants()
+            law = problem.law.in_units(1 / problem.size, 1 / problem.tokens)
+            law = law.with_constants({name: constants[name] for name in self._lent})
+            problem = dataclasses.replace(problem, law=law.in_units(problem.size, problem.tokens))
+        return problem, solve(problem)[0]
 
     def __str__(self) -> str:
         lines = [f"{self.law.name} law {self.law.source}"]
@@ -283,8 +315,13 @@ class Fit:
         other = int(related.argmax())
         return f"; it moves with {self.names[other]}" if related[other] > _TOGETHER else ""
 
-    def _cannot_do_with(self, rest: Array, held: Array) -> str | None:
-        """Why the runs that are left do not suffice."""
+    def _cannot_do_without(self, sizes: Array) -> str | None:
+        """Why the runs of other sizes do not suffice."""
+        held = np.isin(self.runs["N"], sizes)
+        rest = ~held
+        reason = None if self._base is None else self._base._cannot_do_without(sizes)
+        if reason:
+            return f"of the base, {reason}"
         if rest.sum() <= len(self.names):
             return f"{int(rest.sum())} runs are left for {len(self.names)} constants"
         if {"alpha"} <= set(self.names) and len(np.unique(self.runs["N"][rest])) < 3:
