@@ -7,19 +7,22 @@
 
 From the tables in benchmarks/results, of runs that are done:
 
-    noise             nats between runs that differ in their seed alone
-    saturation        what each part costs by its bits: nats above the run of the same size and tokens at 16 bits
+    noise             nats between runs that differ in their seed alone, of losses as trained and after quantisation
+    saturation        what each part costs by its bits: nats above the run of the same size and tokens at 16 bits, over
+                      the sizes and tokens that there are of all bits
     parts multiply    that excess of runs with several parts in few bits, as four rules foretell it: Kumar's law fitted
                       to runs with one part in few bits, and to all; the same product with what was measured of each
                       part in place of a formula; and the sum of what the parts cost alone
     after training    nats lost when weights are quantised after training: the power of tokens they grow with, of runs
                       whose learning rate decays and of runs whose rate stays; and the loss with it, which tells whether
                       more tokens still help
+    decay             how many times as much is lost with another schedule than with cosine, at equal size and tokens
     robustness        nats lost after training by runs whose weights had few bits in training, to fewer bits than these,
                       less what the run at 16 bits of the same size and tokens loses; and where each ends against it
     downstream        accuracy on minimal pairs beside the loss
 
-One seed a run but for those of `noise`: what is not clearly above it is chance.
+One seed a run but for those of `noise`: what is not clearly above it is chance. Constants that the runs do not tell are
+named as such.
 """
 
 from __future__ import annotations
@@ -90,17 +93,22 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 
 def noise(rows: Sequence[Row]) -> dict[str, Any]:
-    """The standard deviation over seeds, of losses and of what few bits cost, for each kind of run with several."""
+    """The standard deviation over seeds for each kind of run with several: of losses, of what few bits cost, and of
+    what is lost by each quantisation after training."""
     excess = {id(row): row["loss"] - whole["loss"] for row, whole in beside_whole(rows)}
     kinds: dict[str, list[Row]] = {}
     for row in rows:
-        if row["schedule"] == "cosine":
-            bits = ", ".join(f"{part} {row[part]:g}" for part in in_few_bits(row)) or "16 bits"
-            kinds.setdefault(f"N={row['N']:.0f}, D={row['D']:.0f}, {bits}", []).append(row)
+        bits = ", ".join(f"{part} {row[part]:g}" for part in in_few_bits(row)) or "16 bits"
+        schedule = "" if row["schedule"] == "cosine" else f", {row['schedule']}"
+        kinds.setdefault(f"N={row['N']:.0f}, D={row['D']:.0f}, {bits}{schedule}", []).append(row)
     return {
         kind: {
-            "of_loss": float(np.std([row["loss"] for row in own], ddof=1)),
-            "of_excess": float(np.std([excess[id(row)] for row in own if id(row) in excess], ddof=1)),
+            "of_loss": _spread([row["loss"] for row in own]),
+            "of_excess": _spread([excess[id(row)] for row in own if id(row) in excess]),
+            "of_lost_after": {
+                name: _spread([row["post"][name] - row["loss"] for row in own if name in row["post"]])
+                for name in own[0]["post"]
+            },
             "seeds": len(own),
         }
         for kind, own in kinds.items()
@@ -108,16 +116,31 @@ def noise(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def _spread(values: Sequence[float]) -> float | None:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
 def saturation(rows: Sequence[Row]) -> dict[str, Any]:
-    """Nats above 16 bits, for each part alone and all together, by bits: the mean over sizes and tokens, and all."""
+    """Nats above 16 bits, for each part alone and all together, by bits.
+
+    The mean is over the sizes and tokens of which there are runs at all these bits; `raw` has N, D and nats of all.
+    """
     found: dict[str, Any] = {}
     for name, parts in (*((part, [part]) for part in PARTS), ("all", list(PARTS))):
-        by_bits: dict[int, list[float]] = {}
+        by_bits: dict[int, dict[tuple[Any, ...], float]] = {}
         for row, whole in beside_whole(rows):
             bits = {row[part] for part in parts}
             if in_few_bits(row) == parts and len(bits) == 1:
-                by_bits.setdefault(bits.pop(), []).append(row["loss"] - whole["loss"])
-        found[name] = {bits: {"mean": float(np.mean(own)), "raw": own} for bits, own in sorted(by_bits.items())}
+                by_bits.setdefault(bits.pop(), {})[_place(row)] = row["loss"] - whole["loss"]
+        shared = set.intersection(*(set(own) for own in by_bits.values())) if by_bits else set()
+        found[name] = {
+            bits: {
+                "mean": float(np.mean([own[place] for place in shared])) if shared else None,
+                "cells": len(shared),
+                "raw": [[*place[:2], nats] for place, nats in sorted(own.items())],
+            }
+            for bits, own in sorted(by_bits.items())
+        }
     return found
 
 
@@ -127,10 +150,11 @@ def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
     alone = [row for row in rows if len(in_few_bits(row)) == 1]
     pairs = [(row, beside) for row, beside in beside_whole(rows) if len(in_few_bits(row)) > 1]
     base = sc.laws.fit(_table(whole), tie={"beta": "alpha"})
-    laws = {
-        f"Kumar's law, fitted to {name}": sc.laws.fit(_table(whole + fitted_to), law="kumar", base=base).law
+    fits = {
+        f"Kumar's law, fitted to {name}": sc.laws.fit(_table(whole + fitted_to), law="kumar", base=base)
         for name, fitted_to in (("alone", alone), ("all", alone + [row for row, _ in pairs]))
     }
+    laws = {name: fitted.law for name, fitted in fits.items()}
     costs = {
         (_place(row), part, row[part]): row["loss"] - beside["loss"]
         for row, beside in beside_whole(alone + whole)
@@ -160,8 +184,14 @@ def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
         for name, values in foretold.items()
     }
     counts = {"alone": len(alone), "several": len(measured)}
-    constants = {name: law.constants() for name, law in laws.items()}
-    return {"base": base.law.constants(), "runs": counts, "constants": constants, "measured": measured, "rules": rules}
+    return {
+        "base": base.law.constants(),
+        "runs": counts,
+        "constants": {name: law.constants() for name, law in laws.items()},
+        "not_identified": {"base": base.unidentified} | {name: fitted.unidentified for name, fitted in fits.items()},
+        "measured": measured,
+        "rules": rules,
+    }
 
 
 def _given(row: Row) -> Row:
@@ -191,6 +221,29 @@ def after_training(rows: Sequence[Row]) -> dict[str, Any]:
                     "best_tokens": min(ends, key=lambda pair: pair[1])[0],
                 }
     return found
+
+
+def decay(rows: Sequence[Row]) -> dict[str, Any]:
+    """By schedule and format: what is lost after training over what is lost after cosine, at equal size and tokens."""
+    whole = [row for row in rows if not in_few_bits(row)]
+    by_cosine = {_place(row): row for row in whole if row["schedule"] == "cosine"}
+    ratios: dict[str, dict[str, list[list[float]]]] = {}
+    for row in whole:
+        beside = by_cosine.get(_place(row))
+        if beside is None or row["schedule"] == "cosine":
+            continue
+        for name in sorted(row["post"].keys() & beside["post"].keys()):
+            lost, of_cosine = (each["post"][name] - each["loss"] for each in (row, beside))
+            if min(lost, of_cosine) > 0.0:
+                by_format = ratios.setdefault(row["schedule"], {})
+                by_format.setdefault(name, []).append([row["N"], row["D"], lost / of_cosine])
+    return {
+        schedule: {
+            name: {"times": float(np.exp(np.mean(np.log([each[-1] for each in own])))), "raw": own}
+            for name, own in by_format.items()
+        }
+        for schedule, by_format in ratios.items()
+    }
 
 
 def _slope(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -263,6 +316,7 @@ def main() -> int:
         results["parts multiply"] = {"error": str(error)}
     results |= {
         "after training": after_training(first),
+        "decay": decay(first),
         "robustness": robustness(first),
         "downstream": downstream(every),
     }
@@ -276,10 +330,15 @@ def report(results: dict[str, Any]) -> None:
     print("{parts}, {tokens} and {seeds} runs, {together} different ones".format(**results["runs"]))
     print("\nnoise: standard deviation over seeds, nats")
     for kind, found in results["noise"].items():
-        print("  {:40} of the loss {of_loss:.4f}, of the excess {of_excess:.4f} ({seeds})".format(kind, **found))
+        print(f"  {kind:40} of the loss {found['of_loss']:.4f}", end="")
+        print("" if found["of_excess"] is None else f", of the excess {found['of_excess']:.4f}", end="")
+        lost = (f"{name} {spread:.4f}" for name, spread in found["of_lost_after"].items() if spread is not None)
+        print(f" ({found['seeds']} seeds); lost after training: " + "  ".join(lost))
     print("\nsaturation: nats above 16 bits, by bits")
     for what, by_bits in results["saturation"].items():
-        print(f"  {what:14} " + "  ".join(f"{bits:g}: {own['mean']:+.4f}" for bits, own in by_bits.items()))
+        means = (f"{bits:g}: {own['mean']:+.4f}" for bits, own in by_bits.items() if own["mean"] is not None)
+        cells = max((own["cells"] for own in by_bits.values()), default=0)
+        print(f"  {what:14} " + "  ".join(means) + f"   ({cells} sizes and tokens)")
     multiply = results["parts multiply"]
     print("\nparts multiply: errors on the nats above 16 bits of runs with several parts in few bits")
     if "error" in multiply:
@@ -288,11 +347,17 @@ def report(results: dict[str, Any]) -> None:
         print(f"  measured: mean {np.mean(multiply['measured']):.4f} of {multiply['runs']['several']} runs")
         for rule, found in multiply["rules"].items():
             print(f"  {rule:34} off by {found['mean_error']:.4f}, too much by {found['bias']:+.4f}")
+        for law, reasons in multiply["not_identified"].items():
+            for name, reason in reasons.items():
+                print(f"  {law}: {name} is not identified: {reason}")
     print("\nafter training: nats lost by tokens, and the tokens beyond which the loss with them grows")
     for what, found in results["after training"].items():
         power = "" if found["power_of_D"] is None else f"   D^{found['power_of_D']:.2f}"
         lost = "  ".join(f"{lost:.4f}" for _, lost in found["lost"])
         print(f"  {what:26} {lost}{power}   best at {found['best_tokens']:.3g} tokens")
+    print("\ndecay: times as much is lost after training as with cosine")
+    for schedule, by_format in results["decay"].items():
+        print(f"  {schedule:14} " + "  ".join(f"{name}: {own['times']:.2f}" for name, own in by_format.items()))
     print("\nrobustness: nats lost more than by the run at 16 bits, and (end against its end)")
     for what, by_format in results["robustness"].items():
         told = (f"{name}: {own['mean']:+.4f} ({own['mean_end']:+.4f})" for name, own in by_format.items())

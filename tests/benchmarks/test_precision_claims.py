@@ -47,6 +47,12 @@ def test_the_published_law_is_found_again(tmp_path: Path) -> None:
     costs = [found["weights"][bits]["mean"] for bits in (3, 4, 6)]
     assert costs[0] > costs[1] > costs[2] > 0
     assert list(found["all"]) == [4, 6]
+    assert {own["cells"] for own in found["weights"].values()} == {9}
+    fewer = [row for row in rows if not (row["weights"] == 6 and row["N"] < 1e8)]
+    uneven = claims.saturation(fewer)["weights"]
+    assert {own["cells"] for own in uneven.values()} == {3}, "means over other sizes are not beside each other"
+    largest = [nats for size, _, nats in found["weights"][3]["raw"] if size == 2e8]
+    assert uneven[3]["mean"] == pytest.approx(sum(largest) / 3)
     multiply = claims.parts_multiply(rows)
     errors = {name: rule["mean_error"] for name, rule in multiply["rules"].items()}
     whole = sum(multiply["measured"]) / len(multiply["measured"])
@@ -60,6 +66,14 @@ def test_the_published_law_is_found_again(tmp_path: Path) -> None:
     lost = claims.after_training(rows)
     assert lost["cosine, N=30000000, int3"]["best_tokens"] in (1e9, 4e9, 1.6e10)
     assert lost["cosine, N=30000000, int3"]["power_of_D"] == pytest.approx(0.5068, abs=1e-3)
+    stays = [{**row, "schedule": "constant", "post": {"int3": row["loss"] + 0.5}} for row in rows if row["post"]]
+    for row in stays:
+        beside = next(r for r in rows if (r["N"], r["D"], r["weights"]) == (row["N"], row["D"], 16) and r["post"])
+        row["post"] = {name: row["loss"] + 2.0 * (v - beside["loss"]) for name, v in beside["post"].items()}
+    told = claims.decay([*rows, *(row for row in stays if row["weights"] == 16)])
+    assert set(told) == {"constant"}
+    assert told["constant"]["int3"]["times"] == pytest.approx(2.0)
+    assert len(told["constant"]["int3"]["raw"]) == 9
     downstream = claims.downstream(rows)
     assert downstream["accuracy_a_nat"] == pytest.approx(-0.1)
     assert downstream["of_few_bits_at_equal_loss"] == pytest.approx(0.0, abs=1e-9)

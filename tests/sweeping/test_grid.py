@@ -111,10 +111,11 @@ def test_sizes_are_those_of_the_plan(tmp_path: Path, tensor: dict[str, int] | No
 
 
 def test_the_precision_experiment_has_each_part_alone_at_three_to_eight_bits() -> None:
-    for name in ("parts", "tokens"):
+    for name in ("parts", "tokens", "seeds"):
         sweep, _ = load_sweep(ROOT / "recipes" / f"sweep-precision-{name}.yaml")
         assert sweep.after.quantize is not None
-        assert sweep.after.quantize.formats == [f"int{bits}" for bits in range(3, 9)]
+        formats = [f"int{bits}" for bits in range(3, 9)]
+        assert sweep.after.quantize.formats == [*formats, "int3.gptq", "int4.gptq"]
         if name == "parts":
             for part in ("weights", "activations", "kv_cache"):
                 for bits in range(3, 9):
@@ -192,3 +193,13 @@ def test_some_runs_are_chosen(tmp_path: Path) -> None:
         select(found, {"train.steps": "9"})
     with pytest.raises(UserError, match=r"did you mean 'train\.steps'"):
         select(found, {"train.step": "8"})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("sweep-*.yaml")), ids=lambda path: path.stem)
+def test_every_run_of_the_sweeps_that_come_along_is_valid(path: Path) -> None:
+    """Keys, values and combinations; the data itself is not looked at."""
+    sweep, base = load_sweep(path)
+    found = cases(sweep, base, str(path))
+    assert len(found) == len({case.key for case in found}) > 1
+    if "size" in sweep.linked:
+        assert len({case.num_parameters for case in found}) == len(sweep.linked["size"])

@@ -106,7 +106,10 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"sentence_good": "the fox", "sentence_bad": "zzzzzzz"}')
     content |= {
-        "after": {"minimal_pairs": {"files": str(pairs), "limit": 100}, "quantize": {"formats": ["int2", "int16"]}}
+        "after": {
+            "minimal_pairs": {"files": str(pairs), "limit": 100},
+            "quantize": {"formats": ["int2", "int16", "int2.gptq"]},
+        }
     }
     content["axes"]["train.steps"] = [2, 3]
     content["leave_out"] = [{"train.steps": 3, "data.text": str(late)}]
@@ -121,6 +124,7 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     for row in rows[:2]:
         assert float(row["post.int16"]) == pytest.approx(float(row["loss"]), abs=1e-3)
         assert float(row["post.int2"]) != pytest.approx(float(row["loss"]), abs=1e-3)
+        assert float(row["post.int2.gptq"]) != pytest.approx(float(row["post.int2"]), abs=1e-3)
 
     # with the fault mended and another try it is done; a removed value leaves the table, its folder stays
     write_corpus(late, seed=1)

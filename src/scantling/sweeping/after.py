@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from scantling.errors import ScantlingError
+from scantling.errors import ScantlingError, UserError
 from scantling.files import write_json
 from scantling.sweeping.schema import After
 
@@ -55,22 +55,31 @@ def _evaluate_pairs(run_dir: Path, given: Any) -> Figures:
     return {"minimal_pairs": evaluate_pairs(run_dir, _paths(given), limit=limit)["accuracy"]}
 
 
+def _ways(given: Any) -> list[tuple[str, Any]]:
+    """Formats with their methods: `int3.gptq`, or the method of all."""
+    parts = [name.partition(".") for name in given["formats"]]
+    return [(name, method or given["method"]) for name, _, method in parts]
+
+
 def _post(given: Any) -> list[str]:
-    method = "" if given["method"] == "rtn" else f".{given['method']}"
-    return [f"post.{name}{method}" for name in given["formats"]]
+    return [f"post.{name}" if method == "rtn" else f"post.{name}.{method}" for name, method in _ways(given)]
 
 
 def _check_formats(given: Any) -> None:
     from scantling.precision import Quantizer
+    from scantling.precision.weights import Method
 
-    for name in given["formats"]:
+    for name, method in _ways(given):
         Quantizer.of(name)
+        if method not in get_args(Method):
+            known = ", ".join(get_args(Method))
+            raise UserError(f"after.quantize: '{name}.{method}' names no method; there are {known}")
 
 
 def _evaluate_quantized(run_dir: Path, given: Any) -> Figures:
     from scantling.training.quantize import losses_after
 
-    return dict(zip(_post(given), losses_after(run_dir, given["formats"], given["method"]), strict=True))
+    return dict(zip(_post(given), losses_after(run_dir, _ways(given)), strict=True))
 
 
 EVALUATIONS = {

@@ -22,7 +22,8 @@ class Quantized(Section):
     """Held-out losses after the weights of a run are quantised."""
 
     formats: Annotated[list[Text], Field(min_length=1)]
-    """Names of formats, such as `[int3, int4]`; each is a column, `post.int3`, or with GPTQ `post.int3.gptq`."""
+    """Names of formats, such as `[int3, int4]`; each is a column, `post.int3`, or with GPTQ `post.int3.gptq`. A format
+    may name its method itself, `[int3, int3.gptq]`."""
     method: Literal["rtn", "gptq"] = "rtn"
     """Round to the nearest, or GPTQ with the run's own training data; a scale for each output."""
 

@@ -144,17 +144,14 @@ def quantize_run(
     )
 
 
-def losses_after(
-    run_dir: str | Path, formats: Sequence[str], method: Method = "rtn", *, sequences: int = 128
-) -> list[float]:
-    """Held-out losses of a trained run, each with its weights quantised to another format; nothing is written.
+def losses_after(run_dir: str | Path, ways: Sequence[tuple[str, Method]], *, sequences: int = 128) -> list[float]:
+    """Held-out losses of a trained run, each with its weights quantised in another way; nothing is written.
 
     They are computed on the device that the run's recipe names.
 
     Args:
         run_dir: the directory of a run.
-        formats: of the weights.
-        method: rtn or gptq.
+        ways: formats of the weights, each with its method.
         sequences: training examples to calibrate on.
 
     Raises:
@@ -166,8 +163,10 @@ def losses_after(
     with joined(RunDir(Path(run_dir)).stored_recipe().train.device) as place:
         device = str(place.device)
         recipe, task, data, model, _ = load_trained(run_dir, device=device)
-        calibration = list(calibration_batches(recipe, task, data, sequences, device)) if method == "gptq" else None
-        for name in formats:
+        calibration = None
+        if any(method == "gptq" for _, method in ways):
+            calibration = list(calibration_batches(recipe, task, data, sequences, device))
+        for name, method in ways:
             one = copy.deepcopy(model)
             quantize_weights(one, name, method=method, calibration=calibration)
             found.append(run_evaluation(recipe, one, task, data, place)["eval_loss"])
