@@ -21,10 +21,12 @@ help: ## list the targets
 setup: ## make .venv with the pinned packages and this package (quick when up to date)
 	@sh scripts/setup.sh
 
-demo: setup ## train one small model dense and lean, and on two processes: the quickest way to see what this is
-	@$(BIN)/scantling compare recipes/demo-dense.yaml recipes/demo-lean.yaml --out runs/demo --force
+demo: setup ## train one small model dense, lean, and lean on two processes: the quickest way to see what this is
+	@$(BIN)/scantling train recipes/demo-dense.yaml --run-dir runs/demo/dense --force
+	@$(BIN)/scantling train recipes/demo-lean.yaml --run-dir runs/demo/lean --force
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m scantling train recipes/demo-two.yaml \
-		--run-dir runs/demo-two --force
+		--run-dir runs/demo/two --force
+	@$(BIN)/scantling compare runs/demo/dense runs/demo/lean runs/demo/two --out runs/demo
 
 test: lint ## lint, type-check and run the default test suite (what CI runs)
 	@$(TEST) $(FAST)

@@ -224,6 +224,9 @@ def test_compare_prints_and_writes_the_table(tmp_path: Path) -> None:
     again = scantling(*arguments)
     assert again.returncode == 2
     assert "already holds a run" in again.stderr
+    taken = scantling("compare", tmp_path / "out" / "dense", tmp_path / "out" / "lean", "--out", tmp_path / "again")
+    assert taken.returncode == 0, taken.stderr
+    assert json.loads((tmp_path / "again" / "compare.json").read_text()) == compared
 
 
 def test_overrides_reach_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

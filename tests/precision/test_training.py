@@ -16,6 +16,7 @@ import scantling as sc
 from scantling.errors import UserError
 from scantling.precision import Quantizer, fake_quantize, restore
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
+from scantling.precision.products import check_device
 
 LLAMA = LlamaConfig(
     hidden_size=32,
@@ -329,7 +330,14 @@ def test_tensorized_quantized_and_trained_with_came() -> None:
 @pytest.mark.parametrize("compute", ["int8", "fp8"])
 @pytest.mark.parametrize("gradients_too", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_products_of_the_hardware_are_the_simulated_ones(compute: Any, gradients_too: bool, per_token: bool) -> None:
+@pytest.mark.parametrize(
+    ("device", "rows"),
+    [("cpu", (2, 9)), *(pytest.param("cuda", rows, marks=pytest.mark.gpu) for rows in ((1,), (2, 9), (40,)))],
+)
+def test_products_of_the_hardware_are_the_simulated_ones(
+    compute: Any, gradients_too: bool, per_token: bool, device: str, rows: tuple[int, ...]
+) -> None:
+    """On a GPU with as few rows, and sides, as its instructions do not take without padding."""
     fmt = {"int8": "int8", "fp8": "fp8_e4m3"}[compute]
     of_gradients = {"int8": "int8", "fp8": "fp8_e5m2"}[compute] if gradients_too else None
     activations = {"format": fmt, "granularity": "token" if per_token else "tensor"}
@@ -338,12 +346,12 @@ def test_products_of_the_hardware_are_the_simulated_ones(compute: Any, gradients
     simulated = sc.quantize_training(nn.Sequential(nn.Linear(37, 21)), **settings)
     real = copy.deepcopy(restore(copy.deepcopy(simulated)))
     sc.quantize_training(real, **settings, compute=compute)
-    x = torch.randn(2, 9, 37)
+    x = torch.randn(*rows, 37)
     results = []
-    for model in (simulated, real):
-        leaf = x.clone().requires_grad_()
+    for model in (simulated.to(device), real.to(device)):
+        leaf = x.to(device, copy=True).requires_grad_()
         y = model(leaf)
-        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(device))
         results.append((y.detach(), leaf.grad, model[0].weight.grad, model[0].bias.grad))
     y, of_x, of_weight, of_bias = zip(*results, strict=True)
     torch.testing.assert_close(*y)
@@ -439,6 +447,15 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(settings: dict[str, 
     with pytest.raises(UserError, match=says):
         sc.quantize_training(model, **settings)
     assert type(model[0]) is nn.Linear
+
+
+def test_products_that_a_gpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    check_device("int8", torch.device("cuda"))
+    check_device("fp8", torch.device("cpu"))
+    with pytest.raises(UserError, match="NVIDIA A100 has no fp8 products; leave out compute='fp8'"):
+        check_device("fp8", torch.device("cuda"))
 
 
 def test_a_model_is_quantized_once() -> None:

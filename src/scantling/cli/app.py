@@ -60,7 +60,7 @@ def train(
 
 @app.command()
 def compare(
-    recipes: Annotated[list[str], typer.Argument(help="Two or more recipes.")],
+    recipes: Annotated[list[str], typer.Argument(help="Two or more recipes, or directories of runs as they are.")],
     out: Annotated[Path, typer.Option(help="Where runs, compare.json and report.html go.")] = Path("runs/compare"),
     settings: Settings = None,
     force: Annotated[bool, typer.Option("--force", help="Replace runs that are there.")] = False,

@@ -61,7 +61,7 @@ def train(
 
 
 def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force: bool) -> int:
-    """Each recipe runs in a process of its own, so that its peak memory is its own."""
+    """Each recipe runs in a process of its own, so that its peak memory is its own; a run is taken as it is."""
     from scantling.recipe import load_recipe
     from scantling.reporting.compare import compare_table, write_compare
     from scantling.reporting.html import write_report
@@ -70,13 +70,22 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
     if len(recipes) < 2:
         raise UserError("compare needs two or more recipes")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("compare starts its runs itself; under torchrun, train each recipe and use `scantling report`")
-    names = [load_recipe(recipe, settings).name or Path(recipe).stem for recipe in recipes]
+        raise UserError("compare starts its runs itself; under torchrun, train each recipe, and then compare the runs")
+    names, folders = [], []
+    for recipe in recipes:
+        if Path(recipe).is_dir():
+            name, folder = read_run(recipe).name, Path(recipe)
+        else:
+            name = load_recipe(recipe, settings).name or Path(recipe).stem
+            folder = out / name
+        names.append(name)
+        folders.append(folder)
     if len(set(names)) < len(names):
         raise UserError(f"the recipes need different names; given {', '.join(names)}")
     console = make_console()
-    folders = [out / name for name in names]
     for recipe, folder in zip(recipes, folders, strict=True):
+        if Path(recipe).is_dir():
+            continue
         command = [sys.executable, "-m", "scantling", "train", recipe, "--run-dir", str(folder)]
         command += [part for setting in settings for part in ("--set", setting)] + (["--force"] if force else [])
         code = _wait(command)
