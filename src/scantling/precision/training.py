@@ -55,8 +55,9 @@ def quantize_training(
 
     Layers that are quantized are `nn.Linear`, the Conv1D of transformers, and layers of cores; the output layer that
     `get_output_embeddings()` names and embeddings are left alone, unless `filter_fn` takes them. Subclasses of those
-    layers are left alone, since they may compute more, and so is `nn.EmbeddingBag`. Parameters, their names, ties and hooks stay as they are, so
-    that optimizers and checkpoints know nothing of it: they hold the weights that are not rounded.
+    layers are left alone, since they may compute more, and so is `nn.EmbeddingBag`. Parameters, their names, ties and
+    hooks stay as they are, so that optimizers and checkpoints know nothing of it: they hold the weights that are not
+    rounded.
 
     Args:
         model: any module; of transformers for `kv_cache` and `queries`.
