@@ -4,7 +4,7 @@
     python benchmarks/dlrm.py memory      peak memory of steps and of an evaluation, each row in a process of its own
     python benchmarks/dlrm.py speed       time of a training step, interleaved
     python benchmarks/dlrm.py sweep       flights: one grid of learning rates for each kind of tables, one seed
-    python benchmarks/dlrm.py auc         flights: each kind at its best rate, seeds 0, 1 and 2
+    python benchmarks/dlrm.py auc         flights: each kind at its best rate, seeds 1, 2 and 3
     python benchmarks/dlrm.py report      everything against the aims, from the raw lines alone
 
 Aims (CoMERA, arXiv 2405.14377): 99 times fewer numbers and 7 times less peak training memory with 26 tables of 33.8
@@ -124,7 +124,7 @@ def auc_specs(lines: Lines, options: argparse.Namespace) -> Iterator[Spec]:
             rate = GRID.best(swept(lines, kind, options))
             if rate is not None:
                 yield run_spec(kind, rate, seed, options, dev=False)
-            elif seed == 0:
+            elif seed == SEEDS[0]:
                 print(f"{kind}: its sweep has not ended")
 
 

@@ -46,7 +46,7 @@ def swept_row(row: str) -> str:
 def run_spec(row: str, lr: float, seed: int, steps: int, *, dev: bool) -> Spec:
     """One run at width 256, as plain values: what is in it decides whether it has been run."""
     optim, tensor = ROWS[row]
-    optim = {**optim, "lr": lr, "weight_decay": 0.01}
+    optim = {**optim, "lr": lr, "weight_decay": 0.0}
     return {"row": row, "model": MODEL, "optim": optim, "tensor": tensor, "seed": seed, "steps": steps, "dev": dev}
 
 

@@ -14,6 +14,7 @@ variance that the dense layer's would have.
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -71,6 +72,7 @@ class BlockTensorTrain(nn.Module):
         return y.permute(1, 2, 0).reshape(*x.shape[:-1], o1 * o2)
 
 
+@cache
 def numbers(name: str, in_features: int, out_features: int, rank: int) -> int:
     """Numbers in a layer of a format."""
     if name == "tt":

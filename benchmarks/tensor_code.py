@@ -35,7 +35,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
         "name": "code",
         "model": {"task": "masked-lm", "hf": str(CONFIG), "attention": "eager", "overrides": WIDE},
         "data": {**text("python"), "tokenizer": {"bpe": 512}, "seq_len": SEQ_LEN},
-        "optim": {"name": "adamw", "betas": [0.9, 0.98], "lr": spec["lr"], "weight_decay": 0.01},
+        "optim": {"name": "adamw", "betas": [0.9, 0.98], "lr": spec["lr"], "weight_decay": 0.0},
         "train": {
             "steps": spec["steps"],
             "batch_size": BATCH,

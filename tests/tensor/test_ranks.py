@@ -184,8 +184,27 @@ def test_targets_in_other_units(unit: Any) -> None:
         assert adapter.size() == 16 * adapter.num_parameters()
     wanted = adapter.size() * 0.9
     adapter.truncate(optimizer)
+    assert adapter.size() == pytest.approx(0.4 * initial, rel=0.02)
     adapter.detach()
     assert RankAdapter(model, size_target=wanted, unit=unit, tokens=64).target == wanted
+
+
+@pytest.mark.parametrize("width", [256, 768])
+@pytest.mark.parametrize("target", [0.5, 0.25])
+def test_a_target_of_flops_holds_where_ranks_fall_at_once(width: int, target: float) -> None:
+    """With fewer ranks another order of contraction is the best: what counts is the one that will be taken."""
+    model = nn.Sequential(sc.TTLinear(width, width, 30), sc.TTLinear(width, width, 30))
+    adapter = RankAdapter(model, size_target=target, unit="flops", steps=20, tokens=64)
+    wanted = adapter.target
+    adapter.finish()
+    costs = [flops_of(layer, 64) for layer in model]
+    assert sum(costs) == pytest.approx(wanted, rel=0.02)
+    assert adapter.size() == pytest.approx(sum(costs))
+
+
+def flops_of(layer: sc.TTLinear, tokens: int) -> float:
+    """Forward and backward, a token."""
+    return 6.0 * layer.plan(tokens).macs / tokens
 
 
 @pytest.mark.parametrize("late", [False, True])

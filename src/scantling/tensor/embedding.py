@@ -129,8 +129,10 @@ class TTMEmbedding(CoreLayer):
 
     @property
     def network(self) -> Lookup:
-        """Modes and ranks, as the search for an order of contraction takes them."""
-        return Lookup(self.row_modes, self.col_modes, self.ranks)
+        return self.network_at(self.ranks)
+
+    def network_at(self, ranks: tuple[int, ...]) -> Lookup:
+        return Lookup(self.row_modes, self.col_modes, ranks)
 
     @property
     def weight(self) -> Tensor:

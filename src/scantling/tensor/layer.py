@@ -97,6 +97,10 @@ class CoreLayer(nn.Module):
     @property
     def network(self) -> Network:
         """Modes and ranks, as the search for an order of contraction takes them."""
+        return self.network_at(self.ranks)
+
+    def network_at(self, ranks: tuple[int, ...]) -> Network:
+        """The same at other ranks, of all bonds, the outer ones included."""
         raise NotImplementedError
 
     @property

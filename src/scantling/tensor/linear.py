@@ -112,8 +112,10 @@ class TTLinear(CoreLayer):
 
     @property
     def network(self) -> Chain:
-        """Modes and ranks, as the search for an order of contraction takes them."""
-        return Chain((*self.in_modes, *self.out_modes), self.ranks, len(self.in_modes))
+        return self.network_at(self.ranks)
+
+    def network_at(self, ranks: tuple[int, ...]) -> Chain:
+        return Chain((*self.in_modes, *self.out_modes), ranks, len(self.in_modes))
 
     @property
     def weight(self) -> Tensor:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from itertools import islice
+from math import inf
 from typing import Any, TypeAlias
 
 import torch
@@ -51,6 +52,7 @@ BytesOf: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Role, MatrixDims], 
 """Bytes that training keeps for a core, by its shape, dtype, role and matrix dims."""
 
 _MARGIN = 5.0
+_MOST_ORDERS = 8
 """How far from the threshold, in thresholds, a control is put that is shut or opened: not to flip back at once."""
 _SHUT = -1.0
 """What the controls that are shut at the end become: too far from the threshold ever to come back."""
@@ -296,7 +298,7 @@ class RankAdapter:
         if not self._controls:
             return self._last_size
         self._follow()
-        return float(self._size(self._l0()))
+        return self._true_size()
 
     @property
     def target(self) -> float:
@@ -380,7 +382,30 @@ class RankAdapter:
             terms += self._terms(layer, first)
             first += len(layer.cores) - 1
         self._counted = SizePolynomial.of(terms, len(self._controls))  # on the CPU
-        self._size = self._counted.to(device)
+        self._size = self._counted.to(device)  # what a captured graph reads, so that it stays until shapes change
+
+    def _counted_at(self, ranks: Tensor) -> SizePolynomial:
+        """The size as a function of the ranks near some live ones, (bonds): of FLOPs, in the order that is best there.
+
+        With fewer ranks another order may be the best, so that `_counted` says too much of them.
+        """
+        if self.options.unit != "flops":
+            return self._counted
+        terms: list[Term] = []
+        inner = iter(ranks.long().tolist())
+        first = 0
+        for layer in self.layers.values():
+            own = tuple(islice(inner, len(layer.cores) - 1))
+            if all(own):
+                network = layer.network_at((layer.ranks[0], *own, layer.ranks[-1]))
+                terms += flop_terms(network, self.options.tokens, first)
+            first += len(own)
+        return SizePolynomial.of(terms, len(self._controls))
+
+    def _true_size(self) -> float:
+        """The size at the live ranks."""
+        live = self._l0().cpu()
+        return float(self._counted_at(live)(live))
 
     def _terms(self, layer: CoreLayer, first: int) -> list[Term]:
         """Terms of the size of a layer, in the unit of the target; `first` is the place of its first inner bond."""
@@ -472,7 +497,7 @@ class RankAdapter:
             self._end()
         elif self.options.schedule == "controlled":
             if self.step >= self.options.begin:
-                error = float(self._size(self._l0())) / self._path() - 1.0
+                error = self._true_size() / self._path() - 1.0
                 rate = self.options.price_rate * min(1.0, max(-1.0, error)) * self.options.interval
                 self._price.mul_(torch.tensor(rate).exp())
             self._hold()
@@ -491,7 +516,7 @@ class RankAdapter:
 
     def _hold(self) -> None:
         """Shut or open ranks where the size is off its path."""
-        size, wanted = float(self._size(self._l0())), self._path()
+        size, wanted = self._true_size(), self._path()
         if abs(size - wanted) > self.options.tolerance * wanted:
             self._bring_to(wanted)
 
@@ -524,11 +549,24 @@ class RankAdapter:
         """
         device = torch.device("cpu")
         flat, bond_of = self._flat().to(device), self._bond_of.to(device)
-        before = flat > self.options.threshold
-        counts = torch.zeros(len(self._controls), dtype=torch.float64).index_add(0, bond_of, before.double())
-        value = torch.cat(list(self._contributions())).to(device, torch.float64)
-        value = value / self._counted.slopes(counts.clamp(min=1.0))[bond_of].clamp(min=1e-30)
-        live = nearest(self._counted, before, bond_of, value, wanted, self.options.tolerance)
+        before = live = tried = flat > self.options.threshold
+        share = torch.cat(list(self._contributions())).to(device, torch.float64)
+
+        def ranks() -> Tensor:
+            return torch.zeros(len(self._controls), dtype=torch.float64).index_add(0, bond_of, tried.double())
+
+        least_off = inf
+        for _ in range(_MOST_ORDERS):  # one is enough, but for FLOPs, whose order changes with the ranks
+            alive = ranks().clamp(min=1.0)
+            counted = self._counted_at(alive)
+            value = share / counted.slopes(alive)[bond_of].clamp(min=1e-30)
+            tried = nearest(counted, tried, bond_of, value, wanted, self.options.tolerance)
+            off = abs(float(self._counted_at(ranks())(ranks())) - wanted)
+            if off >= least_off:
+                break
+            live, least_off = tried, off
+            if off <= self.options.tolerance * wanted:
+                break
         margin = _MARGIN * self.options.threshold
         lengths = [len(control) for control in self._controls]
         opened, shut = (torch.split(mask, lengths) for mask in (live & ~before, before & ~live))
