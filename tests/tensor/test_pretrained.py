@@ -24,11 +24,13 @@ RANK = 4
 
 
 def converted(family: str) -> Any:
-    """A model of cores that has been trained for one step."""
+    """A model of cores that has been trained for 20 steps."""
     model = sc.tensorize(made(family), RANK)
-    model(**batch(model=model)).loss.backward()
-    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
-    model.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(20):
+        model(**batch(model=model)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return model
 
 

@@ -106,6 +106,20 @@ def test_gradients_of_logits() -> None:
         return torch.func.functional_call(Tied(), values, (hidden,))
 
     assert torch.autograd.gradcheck(of_all, (hidden, *table.cores))
+    assert torch.autograd.gradgradcheck(of_all, (hidden, *table.cores), fast_mode=True)
+
+
+@pytest.mark.parametrize("number", [3, 60])
+def test_gradients_of_rows_and_their_gradients(number: int) -> None:
+    """Few ids row by row, many from merged tables."""
+    table = table_of(TABLES[0])
+    ids = torch.arange(number) % table.num_embeddings
+
+    def of_all(*cores: Tensor) -> Tensor:
+        return torch.func.functional_call(table, {f"cores.{i}": core for i, core in enumerate(cores)}, (ids,))
+
+    assert torch.autograd.gradcheck(of_all, tuple(table.cores), fast_mode=True)
+    assert torch.autograd.gradgradcheck(of_all, tuple(table.cores), fast_mode=True)
 
 
 @pytest.mark.parametrize("options", TABLES, ids=str)

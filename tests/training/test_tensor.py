@@ -47,6 +47,8 @@ def test_the_planned_size_is_the_first_and_the_target_the_last(tmp_path: Path) -
     assert lines[0]["num_parameters"] == plan["num_parameters"]
     assert lines[0]["optimizer_state_bytes"] == plan["optimizer_state_bytes"]
     assert lines[0]["tensor_size"] == 1.0
+    assert lines[-1]["tensor_compression"] == pytest.approx(lines[0]["tensor_compression"] / 0.5, rel=0.02)
+    assert lines[-1]["mean_rank"] < lines[0]["mean_rank"]
     assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
     assert lines[-1]["num_parameters"] < lines[0]["num_parameters"]
     assert lines[-1]["optimizer_state_bytes"] < lines[0]["optimizer_state_bytes"]

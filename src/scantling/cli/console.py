@@ -81,7 +81,8 @@ class ConsoleSink(Sink):
             figures.append(f"sent {format_bytes(record['wire_bytes'])}/step")
         if "tensor_size" in record:
             cores = format_number(record["tensor_parameters"])
-            figures.append(f"cores {cores} ({format_percent(record['tensor_size'], 0)})")
+            share, times = format_percent(record["tensor_size"], 0), format_number(record["tensor_compression"])
+            figures.append(f"cores {cores} ({share}, x{times} fewer than dense, mean rank {record['mean_rank']:.1f})")
         figures.append(f"optimizer {format_bytes(record['optimizer_state_bytes'])} (plan {self._planned})")
         figures.append(f"lr {record['lr']:.1e}")
         if self._live is not None and self._task is not None:

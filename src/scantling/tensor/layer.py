@@ -95,6 +95,11 @@ class CoreLayer(nn.Module):
         return (cores[0].shape[0], *[core.shape[-1] for core in cores])
 
     @property
+    def weight(self) -> Tensor:
+        """The dense weight, which is built only where an operation needs it."""
+        raise NotImplementedError
+
+    @property
     def network(self) -> Network:
         """Modes and ranks, as the search for an order of contraction takes them."""
         return self.network_at(self.ranks)

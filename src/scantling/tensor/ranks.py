@@ -318,11 +318,16 @@ class RankAdapter:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """What a log of the run shows of it."""
-        size = self.size()
+        """What a log of the run shows of it; `tensor_compression` is against the dense layers, biases left out."""
+        ranks = self.ranks()
+        inner = [rank for layer in ranks.values() for rank in layer[1:-1]]
+        numbers = sum(num_parameters(self.layers[name].sizes, own) for name, own in ranks.items())
+        dense = sum(layer.weight.numel() for layer in self.layers.values())
         return {
-            "tensor_parameters": self.num_parameters(),
-            "tensor_size": size / self._initial,
+            "tensor_parameters": numbers,
+            "tensor_size": self.size() / self._initial,
+            "tensor_compression": dense / numbers if numbers else inf,
+            "mean_rank": sum(inner) / len(inner),
             "rank_price": float(self._price) if self.options.schedule == "controlled" else self.options.gamma,
         }
 
