@@ -121,10 +121,10 @@ def power_sgd(model: nn.Module, lr: float, *, rank: int, start: int = 2) -> Repl
     return Replica(wrapped, adamw(model, lr), computed, clip=CLIP)
 
 
-def local_steps(model: nn.Module, lr: float, *, make: Callable[..., Any], every: int) -> Replica:
+def local_steps(model: nn.Module, lr: float, *, make: Callable[..., Any], every: int, **options: Any) -> Replica:
     """DiLoCo or SparseLoCo with AdamW inside."""
     inner = adamw(model, lr)
-    optimizer = make(inner, sc.param_groups(model), sync_every=every)
+    optimizer = make(inner, sc.param_groups(model), sync_every=every, **options)
     return Replica(
         model,
         optimizer,

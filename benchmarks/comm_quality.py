@@ -2,14 +2,19 @@
 
     python benchmarks/comm_quality.py sweep      one grid of learning rates for every method, seed 0
     python benchmarks/comm_quality.py seeds      each at its best rate, the same data order: AdamW and MAIN with seeds
-                                                 1 to 8, the others with 1 to 3; `--replicas 4` with two more replicas
-    python benchmarks/comm_quality.py settings   ours with other coefficients, decay, alpha, formats
+                                                 1 to 8, the others with 1 to 3; `--replicas 4` and 8 with more replicas
+    python benchmarks/comm_quality.py settings   ours with other coefficients, decay, alpha, formats; DiLoCo with other
+                                                 outer rates
+    python benchmarks/comm_quality.py shorter    AdamW under DDP in as few steps as a slow link leaves time for, each
+                                                 with a schedule of its own; for time_to_loss.py
     python benchmarks/comm_quality.py report     loss, bytes, paired differences to AdamW, and steps to AdamW's loss
 
 A decoder of half a million parameters on English novels; with `--data digits` a vision transformer of 0.2 million on
 scikit-learn's digits; with `--data llama-10m` the preset of that name, on bytes of the novels, in the batches that
-network.py times. Two replicas are two processes, each with half of every batch; with four, each has a quarter, at the
-rates that are best with two, and AdamW under DDP is that of two, which computes the same. Bytes are those of the
+network.py times. Two replicas are two processes, each with half of every batch; with four and eight, each has less, at
+the rates that are best with two, and AdamW under DDP is that of two, which computes the same. Replicas that take steps
+of their own have come together at the end of a run, which is a multiple of theirs; where the curve has points in
+between, these are means over models that differ. Bytes are those of the
 formulas, which benchmarks/network.py holds to what an interface counts; `over the run` has in it the steps that
 PowerSGD begins with, a tenth of all, as its documentation advises. DeMo's AdamW, for embeddings and vectors, has the
 rate that is best for AdamW alone, which is swept first. Gradients are clipped at a norm of 1 for AdamW and SGD. The
@@ -37,6 +42,8 @@ from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, 
 from small_models import facts, printed, text
 
 REPLICAS = 2
+ALSO = (4, 8)
+"""Replicas of further runs."""
 SEEDS, FEW_SEEDS = range(1, 9), range(1, 4)
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
 GRID = Grid(RATES, start=4, least=4)  # from 2e-3 on
@@ -53,6 +60,7 @@ class Work:
         steps: of a run.
         dense_lr: of DeMo's AdamW: what the sweep of `ddp fp32` finds.
         methods: what is compared; all unless given.
+        eval_samples: held out.
     """
 
     model: dict[str, Any]
@@ -61,6 +69,7 @@ class Work:
     steps: int
     dense_lr: float
     methods: tuple[str, ...] = ()
+    eval_samples: int = 1000
 
 
 WORKS = {
@@ -68,7 +77,7 @@ WORKS = {
         {"preset": "llama-1m", "overrides": MODEL},
         {**text("novels"), "tokenizer": {"bpe": 512}, "seq_len": 128},
         batch=32,
-        steps=400,
+        steps=300,
         dense_lr=8e-3,
     ),
     "digits": Work({"preset": "vit-digits"}, {"images": "digits", "heldout": 0.2}, batch=64, steps=300, dense_lr=2e-3),
@@ -76,9 +85,15 @@ WORKS = {
         {"preset": "llama-10m"},
         {**text("novels"), "seq_len": 128},
         batch=8,
-        steps=400,
+        steps=300,
         dense_lr=2e-3,
-        methods=("ddp fp32", "powersgd r4", "diloco h30", "ours k8 all_gather", "ours k2 owner"),
+        methods=(
+            "ddp fp32",
+            *("powersgd r1", "powersgd r4"),
+            *("diloco h30", "diloco h100"),
+            *("ours k8 all_gather", "ours k2 owner"),
+        ),
+        eval_samples=200,
     ),
 }
 METHODS = (
@@ -103,17 +118,25 @@ METHODS = (
 OURS = "ours k8 all_gather"
 MAIN = ("ddp fp32", OURS, "ours k2 owner")
 """With all seeds. At 8 replicas only few components by way of owners stay 200 times below 16-bit gradients."""
-SETTINGS: dict[str, dict[str, Any]] = {
-    "decay 0.9": {"decay": 0.9},
-    "delay 1": {"delay": 1},
-    "residual int8": {"residual": "int8"},
-    "decay 0.99": {"decay": 0.99},
-    "alpha 0.5": {"alpha": 0.5},
-    "values int8": {"values": "int8"},
-    "dense bf16": {"dense": "bf16"},
-    "chunk 32, topk 2": {"chunk": 32, "topk": 2},
-    "residuals averaged every 50": {"state_sync_every": 50},
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "decay 0.9": (OURS, {"decay": 0.9}),
+    "delay 1": (OURS, {"delay": 1}),
+    "residual int8": (OURS, {"residual": "int8"}),
+    "decay 0.99": (OURS, {"decay": 0.99}),
+    "alpha 0.5": (OURS, {"alpha": 0.5}),
+    "alpha 0.2": (OURS, {"alpha": 0.2}),
+    "values int8": (OURS, {"values": "int8"}),
+    "values fp32": (OURS, {"values": "fp32"}),
+    "dense bf16": (OURS, {"dense": "bf16"}),
+    "chunk 32, topk 2": (OURS, {"chunk": 32, "topk": 2}),
+    "residuals averaged every 50": (OURS, {"state_sync_every": 50}),
+    "diloco h30, outer rate 0.4": ("diloco h30", {"outer_lr": 0.4}),
+    "diloco h30, outer rate 1": ("diloco h30", {"outer_lr": 1.0}),
+    "diloco h100, outer rate 1": ("diloco h100", {"outer_lr": 1.0}),
 }
+"""By name a method, at its best rate, and what of it is changed."""
+SHORTER = (4, 8, 16, 32, 64, 128)
+"""Steps of the phase `shorter`."""
 Lines = dict[str, Line]
 
 
@@ -131,6 +154,16 @@ def grid_of(method: str) -> Grid:
     return replace(GRID, start=STARTS.get(method, GRID.start))
 
 
+def shorter_spec(data: str, lr: float, seed: int, steps: int) -> Spec:
+    """One run of the phase `shorter`."""
+    return {**run_spec(data, METHODS[0], lr, seed), "steps": steps}
+
+
+def warm_up_steps(method: str, steps: int) -> int:
+    """Steps in which a method averages everything before it begins."""
+    return steps // 10 if method.startswith("powersgd") else 0
+
+
 def work_of(spec: Spec) -> Work:
     return WORKS[spec.get("data", "novels")]
 
@@ -145,7 +178,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
             "steps": spec["steps"],
             "batch_size": work.batch,
             "warmup": 0.05,
-            "eval_samples": 1000,
+            "eval_samples": work.eval_samples,
             "seed": spec["seed"],
             "device": "cpu",
         },
@@ -178,8 +211,8 @@ def replica(rank: int, spec: Spec, port: int, out: str) -> None:
     model = build_run_model(recipe, task, data)
     work = work_of(spec)
     options: dict[str, Any] = {}
-    if spec["method"].startswith("powersgd"):
-        options["start"] = spec["steps"] // 10
+    if start := warm_up_steps(spec["method"], spec["steps"]):
+        options["start"] = start
     trained = KNOWN[spec["method"]](model, spec["lr"], **options, **spec["options"])
     sampler = Sampler(len(data.train), batch_size=work.batch, seed=spec["seed"], lengths=data.lengths)
     share = work.batch // world
@@ -198,7 +231,7 @@ def replica(rank: int, spec: Spec, port: int, out: str) -> None:
             figures = {"eval_loss": None, "failure": str(error)}
             break
         losses.append(float(loss))
-        if step % (spec["steps"] // 10) == 0:
+        if step % max(1, spec["steps"] // 10) == 0 or step == spec["steps"]:
             figures = run_evaluation(recipe, model, task, data, place)
             heldout.append([step, figures["eval_loss"]])
             model.train()
@@ -254,11 +287,11 @@ def seeds_of(method: str) -> range:
 
 
 def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
-    rate = best_rate(lines, data, OURS)
-    if rate is None:
-        raise SystemExit(f"run the sweep of {OURS} first")
-    for options in SETTINGS.values():
-        yield from (run_spec(data, OURS, rate, seed, **options) for seed in FEW_SEEDS)
+    for method, options in SETTINGS.values():
+        rate = best_rate(lines, data, method)
+        if rate is None:
+            raise SystemExit(f"run the sweep of {method} first")
+        yield from (run_spec(data, method, rate, seed, **options) for seed in FEW_SEEDS)
 
 
 def report(lines: Lines, data: str) -> None:
@@ -272,22 +305,28 @@ def report(lines: Lines, data: str) -> None:
     if base != WORKS[data].dense_lr:
         print(f"AdamW is best at {base:g}, while ours has {WORKS[data].dense_lr:g} for what is dense: set it")
     control = [lines.get(key_of(run_spec(data, METHODS[0], base, seed))) for seed in SEEDS]
-    for replicas, method in product((REPLICAS, 2 * REPLICAS), methods_of(data)):
+    for replicas, method in product((REPLICAS, *ALSO), methods_of(data)):
         rate = best_rate(lines, data, method)
         if rate is not None:
             found = [lines.get(key_of(run_spec(data, method, rate, seed, replicas))) for seed in seeds_of(method)]
             row(f"{method} at {rate:g}" + ("" if replicas == REPLICAS else f", {replicas} replicas"), found, control)
-    rate = best_rate(lines, data, OURS)
-    for name, options in SETTINGS.items() if rate is not None else ():
-        found = [lines.get(key_of(run_spec(data, OURS, rate, seed, **options))) for seed in FEW_SEEDS]
-        if any(found):
-            row(name, found, [lines.get(key_of(run_spec(data, OURS, rate, seed))) for seed in FEW_SEEDS])
+    for name, (method, options) in SETTINGS.items():
+        rate = best_rate(lines, data, method)
+        if rate is not None:
+            found = [lines.get(key_of(run_spec(data, method, rate, seed, **options))) for seed in FEW_SEEDS]
+            row(name, found, [lines.get(key_of(run_spec(data, method, rate, seed))) for seed in FEW_SEEDS])
+    for steps in SHORTER:
+        found = [lines.get(key_of(shorter_spec(data, base, seed, steps))) for seed in FEW_SEEDS]
+        row(f"ddp fp32 in {steps} steps", found, control)
 
 
 def row(name: str, found: list[Line | None], control: list[Line | None]) -> None:
     """Loss, bytes and differences of one kind of runs to those of another, paired by seed."""
     done = [line for line in found if line is not None]
-    if not done or any(line["eval_loss"] is None for line in done):
+    failed = sum(line["eval_loss"] is None for line in done)
+    if failed:
+        print(f"{name:32} failed with {failed} of {len(done)} seeds")
+    if not done or failed:
         return
     pairs = [(a, b) for a, b in zip(found, control, strict=False) if a is not None and b is not None]
     sent, whole = done[0]["computed_bytes"], done[0]["bytes_over_the_run"]
@@ -308,7 +347,7 @@ def row(name: str, found: list[Line | None], control: list[Line | None]) -> None
 
 
 def main() -> int:
-    phases = ["sweep", "seeds", "settings", "report"]
+    phases = ["sweep", "seeds", "settings", "shorter", "report"]
     parser = command_line(__doc__, phases, RESULTS / "comm-quality.jsonl")
     parser.add_argument("--data", choices=list(WORKS), default="novels", help="what is trained on; novels unless given")
     parser.add_argument("--only", nargs="*", help="sweep and seeds: these methods")
@@ -335,6 +374,12 @@ def main() -> int:
                     ledger.run(run_spec(options.data, method, rate, seed, options.replicas))
                 elif rate is None and seed == SEEDS[0]:
                     print(f"{method}: its sweep has not ended")
+    elif options.phase == "shorter":
+        rate = best_rate(ledger.lines(), options.data, METHODS[0])
+        if rate is None:
+            raise SystemExit(f"run the sweep of {METHODS[0]} first")
+        for seed, steps in product(FEW_SEEDS, SHORTER):
+            ledger.run(shorter_spec(options.data, rate, seed, steps))
     else:
         for spec in list(setting_specs(ledger.lines(), options.data)):
             ledger.run(spec)

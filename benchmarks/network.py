@@ -29,7 +29,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 from dated import dated, write
 from interleaved import ratio
+from optim_quality import MODEL
 
 HUB = Path(__file__).with_name("delaying_hub.py")
 NETWORK, PORT = "10.77.0", 29777
@@ -46,6 +47,12 @@ COPY_S, SLOW_START_S = 6.0, 2.0
 JUMBO = "9000"
 """Bytes of a frame where a process forwards it."""
 SETTLE_S = 0.4
+
+
+def mbit_of(rate: str) -> float:
+    """What a rate in `tc`'s spelling allows, as far as it is known here; 0 for no cap."""
+    units = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
+    return float(rate[:-4]) * units[rate[-4:]] if rate[-4:] in units else 0.0
 
 
 def address(rank: int) -> str:
@@ -63,8 +70,10 @@ def why_not() -> str | None:
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if tried.returncode:
         return f"network namespaces cannot be made: {tried.stderr.strip()}"
+    cap = ("tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1mbit", "burst", "32kb", "latency", "50ms")
+    tried = subprocess.run(["ip", "netns", "exec", name, *cap], capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "del", name], check=False)
-    return None
+    return f"tc has no tbf: {tried.stderr.strip()}" if tried.returncode else None
 
 
 @contextmanager
@@ -194,9 +203,6 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
     from comm_methods import METHODS
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from scantling.models.presets import PRESETS
 
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
@@ -204,14 +210,13 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     init = f"tcp://{address(0)}:{PORT + 1}"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=options.replicas)
     torch.manual_seed(0)
-    config = LlamaConfig(**{**PRESETS[options.preset].config, "vocab_size": 320})
-    replica = METHODS[options.method](LlamaForCausalLM(config), 1e-3)
-    generator = torch.Generator().manual_seed(rank)
+    model, examples = workload(options, torch.Generator().manual_seed(rank))
+    replica = METHODS[options.method](model, 1e-3)
 
     def one() -> float:
-        ids = torch.randint(256, (options.batch, options.length), generator=generator)
+        inputs = examples()
         began = time.perf_counter()
-        replica.step(lambda model: model(input_ids=ids, labels=ids).loss)
+        replica.step(lambda model: model(**inputs).loss)
         return time.perf_counter() - began
 
     for _ in range(WARM_UP):
@@ -238,6 +243,33 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def workload(options: argparse.Namespace, generator: Any) -> tuple[Any, Callable[[], dict[str, Any]]]:
+    """A model, and random examples for it: a preset of Llama or of ViT, or the decoder of comm_quality.py's novels."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
+
+    from scantling.models.presets import PRESETS
+
+    if options.preset.startswith("vit"):
+        digits = {"num_labels": 10, "image_size": 8, "num_channels": 1}
+        config = ViTConfig(**{**PRESETS[options.preset].config, **digits})
+        size = (options.batch, config.num_channels, config.image_size, config.image_size)
+        return ViTForImageClassification(config), lambda: {
+            "pixel_values": torch.randn(size, generator=generator),
+            "labels": torch.randint(10, (options.batch,), generator=generator),
+        }
+    given = {**PRESETS["llama-1m"].config, **MODEL, "vocab_size": 512}
+    if options.preset != "novels":
+        given = {**PRESETS[options.preset].config, "vocab_size": 320}
+    ids = (options.batch, options.length)
+
+    def examples() -> dict[str, Any]:
+        drawn = torch.randint(256, ids, generator=generator)
+        return {"input_ids": drawn, "labels": drawn}
+
+    return LlamaForCausalLM(LlamaConfig(**given)), examples
+
+
 def measured(work: Any) -> int:
     """Bytes that this interface sends while some work is done, between two barriers."""
     import torch.distributed as dist
@@ -255,7 +287,7 @@ def measured(work: Any) -> int:
 def run_method(names: Sequence[str], method: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The lines of all replicas of one method."""
     # a method that exchanges every so many steps is measured over whole rounds of them
-    every = int(method.rpartition(" h")[2]) if " h" in method else 1
+    every = exchanges_every(method)
     steps = max(options.steps, every) // every * every
     own = ["--method", method, "--replicas", str(len(names)), "--preset", options.preset, "--steps", str(steps)]
     own += ["--batch", str(options.batch), "--length", str(options.length)]
@@ -287,9 +319,15 @@ class FailedError(Exception):
     """A method could not be measured."""
 
 
-def step_of(rows: Sequence[dict[str, Any]]) -> float:
-    """Seconds of a step in one round: the median of the slowest replica."""
-    return max(float(np.median(row["step_s"])) for row in rows)
+def step_of(rows: Sequence[dict[str, Any]], method: str) -> float:
+    """Seconds of a step in one round, of the slowest replica: the median, or the mean where few steps exchange."""
+    middle = np.mean if exchanges_every(method) > 1 else np.median
+    return max(float(middle(row["step_s"])) for row in rows)
+
+
+def exchanges_every(method: str) -> int:
+    """Steps from one exchange to the next."""
+    return int(method.rpartition(" h")[2]) if " h" in method else 1
 
 
 def cpu_of(rounds: Sequence[Sequence[dict[str, Any]]]) -> float:
@@ -315,7 +353,7 @@ def table(found: dict[str, list[list[dict[str, Any]]]], *, with_times: bool) -> 
         if published := rows[0]["published_bytes"]:
             parts.append(f"its published code {published / 1e6:9.4f} MB")
         if with_times:
-            steps = [step_of(each) for each in rounds]
+            steps = [step_of(each, method) for each in rounds]
             parts.append(f"{1e3 * float(np.median(steps)):9.1f} ms")
             means = [max(float(np.mean(row["step_s"])) for row in each) for each in rounds]
             parts.append(f"mean {1e3 * float(np.median(means)):9.1f} ms")
@@ -324,7 +362,7 @@ def table(found: dict[str, list[list[dict[str, Any]]]], *, with_times: bool) -> 
                 parts.append(f"{(peak_of(rounds) - peak_of(alone)) / 1e6:+6.0f} MB")
             first, control = next(iter(found.items()))
             if method != first and len(control) == len(rounds) > 1:
-                against = ratio(steps, [step_of(each) for each in control])
+                against = ratio(steps, [step_of(each, first) for each in control])
                 low, high = against["ratio_95"]
                 parts.append(f"{against['ratio']:.3f} [{low:.3f}, {high:.3f}] of {first}")
         print("  ".join(parts), flush=True)
@@ -336,7 +374,7 @@ def main() -> int:
     parser.add_argument("--rate", default="100mbit", help="of each link, as tc spells it, or uncapped")
     parser.add_argument("--round-trip-ms", type=float, default=0.0, help="of the line, emulated")
     parser.add_argument("--methods", nargs="+", help="default: all")
-    parser.add_argument("--preset", default="llama-10m")
+    parser.add_argument("--preset", default="llama-10m", help="a model, or novels: the decoder of comm_quality.py")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -369,7 +407,7 @@ def main() -> int:
         copied, round_trip = copied_mbit(names), measured_round_trip_ms(names)
         line = f"a plain copy takes {copied:.1f} Mbit/s, a byte there and back {round_trip:.2f} ms"
         print(f"{options.replicas} replicas, {options.rate}: {line}", flush=True)
-        if not options.round_trip_ms and options.rate.endswith("mbit") and copied < 0.9 * float(options.rate[:-4]):
+        if not options.round_trip_ms and copied < 0.9 * mbit_of(options.rate):
             raise SystemExit(f"the link does not carry the {options.rate} that it is capped at")
         for number in range(options.rounds):
             for method in options.methods or METHODS:
@@ -401,6 +439,7 @@ def main() -> int:
                     methods=found,
                 )
                 line = f"-{options.round_trip_ms:g}ms" if options.round_trip_ms else ""
+                line += "" if options.preset == "llama-10m" else f"-{options.preset}"
                 path = write(report, f"network-{options.replicas}-{options.rate}{line}", options.out)
     print()
     table(found, with_times=with_times)

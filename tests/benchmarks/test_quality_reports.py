@@ -111,12 +111,31 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     found = time_to_loss.compared(lines, {"alone": 0.5, "ddp fp32": 4.0, "ours k2 owner": 1.0, "powersgd r4": 1.0})
     assert found.keys() == {"ddp fp32", "ours k2 owner", "powersgd r4"}
     assert found["ours k2 owner"]["seeds"] == [1, 2, 3]  # those of PowerSGD
-    assert found["ddp fp32"]["time_s"] == pytest.approx(4.0 * steps)
-    assert found["ours k2 owner"]["time_s"] == pytest.approx(1.0 * steps)
-    assert found["powersgd r4"]["time_s"] == float("inf")
+    assert found["ddp fp32"]["exact_s"] == pytest.approx(4.0 * steps)
+    assert found["ours k2 owner"]["exact_s"] == pytest.approx(1.0 * steps)
+    assert found["ours k2 owner"]["near_s"] == pytest.approx((1.0 - 0.01 / 4.0) * steps)
+    assert found["powersgd r4"]["near_s"] == float("inf")
     assert found["ddp fp32"]["loss_at_equal_time"] == pytest.approx(5.0)  # a quarter of its steps
     assert found["ours k2 owner"]["loss_at_equal_time"] == pytest.approx(2.0)
-    time_to_loss.show(found, 0.5)
+    time_to_loss.show(found, 0.5, 4.5, 10)
     printed = capsys.readouterr().out
-    assert "never reaches the loss" in printed
-    assert "bound 8.00 x; ours 4.00 x: 50% of it" in printed
+    assert "to the loss    never" in printed
+    assert "bound, measured: 8.00 x; ours 4.00 x: 50% of it, MISSED" in printed
+    assert "bound, computed: 10.00 x; ours 4.00 x: 40% of it, MISSED" in printed
+    assert "at least 10 times DDP: MISSED" in printed
+    warm_up = steps // 10  # in which PowerSGD averages everything
+    step_s = {"ddp fp32": 4.0, "powersgd r4": 1.0}
+    assert time_to_loss.seconds_of("powersgd r4", steps, step_s) == 4.0 * warm_up + steps - warm_up
+    assert time_to_loss.steps_in("powersgd r4", 4.0 * warm_up + 7.0, step_s) == warm_up + 7.0
+    shorter = quality.shorter_spec("llama-10m", quality.GRID.rates[start], 1, 64)
+    lines[key_of(shorter)] = {**shorter, "eval_loss": 3.5}
+    assert time_to_loss.shorter_losses(lines, 1) == {64: 3.5}
+
+
+def test_a_step_of_few_exchanges_is_the_mean() -> None:
+    import network
+
+    rows = [{"step_s": [1.0] * 29 + [31.0]}, {"step_s": [1.0] * 30}]
+    assert network.step_of(rows, "diloco h30") == 2.0
+    assert network.step_of(rows, "ours k8 owner") == 1.0
+    assert [network.mbit_of(rate) for rate in ("100mbit", "1gbit", "uncapped")] == [100.0, 1000.0, 0.0]
