@@ -25,6 +25,10 @@ TINY: dict[str, int] = {
 }
 
 
+WIDE: dict[str, int] = {"hidden_size": 64, "intermediate_size": 128}
+"""Wide enough that DeMo sends matrices by blocks: 4,096 numbers each."""
+
+
 def write_corpus(path: Path, *, documents: int = 40, seed: int = 0) -> Path:
     """A file of documents with a pattern to learn, each after a line that begins with `<doc>`."""
     words = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import scantling as sc
-from scantling.comm import load_rank_tensors, rank_tensors
+from scantling.comm import load_rank_tensors, rank_tensors, refuse_reduction
+from scantling.errors import UserError
 from tests.processes import counted, run
 
 pytestmark = pytest.mark.dist
@@ -150,6 +153,77 @@ def goes_on_from_a_distributed_checkpoint(folder: str, sharded: bool, half: int)
 )
 def test_steps_across_a_distributed_checkpoint(tmp_path: Path, sharded: bool, half: int) -> None:
     run(4 if sharded else 2, goes_on_from_a_distributed_checkpoint, str(tmp_path / "checkpoint"), sharded, half)
+
+
+class Tied(nn.Module):
+    """A table that is looked up and multiplied with, and a layer in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(130, 70)
+        self.inner = nn.Linear(70, 70)
+        self.head = nn.Linear(70, 130, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.inner(self.table(ids)).tanh())
+        return logits
+
+
+def tied_and_wrapped() -> None:
+    """Tied weights go once, whether the backward pass sends or the step, and whether DDP is around or not."""
+    rank = dist.get_rank()
+    found = []
+    for overlap, wrapped in ((False, False), (True, False), (False, True)):
+        net = Tied()
+        optimizer = sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4, dense="sign", overlap=overlap, bucket_mb=0.01)
+        whole = nn.parallel.DistributedDataParallel(net) if wrapped else net
+        if isinstance(whole, nn.parallel.DistributedDataParallel):
+            refuse_reduction(whole)
+        for step in range(5):
+            ids = torch.randint(130, (16,), generator=torch.Generator().manual_seed(1000 * rank + step))
+            context = whole.no_sync() if isinstance(whole, nn.parallel.DistributedDataParallel) else nullcontext()
+            optimizer.zero_grad()
+            with context:
+                loss = nn.functional.cross_entropy(whole(ids), ids)
+                with optimizer.overlapped():
+                    loss.backward()
+            optimizer.step()
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
+        assert_alike(net)
+        found.append([param.detach().clone() for param in net.parameters()])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_tied_weights_and_ddp() -> None:
+    run(2, tied_and_wrapped)
+
+
+def test_tensors_of_more_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model()
+    optimizer = sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4)
+    train(net, optimizer, 0, range(2))
+    tensors = rank_tensors(optimizer)
+    load_rank_tensors(optimizer, tensors)
+    with pytest.raises(UserError, match="saved by 4 processes, and these are 1: the residuals of the others"):
+        load_rank_tensors(optimizer, {**tensors, "rank0/processes": torch.tensor([4])})
+    with pytest.raises(UserError, match="rank0/step should have the shape"):
+        load_rank_tensors(optimizer, {})
+
+
+def test_what_travels_is_said_where_nobody_listens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On stderr without any logging set up, and else as a record."""
+    for listens in (False, True):
+        monkeypatch.setattr(logging.Logger, "hasHandlers", lambda _, listens=listens: listens)
+        net = model()
+        train(net, sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4), 0, range(2))
+        told = capsys.readouterr().err
+        assert ("exchange by" in told) != listens
+        assert listens or told.count("9,100 numbers: 2 of 44 x 35") == 1
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import records, tiny_recipe, write_recipe
+from tests.runs import WIDE, records, tiny_recipe, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RATE_MBIT = 100
@@ -73,6 +73,7 @@ def test_doctor_and_a_run_between_two_machines(machines: list[str], tmp_path: Pa
     assert measured is not None, first
     assert 0.5 * RATE_MBIT < float(measured[1]) < 1.05 * RATE_MBIT
     recipe = {**tiny_recipe(tmp_path, comm={"name": "demo"}), "optim": {"name": "sign", "lr": 1e-3}}
+    recipe["model"]["overrides"] |= WIDE
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     train = f"scantling train {path} --run-dir {tmp_path / 'run'}"
     on_both(machines, [line.replace("scantling doctor", train) for line in lines], tmp_path)

@@ -12,10 +12,8 @@ import torch
 
 import scantling as sc
 from scantling.training.checkpoint import load_tensors, read_manifest
-from tests.runs import records, run_script, scantling, tiny_recipe, write_recipe
+from tests.runs import WIDE, records, run_script, scantling, tiny_recipe, write_recipe
 from tests.training import poisoned
-
-WIDE = {"hidden_size": 64, "intermediate_size": 128}
 
 
 def demo_recipe(folder: Path, **sections: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 import scantling as sc
 from scantling.errors import UserError
 from scantling.training.checkpoint import load_tensors
-from tests.runs import command, records, scantling, start, tiny_recipe, wait_for_step, write_recipe
+from tests.runs import WIDE, command, records, scantling, start, tiny_recipe, wait_for_step, write_recipe
 
 STEPS = 60
 
@@ -44,6 +44,7 @@ def workers(parent: int) -> list[int]:
 def test_killed_at_random_steps_it_ends_with_the_same_bits(tmp_path: Path, kills: int, comm: dict[str, object]) -> None:
     train = {"steps": STEPS, "checkpoint_every": 2, "batch_size": 16}
     recipe = {**tiny_recipe(tmp_path, comm=comm, train=train), "optim": {"name": "sign", "lr": 1e-3}}
+    recipe["model"]["overrides"] |= WIDE
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     done = scantling("train", path, "--run-dir", straight, processes=2)

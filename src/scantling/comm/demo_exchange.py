@@ -47,10 +47,7 @@ class DemoExchange(GradientExchange):
     def prepare(self, model: nn.Module) -> nn.Module:
         inner = MomentumExchange(param_groups(model), **self.options)
         if self._inner is not None:  # parameters have other shapes than before, or some are gone
-            self._inner.settle()
-            params = {param for group in inner.param_groups for param in group["params"]}
-            inner.state = {param: state for param, state in self._inner.state.items() if param in params}
-            inner.step, inner.decided = self._inner.step, self._inner.decided
+            inner.take_over(self._inner)
         self._inner, self._model = inner, model
         return model
 

@@ -6,6 +6,8 @@ come in about the reverse order of the parameters.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -181,6 +183,15 @@ def described(groups: Sequence[Group], rounds: Rounds) -> str:
             f"{channel.num_bytes:,} bytes"
         )
     return "\n".join(lines)
+
+
+def announce(text: str) -> None:
+    """Say what travels how when a run begins: through logging, or on stderr where nobody has set that up."""
+    logger = logging.getLogger(__name__)
+    if logger.hasHandlers():
+        logger.info("%s", text)
+    else:
+        print(text, file=sys.stderr)
 
 
 def channels_in(buckets: Sequence[Bucket]) -> list[Channel]:

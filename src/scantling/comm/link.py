@@ -76,6 +76,11 @@ class Link:
         return 0
 
     @property
+    def epoch(self) -> int:
+        """Of the membership, alike on all who take part; 0 where the processes stay the same."""
+        return 0
+
+    @property
     def is_alone(self) -> bool:
         return self.size == 1
 

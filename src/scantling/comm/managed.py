@@ -96,6 +96,10 @@ class ManagedLink(Link):
         return self._generation
 
     @property
+    def epoch(self) -> int:
+        return int(getattr(self.manager, "_quorum_id", 0)) & 0xFFFFFFFF  # which the manager has no public name for
+
+    @property
     def size(self) -> int:
         group = self._group()
         return 1 if group is None else int(group.size())

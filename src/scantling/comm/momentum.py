@@ -40,6 +40,7 @@ from scantling.comm.channels import Channel
 from scantling.comm.layout import (
     Bucket,
     Layout,
+    announce,
     buckets_of,
     channels_in,
     described,
@@ -189,7 +190,7 @@ class MomentumExchange(Replica):
         self.param_groups, self.state, self.rounds, self.link = groups, state, rounds, link
         self._compared: tuple[str, ...] = ()
         self.replica_divergence: float | None = None
-        self.step = self.epoch = self._calls = 0
+        self.step = self._calls = 0
         self.decided = None
         self.wire_bytes = 0
         self.left_out: list[int] = []
@@ -263,6 +264,18 @@ class MomentumExchange(Replica):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @torch.no_grad()
+    def take_over(self, other: MomentumExchange) -> None:
+        """Go on where another exchange is, over parameters some of which have other shapes or are gone.
+
+        What it has on its way is waited for; its thread and the process group of that are used further.
+        """
+        other.settle()
+        params = set(self._parameters())
+        self.state = {param: state for param, state in other.state.items() if param in params}
+        self.step, self.decided = other.step, other.decided
+        self._line, self._background = other._line, other._background
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -364,7 +377,7 @@ class MomentumExchange(Replica):
             valid = False
             selected = [channel.kind.section.select(_zeros(channel, params)) for channel in bucket.channels]
         configuration = (layout.configuration + number) & 0xFFFFFFFF
-        header = Header(valid, self.epoch, self.step, self.link.rank, configuration)
+        header = Header(valid, self.link.epoch, self.step, self.link.rank, configuration)
         by_senders = self.param_groups[0]["compat"] == "paper"
         work = partial(exchange, self._line, layout.way, bucket.channels, selected, header, by_senders=by_senders)
         if self._background is None:
@@ -462,7 +475,7 @@ class MomentumExchange(Replica):
         """How everything travels; compared with how it does on the other replicas where it is new."""
         found = laid_out(self.param_groups, self.current, self.link, self._layout, step=self.step, also=self._compared)
         if self._layout is None and self.link.rank == 0:
-            logger.info("%s; exchange by %s among %d processes", self, found.way, self.link.size)
+            announce(f"{self}\nexchange by {found.way} among {self.link.size} processes")
         self._layout = found
         return found
 

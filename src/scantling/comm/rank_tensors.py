@@ -23,6 +23,8 @@ from scantling.comm.layout import buckets_of, channels_in, keeps_residuals, name
 from scantling.comm.shards import local
 from scantling.errors import UserError
 
+_PROCESSES = "processes"
+
 
 @torch.no_grad()
 def rank_tensors(optimizer: DeMo) -> dict[str, Tensor]:
@@ -37,7 +39,7 @@ def rank_tensors(optimizer: DeMo) -> dict[str, Tensor]:
     exchange = optimizer.exchange
     exchange.settle()
     prefix = f"rank{_rank()}"
-    found = {f"{prefix}/step": torch.tensor([exchange.step])}
+    found = {f"{prefix}/step": torch.tensor([exchange.step]), f"{prefix}/{_PROCESSES}": torch.tensor([_processes()])}
     params, names = parameters_of(exchange.param_groups), names_of(exchange.param_groups)
     has_result = any("pending" in exchange.state.get(param, {}) for param in params)
     found[f"{prefix}/has_result"] = torch.tensor([has_result])
@@ -62,7 +64,8 @@ def load_rank_tensors(optimizer: DeMo, tensors: Mapping[str, Tensor]) -> None:
     """Take back what `rank_tensors` gave on this rank.
 
     Raises:
-        UserError: tensors of other ranks alone, or of other parameters, shapes or options; nothing has been loaded.
+        UserError: tensors of other ranks alone, of another number of processes, or of other parameters, shapes or
+            options; nothing has been loaded.
     """
     wanted, exchange = rank_tensors(optimizer), optimizer.exchange
     for name, like in wanted.items():
@@ -73,6 +76,11 @@ def load_rank_tensors(optimizer: DeMo, tensors: Mapping[str, Tensor]) -> None:
                 "with the same model and options"
             )
     prefix = f"rank{_rank()}"
+    if (saved := int(tensors[f"{prefix}/{_PROCESSES}"])) != _processes():
+        raise UserError(
+            f"the tensors were saved by {saved} processes, and these are {_processes()}: the residuals of the others "
+            "would be lost. Load on as many as saved"
+        )
     exchange.drop()
     step = int(tensors[f"{prefix}/step"])
     is_whole, processes = tensors.get(f"{prefix}/decided", torch.zeros(2, dtype=torch.int64)).tolist()
@@ -90,6 +98,10 @@ def load_rank_tensors(optimizer: DeMo, tensors: Mapping[str, Tensor]) -> None:
             state["pending"] = tensors[f"{prefix}/{name}/result"].clone()
         if f"{prefix}/{name}/{MOMENTS[0]}" in wanted:
             state |= {key: tensors[f"{prefix}/{name}/{key}"].clone() for key in MOMENTS}
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _rank() -> int:
