@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,21 @@ import pytest
 import torch
 
 import scantling as sc
-from scantling.training.checkpoint import load_tensors, read_manifest
-from tests.runs import WIDE, records, run_script, scantling, tiny_recipe, write_recipe
+from scantling.comm.exchange import GradientExchange
+from scantling.training import checkpoint
+from scantling.training.checkpoint import load_exchange, load_tensors, read_manifest
+from scantling.training.distributed import Place
+from tests.runs import (
+    WIDE,
+    kill_tree,
+    records,
+    run_script,
+    scantling,
+    start_scantling,
+    tiny_recipe,
+    wait_for_step,
+    write_recipe,
+)
 from tests.training import poisoned
 
 
@@ -136,3 +150,54 @@ def test_removed_ranks_cost_no_exchange(tmp_path: Path) -> None:
     wanted, found = (load_tensors(run / "checkpoints" / "step-12") for run in (straight, again))
     assert wanted.keys() == found.keys()
     assert all(torch.equal(tensor, found[key]) for key, tensor in wanted.items())
+
+
+@pytest.mark.dist
+def test_on_another_number_of_processes_residuals_begin_with_their_mean(tmp_path: Path) -> None:
+    """2 → 3 → 1: the mean over the processes is what it was."""
+    train = {"steps": 12, "checkpoint_every": 4, "batch_size": 6}
+    path = write_recipe(tmp_path / "recipe.yaml", demo_recipe(tmp_path, train=train))
+    run = tmp_path / "run"
+    process = start_scantling("train", path, "--run-dir", run, processes=2)
+    wait_for_step(run / "metrics.jsonl", 6, process)
+    kill_tree(process)
+    forget(run, 4)
+    saved = run / "checkpoints" / "step-4"
+    ranks = [load_tensors(saved, f"exchange/rank{rank}/") for rank in range(2)]
+    first, second = ({key.rpartition("/")[2]: v for key, v in each.items()} for each in ranks)
+    assert first.keys() == second.keys()
+    assert any(value.any() for value in first.values())
+
+    class Taken(GradientExchange):
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            self.state = dict(state)
+
+    for world in (3, 1):
+        taken = Taken()
+        load_exchange(taken, saved, Place(0, world, torch.device("cpu")))
+        assert taken.state["step"] == 4
+        for name, value in first.items():
+            torch.testing.assert_close(taken.state[name], (value + second[name]) / 2)
+    for last, processes in ((8, 3), (12, 1)):
+        done = scantling("train", run, "--resume", processes=processes)
+        assert done.returncode == 0, done.stdout + done.stderr
+        forget(run, last)
+    assert [record["step"] for record in records(run)] == list(range(1, 13))
+
+
+def forget(run: Path, last: int) -> None:
+    """Remove checkpoints of later steps."""
+    for folder in (run / "checkpoints").glob("step-*"):
+        if int(folder.name[5:].removesuffix(".tmp") or 0) > last:
+            shutil.rmtree(folder)
+
+
+def test_a_residual_that_one_process_has_not_is_zeros_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"exchange/rank0/": {"exchange/rank0/a": torch.ones(2)}, "exchange/rank1/": {}}
+    values = {"exchange": {"0": {"step": 3}, "1": {"step": 3}}}
+    monkeypatch.setattr(checkpoint, "read_manifest", lambda _: {"world_size": 2, "values": values})
+    monkeypatch.setattr(checkpoint, "load_tensors", lambda _, prefix: kept[prefix])
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(GradientExchange, "load_state_dict", lambda _, state: found.update(state))
+    load_exchange(GradientExchange(), tmp_path, Place(0, 1, torch.device("cpu")))
+    torch.testing.assert_close(found["a"], torch.full((2,), 0.5))

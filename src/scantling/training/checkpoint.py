@@ -347,9 +347,11 @@ def load_exchange(exchange: GradientExchange, path: Path, place: Place) -> None:
     kept = [
         {key.removeprefix(prefix): value for key, value in load_tensors(path, prefix).items()} for prefix in prefixes
     ]
-    mean = {name: sum(each[name] for each in kept[1:]) + kept[0][name] for name in kept[0]}
-    tensors = {name: value / len(kept) if len(kept) > 1 else value for name, value in mean.items()}
-    exchange.load_state_dict({**tensors, **values[str(ranks[0])]})
+    found = kept[0]
+    if len(kept) > 1:  # a process that has nothing of a name counts as one with zeros
+        by_name = {name: [each[name] for each in kept if name in each] for name in set().union(*kept)}
+        found = {name: torch.stack(each).sum(0) / len(kept) for name, each in sorted(by_name.items())}
+    exchange.load_state_dict({**found, **values[str(ranks[0])]})
 
 
 def rng_state(place: Place) -> State:
