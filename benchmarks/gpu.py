@@ -48,7 +48,7 @@ def parts(out: Path) -> list[Part]:
             )
         ),
         Part("comm-codec-1.3b", 100, (comm, "--out", str(out / "gpu-comm-codec-1.3b.json"))),
-        Part("tensor-steps", 150, (tensor, "steps", "--out", str(out / "gpu-tensor-steps.json"))),
+        Part("tensor-steps", 240, (tensor, "steps", "--out", str(out / "gpu-tensor-steps.json"))),
         Part("low-precision", 90, (*precision, "--out", str(out / "gpu-low-precision.json"))),
         Part("tensor-lookup", 60, (tensor, "lookup", "--out", str(out / "gpu-tensor-lookup.json"))),
         Part(

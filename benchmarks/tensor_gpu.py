@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,11 +79,10 @@ def built(contender: Contender, batch: int, shape: Shape, device: str) -> tuple[
     step = training.step(batch)
     for _ in range(4):
         step()
-    found = {"peak_bytes": allocated(device, peak=True) - before, **training.sizes()}
     if contender.graph and device == "cuda":
         step = captured(step)
     step()
-    return step, found
+    return step, {"peak_bytes": allocated(device, peak=True) - before, **training.sizes()}  # with the graph's own pool
 
 
 def rows_of(
@@ -118,7 +117,8 @@ def compared(rows: dict[str, dict[str, Any]], controls: tuple[str, ...]) -> None
         print(f"  {name:30} " + "   ".join(parts), flush=True)
 
 
-def steps(options: argparse.Namespace) -> dict[str, Any]:
+def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All that is known after each batch size."""
     torch.backends.cuda.matmul.allow_tf32 = False
     shape = Shape(1, 16) if options.device == "cpu" else FULL
     found = {}
@@ -127,7 +127,7 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
         made = {name: partial(built, one, batch, shape, options.device) for name, one in CONTENDERS.items()}
         found[f"batch {batch}"] = rows_of(made, options.rounds, options.device)
         compared(found[f"batch {batch}"], CONTROLS)
-    return found
+        yield found
 
 
 class OneByOne(sc.TTMEmbedding):
@@ -179,7 +179,8 @@ def looked_up(
     return run, {"peak_bytes": allocated(device, peak=True) - before, "distinct_ids": distinct}
 
 
-def lookup(options: argparse.Namespace) -> dict[str, Any]:
+def lookup(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All that is known after each batch size."""
     rows = 10_000 if options.device == "cpu" else 10_131_227
     kinds = {
         "unoptimised": OneByOne,
@@ -193,7 +194,7 @@ def lookup(options: argparse.Namespace) -> dict[str, Any]:
         made = {name: partial(looked_up, kind, rows, batch, options.device) for name, kind in kinds.items()}
         found[f"batch {batch}"] = rows_of(made, options.rounds, options.device)
         compared(found[f"batch {batch}"], ("unoptimised", "nn.Embedding"))
-    return found
+        yield found
 
 
 def main() -> int:
@@ -204,8 +205,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    found = {"steps": steps, "lookup": lookup}[options.measure](options)
-    print(write(dated(__file__, results=found), f"tensor-{options.measure}-gpu", options.out))
+    for found in {"steps": steps, "lookup": lookup}[options.measure](options):
+        print(write(dated(__file__, results=found), f"tensor-{options.measure}-gpu", options.out))
     return 0
 
 
