@@ -109,6 +109,26 @@ def test_gradients_of_logits() -> None:
     assert torch.autograd.gradgradcheck(of_all, (hidden, *table.cores), fast_mode=True)
 
 
+def test_rows_of_blocks_are_not_kept_for_the_backward_pass() -> None:
+    table = TTMEmbedding(30522, 768, 32, row_modes=(16, 20, 10, 10), col_modes=(4, 4, 8, 6))
+    ids = torch.randperm(30522)[:1024]
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        rows = table.rows(ids)
+    steps = table.plan(len(ids)).steps
+    assert len(steps) > 1
+    blocks = sum(block.nbytes for block in table.blocks(steps))
+    found = sum(4 * len(ids) * step.before * step.inner for step in steps[1:])
+    chains = 4 * sum(core.numel() for core in table.cores)
+    assert sum(saved.values()) <= blocks + found + chains + 64 * len(ids)
+    assert rows.shape == (1024, 768)
+
+
 @pytest.mark.parametrize("number", [3, 60])
 def test_gradients_of_rows_and_their_gradients(number: int) -> None:
     """Few ids row by row, many from merged tables."""

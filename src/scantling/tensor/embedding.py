@@ -170,8 +170,10 @@ class TTMEmbedding(CoreLayer):
             places = cores_of(step.tree)
             digits = ids.div(strides[places[-1]], rounding_mode="floor").remainder(table.shape[1])
             flat = table.transpose(0, 1).flatten(1)
-            block = nn.functional.embedding(digits, flat).view(num_ids, step.inner, step.width)
-            found = block if found is None else found @ block
+            if found is None:
+                found = nn.functional.embedding(digits, flat)
+            else:
+                found = _absorbed(found, flat, digits, step)
             found = found.view(num_ids, step.before * table.shape[2], table.shape[3])
         assert found is not None
         values = found.reshape(num_ids, prod(self.col_modes))[:, : self.embedding_dim]
@@ -392,6 +394,36 @@ class TTMEmbeddingBag(TTMEmbedding):
         )
         made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.is_trainable)
         return made.train(self.training)
+
+
+def _absorbed(found: Tensor, flat: Tensor, digits: Tensor, step: Step) -> Tensor:
+    """What was found of each id, (ids, P, K), with its row of a merged block, (rows, K Q): (ids, P, Q)."""
+    device = found.device.type
+    if torch.is_autocast_enabled(device):  # which a function of its own does not know of in its backward pass
+        found, flat = (value.to(torch.get_autocast_dtype(device)) for value in (found, flat))
+    result: Tensor = _Absorb.apply(found, flat, digits, step.inner, step.width)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Absorb(torch.autograd.Function):
+    """Rows of a block are wider than what is found by r: they are looked up again in the backward pass, not kept."""
+
+    @staticmethod
+    def forward(found: Tensor, flat: Tensor, digits: Tensor, inner: int, width: int) -> Tensor:
+        return found @ nn.functional.embedding(digits, flat).view(-1, inner, width)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        found, flat, digits, *ctx.sides = inputs
+        ctx.save_for_backward(found, flat, digits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found, flat, digits = ctx.saved_tensors
+        block = nn.functional.embedding(digits, flat).view(-1, *ctx.sides)
+        of_rows = (found.transpose(1, 2) @ grad).flatten(1)
+        of_flat = torch.ops.aten.embedding_dense_backward(of_rows, digits, flat.shape[0], -1, False)
+        return grad @ block.transpose(1, 2), of_flat, None, None, None
 
 
 def why_no_cores(table: nn.Embedding | nn.EmbeddingBag) -> str | None:
