@@ -10,6 +10,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from scantling.comm.silence import named
+
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, without a gradient."""
@@ -36,8 +38,13 @@ def all_finite(values: Iterable[Tensor]) -> bool:
 
 
 def all_agree(mesh: DeviceMesh, value: bool) -> bool:
-    """Whether it is so on all processes of a mesh. Collectives: one all-reduce of 4 bytes for each of its dims."""
+    """Whether it is so on all processes of a mesh. Collectives: one all-reduce of 4 bytes for each of its dims.
+
+    Raises:
+        SilentPeerError: one of them does not answer.
+    """
     found = torch.tensor([float(value)], device=mesh.device_type)
-    for group in mesh.get_all_groups():
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-    return bool(found)
+    with named():
+        for group in mesh.get_all_groups():
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+        return bool(found)
