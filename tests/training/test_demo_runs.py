@@ -51,6 +51,10 @@ def test_it_learns_on_one_process(tmp_path: Path, optim: dict[str, Any]) -> None
     losses = [record["loss"] for record in records(tmp_path / "run")]
     assert result.metrics["eval_loss"] < 0.75 * losses[0]
     assert all(record["wire_bytes"] == 0 for record in records(tmp_path / "run"))
+    planned = json.loads((tmp_path / "run" / "plan.json").read_text())["residual_bytes"]
+    assert {record["residual_bytes"] for record in records(tmp_path / "run")} == {planned}
+    assert result.metrics["residual_bytes"] == planned > 0
+    assert "residuals of the exchange" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.dist

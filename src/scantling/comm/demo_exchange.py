@@ -74,9 +74,15 @@ class DemoExchange(GradientExchange):
         return self._inner
 
     def metrics(self) -> dict[str, Any]:
-        """How far the residuals of the processes were apart when they were last compared."""
+        """Bytes of the residuals, and how far those of the processes were apart when they were last compared."""
         found = self.inner.replica_divergence
-        return {} if found is None else {"replica_divergence": found}
+        held = sum(
+            value.nbytes
+            for state in self.inner.state.values()
+            for key, value in state.items()
+            if key.startswith("residual")
+        )
+        return {"residual_bytes": held, **({} if found is None else {"replica_divergence": found})}
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         """Cut the residual of a parameter that keeps only some positions of a dim."""

@@ -43,6 +43,7 @@ PARTS = {
     "base": ("base_bytes", BASE),
     "weights": ("weight_bytes", "#2f5fd0"),
     "optimizer state": ("optimizer_state_bytes", "#0f8a6a"),
+    "residuals": ("residual_bytes", "#56b4a0"),
     "gradients": ("gradient_bytes", "#7dabf8"),
     "activations": ("activation_bytes", "#d9480f"),
     "temporary": ("temporary_bytes", "#b7791f"),

@@ -61,6 +61,7 @@ FIGURES = (
     Figure("weights", "weight_bytes", format_bytes),
     Figure("gradients", "gradient_bytes", format_bytes),
     Figure("optimizer state", "optimizer_state_bytes", format_bytes),
+    Figure("residuals of the exchange", "residual_bytes", format_bytes),
     Figure("sent per step and rank", "wire_bytes", format_bytes),
     Figure("tokens per second", "tokens_per_s", format_number, lower_is_better=False),
     Figure("step time (median)", "step_s", format_seconds),

@@ -34,6 +34,7 @@ _PLANNED = (
     ("weights", "weight_bytes", format_bytes),
     ("gradients", "gradient_bytes", format_bytes),
     ("optimizer state", "optimizer_state_bytes", format_bytes),
+    ("residuals of the exchange", "residual_bytes", format_bytes),
     ("sent per step and rank", "wire_bytes", format_bytes),
     ("tokens per step", "tokens_per_step", format_number),
     ("peak memory", "peak_memory_bytes", format_bytes),
@@ -212,7 +213,11 @@ def _plan_lines(runs: Sequence[Run]) -> list[tuple[str, list[PlanCell]]]:
     """Each figure that a plan foretells, with a cell a run."""
     if not any(run.plan for run in runs):
         return []
-    lines = [(label, [_plan_cell(run, key, show) for run in runs]) for label, key, show in _PLANNED]
+    lines = [
+        (label, [_plan_cell(run, key, show) for run in runs])
+        for label, key, show in _PLANNED
+        if key != "residual_bytes" or any(run.plan.get(key) for run in runs)
+    ]
     return [(label, cells) for label, cells in lines if any(cell.planned != MISSING for cell in cells)]
 
 

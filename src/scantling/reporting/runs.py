@@ -26,6 +26,7 @@ _CONSTANT = (
     "weight_bytes",
     "gradient_bytes",
     "optimizer_state_bytes",
+    "residual_bytes",
     "wire_bytes",
     "base_memory_bytes",
     "memory_source",
