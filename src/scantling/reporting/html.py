@@ -213,16 +213,14 @@ def _plan_lines(runs: Sequence[Run]) -> list[tuple[str, list[PlanCell]]]:
     """Each figure that a plan foretells, with a cell a run."""
     if not any(run.plan for run in runs):
         return []
-    lines = [
-        (label, [_plan_cell(run, key, show) for run in runs])
-        for label, key, show in _PLANNED
-        if key != "residual_bytes" or any(run.plan.get(key) for run in runs)
-    ]
+    lines = [(label, [_plan_cell(run, key, show) for run in runs]) for label, key, show in _PLANNED]
     return [(label, cells) for label, cells in lines if any(cell.planned != MISSING for cell in cells)]
 
 
 def _plan_cell(run: Run, key: str, show: Callable[[float | None], str]) -> PlanCell:
     planned = number(run.plan.get(key))
+    if key == "residual_bytes" and not planned:
+        planned = None  # of an exchange that keeps none
     measured = _tokens_per_step(run) if key == "tokens_per_step" else run.figure(key)
     difference = MISSING
     if planned is not None and measured is not None:
