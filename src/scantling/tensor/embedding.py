@@ -420,9 +420,10 @@ class _Absorb(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found, flat, digits = ctx.saved_tensors
-        block = nn.functional.embedding(digits, flat).view(-1, *ctx.sides)
         of_rows = (found.transpose(1, 2) @ grad).flatten(1)
         of_flat = torch.ops.aten.embedding_dense_backward(of_rows, digits, flat.shape[0], -1, False)
+        del of_rows  # as large as the rows
+        block = nn.functional.embedding(digits, flat).view(-1, *ctx.sides)
         return grad @ block.transpose(1, 2), of_flat, None, None, None
 
 
