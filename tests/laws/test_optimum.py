@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,6 +176,37 @@ def test_worked_cases(case: tuple[float, float], bits: float, critical: float) -
     assert KUMAR.critical_tokens(N, post=4) == pytest.approx(critical, rel=0.005)
     assert any(text.startswith("N = ") for text in given.warnings)
     assert any(text.startswith("D = ") for text in given.warnings)
+
+
+@pytest.mark.parametrize(("column", "case"), list(enumerate((LLAMA_3, GEMMA_2, GPT_3), start=1)))
+def test_every_row_of_the_worked_cases(column: int, case: tuple[float, float]) -> None:
+    """As they stand in the documentation, to the digits that it gives."""
+    page = (Path(__file__).parents[2] / "docs" / "scaling-laws.md").read_text(encoding="utf-8")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    table = {row[0]: row[column] for row in cells if len(row) == 4}
+    (N, D), ouyang, compute = case, PostTrainingLaw.published(), 6 * case[0] * case[1]
+    free = KUMAR.optimum(compute=compute)
+    found: dict[str, tuple[float, ...]] = {
+        "tokens a parameter": (D / N,),
+        "best bits, N free": (free.bits or 0.0,),
+        "its N and D": (free.N, free.D),
+        "best bits, N given": (KUMAR.optimum(compute=compute, N=N).bits or 0.0,),
+        "the same by averages": (KUMAR.averaged().optimum(compute=compute, N=N).bits or 0.0,),
+        "D_crit at 3 bits, Kumar and Ouyang": tuple(law.critical_tokens(N, post=3) for law in (KUMAR, ouyang)),
+        "D_crit at 4 bits": tuple(law.critical_tokens(N, post=4) for law in (KUMAR, ouyang)),
+        "D_crit at 5 bits, Kumar": (KUMAR.critical_tokens(N, post=5),),
+        "added by 4 bits after training, nats": tuple(
+            law.loss(N, D, post=4) - law.loss(N, D) for law in (KUMAR, ouyang)
+        ),
+    }
+    units = {"B": 1e9, "T": 1e12}
+    for name, values in found.items():
+        told = table[name].split(", ")
+        assert len(told) == len(values), name
+        for text, value in zip(told, values, strict=True):
+            number = text.rstrip("BT")
+            half_a_digit = 0.5 * 10.0 ** -len(number.partition(".")[2])
+            assert value / units.get(text[-1], 1.0) == pytest.approx(float(number), abs=1.001 * half_a_digit), name
 
 
 def test_inside_the_range_nothing_is_said() -> None:
