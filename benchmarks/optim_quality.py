@@ -1,6 +1,7 @@
 """Quality of CAME beside AdamW and its rivals: small decoders on real text at 20 tokens a parameter.
 
     python benchmarks/optim_quality.py sweep            one grid of learning rates for every optimizer, one seed
+    python benchmarks/optim_quality.py finalists        the same for the finalists, with fp32 moments
     python benchmarks/optim_quality.py seeds            the finalists at their best rate, 8 seeds, the same data order
     python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4: on fewer tokens
     python benchmarks/optim_quality.py variants         other betas, clipping and weight decay, on all tokens, one seed
@@ -59,6 +60,8 @@ FINALISTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What the variants found best with seed 0, which is not among SEEDS: for AdamW and CAME a second moment that is slower
 than in the sweep, for CAME no confidence; and CAME with its confidence, as swept."""
+FORMS = ("adamw", "no confidence")
+"""Of the finalists, those with betas that the sweep has not: they are swept anew."""
 LONGER = ("adamw", "plain-int8")
 Lines = dict[str, Line]
 ABLATION_TOKENS = TOKENS // 4
@@ -193,10 +196,22 @@ def variant_spec(lines: Lines, data: str, change: str, seed: int) -> Spec:
     return run_spec(data, "adamw", best_rate(lines, data, "adamw"), seed, **ADAMW_VARIANTS.get(change, {}))
 
 
+def finalist_spec(data: str, form: str, lr: float) -> Spec:
+    """One run of the phase `finalists`."""
+    optimizer, changes = FINALISTS[form]
+    return run_spec(data, optimizer, lr, 0, **changes)
+
+
+def finalist_results(lines: Lines, data: str, form: str) -> list[float | None]:
+    """The held-out loss of each rate of a finalist, seed 0."""
+    return GRID.results(lines, lambda rate: finalist_spec(data, form, rate), "eval_loss")
+
+
 def seed_spec(lines: Lines, data: str, finalist: str, seed: int) -> Spec:
-    """One run of the phase `seeds`."""
+    """One run of the phase `seeds`: at the best rate of the finalist's sweep, or of the optimizer's before that."""
     optimizer, changes = FINALISTS[finalist]
-    return run_spec(data, optimizer, best_rate(lines, data, optimizer), seed, **changes)
+    own = GRID.best(finalist_results(lines, data, finalist.split(",")[0]))
+    return run_spec(data, optimizer, own or best_rate(lines, data, optimizer), seed, **changes)
 
 
 def specs(phase: str, lines: Lines, data: str, names: Sequence[str] = tuple(FINALISTS)) -> Iterator[Spec]:
@@ -222,6 +237,8 @@ def report(lines: Lines, data: str) -> None:
     print(f"{data}: held-out nats a token by learning rate, seed 0\n{GRID.header()}")
     for name in (*SWEPT, *SLOWER):
         print(GRID.row(name, swept(lines, data, name)))
+    for form in FORMS:
+        print(GRID.row(f"finalist: {form}", finalist_results(lines, data, form)))
     for line in lines.values():
         if "model" in line and line["data"] == data and line["eval_loss"] is not None:
             curve = " ".join(f"{loss:.3f}" for _, loss in line["heldout"])
@@ -277,7 +294,7 @@ def differences(
 
 
 def main() -> int:
-    phases = ["sweep", "seeds", "ablations", "variants", "batch", "longer", "report"]
+    phases = ["sweep", "finalists", "seeds", "ablations", "variants", "batch", "longer", "report"]
     parser: argparse.ArgumentParser = command_line(__doc__, phases, RESULTS / "optim-quality.jsonl")
     parser.add_argument("--data", choices=["python", "novels"], default="python")
     parser.add_argument("--only", nargs="*", help="sweep and seeds: these optimizers")
@@ -297,6 +314,12 @@ def main() -> int:
             options.jobs,
             lambda name: GRID.sweep(ledger, lambda rate: run_spec(data, name, rate, 0), "eval_loss"),
             names,
+        )
+    elif options.phase == "finalists":
+        side_by_side(
+            options.jobs,
+            lambda form: GRID.sweep(ledger, lambda rate: finalist_spec(data, form, rate), "eval_loss"),
+            FORMS,
         )
     elif options.phase == "batch":
         side_by_side(
