@@ -295,7 +295,7 @@ def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
 
 
 def report(lines: Lines, data: str) -> None:
-    """The sweep, then each method at its best rate beside AdamW under DDP, with 2 and with 4 replicas."""
+    """The sweep, then each method at its best rate beside AdamW under DDP, with 2, 4 and 8 replicas."""
     print(f"{data}: held-out nats a target by learning rate, seed 0\n{GRID.header()}")
     for method in methods_of(data):
         print(GRID.row(method[:24], swept(lines, data, method)))

@@ -37,7 +37,6 @@ from typing import Any
 import numpy as np
 from dated import dated, write
 from interleaved import ratio
-from optim_quality import MODEL
 
 HUB = Path(__file__).with_name("delaying_hub.py")
 NETWORK, PORT = "10.77.0", 29777
@@ -246,6 +245,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
 def workload(options: argparse.Namespace, generator: Any) -> tuple[Any, Callable[[], dict[str, Any]]]:
     """A model, and random examples for it: a preset of Llama or of ViT, or the decoder of comm_quality.py's novels."""
     import torch
+    from optim_quality import MODEL
     from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
     from scantling.models.presets import PRESETS

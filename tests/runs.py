@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,13 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], *, t
 def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Return once the run has recorded `step`."""
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= step, process)
+
+
+def forget(run: Path, last: int) -> None:
+    """Remove checkpoints of later steps."""
+    for folder in (run / "checkpoints").glob("step-*"):
+        if int(folder.name[5:].removesuffix(".tmp") or 0) > last:
+            shutil.rmtree(folder)
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:

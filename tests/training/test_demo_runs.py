@@ -18,6 +18,7 @@ from scantling.training.checkpoint import load_exchange, load_tensors, read_mani
 from scantling.training.distributed import Place
 from tests.runs import (
     WIDE,
+    forget,
     kill_tree,
     records,
     run_script,
@@ -187,13 +188,6 @@ def test_on_another_number_of_processes_residuals_begin_with_their_mean(tmp_path
         assert done.returncode == 0, done.stdout + done.stderr
         forget(run, last)
     assert [record["step"] for record in records(run)] == list(range(1, 13))
-
-
-def forget(run: Path, last: int) -> None:
-    """Remove checkpoints of later steps."""
-    for folder in (run / "checkpoints").glob("step-*"):
-        if int(folder.name[5:].removesuffix(".tmp") or 0) > last:
-            shutil.rmtree(folder)
 
 
 def test_a_residual_that_one_process_has_not_is_zeros_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from scantling.training.checkpoint import Checkpointer, load_tensors, read_manifest
 from scantling.training.distributed import Place
-from tests.runs import kill_tree, records, scantling, start_scantling, tiny_recipe, wait_for_step, write_recipe
+from tests.runs import forget, kill_tree, records, scantling, start_scantling, tiny_recipe, wait_for_step, write_recipe
 
 ALONE = Place(0, 1, torch.device("cpu"))
 
@@ -151,8 +151,6 @@ def test_resume_on_another_number_of_processes(tmp_path: Path) -> None:
             done = scantling("train", moved, "--resume", processes=processes)
             assert done.returncode == 0, done.stdout + done.stderr
             assert "another number of processes" in done.stdout
-        for folder in (moved / "checkpoints").glob("step-*"):
-            if int(folder.name[5:].removesuffix(".tmp") or 0) > last:
-                shutil.rmtree(folder)
+        forget(moved, last)
     for want, got in zip(records(tmp_path / "straight"), records(moved), strict=True):
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)

@@ -71,20 +71,14 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
         raise UserError("compare needs two or more recipes")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("compare starts its runs itself; under torchrun, train each recipe, and then compare the runs")
-    names, folders = [], []
-    for recipe in recipes:
-        if Path(recipe).is_dir():
-            name, folder = read_run(recipe).name, Path(recipe)
-        else:
-            name = load_recipe(recipe, settings).name or Path(recipe).stem
-            folder = out / name
-        names.append(name)
-        folders.append(folder)
+    taken = {recipe: read_run(recipe).name for recipe in recipes if Path(recipe).is_dir()}
+    names = [taken.get(recipe) or load_recipe(recipe, settings).name or Path(recipe).stem for recipe in recipes]
     if len(set(names)) < len(names):
         raise UserError(f"the recipes need different names; given {', '.join(names)}")
     console = make_console()
+    folders = [Path(recipe) if recipe in taken else out / name for recipe, name in zip(recipes, names, strict=True)]
     for recipe, folder in zip(recipes, folders, strict=True):
-        if Path(recipe).is_dir():
+        if recipe in taken:
             continue
         command = [sys.executable, "-m", "scantling", "train", recipe, "--run-dir", str(folder)]
         command += [part for setting in settings for part in ("--set", setting)] + (["--force"] if force else [])

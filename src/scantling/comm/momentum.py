@@ -275,7 +275,8 @@ class MomentumExchange(Replica):
         params = set(self._parameters())
         self.state = {param: state for param, state in other.state.items() if param in params}
         self.step, self.decided = other.step, other.decided
-        self._line, self._background = other._line, other._background
+        if other._background is not None:
+            self._line, self._background = other._line, other._background
 
     @torch.no_grad()
     def settle(self) -> None:

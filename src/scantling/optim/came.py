@@ -226,15 +226,14 @@ class CAME(torch.optim.Optimizer):
                 loss = closure()
         check_grads(self.param_groups)
         jobs: list[Job] = []
-        ordinal = total_bytes = 0
+        ordinal = 0
         for group in self.param_groups:
             hyper = Hyper.of(group)
             for param in group["params"]:
                 if self._takes_part(param):
                     jobs.append(self.job(group, param, ordinal, hyper))
                 ordinal += 1
-                total_bytes += local(param).nbytes
-        _take(jobs, total_bytes)
+        _take(jobs, self.parameter_bytes())
         return loss
 
     @torch.no_grad()
@@ -263,6 +262,10 @@ class CAME(torch.optim.Optimizer):
         """All parameters, group by group."""
         for group in self.param_groups:
             yield from group["params"]
+
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters on this rank."""
+        return sum(local(param).nbytes for param in self.parameters())
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         """Keep only some positions of one dim of a parameter's state, because the parameter keeps only those.
@@ -309,7 +312,7 @@ class CAME(torch.optim.Optimizer):
             owners = (number for number, group in enumerate(self.param_groups) for _ in group["params"])
             pairs = zip(self.parameters(), owners, strict=True)
             self._places = {id(other): (number, ordinal) for ordinal, (other, number) in enumerate(pairs)}
-            self._param_bytes = sum(local(other).nbytes for other in self.parameters())
+            self._param_bytes = self.parameter_bytes()
         if id(param) not in self._places:
             raise UserError(f"a parameter of shape {tuple(param.shape)} is not in this optimizer")
         number, ordinal = self._places[id(param)]

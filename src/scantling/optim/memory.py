@@ -150,7 +150,7 @@ def _came_scratch_bytes(optimizer: CAME, tile: int) -> int:
     if tile == CPU_TILE:
         otherwise = _native.scratch_bytes(jobs)
     else:
-        allowed = _compiled.allowed_scratch_bytes(sum(local(param).nbytes for param in optimizer.parameters()))
+        allowed = _compiled.allowed_scratch_bytes(optimizer.parameter_bytes())
         otherwise = max((size for size in map(_compiled.scratch_bytes, jobs) if size <= allowed), default=0)
     with torch.no_grad(), ScratchMeter(optimizer) as meter:
         for job in jobs:

@@ -167,10 +167,15 @@ def _stop_rounding(model: nn.Module, matrices: list[Matrix]) -> None:
             module.formats = replace(formats, weights=None, multiply=None)  # type: ignore[assignment]
 
 
-def _check(quantizer: Quantizer, method: str, calibration: Iterable[Batch] | None, damping: float) -> None:
+def check_method(method: str) -> None:
+    """Raise a UserError for a method that there is not."""
     if method not in get_args(Method):
         hint = did_you_mean(method, get_args(Method))
         raise UserError(f"method must be rtn or gptq; given {method!r}" + (f" ({hint})" if hint else ""))
+
+
+def _check(quantizer: Quantizer, method: str, calibration: Iterable[Batch] | None, damping: float) -> None:
+    check_method(method)
     if method == "gptq" and calibration is None:
         raise UserError("method='gptq' needs calibration: batches of what the model will read; without, take 'rtn'")
     if method == "gptq" and quantizer.rounding != "nearest":

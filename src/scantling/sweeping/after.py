@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from scantling.errors import ScantlingError, UserError
+from scantling.errors import ScantlingError
 from scantling.files import write_json
 from scantling.sweeping.schema import After
 
@@ -67,13 +67,11 @@ def _post(given: Any) -> list[str]:
 
 def _check_formats(given: Any) -> None:
     from scantling.precision import Quantizer
-    from scantling.precision.weights import Method
+    from scantling.precision.weights import check_method
 
     for name, method in _ways(given):
         Quantizer.of(name)
-        if method not in get_args(Method):
-            known = ", ".join(get_args(Method))
-            raise UserError(f"after.quantize: '{name}.{method}' names no method; there are {known}")
+        check_method(method)
 
 
 def _evaluate_quantized(run_dir: Path, given: Any) -> Figures:

@@ -28,7 +28,7 @@ side: a function of the parameters alone, so that replicas decide alike.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from math import inf
 from typing import Any, TypeAlias
@@ -52,8 +52,9 @@ BytesOf: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Role, MatrixDims], 
 """Bytes that training keeps for a core, by its shape, dtype, role and matrix dims."""
 
 _MARGIN = 5.0
-_MOST_ORDERS = 8
 """How far from the threshold, in thresholds, a control is put that is shut or opened: not to flip back at once."""
+_MOST_ORDERS = 8
+"""Of contraction that are tried to bring FLOPs to a target."""
 _SHUT = -1.0
 """What the controls that are shut at the end become: too far from the threshold ever to come back."""
 
@@ -106,6 +107,7 @@ class RankAdapter:
         for layer in self.layers.values():
             layer.attach_controls(self.options.threshold)
         self.step = 0
+        self._dense_numbers = sum(layer.weight.numel() for layer in self.layers.values())
         self._controls: list[nn.Parameter] = []
         self._seen: tuple[int, ...] | None = None
         self._is_fresh = False
@@ -291,7 +293,10 @@ class RankAdapter:
 
     def num_parameters(self) -> int:
         """Numbers in the cores at the ranks that are live: what is left after `truncate`."""
-        return sum(num_parameters(self.layers[name].sizes, ranks) for name, ranks in self.ranks().items())
+        return self._numbers(self.ranks())
+
+    def _numbers(self, ranks: Mapping[str, tuple[int, ...]]) -> int:
+        return sum(num_parameters(self.layers[name].sizes, own) for name, own in ranks.items())
 
     def size(self) -> float:
         """The size at the ranks that are live, in the unit of the target."""
@@ -321,12 +326,11 @@ class RankAdapter:
         """What a log of the run shows of it; `tensor_compression` is against the dense layers, biases left out."""
         ranks = self.ranks()
         inner = [rank for layer in ranks.values() for rank in layer[1:-1]]
-        numbers = sum(num_parameters(self.layers[name].sizes, own) for name, own in ranks.items())
-        dense = sum(layer.weight.numel() for layer in self.layers.values())
+        numbers = self._numbers(ranks)
         return {
             "tensor_parameters": numbers,
             "tensor_size": self.size() / self._initial,
-            "tensor_compression": dense / numbers if numbers else inf,
+            "tensor_compression": self._dense_numbers / numbers if numbers else inf,
             "mean_rank": sum(inner) / len(inner),
             "rank_price": float(self._price) if self.options.schedule == "controlled" else self.options.gamma,
         }
@@ -561,7 +565,7 @@ class RankAdapter:
             return torch.zeros(len(self._controls), dtype=torch.float64).index_add(0, bond_of, tried.double())
 
         least_off = inf
-        for _ in range(_MOST_ORDERS):  # one is enough, but for FLOPs, whose order changes with the ranks
+        for _ in range(_MOST_ORDERS):
             alive = ranks().clamp(min=1.0)
             counted = self._counted_at(alive)
             value = share / counted.slopes(alive)[bond_of].clamp(min=1e-30)
@@ -570,7 +574,7 @@ class RankAdapter:
             if off >= least_off:
                 break
             live, least_off = tried, off
-            if off <= self.options.tolerance * wanted:
+            if off <= self.options.tolerance * wanted or counted is self._counted:  # which does not change with ranks
                 break
         margin = _MARGIN * self.options.threshold
         lengths = [len(control) for control in self._controls]
