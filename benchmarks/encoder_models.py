@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ CORES = 1_026_528
 """Numbers in the cores at the first ranks."""
 TARGETS = {"0.8": 0.8, "0.5": 0.5, "0.2": 0.2, "361x": DENSE_PART / 361 / 1.01 / CORES}
 """Shares of the cores' first size. The size reached may be 1 % above the target, so the last one aims 1 % lower."""
-GALORE_RANKS = {"galore": 192, "galore-30": 30}
-"""Of GaLore: a quarter of the width, as its authors train Llamas, and the rank of the cores."""
+GALORE_RANKS = {"galore": 192, "galore-30": 30, "galore-per-layer": 192}
+"""Of GaLore: a quarter of the width, as its authors train Llamas, and the rank of the cores; and a quarter with a step
+of each parameter as soon as its gradient is there, which is then freed: its authors' way to the least memory."""
 CONFIGURATIONS = ("dense", *GALORE_RANKS, "cores", "cores-adapting", *(f"cores-{target}" for target in TARGETS))
 
 
@@ -87,7 +89,8 @@ def optimizer_of(name: str, model: nn.Module, **options: Any) -> torch.optim.Opt
         import galore
 
         galore.register()
-        return build_optimizer("galore", groups, lr=1e-4, rank=GALORE_RANKS[name])
+        build = partial(build_optimizer, "galore", lr=1e-4, rank=GALORE_RANKS[name])
+        return galore.PerParameter(groups, build) if name == "galore-per-layer" else build(groups)
     return torch.optim.AdamW(groups, lr=1e-4, weight_decay=0.0, **{"fused": True, **options})
 
 

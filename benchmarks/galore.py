@@ -10,7 +10,8 @@ counts of bytes see it, and no more than it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,33 @@ def register() -> None:
     torch.optim.GaLore = GaLore  # type: ignore[attr-defined]
     if "GaLore" not in torch.optim.__all__:
         torch.optim.__all__.append("GaLore")
+
+
+class PerParameter(torch.optim.Optimizer):
+    """An optimizer for each parameter, which steps in the backward pass and frees the gradient.
+
+    Args:
+        groups: of parameters.
+        build: makes the optimizer of a list of groups.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    ) -> None:
+        super().__init__(groups, {})
+        self.parts = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.parts.append(build([{**group, "params": [param]}]))
+                param.register_post_accumulate_grad_hook(partial(self._stepped, self.parts[-1]))
+
+    @staticmethod
+    def _stepped(part: torch.optim.Optimizer, _: torch.Tensor) -> None:
+        part.step()
+        part.zero_grad()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: the backward pass has taken the steps."""
 
 
 def _split(groups: Iterable[dict[str, Any]], low: dict[str, Any]) -> Iterable[dict[str, Any]]:

@@ -17,8 +17,9 @@ Accuracy is measured at width 256 (a full-size epoch takes hours on two cores) o
 test sets share no premise with what is trained on. There the ranks are a third, as is the width, so that the layers
 shrink as much as those of the paper. Rates are chosen on a twentieth of the training
 pairs. A target takes the rate of the cores it starts from. GaLore has a quarter of the width as its rank, as its
-authors train Llamas; for speed and memory also 30, the rank of the cores. Its SVD, every 200 steps, is in the first
-step alone: `speed` leaves it out of the step and tells a 200th of it apart; `memory` has it in.
+authors train Llamas; for speed and memory also 30, the rank of the cores, and for memory, beside the aim, also
+their form that steps each parameter in the backward pass and frees its gradient. Its SVD, every 200 steps, is in the
+first step alone: `speed` leaves it out of the step and tells a 200th of it apart; `memory` has it in.
 
 Runs are lines of benchmarks/results/six-encoder.jsonl, none is run twice, and training goes on where it was stopped;
 `speed` writes six-encoder-speed-DTYPE-batch-BATCHES-cpu-DATE.json.
@@ -230,7 +231,8 @@ def report_sizes(lines: Lines, options: argparse.Namespace) -> None:
             continue
         print(f"\nwidth 768, batch {batch}: peak of a training step above what the process held, MiB")
         dense = found.get("dense", {}).get(True)
-        rivals = [found[row][True]["peak_above_base_bytes"] for row in GALORE_RANKS if True in found.get(row, {})]
+        galore = {r: found[r][True]["peak_above_base_bytes"] for r in GALORE_RANKS if True in found.get(r, {})}
+        per_layer = galore.pop("galore-per-layer", None)
         for row, by_malloc in found.items():
             peaks = {freed: line["peak_above_base_bytes"] for freed, line in by_malloc.items()}
             line = next(iter(by_malloc.values()))
@@ -243,9 +245,11 @@ def report_sizes(lines: Lines, options: argparse.Namespace) -> None:
             if row.startswith("cores"):
                 if dense is not None and True in peaks:
                     text += f"   dense takes {dense['peak_above_base_bytes'] / peaks[True]:.2f} times as much"
-                if rivals and True in peaks:
-                    less = min(rivals) / peaks[True]
+                if galore and True in peaks:
+                    less = min(galore.values()) / peaks[True]
                     text += f", GaLore {less:.2f} times" + (f" (aim 9: {_verdict(less >= 9)})" if batch == 1 else "")
+                if per_layer is not None and True in peaks:
+                    text += f", layer by layer {per_layer / peaks[True]:.2f} times"
             print(text)
         if any(row in TARGET_ROWS for row in found):
             print(UNTRAINED)

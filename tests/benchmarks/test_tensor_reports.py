@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,15 @@ def test_sizes_and_memory_of_the_six_encoder(capsys: pytest.CaptureFixture[str])
 
     numbers = {"dense": (66_957_315, 0), "galore": (66_957_315, 0), "cores-adapting": (1_490_157, CORES)}
     numbers |= {"cores-0.2": (700_000, DENSE_PART // 330), "cores-361x": (650_000, DENSE_PART // 350)}
-    peaks = {"dense": 1200, "galore": 1000, "cores-adapting": 125, "cores-0.2": 100, "cores-361x": 100}
+    numbers["galore-per-layer"] = numbers["galore"]
+    peaks = {
+        "dense": 1200,
+        "galore": 1000,
+        "galore-per-layer": 700,
+        "cores-adapting": 125,
+        "cores-0.2": 100,
+        "cores-361x": 100,
+    }
     lines: Lines = {}
     for row, (whole, cores) in numbers.items():
         spec = six_encoder.memory_spec(row, 1, gives_back=True, layers=6, length=128)
@@ -118,7 +127,7 @@ def test_sizes_and_memory_of_the_six_encoder(capsys: pytest.CaptureFixture[str])
         lines[key_of(spec)] = {**spec, **sizes, "peak_above_base_bytes": peaks[row] * 2**20}
     six_encoder.report_sizes(lines, _options())
     printed = capsys.readouterr().out
-    assert "dense takes 12.00 times as much, GaLore 10.00 times (aim 9: met)" in printed
+    assert "dense takes 12.00 times as much, GaLore 10.00 times (aim 9: met), layer by layer 7.00 times" in printed
     assert "dense takes 9.60 times as much, GaLore 8.00 times (aim 9: MISSED)" in printed
     assert "64.8 times fewer numbers in its layers (aim 64.7: met), 44.93 in all (aim 44.9: met)" in printed
     assert "330.0 times fewer numbers in its layers (aim 320: met), 95.65 in all (aim 80: met)" in printed
@@ -217,11 +226,14 @@ def test_galore_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim, "__all__", list(torch.optim.__all__))
     galore.register()
     results = []
-    for ours in (True, False):
+    build = partial(build_optimizer, "galore", lr=0.01, rank=4, update_proj_gap=2)
+    for form in ("ours", "per parameter", "package"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 12), nn.LayerNorm(12), nn.Linear(12, 3))
-        if ours:
-            optimizer = build_optimizer("galore", sc.param_groups(model), lr=0.01, rank=4, update_proj_gap=2)
+        if form == "ours":
+            optimizer = build(sc.param_groups(model))
+        elif form == "per parameter":
+            optimizer = galore.PerParameter(sc.param_groups(model), build)
         else:
             low = {"rank": 4, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
             rest = [param for param in model.parameters() if param is not model[0].weight]
@@ -230,13 +242,15 @@ def test_galore_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
         for step in range(5):
             torch.manual_seed(step)
             model(torch.randn(8, 16)).square().sum().backward()
+            assert all((param.grad is None) == (form == "per parameter") for param in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
         results.append([param.detach().clone() for param in model.parameters()])
-        if ours:
+        if form == "ours":
             assert all(isinstance(value, int | torch.Tensor) for s in optimizer.state.values() for value in s.values())
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for one, other, package in zip(*results, strict=True):
+        assert torch.equal(one, package)
+        assert torch.equal(other, package)
 
 
 def _run(script: str, *arguments: str | Path, cache: Path) -> str:
