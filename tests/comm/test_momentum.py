@@ -301,3 +301,24 @@ def test_what_is_dense_has_long_rows(shape: tuple[int, ...]) -> None:
     assert kind.width >= min(numel, 64)
     value = torch.arange(numel, dtype=torch.float32).view(shape)
     assert torch.equal(grid.paste(grid.cut(value)), value)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("values", VALUES)
+def test_an_exchange_does_the_same_on_every_device_and_every_time(device: str, values: str) -> None:
+    """To the bit on one device; on another where all is selected, so that no near tie decides."""
+
+    def exchanged(device: str, topk: int) -> list[Tensor]:
+        params = [nn.Parameter(param.detach().to(device)) for param in params_of()]
+        made = exchange_of(None, params, topk=topk, values=values, residual="fp32")
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(0, step, param.shape).to(device)
+            made.exchange()
+        return [param.grad.cpu() for param in params if param.grad is not None]
+
+    for one, again in zip(exchanged(device, 8), exchanged(device, 8), strict=True):
+        assert torch.equal(one, again)
+    if values == "fp32":  # fewer bits may round a coefficient to the neighbouring code
+        for one, other in zip(exchanged("cpu", 256), exchanged(device, 256), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
