@@ -362,21 +362,25 @@ def test_any_optimizer_goes_on_when_a_bond_has_died(name: str) -> None:
     assert model.first.to_dense().weight.requires_grad
 
 
-def test_a_rank_that_is_shut_may_come_back() -> None:
-    model = net()
-    RankAdapter(model)
-    controls = model.first.controls
-    assert controls is not None
+@pytest.mark.parametrize("name", ["sgd", "adamw", "came"])
+def test_the_optimizer_opens_a_rank_again_that_the_task_needs(name: str) -> None:
+    """A student whose shut rank is all that it lacks of its teacher."""
+    student = net()
+    adapter = RankAdapter(student, size_target=1.0)
+    control = next(iter(student.first.controls or ()))
+    wanted = {step: student.first(torch.ones(1, 64) + batch(step)[0].repeat(1, 32)).detach() for step in range(40)}
     with torch.no_grad():
-        controls[1][0] = 0.009
-    nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
-    grad = controls[1].grad
-    assert grad is not None
-    assert grad[0] != 0.0
-    with torch.no_grad():
-        controls[1][0] -= 0.01 * grad[0].sign() * -1.0 if grad[0] > 0 else -0.01
-        controls[1][0] = max(controls[1][0].item(), 0.02)
-    assert bool(model.first.live()[1][0])
+        control[0] = -0.005
+    assert not student.first.live()[0][0]
+    groups = [{"params": [control], "role": "vector"}]
+    made = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "came": sc.CAME}[name]
+    optimizer = made(groups, lr={"sgd": 1e-3}.get(name, 1e-2))
+    for step, target in wanted.items():
+        nn.functional.mse_loss(student.first(torch.ones(1, 64) + batch(step)[0].repeat(1, 32)), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert student.first.live()[0][0]
+    assert adapter.truncate() == 0
 
 
 @pytest.mark.parametrize("schedule", ["controlled", "paper"])
