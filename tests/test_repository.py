@@ -16,8 +16,9 @@ from packaging.utils import canonicalize_name
 
 from scantling.models.presets import PRESETS
 from scantling.recipe import check_recipe, load_recipe, read_yaml
+from scantling.recipe.loading import is_sweep
 from scantling.sweeping.grid import cases
-from scantling.sweeping.schema import Sweep, is_sweep, load_sweep
+from scantling.sweeping.schema import Sweep, load_sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

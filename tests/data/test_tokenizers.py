@@ -16,6 +16,7 @@ from scantling.data.tokenizers import (
     SPECIALS,
     ByteTokenizer,
     FastTokenizer,
+    Ids,
     Tokenizer,
     load_tokenizer,
     truncated_lengths,
@@ -39,6 +40,12 @@ def small_bpe(*, wrap: bool = False) -> FastTokenizer:
 
     backend = _train(300, iter([Path(json.__file__).read_text(encoding="utf-8")]))
     return FastTokenizer(finish_backend(backend, use_regex=True, wrap=wrap), SPECIALS, "bpe")
+
+
+def joined(tokenizer: Tokenizer, text: str, pair: str | None, max_len: int) -> tuple[Ids, Ids]:
+    """Ids and token types of a text or a pair, with special tokens."""
+    ids = tokenizer.encode_batch([text] if pair is None else [text, pair])
+    return tokenizer.join(ids[0], None if pair is None else ids[1], max_len)
 
 
 def wordpiece(folder: Path, **changes: Any) -> Path:
@@ -103,7 +110,7 @@ def test_saved_tokenizer_gives_equal_ids(tmp_path: Path, make: Any, wrap: bool) 
         assert getattr(loaded, f"{name}_token_id") == getattr(tokenizer, f"{name}_id")
     if wrap:
         together = loaded("the cat", "a dog sat")
-        ids, types = tokenizer.encode_pair("the cat", "a dog sat", 100)
+        ids, types = joined(tokenizer, "the cat", "a dog sat", 100)
         assert together["input_ids"] == ids.tolist()
         assert together["token_type_ids"] == types.tolist()
     else:
@@ -143,7 +150,7 @@ def test_pairs_as_hugging_face_encodes_them(tmp_path: Path) -> None:
     for text in ("", "the cat", "the cat sat the cat sat", "cats cats cats"):
         for pair in (None, "a dog", "a dog sat the dog sat a cat cat"):
             for max_len in (5, 6, 7, 8, 50):
-                ids, types = ours.encode_pair(text, pair, max_len)
+                ids, types = joined(ours, text, pair, max_len)
                 strategy = "longest_first" if pair is not None else True
                 expected = theirs(text, pair, truncation=strategy, max_length=max_len, return_token_type_ids=True)
                 assert (ids.tolist(), types.tolist()) == (expected["input_ids"], expected["token_type_ids"])
@@ -163,8 +170,8 @@ def test_roberta_style_pairs(tmp_path: Path) -> None:
     names = {"pad_token": "<pad>", "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(str(tmp_path))
     ours, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
-    assert ours.encode_pair("the cat", "the dog", 20)[0].tolist() == theirs("the cat", "the dog")["input_ids"]
-    assert ours.encode_pair("the cat", None, 20)[0].tolist() == [0, 4, 5, 2]
+    assert joined(ours, "the cat", "the dog", 20)[0].tolist() == theirs("the cat", "the dog")["input_ids"]
+    assert joined(ours, "the cat", None, 20)[0].tolist() == [0, 4, 5, 2]
 
 
 def test_stored_truncation_and_padding_are_off(tmp_path: Path) -> None:
@@ -192,7 +199,7 @@ def test_pickled_tokenizer_is_the_same() -> None:
 
 def test_no_room_for_text() -> None:
     with pytest.raises(UserError, match=r"data\.seq_len = 3 leaves no room beside 3 special tokens"):
-        ByteTokenizer().encode_pair("a", "b", 3)
+        joined(ByteTokenizer(), "a", "b", 3)
 
 
 def test_missing_special_tokens_are_named(tmp_path: Path) -> None:

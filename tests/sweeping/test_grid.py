@@ -10,6 +10,7 @@ import pytest
 import scantling as sc
 from scantling.errors import RecipeError, UserError
 from scantling.planning.plan import planned_model
+from scantling.recipe import load_recipe
 from scantling.sweeping.grid import Case, cases, select
 from scantling.sweeping.schema import load_sweep
 from scantling.tasks.causal_lm import CausalLM
@@ -177,6 +178,16 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         load_sweep(tmp_path / "sweep.yaml")
     with pytest.raises(UserError, match=r"sweep not found: .*did you mean 'sweep.yaml'"):
         load_sweep(tmp_path / "sweeep.yaml")
+
+
+def test_a_recipe_in_place_of_a_sweep_and_the_other_way_round(tmp_path: Path) -> None:
+    recipe, sweep = tmp_path / "one.yaml", tmp_path / "many.yaml"
+    write_recipe(recipe, {"model": {"preset": "llama-1m"}})
+    write_recipe(sweep, {"base": str(recipe), "axes": {"train.steps": [1]}})
+    with pytest.raises(UserError, match=r"one\.yaml is a recipe, not a sweep; train it with: scantling train .*one"):
+        load_sweep(recipe)
+    with pytest.raises(UserError, match=r"many\.yaml is a sweep, not a recipe; run it with: scantling sweep .*many"):
+        load_recipe(sweep)
 
 
 def test_a_base_in_a_file_of_its_own(tmp_path: Path) -> None:

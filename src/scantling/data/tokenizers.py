@@ -102,11 +102,6 @@ class Tokenizer(ABC):
                 A tokenizer that came from Hugging Face keeps what it does.
         """
 
-    def encode_pair(self, text: str, pair: str | None, max_len: int) -> tuple[Ids, Ids]:
-        """Ids and token types of a text or a pair with special tokens, at most `max_len` long."""
-        texts = self.encode_batch([text] if pair is None else [text, pair])
-        return self.join(texts[0], None if pair is None else texts[1], max_len)
-
     def join(self, ids: Ids, pair_ids: Ids | None, max_len: int) -> tuple[Ids, Ids]:
         """Put special tokens around ids; the longer text is cut first, as `tokenizers` does it.
 

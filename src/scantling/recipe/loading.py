@@ -45,10 +45,17 @@ def load_recipe(source: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
         path = Path(source)
         name = str(path)
         content = read_yaml(path)
+        if is_sweep(content):
+            raise UserError(f"{path} is a sweep, not a recipe; run it with: scantling sweep {path}")
         content.setdefault("name", path.stem)
     for override in overrides:
         apply_override(content, override)
     return check_recipe(content, name)
+
+
+def is_sweep(content: Mapping[str, Any]) -> bool:
+    """Whether a mapping is meant as a sweep of recipes."""
+    return "base" in content
 
 
 def read_yaml(path: Path, kind: str = "recipe", keys: str = "model, data and train") -> dict[str, Any]:

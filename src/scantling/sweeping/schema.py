@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from scantling.errors import Fault, RecipeError, did_you_mean
-from scantling.recipe.loading import apply_override, read_yaml, schema_faults
+from scantling.errors import Fault, RecipeError, UserError, did_you_mean
+from scantling.recipe.loading import apply_override, is_sweep, read_yaml, schema_faults
 from scantling.recipe.schema import Paths, Section, Text
 
 Settings = dict[Text, Any]
@@ -102,6 +102,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, 
     """
     path = Path(path)
     content = read_yaml(path, "sweep", "base and axes")
+    if not is_sweep(content) and "model" in content:
+        raise UserError(f"{path} is a recipe, not a sweep; train it with: scantling train {path}")
     content.setdefault("name", path.stem)
     try:
         sweep = Sweep.model_validate(content)
@@ -139,8 +141,3 @@ def _faults(sweep: Sweep) -> Iterator[Fault]:
             if key not in seen:
                 allowed = f"is swept by no axis and no linked settings; swept are {', '.join(sweep.keys)}"
                 yield Fault(f"leave_out.{number}.{key}", allowed, None, did_you_mean(key, sweep.keys))
-
-
-def is_sweep(content: Mapping[str, Any]) -> bool:
-    """Whether a mapping is meant as a sweep rather than a recipe."""
-    return "base" in content
