@@ -206,11 +206,3 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     "exchange k8, came beta1 0": partial(exchanged, came=True, beta1=0.0),
     "ours k8 all_gather int8": partial(demo, topk=8, exchange="all_gather", residual="int8", **OURS),
 }
-
-
-def accumulating(replica: Replica) -> AbstractContextManager[None]:
-    """The context of a micro-batch that is not the last."""
-    if isinstance(replica.model, DistributedDataParallel):
-        context: AbstractContextManager[None] = replica.model.no_sync()
-        return context
-    return nullcontext()
