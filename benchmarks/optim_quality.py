@@ -1,7 +1,8 @@
 """Quality of CAME beside AdamW and its rivals: small decoders on real text at 20 tokens a parameter.
 
     python benchmarks/optim_quality.py sweep            one grid of learning rates for every optimizer, one seed
-    python benchmarks/optim_quality.py finalists        the same for the finalists, with fp32 moments
+    python benchmarks/optim_quality.py finalists        the same for the finalists, with fp32 moments; one seed more for
+                                                        the two best rates
     python benchmarks/optim_quality.py seeds            the finalists at their best rate, 8 seeds, the same data order
     python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4: on fewer tokens
     python benchmarks/optim_quality.py variants         other betas, clipping and weight decay, on all tokens, one seed
@@ -62,6 +63,8 @@ FINALISTS: dict[str, tuple[str, dict[str, Any]]] = {
 than in the sweep, for CAME no confidence; and CAME with its confidence, as swept."""
 FORMS = ("adamw", "no confidence")
 """Of the finalists, those with betas that the sweep has not: they are swept anew."""
+TUNING_SEEDS = (0, 9)
+"""Neither is among SEEDS. On Python source one seed alone does not tell two neighbouring rates apart."""
 LONGER = ("adamw", "plain-int8")
 Lines = dict[str, Line]
 ABLATION_TOKENS = TOKENS // 4
@@ -196,21 +199,41 @@ def variant_spec(lines: Lines, data: str, change: str, seed: int) -> Spec:
     return run_spec(data, "adamw", best_rate(lines, data, "adamw"), seed, **ADAMW_VARIANTS.get(change, {}))
 
 
-def finalist_spec(data: str, form: str, lr: float) -> Spec:
+def finalist_spec(data: str, form: str, lr: float, seed: int = TUNING_SEEDS[0]) -> Spec:
     """One run of the phase `finalists`."""
     optimizer, changes = FINALISTS[form]
-    return run_spec(data, optimizer, lr, 0, **changes)
+    return run_spec(data, optimizer, lr, seed, **changes)
 
 
-def finalist_results(lines: Lines, data: str, form: str) -> list[float | None]:
-    """The held-out loss of each rate of a finalist, seed 0."""
-    return GRID.results(lines, lambda rate: finalist_spec(data, form, rate), "eval_loss")
+def finalist_results(lines: Lines, data: str, form: str, seed: int = TUNING_SEEDS[0]) -> list[float | None]:
+    """The held-out loss of each rate of a finalist."""
+    return GRID.results(lines, lambda rate: finalist_spec(data, form, rate, seed), "eval_loss")
+
+
+def best_two(lines: Lines, data: str, form: str) -> list[float]:
+    """The two best rates of a finalist's sweep, the better one first; none while it has not ended."""
+    found = finalist_results(lines, data, form)
+    if GRID.best(found) is None:
+        return []
+    return [rate for _, rate in sorted((loss, rate) for loss, rate in zip(found, GRID.rates, strict=True) if loss)[:2]]
+
+
+def finalist_rate(lines: Lines, data: str, form: str) -> float | None:
+    """Which of a finalist's two best rates has the lower loss, mean of the tuning seeds; None where one was not run."""
+    means = []
+    for rate in best_two(lines, data, form):
+        runs = [lines.get(key_of(finalist_spec(data, form, rate, seed))) for seed in TUNING_SEEDS]
+        losses = [run["eval_loss"] for run in runs if run is not None]
+        if len(losses) < len(runs):
+            return None
+        means.append((float("inf") if None in losses else sum(losses), rate))
+    return min(means)[1] if means else None
 
 
 def seed_spec(lines: Lines, data: str, finalist: str, seed: int) -> Spec:
     """One run of the phase `seeds`: at the best rate of the finalist's sweep, or of the optimizer's before that."""
     optimizer, changes = FINALISTS[finalist]
-    own = GRID.best(finalist_results(lines, data, finalist.split(",")[0]))
+    own = finalist_rate(lines, data, finalist.split(",")[0])
     return run_spec(data, optimizer, own or best_rate(lines, data, optimizer), seed, **changes)
 
 
@@ -237,8 +260,8 @@ def report(lines: Lines, data: str) -> None:
     print(f"{data}: held-out nats a token by learning rate, seed 0\n{GRID.header()}")
     for name in (*SWEPT, *SLOWER):
         print(GRID.row(name, swept(lines, data, name)))
-    for form in FORMS:
-        print(GRID.row(f"finalist: {form}", finalist_results(lines, data, form)))
+    for form, seed in product(FORMS, TUNING_SEEDS):
+        print(GRID.row(f"{form}, seed {seed}", finalist_results(lines, data, form, seed)))
     for line in lines.values():
         if "model" in line and line["data"] == data and line["eval_loss"] is not None:
             curve = " ".join(f"{loss:.3f}" for _, loss in line["heldout"])
@@ -316,11 +339,13 @@ def main() -> int:
             names,
         )
     elif options.phase == "finalists":
-        side_by_side(
-            options.jobs,
-            lambda form: GRID.sweep(ledger, lambda rate: finalist_spec(data, form, rate), "eval_loss"),
-            FORMS,
-        )
+
+        def tune(form: str) -> None:
+            GRID.sweep(ledger, lambda rate: finalist_spec(data, form, rate), "eval_loss")
+            for rate in best_two(ledger.lines(), data, form):
+                ledger.run(finalist_spec(data, form, rate, TUNING_SEEDS[-1]))
+
+        side_by_side(options.jobs, tune, FORMS)
     elif options.phase == "batch":
         side_by_side(
             options.jobs,
