@@ -66,6 +66,36 @@ def test_fine_tuning_against_adamw(capsys: pytest.CaptureFixture[str]) -> None:
         assert "minus adamw   2.00 ± 0.00 %" in row
 
 
+def test_two_seeds_choose_between_the_two_best_rates() -> None:
+    """Seed 0 has the start of the grid first, and seed 9, by more, the rate above it."""
+    import optim_quality as quality
+    from resumable import key_of
+
+    lines: dict[str, dict[str, Any]] = {}
+    start, rates = quality.GRID.start, quality.GRID.rates
+
+    def add(index: int, seed: int, loss: float | None) -> None:
+        spec = quality.finalist_spec("python", "no confidence", rates[index], seed)
+        lines[key_of(spec)] = {**spec, "eval_loss": loss}
+
+    def chosen() -> float | None:
+        return quality.finalist_rate(lines, "python", "no confidence")
+
+    add(start - 1, 0, 2.3)
+    add(start, 0, 2.01)
+    assert quality.best_two(lines, "python", "no confidence") == []
+    add(start + 1, 0, 2.02)
+    assert quality.best_two(lines, "python", "no confidence") == [rates[start], rates[start + 1]]
+    assert chosen() is None
+    add(start, 9, 2.06)
+    assert chosen() is None
+    add(start + 1, 9, 2.0)
+    assert chosen() == rates[start + 1]
+    assert quality.seed_spec(lines, "python", "no confidence, int4", 1)["optim"]["lr"] == rates[start + 1]
+    add(start + 1, 9, None)
+    assert chosen() == rates[start]
+
+
 def test_exchanges_on_novels_and_digits(capsys: pytest.CaptureFixture[str]) -> None:
     """Lines of both are told apart; those of novels are known as before there were digits."""
     import comm_quality as quality
