@@ -61,8 +61,8 @@ FINALISTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What the variants found best with seed 0, which is not among SEEDS: for AdamW and CAME a second moment that is slower
 than in the sweep, for CAME no confidence; and CAME with its confidence, as swept."""
-FORMS = ("adamw", "no confidence")
-"""Of the finalists, those with betas that the sweep has not: they are swept anew."""
+FORMS = ("adamw", "no confidence", "came")
+"""The finalists with fp32 moments, whose rates the others take."""
 TUNING_SEEDS = (0, 9)
 """Neither is among SEEDS. On Python source one seed alone does not tell two neighbouring rates apart."""
 LONGER = ("adamw", "plain-int8")
