@@ -156,9 +156,25 @@ class CameNearest(sc.CAME):
             _eager.seed_of = kept
 
 
+class CameUnfactored(sc.CAME):
+    """CAME with a full second moment of everything, and so without confidence: what the factoring does."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        debias: bool = False,
+        confidence: bool = False,
+    ) -> None:
+        groups = [{**group, "role": "vector"} for group in params]
+        super().__init__(groups, lr, betas, weight_decay=weight_decay, debias=debias, confidence=confidence)
+
+
 def register() -> None:
     """Let `optim.name` of a recipe be one of these, in lower case."""
-    for peer in (Lamb, ScaleLike, AdafactorMomentum, ApolloMini, CameNearest):
+    for peer in (Lamb, ScaleLike, AdafactorMomentum, ApolloMini, CameNearest, CameUnfactored):
         setattr(torch.optim, peer.__name__, peer)
         if peer.__name__ not in torch.optim.__all__:
             torch.optim.__all__.append(peer.__name__)
