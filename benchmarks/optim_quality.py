@@ -201,7 +201,7 @@ def variant_spec(lines: Lines, data: str, change: str, seed: int) -> Spec:
 
 
 def finalist_spec(data: str, form: str, lr: float, seed: int = TUNING_SEEDS[0]) -> Spec:
-    """One run of the phase `finalists`."""
+    """One run of a finalist, as the phase `finalists` has them."""
     optimizer, changes = FINALISTS[form]
     return run_spec(data, optimizer, lr, seed, **changes)
 
@@ -233,9 +233,8 @@ def finalist_rate(lines: Lines, data: str, form: str) -> float | None:
 
 def seed_spec(lines: Lines, data: str, finalist: str, seed: int) -> Spec:
     """One run of the phase `seeds`: at the best rate of the finalist's sweep, or of the optimizer's before that."""
-    optimizer, changes = FINALISTS[finalist]
     own = finalist_rate(lines, data, finalist.split(",")[0])
-    return run_spec(data, optimizer, own or best_rate(lines, data, optimizer), seed, **changes)
+    return finalist_spec(data, finalist, own or best_rate(lines, data, FINALISTS[finalist][0]), seed)
 
 
 def specs(phase: str, lines: Lines, data: str, names: Sequence[str] = tuple(FINALISTS)) -> Iterator[Spec]:

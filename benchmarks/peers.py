@@ -17,7 +17,6 @@ from torch import Tensor
 
 import scantling as sc
 from scantling.optim import _eager
-from scantling.optim._codec import Momentum
 
 
 class _Peer(torch.optim.Optimizer):
@@ -135,17 +134,8 @@ class ApolloMini(_Peer):
 class CameNearest(sc.CAME):
     """CAME whose codes of 4 bits are rounded to the nearest: without a seed there is no noise."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        debias: bool = False,
-        momentum: Momentum = "int4",
-    ) -> None:
-        options: dict[str, Any] = {"weight_decay": weight_decay, "debias": debias, "momentum": momentum}
-        super().__init__(params, lr, betas, foreach=False, **options)  # the tiles, which look the seed up by name
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({**param_group, "foreach": False})  # the tiles, which look the seed up by name
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         kept = _eager.seed_of
@@ -159,17 +149,8 @@ class CameNearest(sc.CAME):
 class CameUnfactored(sc.CAME):
     """CAME with a full second moment of everything, and so without confidence: what the factoring does."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        debias: bool = False,
-        confidence: bool = False,
-    ) -> None:
-        groups = [{**group, "role": "vector"} for group in params]
-        super().__init__(groups, lr, betas, weight_decay=weight_decay, debias=debias, confidence=confidence)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({**param_group, "role": "vector"})
 
 
 def register() -> None:
