@@ -10,6 +10,9 @@ from real text, with a held-out evaluation at 20 points of a run; between two po
 runs of a model have the same length, schedule and data order, so that an optimizer reaches the value at a higher
 learning rate than Adafactor has there: as in the paper. There is no dropout, since no text is seen twice.
 
+T5 begins with embeddings of entries of 1 and matrices of a tenth and less, made for Adafactor, whose steps are relative
+to what they change. The rows with `-embeddings` give embeddings 16 times the learning rate, about that ratio.
+
 The encoder is BERT with rotary positions (RoFormer, arXiv 2104.09864). With the learned positions of BERT itself, a
 model of this size hardly gets past the frequencies of the tokens in a run of minutes (14 % of the masked ones right
 after 4 million tokens; with rotary positions 31 % after 1 million), so that there is little to compare. `--model bert`
@@ -61,25 +64,27 @@ class Setting:
         model: the recipe's model section.
         seq_len: tokens in a sequence; 16 of them are a batch.
         tokens: of a run, for three to four minutes on one thread.
+        compared: the optimizers.
     """
 
     model: dict[str, Any]
     seq_len: int
     tokens: int
+    compared: tuple[str, ...] = ("adafactor-momentum", "adamw", "came-reference", "came", "plain")
 
 
+EMBEDDINGS = ("adamw-embeddings", "came-embeddings", "plain-embeddings")
 SETTINGS = {
     "bert-rotary": Setting(
         {"task": "masked-lm", "hf": str(Path(__file__).with_name("bert-rotary.json")), "attention": "eager"},
         64,
         1_500_000,
     ),
-    "t5": Setting({"preset": "t5-small", "overrides": T5}, 128, 2_000_000),
+    "t5": Setting({"preset": "t5-small", "overrides": T5}, 128, 2_000_000, Setting.compared + EMBEDDINGS),
     "bert": Setting({"preset": "bert-6-encoder", "overrides": BERT}, 64, 2_000_000),
 }
 BATCH, POINTS = 16, 20
 GRID = Grid([0.125e-3 * 2**power for power in range(13)], start=5)
-COMPARED = ("adafactor-momentum", "adamw", "came-reference", "came", "plain")
 TARGETS = ("adafactor-momentum", "adamw")
 SEEDS = (0, 1, 2)
 
@@ -116,6 +121,7 @@ class Comparison:
 
     def __init__(self, model: str, data: str, tokens: int | None) -> None:
         self.model, self.data, self.tokens = model, data, tokens or SETTINGS[model].tokens
+        self.compared = SETTINGS[model].compared
 
     def spec(self, optimizer: str, lr: float, seed: int) -> Spec:
         return run_spec(self.model, optimizer, lr, seed, data=self.data, tokens=self.tokens)
@@ -129,13 +135,13 @@ class Comparison:
 
     def finalists(self, lines: dict[str, Line], seed: int) -> dict[str, Spec]:
         """The run at the best rate of each optimizer whose sweep has ended."""
-        rates = {name: GRID.best(self.swept(lines, name)) for name in COMPARED}
+        rates = {name: GRID.best(self.swept(lines, name)) for name in self.compared}
         return {name: self.spec(name, rate, seed) for name, rate in rates.items() if rate is not None}
 
     def report(self, lines: dict[str, Line]) -> None:
         print(f"\n{self.model}, {self.data}, {self.tokens / 1e6:g} M tokens: last held-out loss by rate, seed 0")
         print(GRID.header())
-        for name in COMPARED:
+        for name in self.compared:
             print(GRID.row(name, self.swept(lines, name)))
         by_seed = []
         for seed in SEEDS:
@@ -143,7 +149,7 @@ class Comparison:
             by_seed.append({n: line for n, line in runs.items() if line is not None and line["eval_loss"] is not None})
         for measure, sign in (("heldout", 1.0), ("accuracy", -1.0)):
             for target in TARGETS:
-                for name in COMPARED:
+                for name in self.compared:
                     self._shares(by_seed, name, target, measure, sign)
 
     def _shares(self, by_seed: list[dict[str, Line]], name: str, target: str, measure: str, sign: float) -> None:
@@ -185,7 +191,7 @@ def main() -> int:
         for comparison in comparisons:
             comparison.report(ledger.lines())
     elif options.phase == "sweep":
-        pairs = [(comparison, name) for comparison in comparisons for name in COMPARED]
+        pairs = [(comparison, name) for comparison in comparisons for name in comparison.compared]
         side_by_side(options.jobs, lambda pair: pair[0].sweep(ledger, pair[1]), pairs)
     else:
         lines = ledger.lines()

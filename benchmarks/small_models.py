@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIDENT = [0.9, 0.95, 0.995]
 CAME = {"name": "came", "debias": True, "betas": CONFIDENT}
 PLAIN = {**CAME, "confidence": False}
+LARGE_EMBEDDINGS = {"embedding_lr_scale": 16.0}
+"""T5's embeddings begin with entries of 1, its matrices with 0.02 to 0.1."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "betas": [0.9, 0.95]},
     "adamw-slow": {"name": "adamw", "betas": [0.9, 0.99]},
@@ -33,6 +35,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "plain-int8": {**PLAIN, "momentum": "int8"},
     "plain-int4": {**PLAIN, "momentum": "int4"},
+    "adamw-embeddings": {"name": "adamw", "betas": [0.9, 0.95], **LARGE_EMBEDDINGS},
+    "came-embeddings": {**CAME, **LARGE_EMBEDDINGS},
+    "plain-embeddings": {**PLAIN, **LARGE_EMBEDDINGS},
     "muon": {"name": "muon"},
     "scale-like": {"name": "scalelike"},
     "apollo-mini": {"name": "apollomini"},

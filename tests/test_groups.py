@@ -239,6 +239,29 @@ def test_cores_have_groups_and_a_rate_of_their_own() -> None:
         param_groups(net, core_lr=-1)
 
 
+def test_embeddings_have_a_rate_of_their_own() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 1, "vocab_size": 31}
+    net = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    groups = param_groups(net, weight_decay=0.1, embedding_lr=1e-2)
+    rates = {name: group.get("lr") for group in groups for name, _ in group["params"]}
+    roles_of = {name: group["role"] for group in groups for name, _ in group["params"]}
+    assert rates["shared.weight"] == 1e-2
+    assert all((rate == 1e-2) == (roles_of[name] == "embedding") for name, rate in rates.items())
+    with pytest.raises(UserError, match=r"embedding_lr must be at least 0; given -1"):
+        param_groups(net, embedding_lr=-1)
+
+
+def test_cores_of_an_embedding_have_the_rate_of_cores() -> None:
+    net = nn.Sequential(nn.Embedding(600, 16), nn.Linear(16, 16))
+    sc.tensorize(net, 2)
+    for core_lr in (None, 1e-3):
+        groups = param_groups(net, core_lr=core_lr, embedding_lr=1e-2)
+        assert {group.get("lr") for group in groups if any(".cores." in name for name, _ in group["params"])} == {
+            core_lr
+        }
+
+
 def test_controls_have_a_rate_of_their_own() -> None:
     net = nn.Sequential(nn.Linear(16, 16))
     sc.tensorize(net, 2)

@@ -8,10 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import scantling as sc
 from scantling.errors import UserError
+
+RATES = ("core_lr", "control_lr", "embedding_lr")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {"debias": True},
@@ -37,7 +47,9 @@ def model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2)).to(dtype)
 
 
-def trainer(folder: Path, pair: Any, dtype: torch.dtype = torch.float32, **arguments: Any) -> Trainer:
+def trainer(
+    folder: Path, pair: Any, dtype: torch.dtype = torch.float32, net: torch.nn.Module | None = None, **arguments: Any
+) -> Trainer:
     settings = {
         "output_dir": str(folder),
         "max_steps": 6,
@@ -52,7 +64,7 @@ def trainer(folder: Path, pair: Any, dtype: torch.dtype = torch.float32, **argum
         **arguments,
     }
     return Trainer(
-        model=model(dtype),
+        model=net or model(dtype),
         args=TrainingArguments(**settings),
         train_dataset=Sequences(),
         optimizer_cls_and_kwargs=pair,
@@ -158,6 +170,7 @@ def test_prepare_keeps_the_dtypes_of_the_state(case: str) -> None:
         ({"lr": -1.0}, "lr must be a number at least 0"),
         ({"weight_decay": -0.1}, "weight_decay must be a number at least 0"),
         ({"core_lr": -0.1}, "core_lr must be at least 0"),
+        ({"embedding_lr": -0.1}, "embedding_lr must be at least 0"),
         ({"betas": (0.9, 0.999)}, "betas must be 3 numbers"),
         ({"momentum": "int7"}, "momentum must be one of"),
         ({"rounding": "up"}, "rounding must be one of"),
@@ -180,10 +193,25 @@ def test_cores_have_a_rate_of_their_own_that_follows_the_schedule(tmp_path: Path
     assert {group["initial_lr"] for group in optimizer.param_groups} == {0.02, 0.06}
 
 
+def test_t5_with_a_rate_of_its_embeddings(tmp_path: Path) -> None:
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 1, "vocab_size": 64}
+    torch.manual_seed(0)
+    net = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    pair = sc.hf.came(lr=1e-3, embedding_lr=1e-2, debias=True)
+    made = trainer(tmp_path, pair, net=net, max_steps=20, save_strategy="no")
+    optimizer: Any = made.create_optimizer()
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert rates["shared.weight"] == 1e-2
+    assert set(rates.values()) == {1e-2, 1e-3}
+    made.train()
+    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] - 0.5
+
+
 def test_arguments_are_those_of_came() -> None:
-    """Same names and defaults, but that `lr` has to be given, and the rate of cores."""
+    """Same names and defaults, but that `lr` has to be given, and rates of some parameters."""
     ours, theirs = (inspect.signature(each).parameters for each in (sc.hf.came, sc.CAME))
-    assert {name: p.default for name, p in ours.items() if name not in ("lr", "core_lr", "control_lr")} == {
+    assert {name: p.default for name, p in ours.items() if name not in ("lr", *RATES)} == {
         name: p.default for name, p in theirs.items() if name not in ("params", "lr")
     }
     assert ours["lr"].default is inspect.Parameter.empty

@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from came_pytorch import CAME as PublishedCAME
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scantling.errors import UserError
 from scantling.optim import CAME, from_came_pytorch, to_came_pytorch
+from scantling.optim._shardplan import local
 from scantling.optim._slice import second_moment, whole_momentum
 
 CONFIDENT = (0.9, 0.95, 0.995)
@@ -148,6 +153,7 @@ def test_cuts_that_make_no_sense_are_refused() -> None:
         (0, torch.tensor([20]), r"positions must be from 0 to 19; given \[20\]"),
         (0, torch.ones(30, dtype=torch.bool), "the mask has 30 entries, dim 0 has 20"),
         (0, [1, 2], "1-D tensor"),
+        (0, torch.tensor([3, 3]), r"each position may stay once; given \[3, 3\]"),
     ):
         with pytest.raises(UserError, match=message):
             optimizer.slice_state(param, dim, index)  # type: ignore[arg-type]
@@ -155,6 +161,36 @@ def test_cuts_that_make_no_sense_are_refused() -> None:
         optimizer.slice_state(nn.Parameter(torch.zeros(3)), 0, torch.arange(1))
     fresh = nn.Parameter(torch.zeros(20, 20))
     CAME([fresh], lr=2e-4).slice_state(fresh, 0, torch.arange(2))  # nothing there yet
+
+
+def test_a_cut_to_nothing_leaves_no_state() -> None:
+    param, optimizer = trained((20, 30), momentum="int8")
+    optimizer.slice_state(param, 0, torch.arange(0))
+    param.data, param.grad = param.data[:0], None
+    assert not optimizer.state.get(param)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("momentum", ["fp32", "bf16", "int8", "int4"])
+def test_replicated_parameters_are_cut_and_sharded_ones_refused(momentum: Any) -> None:
+    """As if they were no DTensor, on one process."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        alone, own = trained((40, 64), momentum=momentum)
+        whole = nn.Parameter(DTensor.from_local(alone.detach().clone(), mesh, [Replicate()], run_check=False))
+        optimizer = CAME([whole], lr=1e-2, betas=CONFIDENT, debias=True, momentum=momentum)
+        optimizer.load_state_dict(own.state_dict())
+        index = torch.arange(3, 40)
+        for each, of in ((own, alone), (optimizer, whole)):
+            each.slice_state(of, 0, index)
+        for key, value in own.state[alone].items():
+            assert torch.equal(local(optimizer.state[whole][key]), value)
+        sharded = nn.Parameter(DTensor.from_local(torch.ones(20, 20), mesh, [Shard(0)], run_check=False))
+        with pytest.raises(UserError, match="the parameter is sharded; what shrinks must be replicated"):
+            CAME([sharded], lr=1e-2).slice_state(sharded, 0, torch.arange(20))
+    finally:
+        dist.destroy_process_group()
 
 
 # --- came-pytorch
@@ -197,6 +233,30 @@ def test_runs_change_over_to_and_from_the_published_package(to_ours: bool) -> No
         second.load_state_dict(to_came_pytorch(first))  # type: ignore[arg-type]
     for found, want in zip(advance(params, second, range(6, 12)), wanted, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", ["auto", "last2"])
+def test_corrected_averages_change_over_without_a_jump(factor: Any) -> None:
+    """The next step of the published package is about as long as the one before it was."""
+    params = fresh_params([(40, 33), (7,), (20, 4, 3, 3)])
+    optimizer = CAME(params, lr=1e-3, betas=CONFIDENT, debias=True, factor=factor)
+    before = advance(params, optimizer, range(5))
+    last = advance(params, optimizer, range(5, 6))
+    published = PublishedCAME(params, lr=1e-3)
+    published.load_state_dict(to_came_pytorch(optimizer))
+    after = advance(params, published, range(6, 7))
+    for start, middle, end in zip(before, last, after, strict=True):
+        assert 0.4 < float((end - middle).norm() / (middle - start).norm()) < 2.5
+
+
+def test_what_the_published_package_has_no_place_for_is_refused() -> None:
+    param, optimizer = trained((20, 33))
+    with pytest.raises(
+        UserError, match=r"is none of came-pytorch: it has no exp_avg_sq_row.*goes to `load_state_dict`"
+    ):
+        from_came_pytorch(optimizer.state_dict(), optimizer)
+    with pytest.raises(UserError, match="descends alone; given maximize=True"):
+        to_came_pytorch(CAME([param], lr=1e-3, maximize=True))
 
 
 @pytest.mark.parametrize("momentum", ["fp32", "int8"])

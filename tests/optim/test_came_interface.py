@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scantling.errors import UserError
 from scantling.groups import param_groups
-from scantling.optim import CAME, came_state_bytes, from_came_pytorch
+from scantling.optim import CAME, came_state_bytes, from_came_pytorch, state_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -230,6 +230,11 @@ def test_values_out_of_range_are_refused_and_printed(options: dict[str, Any], me
     assert message in str(error.value)
 
 
+def test_a_role_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UserError, match="role must be one of None, matrix, embedding, vector; given 'matrx'"):
+        CAME([{"params": [nn.Parameter(torch.ones(2))], "role": "matrx"}], lr=2e-4)
+
+
 def test_a_learning_rate_is_needed() -> None:
     param, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with pytest.raises(UserError, match="CAME needs a learning rate, such as lr=1e-3"):
@@ -259,8 +264,16 @@ def test_state_of_other_optimizers_is_refused() -> None:
     optimizer = CAME([param], lr=1e-3)
     with pytest.raises(UserError, match=r"sc\.optim\.from_came_pytorch makes one of CAME"):
         optimizer.load_state_dict(published.state_dict())
-    with pytest.raises(UserError, match="this is no state of an optimizer of 1 groups"):
+    with pytest.raises(UserError, match="has the keys state and param_groups; given no keys"):
         optimizer.load_state_dict({})
+    with pytest.raises(UserError, match="has the keys state and param_groups; given list"):
+        optimizer.load_state_dict([])  # type: ignore[arg-type]
+    fresh = came_pytorch.CAME([nn.Parameter(torch.zeros(2))], lr=1e-3)
+    with pytest.raises(UserError, match=r"group 0 has no debias, .*from_came_pytorch makes one of CAME"):
+        optimizer.load_state_dict(fresh.state_dict())
+    for other in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD):
+        with pytest.raises(UserError, match=r"this is no state of CAME: group 0 has no .*momentum|clip_threshold"):
+            optimizer.load_state_dict(other([param]).state_dict())
     adamw = torch.optim.AdamW([param])
     adamw.step()
     with pytest.raises(UserError, match="no state of came-pytorch"):
@@ -414,11 +427,65 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change: str) -
         given["state"][0].pop("col")
     else:
         given["param_groups"].append(given["param_groups"][0])
-    with pytest.raises((UserError, ValueError), match=r"0\.weight|an optimizer of 1 groups"):
+    with pytest.raises(UserError, match=r"0\.weight|a state of 2 groups, the optimizer has 1"):
         optimizer.load_state_dict(given)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     assert all(torch.equal(after["state"][0][key], value) for key, value in before["state"][0].items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": "int8"}, "group 0 was saved with momentum='fp32', this optimizer has momentum='int8'"),
+        ({"rounding": "compensated"}, "saved with rounding='nearest'"),
+        ({"factor": "last2"}, "saved with factor='auto'"),
+        ({"confidence": False}, "saved with confidence=True"),
+        ({"betas": (0.0, 0.9, 0.9)}, r"saved with betas \(0\.9, 0\.999, 0\.9999\)"),
+    ],
+)
+def test_state_kept_in_another_form_is_refused(options: dict[str, Any], message: str) -> None:
+    given = CAME([nn.Parameter(torch.zeros(2))], lr=1e-2).state_dict()
+    with pytest.raises(UserError, match=message):
+        CAME([nn.Parameter(torch.zeros(2))], lr=1e-2, **options).load_state_dict(given)
+
+
+def test_a_model_converted_before_the_first_step_is_checked_again() -> None:
+    param = nn.Parameter(torch.randn(32, 64))
+    optimizer = CAME([param], lr=1e-2, momentum="int8")
+    param.data = param.data.double()
+    param.grad = torch.randn_like(param)
+    with pytest.raises(UserError, match=r"momentum='int8' is less than a parameter of shape \(32, 64\) is made of"):
+        optimizer.step()
+
+
+def test_frozen_parameters_are_counted_once_they_have_state() -> None:
+    params = [nn.Parameter(torch.randn(40, 50)), nn.Parameter(torch.randn(10))]
+    params[0].requires_grad_(False)
+    optimizer = CAME(params, lr=1e-2)
+    params[1].grad = torch.randn(10)
+    optimizer.step()
+    assert optimizer.state_bytes() == state_bytes(optimizer)
+    params[0].requires_grad_(True).grad = torch.randn(40, 50)
+    optimizer.step()
+    params[0].requires_grad_(False)
+    assert optimizer.state_bytes() == state_bytes(optimizer) > 4 * 2000
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_a_compiled_step_is_the_step(foreach: Any) -> None:
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(20, 24), nn.Linear(24, 2))
+        optimizer = CAME(net.parameters(), lr=1e-2, foreach=foreach)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(torch.randn(8, 20)).square().sum().backward()
+            step()
+        ends.append([param.detach() for param in net.parameters()])
+    assert all(map(torch.equal, *ends))
 
 
 def test_hooks_of_others_see_the_whole_state_around_a_load() -> None:

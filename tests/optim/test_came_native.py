@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from scantling.errors import UserError
 from scantling.optim import CAME, _native, predicted_temporary_bytes
@@ -102,6 +104,60 @@ def test_tensors_without_data_are_left_to_operations() -> None:
         after_one_step()
 
 
+def test_values_that_are_negated_when_they_are_read() -> None:
+    """The imaginary part of a conjugate is a view that negates: so is the gradient of what it was made of."""
+    ends = []
+    for foreach in (None, False):
+        real, imaginary = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(2.0))
+        optimizer = CAME([real, imaginary], lr=0.05, debias=True, foreach=foreach)
+        for _ in range(20):
+            optimizer.zero_grad()
+            torch.complex(real, imaginary).conj().resolve_conj().abs().square().backward()
+            optimizer.step()
+        ends.append((real.item(), imaginary.item()))
+    assert ends[0] == pytest.approx(ends[1])
+    assert ends[0][1] < 1.5
+
+
+@pytest.mark.parametrize("part", ["param", "grad"])
+def test_tensors_that_wrap_others_are_left_to_operations(part: str) -> None:
+    param, optimizer = after_one_step()
+    job = optimizer.job(optimizer.param_groups[0], param, 0)
+    assert _native.can_step(job)
+    tensor = getattr(job, part).detach()
+    assert not _native.can_step(replace(job, **{part: TwoTensor(tensor, tensor.clone())}))
+
+
+def test_state_elsewhere_is_no_memory_to_read() -> None:
+    param, optimizer = after_one_step()
+    state = optimizer.state[param]
+    state["row"] = state["row"].to("meta")
+    assert not _native.can_step(optimizer.job(optimizer.param_groups[0], param, 0))
+
+
+def test_wide_and_tall_matrices_go_apart_where_they_take_too_much_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(16, 20_000), (500_000, 16), (40, 50), (16, 20_000)]
+    calls: list[int] = []
+    together = _native._step_together
+    monkeypatch.setattr(_native, "_step_together", lambda jobs: (calls.append(len(jobs)), together(jobs)))
+    ends = []
+    for most in (_native.MOST_SCRATCH, 8 << 20):
+        monkeypatch.setattr(_native, "MOST_SCRATCH", most)
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        optimizer = CAME(params, lr=1e-2)
+        jobs = []
+        for param in params:
+            param.grad = torch.randn_like(param)
+            jobs.append(optimizer.job(optimizer.param_groups[0], param, 0))
+        assert _native.scratch_bytes(jobs) <= most
+        assert all(map(_native.can_step, jobs))
+        optimizer.step()
+        ends.append([param.detach() for param in params])
+    assert calls == [4, 1, 2, 1]
+    assert all(map(torch.equal, *ends))
+
+
 def test_scratch_of_wide_matrices_stays_small() -> None:
     wide, narrow = (nn.Parameter(torch.empty(16, width, device="meta")) for width in (400_000, 100_000))
     for param in (wide, narrow):
@@ -124,6 +180,7 @@ def test_scratch_of_wide_matrices_stays_small() -> None:
         {"maximize": True, "factor": "last2"},
         {"debias": True, "confidence": False, "weight_decay": 0.1},
         {"debias": True, "betas": (0.0, 0.95, 0.995), "weight_decay": 0.1},
+        {"eps": (1e-3, 1e-2), "clip_threshold": 0.2},
     ],
     ids=str,
 )

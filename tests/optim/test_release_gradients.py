@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
@@ -198,13 +199,15 @@ def test_what_cannot_be_released_is_refused() -> None:
     release_gradients(model, optimizer).remove()
 
 
-def test_ddp_is_refused() -> None:
+def test_wrappers_that_read_gradients_later_are_refused() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         model, optimizer = make()
         wrapped = nn.parallel.DistributedDataParallel(model)
         with pytest.raises(UserError, match="cannot be released under DistributedDataParallel"):
             release_gradients(wrapped, optimizer)
+        with pytest.raises(UserError, match="cannot be released under FullyShardedDataParallel"):
+            release_gradients(FullyShardedDataParallel(make()[0], device_id=torch.device("cpu")), optimizer)
         with release_gradients(model, optimizer):  # what the wrapper holds
             before = [param.detach().clone() for param in model.parameters()]
             with pytest.raises(UserError, match="under DistributedDataParallel, which averages"):

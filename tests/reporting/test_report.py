@@ -15,7 +15,7 @@ import pytest
 from scantling.errors import UserError
 from scantling.reporting.charts import memory_chart, phase_seconds, smooth
 from scantling.reporting.format import format_bytes
-from scantling.reporting.html import render, write_report
+from scantling.reporting.html import _plan_lines, render, write_report
 from scantling.reporting.runs import Run, read_run
 from tests.reporting.fake import make_run
 
@@ -112,6 +112,8 @@ def test_each_alone(tmp_path: Path, place: int) -> None:
     assert page.count("svg") == 6
     assert ("held-out loss" in page.text.lower()) == bool(np.isfinite(run.column("eval_loss")).any())
     assert ("Plan and measurement" in page.text) == bool(run.plan)
+    foretold = [label for label, _ in _plan_lines([run])]
+    assert ("optimizer state" in foretold) == ("peak memory" in foretold) == bool(run.plan)
 
 
 def test_a_run_with_nothing_but_steps_and_losses(tmp_path: Path) -> None:

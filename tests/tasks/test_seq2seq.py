@@ -205,6 +205,7 @@ def t5_recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_t5_from_recipe_to_exported_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = t5_recipe(tmp_path)
+    recipe["optim"] = {"name": "came", "momentum": "int8", "debias": True, "lr": 0.01, "embedding_lr_scale": 10}
     planned = sc.plan(recipe)
     result = sc.train(recipe, run_dir=tmp_path / "run")
     for key in ("num_parameters", "weight_bytes", "gradient_bytes", "optimizer_state_bytes"):

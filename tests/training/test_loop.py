@@ -93,6 +93,21 @@ def test_schedules_reach_the_optimizer(tmp_path: Path, schedule: dict[str, Any],
     assert [record["lr"] / 0.004 for record in records(tmp_path / "run")] == pytest.approx(expected)
 
 
+def test_embeddings_follow_the_schedule_at_a_rate_of_their_own(tmp_path: Path) -> None:
+    """As a run whose rate is a fourth: the embeddings are where its own are after the first step, and nothing else."""
+    ends = []
+    for optim in ({"lr": 0.02}, {"lr": 0.02, "embedding_lr_scale": 0.25}, {"lr": 0.005}):
+        recipe = tiny_recipe(tmp_path, optim={"weight_decay": 0.0, **optim}, train={"steps": 1, "warmup": 0})
+        folder = tmp_path / str(len(ends))
+        sc.train(recipe, run_dir=folder)
+        assert run_cli(["export", str(folder), "--to", "hf", str(folder / "hf")]) == 0
+        ends.append(dict(sc.load(folder / "hf").named_parameters()))
+    plain, scaled, slow = ends
+    for name, value in scaled.items():
+        assert torch.equal(value, (slow if "embed" in name or "lm_head" in name else plain)[name]), name
+        assert not torch.equal(plain[name], slow[name])
+
+
 def test_tensorboard_gets_the_records(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     sc.train(tiny_recipe(tmp_path, train={"tensorboard": True}), run_dir=tmp_path / "run")
@@ -105,7 +120,8 @@ def test_tensorboard_gets_the_records(tmp_path: Path) -> None:
 def test_masked_lm_from_recipe_to_exported_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-    recipe = tiny_recipe(tmp_path, model={"preset": "bert-6-encoder", "overrides": TINY_BERT}, optim={"lr": 0.01})
+    came = {"name": "came", "momentum": "int4", "debias": True, "lr": 0.01}
+    recipe = tiny_recipe(tmp_path, model={"preset": "bert-6-encoder", "overrides": TINY_BERT}, optim=came)
     result = sc.train(recipe, run_dir=tmp_path / "run")
     assert result.metrics["eval_loss"] < math.log(30522) - 0.5, "no better than guessing one of the ids"
     assert run_cli(["export", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "hf")]) == 0

@@ -1,15 +1,16 @@
-"""What a run shows while it goes on: one live line on a terminal, plain lines elsewhere."""
+"""What a run shows while it goes on: a bar and the latest figures on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -38,12 +39,28 @@ def show_warnings(console: Console) -> None:
     logger.propagate = False
 
 
+class _Live(Progress):
+    """The bar, and under it the figures, on as many lines as they need."""
+
+    figures: Sequence[str] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        line = ""
+        for figure in self.figures:
+            if line and cell_len(f"{line}  {figure}") > self.console.width:
+                yield Text(line)
+                line = ""
+            line += f"  {figure}"
+        yield Text(line)
+
+
 class ConsoleSink(Sink):
     """Shows the plan in short, then the run's progress with the figures that matter."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live: Progress | None = None
+        self._live: _Live | None = None
         self._task: TaskID | None = None
         self._name, self._steps, self._first = "", 0, 1
         self._planned = ""
@@ -57,15 +74,14 @@ class ConsoleSink(Sink):
         self._console.print(Text.assemble((name, "bold"), f" → {run_dir}"))
         self._console.print(plan.short(), markup=False)
         if self._console.is_terminal:
-            self._live = Progress(
+            self._live = _Live(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=BAR_WIDTH),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}", markup=False),
                 TimeRemainingColumn(compact=True),
                 console=self._console,
             )
-            self._task = self._live.add_task(name, total=last_step, completed=first_step - 1, figures="")
+            self._task = self._live.add_task(name, total=last_step, completed=first_step - 1)
             self._live.start()
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -86,10 +102,8 @@ class ConsoleSink(Sink):
         figures.append(f"optimizer {format_bytes(record['optimizer_state_bytes'])} (plan {self._planned})")
         figures.append(f"lr {record['lr']:.1e}")
         if self._live is not None and self._task is not None:
-            room = self._console.width - len(self._name) - BAR_WIDTH - 2 * len(str(self._steps)) - len("/ 0:00:00 ")
-            while len("  ".join(figures)) > room - 3 and len(figures) > 1:
-                figures.pop()  # the last ones matter least
-            self._live.update(self._task, completed=record["step"], figures="  ".join(figures))
+            self._live.figures = figures
+            self._live.update(self._task, completed=record["step"])
             return
         now, step = time.monotonic(), record["step"]
         if "eval_loss" in record or step in (self._first, self._steps) or now - self._last_line >= PLAIN_INTERVAL_S:

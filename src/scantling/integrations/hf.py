@@ -39,19 +39,18 @@ class CAMEFactory:
         model: torch.nn.Module,
         *,
         weight_decay: float,
-        core_lr: float | None,
-        control_lr: float | None,
         options: dict[str, Any],
+        **rates: float | None,
     ) -> CAME:
         """CAME over the trainable parameters of a model.
 
         Args:
             model: the Trainer's.
-            weight_decay, core_lr, control_lr: as of `scantling.param_groups`.
+            weight_decay: of matrices and embeddings.
             options: further arguments of `CAME`.
+            rates: further arguments of `scantling.param_groups`.
         """
-        groups = param_groups(model, weight_decay=weight_decay, core_lr=core_lr, control_lr=control_lr)
-        return CAME(groups, **options)
+        return CAME(param_groups(model, weight_decay=weight_decay, **rates), **options)
 
 
 def came(
@@ -60,6 +59,7 @@ def came(
     weight_decay: float = 0.0,
     core_lr: float | None = None,
     control_lr: float | None = None,
+    embedding_lr: float | None = None,
     betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
     eps: tuple[float, float] = (1e-30, 1e-16),
     clip_threshold: float = 1.0,
@@ -80,6 +80,7 @@ def came(
             no effect.
         core_lr: of the cores of a model of cores; a third of `lr` is a good start. Default: `lr`.
         control_lr: of the rank controls of a `RankAdapter`, see `scantling.param_groups`. Default: `lr`.
+        embedding_lr: of embeddings; for T5 ten times `lr` is a good start. Default: `lr`.
         betas, eps, clip_threshold, debias, momentum, rounding: as in `scantling.CAME`.
         factor, confidence, maximize, foreach, capturable: as in `scantling.CAME`.
 
@@ -109,7 +110,7 @@ def came(
     # the Trainer builds the optimizer much later, after data and model are ready: what is wrong is said here
     trial = torch.nn.Linear(1, 1, dtype=torch.bfloat16)
     CAME(trial.parameters(), weight_decay=weight_decay, **options)
-    rates: dict[str, Any] = {"core_lr": core_lr, "control_lr": control_lr}
+    rates: dict[str, Any] = {"core_lr": core_lr, "control_lr": control_lr, "embedding_lr": embedding_lr}
     param_groups(trial, **rates)
     return CAMEFactory, {"weight_decay": weight_decay, **rates, "options": options}
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
 
 from scantling.optim._eager import Job
 
@@ -52,12 +51,7 @@ class _Job(ctypes.Structure):
 
 def can_step(job: Job) -> bool:
     """Whether the C code knows this parameter: fp32 or bf16 on a CPU, rows before columns, all of it contiguous."""
-    if (
-        isinstance(job.param, FakeTensor)
-        or job.param.device.type != "cpu"
-        or job.param.dtype not in _KINDS
-        or job.grad.dtype not in _KINDS
-    ):
+    if job.param.dtype not in _KINDS or job.grad.dtype not in _KINDS:
         return False
     if isinstance(job.hyper.lr, Tensor) and job.hyper.lr.device.type != "cpu":
         return False
@@ -66,32 +60,53 @@ def can_step(job: Job) -> bool:
         dims = list(range(job.param.ndim))
         if dims[len(dims) - len(rows) - len(cols) :] != [*rows, *cols]:
             return False
-        if _scratch_bytes(job) > MOST_SCRATCH:
+        if _scratch_bytes(*_sides(job)) > MOST_SCRATCH:
             return False
-    if not all(tensor.is_contiguous() for tensor in (job.param, job.grad, *job.state.values())):
-        return False
-    return _library() is not None
+    return all(map(_is_plain, (job.param, job.grad, *job.state.values()))) and _library() is not None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether what is in memory on the CPU, from `data_ptr` on, is the tensor as it reads."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)  # others may wrap tensors, or have no data at all
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+    )
 
 
 def scratch_bytes(jobs: Sequence[Job]) -> int:
     """Most bytes that the C code takes beside parameters, gradients and state for parameters like these."""
-    return max((size for job in jobs if (size := _scratch_bytes(job)) <= MOST_SCRATCH), default=0)
+    known = [sides for sides in map(_sides, jobs) if _scratch_bytes(*sides) <= MOST_SCRATCH]
+    return min(_scratch_bytes(*map(max, zip(*known, strict=True))), MOST_SCRATCH) if known else 0
 
 
-def _scratch_bytes(job: Job) -> int:
+def _scratch_bytes(rows: int, cols: int) -> int:
     """Partial sums of 32 chunks of rows in fp64, four rows in fp32 for each thread, and the factors."""
-    rows, cols = 1, 1024  # as for a vector
-    if job.view is not None:
-        rows, cols = (prod(job.param.shape[dim] for dim in dims) for dims in job.view)
-    return max(cols, 1024) * (32 * 8 + 16 * torch.get_num_threads() + 8) + 8 * rows
+    return cols * (32 * 8 + 16 * torch.get_num_threads() + 8) + 8 * rows
 
 
 def step(jobs: Sequence[Job]) -> None:
     """One step of each of these parameters, which `can_step`.
 
     Raises:
-        MemoryError: there is no room for some rows of scratch; nothing has changed.
+        MemoryError: there is no room for some rows of scratch; no parameter has changed, or, where wide and tall
+            matrices would take too much together and go in several calls, those of the earlier calls alone.
     """
+    batch: list[Job] = []
+    tallest = widest = 0
+    for job in jobs:
+        rows, cols = _sides(job)
+        tallest, widest = max(tallest, rows), max(widest, cols)
+        if _scratch_bytes(tallest, widest) > MOST_SCRATCH:
+            _step_together(batch)
+            batch, tallest, widest = [], rows, cols
+        batch.append(job)
+    _step_together(batch)
+
+
+def _step_together(jobs: Sequence[Job]) -> None:
     library = _library()
     if library is None or not jobs:
         return
@@ -107,18 +122,14 @@ def step(jobs: Sequence[Job]) -> None:
 
 
 def _described(job: Job) -> _Job:
-    state, hyper, shape = job.state, job.hyper, job.param.shape
-    sizes = (1, 1, job.param.numel())
-    if job.view is not None:
-        num_rows, num_cols = (prod(shape[dim] for dim in dims) for dims in job.view)
-        sizes = (job.param.numel() // (num_rows * num_cols), num_rows, num_cols)
+    state, hyper = job.state, job.hyper
     return _Job(
         job.param.data_ptr(),
         job.grad.data_ptr(),
         _pointer(state, "exp_avg_codes" if "exp_avg_codes" in state else "exp_avg"),
         *(_pointer(state, key) for key in ("exp_avg_scale", "low", "row", "col", "res_row", "res_col", "exp_avg_sq")),
         state["step"].data_ptr(),
-        *sizes,
+        *_sizes(job),
         _KINDS[job.param.dtype],
         _KINDS[job.grad.dtype],
         _MOMENTA["fp32" if job.view is None and hyper.momentum is not None else hyper.momentum],
@@ -131,6 +142,20 @@ def _described(job: Job) -> _Job:
         *(hyper.beta1, hyper.beta2, hyper.beta3, hyper.eps1, hyper.eps2),
         *(hyper.clip_threshold, hyper.weight_decay),
     )
+
+
+def _sizes(job: Job) -> tuple[int, int, int]:
+    """Number of matrices, rows and columns of each; a vector is one row."""
+    if job.view is None:
+        return 1, 1, job.param.numel()
+    rows, cols = (prod(job.param.shape[dim] for dim in dims) for dims in job.view)
+    return job.param.numel() // (rows * cols), rows, cols
+
+
+def _sides(job: Job) -> tuple[int, int]:
+    """Rows and columns that scratch is made for; a vector goes in pieces, and no piece is below 1024."""
+    _, rows, cols = _sizes(job) if job.view is not None else (1, 1, 1)
+    return rows, max(cols, 1024)
 
 
 def _pointer(state: dict[str, Tensor], key: str) -> int | None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from scantling.errors import UserError
+from scantling.groups import Role
 from scantling.loading import name_of
 from scantling.optim._codec import MOMENTA, layout_of
 from scantling.optim._factor import FACTORS
 from scantling.optim._rounding import ROUNDINGS
 from scantling.optim._shardplan import check_grad_placement, check_placements, check_rows_whole
 from scantling.optim._state import DTYPES, kept_averages, view_of
+
+_ROLES = (None, *get_args(Role))
 
 
 def check_hyper(group: dict[str, Any]) -> None:
@@ -36,9 +39,9 @@ def check_hyper(group: dict[str, Any]) -> None:
     for key in ("debias", "confidence", "maximize", "capturable", "foreach"):
         if not isinstance(group[key], bool) and not (key == "foreach" and group[key] is None):
             raise UserError(f"{key} must be True or False; given {group[key]!r}")
-    for key, allowed in (("momentum", MOMENTA), ("rounding", ROUNDINGS), ("factor", FACTORS)):
+    for key, allowed in (("momentum", MOMENTA), ("rounding", ROUNDINGS), ("factor", FACTORS), ("role", _ROLES)):
         if group[key] not in allowed:
-            raise UserError(f"{key} must be one of {', '.join(allowed)}; given {group[key]!r}")
+            raise UserError(f"{key} must be one of {', '.join(map(str, allowed))}; given {group[key]!r}")
 
 
 def plain_numbers(group: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +83,36 @@ def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
     if view is not None and momentum in ("int8", "int4"):
         layout = layout_of(tuple(param.shape), view, momentum)
         check_rows_whole(name, param, len(layout.lead), momentum)
+
+
+def check_saved_groups(state_dict: Any, groups: Sequence[dict[str, Any]], keys: Iterable[str]) -> None:
+    """Raise a UserError where a state dict is none of CAME (`keys`) for such groups, kept in the same form."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        given = ", ".join(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
+        raise UserError(f"a state of an optimizer has the keys state and param_groups; given {given or 'no keys'}")
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise UserError(f"this is a state of {len(saved_groups)} groups, the optimizer has {len(groups)}")
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if missing := [key for key in keys if key not in saved]:
+            hint = ""
+            if "clip_threshold" in saved:
+                hint = ". It is one of came-pytorch: sc.optim.from_came_pytorch makes one of CAME of it"
+            raise UserError(
+                f"this is no state of CAME: group {index} has no {', '.join(missing)}; given {', '.join(saved)}{hint}"
+            )
+        check_hyper(saved)
+        for key in ("momentum", "rounding", "factor", "confidence"):
+            if saved[key] != group[key]:
+                raise UserError(
+                    f"group {index} was saved with {key}={saved[key]!r}, this optimizer has {key}={group[key]!r}; "
+                    "build it with the same"
+                )
+        if (saved["betas"][0] == 0) != (group["betas"][0] == 0):
+            raise UserError(
+                f"group {index} was saved with betas {tuple(saved['betas'])}, this optimizer has "
+                f"{tuple(group['betas'])}: with betas[0] = 0 no momentum is kept; build it with the same"
+            )
 
 
 def check_grads(groups: Iterable[dict[str, Any]]) -> None:

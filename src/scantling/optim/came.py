@@ -62,6 +62,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from scantling.errors import UserError
 from scantling.groups import check_matrix_dims
@@ -75,7 +76,14 @@ from scantling.optim._sharded import step_sharded
 from scantling.optim._shardplan import local, local_bytes, local_grad, place, plan_of, zeros
 from scantling.optim._slice import cut_state, shape_of
 from scantling.optim._state import averaged_dims, needed_state, view_of
-from scantling.optim._validation import check_grads, check_hyper, check_param, check_start, plain_numbers
+from scantling.optim._validation import (
+    check_grads,
+    check_hyper,
+    check_param,
+    check_saved_groups,
+    check_start,
+    plain_numbers,
+)
 
 
 class CAME(torch.optim.Optimizer):
@@ -87,7 +95,8 @@ class CAME(torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters or groups; from `scantling.param_groups(model)` also which dims are rows.
-        lr: learning rate, a float or a 0-D tensor; needed, but where every group has its own.
+        lr: learning rate, a float or a 0-D tensor, of which each group has a copy: write into `group["lr"]`. Needed,
+            but where every group has its own.
         betas: of the momentum, the factored second moment and the factored instability, each in [0, 1). With the first
             0 there is no momentum and no confidence, D = u, and no state for either: for gradients that are a momentum.
         eps: added to the squared gradient and to the instability.
@@ -188,7 +197,7 @@ class CAME(torch.optim.Optimizer):
         if not isinstance(group["params"], Tensor | set):
             group["params"] = _unique(group["params"])
         if group["capturable"] and not isinstance(group["lr"], Tensor):
-            group["lr"] = torch.tensor(float(group["lr"]))
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32)
         super().add_param_group(group)
         try:
             for index, param in enumerate(group["params"]):
@@ -201,6 +210,7 @@ class CAME(torch.optim.Optimizer):
         if group["capturable"] and group["params"]:
             group["lr"] = group["lr"].to(group["params"][0].device)
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the gradients that are there; a parameter without one keeps its state.
@@ -236,6 +246,7 @@ class CAME(torch.optim.Optimizer):
         _take(jobs, self.parameter_bytes())
         return loss
 
+    @_disable_dynamo
     @torch.no_grad()
     def step_parameters(self, params: Sequence[Tensor]) -> None:
         """Take the step of some parameters with the gradients they have, as `release_gradients` does.
@@ -291,18 +302,26 @@ class CAME(torch.optim.Optimizer):
             return  # nor is known whether the parameter was cut already
         shape = shape_of(state)
         dim, index = _checked_index(shape, dim, index, param.device)
+        if not len(index):
+            del self.state[param]  # an empty parameter has none
+            return
         after = (*shape[:dim], len(index), *shape[dim + 1 :])
         views = view_of(group, shape), view_of(group, after)
         needed = needed_state(group, after, param.dtype)
-        self.state[param] = cut_state(state, dim, index, views=views, momentum=group["momentum"], needed=needed)
+        whole = {key: local(value) for key, value in state.items()}
+        cut = cut_state(whole, dim, index, views=views, momentum=group["momentum"], needed=needed)
+        self.state[param] = {key: place(value, param, averaged_dims(key, views[1])) for key, value in cut.items()}
 
     def state_bytes(self) -> int:
-        """Bytes of the state on this rank once all parameters have been stepped; `state_bytes` counts what is there."""
+        """Bytes of the state on this rank once all parameters that are trained have been stepped.
+
+        `scantling.optim.state_bytes` counts what is there.
+        """
         return sum(
             local_bytes(param, size, dtype, averaged_dims(key, view_of(group, param.shape)))
             for group in self.param_groups
             for param in group["params"]
-            if param.numel()
+            if param.numel() and (param.requires_grad or param in self.state)
             for key, (size, dtype) in _needed(group, param).items()
         )
 
@@ -336,6 +355,7 @@ class CAME(torch.optim.Optimizer):
         """The state of a parameter, made at its first step."""
         state: dict[str, Tensor] = self.state[param]
         if not state:
+            check_param(f"a parameter of shape {tuple(param.shape)}", param, group)  # a model may have been converted
             view = view_of(group, param.shape)
             for key, (size, dtype) in _needed(group, param).items():
                 state[key] = zeros(param, size, dtype, averaged_dims(key, view))
@@ -354,27 +374,10 @@ class CAME(torch.optim.Optimizer):
         As with all optimizers of torch, the options of the groups are then those that were saved: lr, betas, `debias`.
 
         Raises:
-            UserError: it was saved with another momentum, rounding or factor, or a state tensor is missing, unknown or
-                of another shape or dtype than this parameter's; nothing has been loaded.
+            UserError: it is of another optimizer, was saved with another momentum, rounding or factor, or a state
+                tensor is missing, unknown or of another shape or dtype than this parameter's; nothing has been loaded.
         """
-        if len(state_dict.get("param_groups", ())) != len(self.param_groups) or "state" not in state_dict:
-            raise UserError(
-                f"this is no state of an optimizer of {len(self.param_groups)} groups; given the keys "
-                f"{', '.join(map(str, state_dict))}, with {len(state_dict.get('param_groups', ()))} groups"
-            )
-        for index, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
-            for key in ("momentum", "rounding", "factor", "confidence"):
-                if saved.get(key, self.defaults[key]) != group[key]:
-                    raise UserError(
-                        f"group {index} was saved with {key}={saved.get(key)!r}, this optimizer has "
-                        f"{key}={group[key]!r}; build it with the same"
-                    )
-            betas = saved.get("betas", group["betas"])
-            if (betas[0] == 0) != (group["betas"][0] == 0):
-                raise UserError(
-                    f"group {index} was saved with betas {tuple(betas)}, this optimizer has {tuple(group['betas'])}: "
-                    "with betas[0] = 0 no momentum is kept; build it with the same"
-                )
+        check_saved_groups(state_dict, self.param_groups, self.defaults)
         released = self.released
         try:
             load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
@@ -416,11 +419,7 @@ def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], na
         raise UserError(
             f"the loaded state of {name}, {tuple(param.shape)}, does not fit: given {_described(state)}, needed "
             f"{_described(needed)}. "
-            + (
-                "It is one of came-pytorch: sc.optim.from_came_pytorch makes one of CAME of it"
-                if "exp_avg_sq_row" in state
-                else "Load it into an optimizer with the same parameters, momentum, rounding, factor and matrix_dims"
-            )
+            "Load it into an optimizer with the same parameters, momentum, rounding, factor and matrix_dims"
         )
 
 

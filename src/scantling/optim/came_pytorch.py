@@ -48,7 +48,10 @@ def from_came_pytorch(state_dict: dict[str, Any], optimizer: CAME) -> dict[str, 
         )
     if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in ours]:
         sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
-        raise UserError(f"the saved groups hold {sizes[0]} parameters, those of this optimizer {sizes[1]}")
+        raise UserError(
+            f"the saved groups hold {sizes[0]} parameters, those of this optimizer {sizes[1]}: build it over the same "
+            "groups in the same order, such as CAME(model.parameters(), lr)"
+        )
     result["state"] = {}
     for saved_group, new_group, group in zip(theirs, ours, optimizer.param_groups, strict=True):
         new_group |= {key: saved_group[key] for key in _SHARED_KEYS}
@@ -63,7 +66,9 @@ def from_came_pytorch(state_dict: dict[str, Any], optimizer: CAME) -> dict[str, 
 def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
     """A state dict for `came_pytorch.CAME(params, lr).load_state_dict` over the same parameters and groups.
 
-    Weights in 24 bits (`rounding="compensated"`) lose their lowest 8: the published package has no place for them.
+    Weights in 24 bits (`rounding="compensated"`) lose their lowest 8: the published package has no place for them. Nor
+    has it one for `debias`: averages are then given corrected, so that its next step is of the same size. Coming back
+    to `debias` within the first 1 / (1 - b3) steps would correct them twice.
 
     Raises:
         UserError: a group without confidence or momentum, which the published package always has.
@@ -79,7 +84,7 @@ def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
             if optimizer.state.get(param):
-                state[key] = _theirs(optimizer.state[param], group, param)
+                state[key] = _theirs(_unbiased(optimizer.state[param], group), group, param)
     groups = [{key: group[key] for key in (*_SHARED_KEYS, "params")} for group in saved_groups]
     return {"state": state, "param_groups": groups}
 
@@ -103,10 +108,22 @@ def _ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[s
     return {key: state[key].to(param.device, dtype) for key, (_, dtype) in needed.items()}
 
 
+def _unbiased(own: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor]:
+    """With `debias` the state with its averages of squares corrected, as the step reads them."""
+    if not group["debias"]:
+        return own
+    _, beta2, beta3 = group["betas"]
+    step = float(own["step"])
+    beta_of = {"row": beta2, "col": beta2, "exp_avg_sq": beta2, "res_row": beta3, "res_col": beta3}
+    return {key: value / (1 - beta_of[key] ** step) if key in beta_of else value for key, value in own.items()}
+
+
 def _theirs(own: dict[str, Tensor], group: dict[str, Any], param: Tensor) -> dict[str, Any]:
     shape = tuple(param.shape)
     view, last_two = view_of(group, shape), matrix_view(shape, "last2")
     momentum = whole_momentum(own, view, group["momentum"]).to(statistics_dtype(param.dtype), copy=True)
+    if group["debias"]:
+        momentum /= 1 - group["betas"][0] ** float(own["step"])
     state: dict[str, Any] = {"step": int(own["step"]), "RMS": 0, "exp_avg": momentum}
     if last_two is None:
         return {**state, "exp_avg_sq": own["exp_avg_sq"].clone()}
@@ -136,5 +153,11 @@ def _as_theirs(factor: Tensor, name: str) -> Tensor:
 
 
 def _check(saved: dict[str, Any], param: Tensor, name: str) -> None:
+    factors = ("exp_avg_sq",) if param.ndim < 2 else tuple(_THEIR_FACTORS.values())
+    if missing := [key for key in ("step", "exp_avg", *factors) if key not in saved]:
+        raise UserError(
+            f"the saved state of {name} is none of came-pytorch: it has no {', '.join(missing)}; given "
+            f"{', '.join(saved)}. A state of CAME goes to `load_state_dict` as it is"
+        )
     if tuple(saved["exp_avg"].shape) != tuple(param.shape):
         raise UserError(f"the saved momentum of {name} is {tuple(saved['exp_avg'].shape)}, it is {tuple(param.shape)}")

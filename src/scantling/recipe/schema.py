@@ -205,6 +205,13 @@ class OptimSection(Section):
     """Decay of matrices and embeddings, decoupled where the optimizer has it so; vectors are never decayed."""
     release_gradients: bool = False
     """`came` on one process: step each parameter within the backward pass and free its gradient. Needs `clip: null`."""
+    embedding_lr_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Learning rate of embeddings as a multiple of `lr`: 10 is a good start for T5, whose embeddings begin large."""
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """What `scantling.param_groups` takes of the rates of some parameters; nothing where all learn at `lr`."""
+        return {} if self.embedding_lr_scale == 1.0 else {"embedding_lr": self.embedding_lr_scale * self.lr}
 
     @property
     def options(self) -> dict[str, Any]:

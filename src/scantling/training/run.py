@@ -276,7 +276,7 @@ def build_loop(
         checkpoint_activations(model)
     if settings.compile:
         model.compile()
-    rates = {} if recipe.tensor is None else recipe.tensor.rates(recipe.optim.lr)
+    rates = recipe.optim.rates | ({} if recipe.tensor is None else recipe.tensor.rates(recipe.optim.lr))
     groups = param_groups(model, weight_decay=recipe.optim.weight_decay, **rates)
     options = recipe.optim.options
     for group in groups:

@@ -1,0 +1,52 @@
+"""What a run shows on a terminal while it goes on."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from scantling.cli.console import ConsoleSink
+
+RECORD: dict[str, Any] = {
+    "step": 4,
+    "loss": 3.1,
+    "eval_loss": 3.0,
+    "tokens_per_s": 12_300.0,
+    "peak_memory_bytes": 1 << 30,
+    "wire_bytes": 99_999,
+    "optimizer_state_bytes": 45 << 20,
+    "tensor_size": 0.2,
+    "tensor_parameters": 1.2e6,
+    "tensor_compression": 43.0,
+    "mean_rank": 12.3,
+    "lr": 1e-3,
+}
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 300])
+def test_every_figure_has_room(width: int) -> None:
+    """The optimizer's memory beside what was planned, too, after an evaluation as before it."""
+    shown = io.StringIO()
+    sink = ConsoleSink(Console(file=shown, force_terminal=True, width=width, color_system=None))
+    plan: Any = SimpleNamespace(optimizer_state_bytes=44 << 20, short=lambda: "plan")
+    sink.start(name="llama-10m", run_dir=Path("runs/x"), plan=plan, first_step=1, last_step=500)
+    sink.record(RECORD)
+    sink.close()
+    latest = shown.getvalue().split("4/500")[-1]
+    figures = (
+        "loss 3.100",
+        "held-out 3.000",
+        "tok/s",
+        "peak 1.00 GiB",
+        "sent 97.7 KiB/step",
+        "mean rank 12.3",
+        "lr 1.0e-03",
+    )
+    for figure in (*figures, "optimizer 45.0 MiB (plan 44.0 MiB)"):
+        assert figure in " ".join(latest.split()), figure
+    assert len(latest.splitlines()) <= (5 if width >= 80 else 10)
