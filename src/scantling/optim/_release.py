@@ -78,7 +78,8 @@ def release_gradients(
         optimizer: over parameters of the model; others in it are left to `optimizer.step()`.
         accumulation: backward passes whose gradients are summed before the step. With more than one the gradients
             stay in between, and only the last pass frees them. Under FSDP2 passes without `set_requires_gradient_sync`
-            count too.
+            count too, and so do passes whose gradients `zero_grad()` throws away: after these call `optimizer.step()`,
+            which begins the count anew.
         before_step: called with each parameter whose gradient is complete, before its step, such as to look at the
             gradient.
 
