@@ -51,6 +51,7 @@ def run_one(spec: Spec) -> Line:
     import numpy as np
     import torch
     from finetune_data import TASKS
+    from peers import register
     from transformers import AutoTokenizer
 
     from scantling.data.sampler import Sampler
@@ -59,6 +60,7 @@ def run_one(spec: Spec) -> Line:
     from scantling.optim.registry import build_optimizer
     from scantling.training.schedule import lr_factor
 
+    register()
     began = time.time()
     data = TASKS[spec["task"]](spec["examples"])
     folder = model_folder()
