@@ -51,16 +51,12 @@ def run_one(spec: Spec) -> Line:
     import numpy as np
     import torch
     from finetune_data import TASKS
-    from peers import register
     from transformers import AutoTokenizer
 
     from scantling.data.sampler import Sampler
-    from scantling.groups import param_groups
     from scantling.optim.memory import state_bytes
-    from scantling.optim.registry import build_optimizer
     from scantling.training.schedule import lr_factor
 
-    register()
     began = time.time()
     data = TASKS[spec["task"]](spec["examples"])
     folder = model_folder()
@@ -68,9 +64,7 @@ def run_one(spec: Spec) -> Line:
     train = encoded(tokenizer, data.train, data.labels, spec["max_length"])
     torch.manual_seed(spec["seed"])
     model = classifier(folder, len(data.labels), pairs=data.train[0].pair is not None)
-    options = {key: value for key, value in spec["optim"].items() if key not in ("name", "lr", "weight_decay")}
-    groups = param_groups(model, weight_decay=spec["optim"]["weight_decay"])
-    optimizer = build_optimizer(spec["optim"]["name"], groups, lr=spec["optim"]["lr"], **options)
+    optimizer = optimizer_of(spec, model)
     order = Sampler(len(train), batch_size=BATCH, seed=spec["seed"], lengths=np.array([length(each) for each in train]))
     steps, losses = spec["epochs"] * len(train) // BATCH, []
     model.train()
@@ -102,6 +96,19 @@ def run_one(spec: Spec) -> Line:
         "num_parameters": sum(param.numel() for param in model.parameters()),
     }
     return {"key": key_of(spec), **spec, **outcome, **facts(began)}
+
+
+def optimizer_of(spec: Spec, model: Any) -> Any:
+    """The optimizer of a run over a model."""
+    from peers import register
+
+    from scantling.groups import param_groups
+    from scantling.optim.registry import build_optimizer
+
+    register()
+    options = {key: value for key, value in spec["optim"].items() if key not in ("name", "lr", "weight_decay")}
+    groups = param_groups(model, weight_decay=spec["optim"]["weight_decay"])
+    return build_optimizer(spec["optim"]["name"], groups, lr=spec["optim"]["lr"], **options)
 
 
 def model_folder() -> Path:

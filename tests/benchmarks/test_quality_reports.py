@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 
 def test_steps_to_reach_adafactor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +45,8 @@ def test_fine_tuning_against_adamw(capsys: pytest.CaptureFixture[str]) -> None:
     start = finetune.GRID.start
     lines: dict[str, dict[str, Any]] = {}
     for name in finetune.COMPARED:
+        optimizer = finetune.optimizer_of(finetune.run_spec("banking77", name, 1e-3, 0), torch.nn.Linear(20, 20))
+        assert {group["lr"] for group in optimizer.param_groups} == {1e-3}
         for seed in finetune.SEEDS:
             for index in (start - 1, start, start + 1):
                 spec = finetune.run_spec("banking77", name, finetune.GRID.rates[index], seed)
