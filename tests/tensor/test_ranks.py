@@ -307,6 +307,47 @@ def test_the_step_after_removal_is_the_one_before_it(optimizer: str) -> None:
         assert ((model(ids) - twin(ids)).norm() / twin(ids).norm()).item() < 0.05
 
 
+@pytest.mark.parametrize("modes", [2, 3])
+@pytest.mark.parametrize("kind", [sc.TTMEmbedding, sc.TTMEmbeddingBag])
+def test_a_dead_bond_of_a_table_leaves_zeros(kind: Any, modes: int) -> None:
+    for bond in range(modes - 1):
+        table = kind(300, 64, rank=8, num_modes=modes)
+        adapter = RankAdapter(nn.Sequential(table), size_target=0.9)
+        with torch.no_grad():
+            table.controls[bond].fill_(-1.0)
+        adapter.truncate()
+        for numbers in (1, 20, 700):
+            rows = table(torch.randint(300, (numbers, 2)))
+            assert rows.shape[-1] == 64
+            assert not rows.any()
+
+
+def test_nothing_is_removed_where_a_control_is_nan() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    with torch.no_grad():
+        assert model.first.controls is not None
+        model.first.controls[1][0] = torch.nan
+    before = adapter.layers["first"].ranks
+    with pytest.raises(UserError, match="a rank control of 'first' is NaN or Inf"):
+        adapter.truncate()
+    assert adapter.layers["first"].ranks == before
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    state = adapter.state_dict()
+    before = adapter.ranks()
+    *_, last = state["ranks"]
+    state["ranks"] = {name: tuple(min(rank, 2) for rank in ranks) for name, ranks in state["ranks"].items()}
+    state["ranks"][last] = (1, 999, 1)
+    with pytest.raises(UserError, match=f"'{last}' has the ranks"):
+        adapter.load_state_dict(state)
+    assert adapter.ranks() == before
+    assert {name: layer.ranks for name, layer in adapter.layers.items()} == before
+
+
 def test_a_dead_bond_leaves_the_bias() -> None:
     model = net()
     adapter = RankAdapter(model)

@@ -410,7 +410,7 @@ class _Absorb(torch.autograd.Function):
 
     @staticmethod
     def forward(found: Tensor, flat: Tensor, digits: Tensor, inner: int, width: int) -> Tensor:
-        return found @ nn.functional.embedding(digits, flat).view(-1, inner, width)
+        return found @ nn.functional.embedding(digits, flat).view(digits.numel(), inner, width)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -423,7 +423,7 @@ class _Absorb(torch.autograd.Function):
         of_rows = (found.transpose(1, 2) @ grad).flatten(1)
         of_flat = torch.ops.aten.embedding_dense_backward(of_rows, digits, flat.shape[0], -1, False)
         del of_rows  # as large as the rows
-        block = nn.functional.embedding(digits, flat).view(-1, *ctx.sides)
+        block = nn.functional.embedding(digits, flat).view(digits.numel(), *ctx.sides)
         return grad @ block.transpose(1, 2), of_flat, None, None, None
 
 

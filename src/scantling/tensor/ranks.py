@@ -244,9 +244,16 @@ class RankAdapter:
             How many ranks were removed.
 
         Raises:
-            UserError: an optimizer that does not hold the controls.
+            UserError: an optimizer that does not hold the controls, or a control that is not finite; nothing has been
+                removed.
         """
         self._check_optimizer(optimizer)
+        for name, layer in self.layers.items():
+            if not all(bool(torch.isfinite(control).all()) for control in layer.controls or ()):
+                raise UserError(
+                    f"a rank control of '{name}' is NaN or Inf, after a step with such a loss or gradient: "
+                    "go on from a checkpoint before it"
+                )
         before, is_seen = sum(map(len, self._controls)), self._seen == self._versions()
         for layer in self.layers.values():
             for param, dim, index in layer.cuts([live.nonzero().flatten() for live in layer.live()]):
@@ -354,17 +361,19 @@ class RankAdapter:
         """Go on from a state; cores and controls get the shapes they had, so that the model's can be loaded next.
 
         Raises:
-            UserError: the state of another model.
+            UserError: the state of another model; nothing has changed.
         """
         if state["ranks"].keys() != self.layers.keys():
             missing = sorted(state["ranks"].keys() ^ self.layers.keys())
             raise UserError(f"the state of the RankAdapter is one of other layers; '{missing[0]}' is in one alone")
-        for name, layer in self.layers.items():
+        for name, layer in self.layers.items():  # all of them before one is changed
             wanted = state["ranks"][name]
             if len(wanted) != len(layer.ranks) or any(new > old for new, old in zip(wanted, layer.ranks, strict=True)):
                 raise UserError(
                     f"'{name}' has the ranks {layer.ranks}; those of the state, {wanted}, do not come of them"
                 )
+        for name, layer in self.layers.items():
+            wanted = state["ranks"][name]
             for param, dim, index in layer.cuts([torch.arange(rank, device=self._device) for rank in wanted[1:-1]]):
                 cut_parameter(param, dim, index, None)
         self.step, self._initial, self._target = state["step"], state["initial"], state["target"]
