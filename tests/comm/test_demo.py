@@ -199,6 +199,35 @@ def test_the_loss_falls() -> None:
     assert losses[-1] < 0.2 * losses[0]
 
 
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_a_step_that_overlaps_counts_and_is_the_step(sync_every: int) -> None:
+    """Alone, with a gradient missing in some steps: what leaves in the backward pass and what leaves in `step`."""
+    ends = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        optimizer = DeMo(net.parameters(), lr=1e-2, overlap=overlap, sync_every=sync_every)
+        for number in range(6):
+            optimizer.zero_grad()
+            with optimizer.overlapped():
+                (net if number % 2 else net[0])(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+        assert [group["steps"] for group in optimizer.param_groups] == [6]
+        assert optimizer.exchange.step == 6
+        ends.append([param.detach() for param in net.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_a_scaler_does_not_go_with_overlap() -> None:
+    net = nn.Linear(64, 64)
+    optimizer = DeMo(net.parameters(), lr=1e-2, overlap=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with optimizer.overlapped():
+        scaler.scale(net(torch.randn(4, 64)).square().mean()).backward()
+    with pytest.raises(UserError, match="overlap and a GradScaler do not go together"):
+        scaler.step(optimizer)
+
+
 def test_a_closure_is_refused() -> None:
     optimizer = DeMo([nn.Parameter(torch.ones(64, 64))], lr=1e-3)
     with pytest.raises(UserError, match="takes no closure"):

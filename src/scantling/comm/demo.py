@@ -222,6 +222,11 @@ class DeMo(torch.optim.Optimizer):
         """Take a GradScaler's factor out of the gradients; it leaves that to the optimizer, and the finiteness too."""
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
+            if self.exchange.has_begun:
+                raise UserError(
+                    "overlap and a GradScaler do not go together: gradients leave in the backward pass, before the "
+                    "scale is taken out of them. Use overlap=False, or bfloat16, which needs no scaler"
+                )
             for group in self.param_groups:
                 for param in group["params"]:
                     if param.grad is not None:
@@ -316,8 +321,9 @@ class DeMo(torch.optim.Optimizer):
     def _reconnect(self) -> None:
         """The exchange works on the groups and the state of this optimizer, which loading and copying replace."""
         self.exchange.param_groups, self.exchange.state = self.param_groups, self.state
-        first = self.param_groups[0]
-        self.exchange.step, self.exchange.decided = first["steps"], first.get("decided")
+        if not self.exchange.has_begun:  # `overlapped` has counted the step that `step` ends
+            first = self.param_groups[0]
+            self.exchange.step, self.exchange.decided = first["steps"], first.get("decided")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned on this rank: every tensor keeps the dtype it was saved with.

@@ -290,11 +290,16 @@ class MomentumExchange(Replica):
 
     def drop(self) -> None:
         """Wait for what is on its way and forget it: what is loaded is in its place."""
-        self._calls = 0
+        self._calls, self._opened = 0, None
         sent, self._sent = self._sent, []
         for each in sent:
             with suppress(Exception):
                 each.arrived()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `overlapped` has begun a step that no `exchange` has ended yet."""
+        return self._opened is not None
 
     def _open(self) -> Opened:
         """Begin a step: take in what is still on its way, and compare the replicas where it is time to."""
