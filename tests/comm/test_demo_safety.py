@@ -309,6 +309,49 @@ def test_a_grad_scaler_steps_as_without_one() -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_an_overflow_under_a_grad_scaler_leaves_a_step_out(caplog: pytest.LogCaptureFixture) -> None:
+    params = params_of()
+    before = [param.detach().clone() for param in params]
+    optimizer = demo_of(None, params)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+    scaler.scale(sum((param * 1e3).sum() for param in params)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == pytest.approx(5e37)
+    assert all(map(torch.equal, params, before))
+    assert "the step is left out" in caplog.text
+    for param in params:
+        param.grad = torch.full_like(param, torch.inf)
+    with pytest.raises(NonFiniteError):
+        optimizer.step()
+
+
+def test_parameters_of_one_name_keep_residuals_of_their_own() -> None:
+    nets = [nn.Linear(64, 64), nn.Linear(64, 64)]
+    optimizer = sc.DeMo([{"params": list(net.named_parameters())} for net in nets], lr=1e-2)
+    for net in nets:
+        net(torch.randn(3, 64)).square().sum().backward()
+    optimizer.step()
+    state = optimizer.local_state_dict()
+    assert {name for name in state["residuals"] if "weight" in name} == {"group 0, weight", "group 1, weight"}
+    before = [optimizer.state[net.weight]["residual"].clone() for net in nets]
+    assert not torch.equal(*before)
+    optimizer.load_local_state_dict(state)
+    assert all(
+        torch.equal(optimizer.state[net.weight]["residual"], kept) for net, kept in zip(nets, before, strict=True)
+    )
+
+
+def test_a_group_may_be_one_tensor_and_the_whole_may_not() -> None:
+    weight = nn.Parameter(torch.randn(64, 64))
+    exchange = sc.MomentumExchange([{"params": weight}], topk=8)
+    weight.grad = given = torch.randn(64, 64)
+    exchange.exchange()
+    assert weight.grad is not given
+    with pytest.raises(UserError, match="given a single tensor"):
+        sc.MomentumExchange(weight)  # type: ignore[arg-type]
+
+
 def test_the_rate_of_what_is_dense() -> None:
     def moved(groups: list[dict[str, Any]], **options: Any) -> list[float]:
         optimizer = sc.DeMo(groups, **options)

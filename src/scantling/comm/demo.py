@@ -17,6 +17,7 @@ residual but where it is sent in fp32.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import weakref
 from collections.abc import Iterable, Sequence
@@ -35,9 +36,11 @@ from scantling.comm.options import Exchange, Rounds, check_options
 from scantling.comm.residuals import KEYS, Format, num_rows
 from scantling.comm.shards import local
 from scantling.comm.values import Values
-from scantling.errors import UserError
+from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
 from scantling.loading import load_keeping_dtypes
+
+logger = logging.getLogger(__name__)
 
 Update: TypeAlias = Literal["sign", "identity", "muon"]
 UPDATES: tuple[Update, ...] = get_args(Update)
@@ -194,14 +197,20 @@ class DeMo(torch.optim.Optimizer):
 
         Raises:
             UserError: a closure, which would be called after the exchange; replicas that differ.
-            NonFiniteError: the gradients of all replicas are NaN or Inf.
+            NonFiniteError: the gradients of all replicas are NaN or Inf; under a GradScaler the step is left out.
             PayloadError: what came is damaged or of another step.
         """
         if closure is not None:
             raise UserError("DeMo takes no closure: gradients of a loss that is computed again were not exchanged")
         self._reconnect()
         self._unscale()
-        decoded = self.exchange.decoded()
+        try:
+            decoded = self.exchange.decoded()
+        except NonFiniteError as error:
+            if getattr(self, "grad_scale", None) is None:
+                raise
+            logger.warning("%s; the step is left out, and the scaler lowers its scale", error)
+            decoded = None
         for group in self.param_groups:
             group["steps"], group["decided"] = self.exchange.step, self.exchange.decided
         if decoded is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -210,9 +211,10 @@ def groups_of(groups: Sequence[Group]) -> list[Group]:
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """The names of all parameters, or their places where they have none."""
-    names: list[str] = []
+    """The names of all parameters, each one once: with their group where two have one name, or their places."""
+    pairs: list[tuple[int, str]] = []
     for number, group in enumerate(groups):
-        given = group.get("param_names")
-        names += given or [f"group {number}, parameter {place}" for place in range(len(group["params"]))]
-    return names
+        given = group.get("param_names") or [f"group {number}, parameter {k}" for k in range(len(group["params"]))]
+        pairs += [(number, name) for name in given]
+    times = Counter(name for _, name in pairs)
+    return [name if times[name] == 1 else f"group {number}, {name}" for number, name in pairs]

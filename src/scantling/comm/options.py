@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from torch import Tensor
+
 from scantling.comm.residuals import FORMATS
 from scantling.comm.values import VALUES
 from scantling.errors import UserError
@@ -94,6 +96,8 @@ def check_options(group: Group) -> None:
 
 def as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
     """Groups with all options; parameters alone, or (name, parameter) pairs, are one group."""
+    if isinstance(given, Tensor):
+        raise UserError("parameters are given as a list or as groups; given a single tensor")
     items = list(given)
     if not items:
         raise UserError("MomentumExchange needs at least one parameter; given none")
@@ -101,7 +105,8 @@ def as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
         items = [{"params": items}]
     groups = []
     for item in items:
-        pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in item["params"]]
+        params = [item["params"]] if isinstance(item["params"], Tensor) else item["params"]
+        pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in params]
         group = {**defaults, **item, "params": [param for _, param in pairs]}
         if all(name is not None for name, _ in pairs):
             group["param_names"] = [name for name, _ in pairs]
