@@ -219,15 +219,19 @@ def place(value: Tensor, param: Tensor, averaged: Sequence[int] | None) -> Tenso
             "the loaded state is a DTensor on another mesh than its parameter; load it with "
             "torch.distributed.checkpoint, or as full tensors"
         )
-    copy = value.to(param.device, copy=True)
+    return laid_out(value.to(param.device, copy=True), param, averaged)
+
+
+def laid_out(value: Tensor, param: Tensor, averaged: Sequence[int] | None) -> Tensor:
+    """A state tensor on the parameter's device and mesh as `zeros` would have laid it out; itself without a mesh."""
     if averaged is None or not _is_dtensor(param):
-        return copy
+        return value
     from torch.distributed.tensor import distribute_tensor
 
     placements = _state_placements(param, averaged)
-    if _is_dtensor(copy):
-        return copy.redistribute(placements=placements)  # type: ignore[attr-defined, no-any-return]
-    return distribute_tensor(copy, param.device_mesh, placements, src_data_rank=None)  # type: ignore[attr-defined]
+    if _is_dtensor(value):
+        return value.redistribute(placements=placements)  # type: ignore[attr-defined, no-any-return]
+    return distribute_tensor(value, param.device_mesh, placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 
 def _local_size(param: Tensor, size: tuple[int, ...], averaged: Sequence[int]) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ from scantling.optim._eager import Hyper, Job
 from scantling.optim._factor import Factor
 from scantling.optim._rounding import Rounding
 from scantling.optim._sharded import step_sharded
-from scantling.optim._shardplan import local, local_bytes, local_grad, place, plan_of, zeros
+from scantling.optim._shardplan import laid_out, local, local_bytes, local_grad, place, plan_of, zeros
 from scantling.optim._slice import cut_state, shape_of
 from scantling.optim._state import averaged_dims, needed_state, view_of
 from scantling.optim._validation import (
@@ -310,7 +310,7 @@ class CAME(torch.optim.Optimizer):
         needed = needed_state(group, after, param.dtype)
         whole = {key: local(value) for key, value in state.items()}
         cut = cut_state(whole, dim, index, views=views, momentum=group["momentum"], needed=needed)
-        self.state[param] = {key: place(value, param, averaged_dims(key, views[1])) for key, value in cut.items()}
+        self.state[param] = {key: laid_out(value, param, averaged_dims(key, views[1])) for key, value in cut.items()}
 
     def state_bytes(self) -> int:
         """Bytes of the state on this rank once all parameters that are trained have been stepped.

@@ -17,6 +17,7 @@ from scantling.groups import MatrixDims
 from scantling.optim._factor import matrix_view, statistics_dtype
 from scantling.optim._slice import coded_momentum, second_moment, whole_momentum
 from scantling.optim._state import kept_averages, needed_state, view_of
+from scantling.optim._update import bias_correction
 from scantling.optim.came import CAME
 
 _THEIR_FACTORS = {
@@ -84,7 +85,7 @@ def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
             if optimizer.state.get(param):
-                state[key] = _theirs(_unbiased(optimizer.state[param], group), group, param)
+                state[key] = _theirs(optimizer.state[param], group, param)
     groups = [{key: group[key] for key in (*_SHARED_KEYS, "params")} for group in saved_groups]
     return {"state": state, "param_groups": groups}
 
@@ -109,22 +110,24 @@ def _ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[s
 
 
 def _unbiased(own: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor]:
-    """With `debias` the state with its averages of squares corrected, as the step reads them."""
+    """With `debias` the averages of a state corrected, as the step reads them."""
     if not group["debias"]:
         return own
-    _, beta2, beta3 = group["betas"]
-    step = float(own["step"])
-    beta_of = {"row": beta2, "col": beta2, "exp_avg_sq": beta2, "res_row": beta3, "res_col": beta3}
-    return {key: value / (1 - beta_of[key] ** step) if key in beta_of else value for key, value in own.items()}
+    beta1, beta2, beta3 = group["betas"]
+    beta_of = {"exp_avg": beta1, **dict.fromkeys(("row", "col", "exp_avg_sq"), beta2)}
+    beta_of |= dict.fromkeys(("res_row", "res_col"), beta3)
+    return {
+        key: value / bias_correction(own["step"], beta_of[key], value.dtype) if key in beta_of else value
+        for key, value in own.items()
+    }
 
 
 def _theirs(own: dict[str, Tensor], group: dict[str, Any], param: Tensor) -> dict[str, Any]:
     shape = tuple(param.shape)
     view, last_two = view_of(group, shape), matrix_view(shape, "last2")
     momentum = whole_momentum(own, view, group["momentum"]).to(statistics_dtype(param.dtype), copy=True)
-    if group["debias"]:
-        momentum /= 1 - group["betas"][0] ** float(own["step"])
-    state: dict[str, Any] = {"step": int(own["step"]), "RMS": 0, "exp_avg": momentum}
+    own = _unbiased({**own, "exp_avg": momentum}, group)
+    state: dict[str, Any] = {"step": int(own["step"]), "RMS": 0, "exp_avg": own["exp_avg"]}
     if last_two is None:
         return {**state, "exp_avg_sq": own["exp_avg_sq"].clone()}
     factors = own if view == last_two else _refactored(own, view, last_two)
@@ -153,7 +156,7 @@ def _as_theirs(factor: Tensor, name: str) -> Tensor:
 
 
 def _check(saved: dict[str, Any], param: Tensor, name: str) -> None:
-    factors = ("exp_avg_sq",) if param.ndim < 2 else tuple(_THEIR_FACTORS.values())
+    factors = ("exp_avg_sq",) if matrix_view(tuple(param.shape), "last2") is None else tuple(_THEIR_FACTORS.values())
     if missing := [key for key in ("step", "exp_avg", *factors) if key not in saved]:
         raise UserError(
             f"the saved state of {name} is none of came-pytorch: it has no {', '.join(missing)}; given "
