@@ -138,7 +138,7 @@ def test_every_small_recipe_is_valid() -> None:
     from scantling.recipe import check_recipe
 
     register()
-    specs = [tasks.run_spec(t, n, 1e-3, 0, data="python") for t in tasks.SETTINGS for n in tasks.COMPARED]
+    specs = [tasks.run_spec(t, n, 1e-3, 0, data="python") for t, s in tasks.SETTINGS.items() for n in s.compared]
     for recipe in [tasks.recipe_of(spec) for spec in specs]:
         assert recipe["train"]["steps"] // recipe["train"]["eval_every"] >= tasks.POINTS
         check_recipe(recipe, "tasks")

@@ -162,7 +162,7 @@ def test_schedules_loading_and_copies_reach_released_steps() -> None:
             group["lr"] = 0.0
         optimizer.load_state_dict(saved)
         released = set(optimizer.released)
-        with pytest.raises(UserError, match="no state of an optimizer"):
+        with pytest.raises(UserError, match="has the keys state and param_groups"):
             optimizer.load_state_dict({"param_groups": saved["param_groups"]})
         broken = copy.deepcopy(saved)
         next(iter(broken["state"].values())).pop("step")
