@@ -432,6 +432,32 @@ def test_a_weight_that_is_computed_is_left_alone() -> None:
     assert model(torch.randn(2, 64)).shape == (2, 64)
 
 
+def test_layers_without_numbers_or_with_another_forward_are_left_alone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(0, 5), nn.Linear(64, 64))
+    moved = model[2].forward
+    model[2].forward = lambda x: moved(x)  # as offloading does
+    sc.tensorize(model, rank=4, num_modes=np.int64(2))  # type: ignore[arg-type]
+    assert [type(module) for module in model] == [sc.TTLinear, nn.Linear, nn.Linear]
+    assert len(model[0].cores) == 4
+    with pytest.raises(UserError, match="its forward was replaced"):
+        sc.tensorize(nn.Sequential(model[2]), 4)
+
+
+def test_layers_are_called_by_keyword_as_dense_ones_are() -> None:
+    ids = torch.arange(6)
+    for layer, given in (
+        (sc.TTLinear(8, 8, 2), {"input": torch.randn(2, 8)}),
+        (sc.TTMEmbedding(60, 8, 2), {"input": ids}),
+        (sc.TTMEmbeddingBag(60, 8, 2), {"input": ids, "offsets": torch.tensor([0, 2])}),
+        (TTMHead(sc.TTMEmbedding(60, 8, 2)), {"input": torch.randn(2, 8)}),
+    ):
+        assert torch.equal(layer(**given), layer(*given.values()))
+        assert layer.weight.requires_grad
+        assert not layer.requires_grad_(False).weight.requires_grad or isinstance(layer, TTMHead)
+
+
 def test_a_dense_checkpoint_is_not_loaded_into_cores() -> None:
     dense = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model = sc.tensorize(copy.deepcopy(dense), rank=4)

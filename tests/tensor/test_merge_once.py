@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import scantling as sc
+from scantling.errors import UserError
 from scantling.tensor import layer as layer_module
 from scantling.tensor.head import TTMHead
 from scantling.tensor.layer import CoreLayer, keep_merged, merge_once
@@ -141,6 +142,8 @@ def test_nothing_is_left_of_it() -> None:
         broken_off()
     assert model.linear.cores[0].grad is None
     with merge_once(model, 1), pytest.raises(RuntimeError, match="in force"), merge_once(model, 1):
+        pass
+    with pytest.raises(UserError, match="passes must be at least 1; given 0"), merge_once(model, 0):
         pass
     with merge_once(model, 1):
         pass

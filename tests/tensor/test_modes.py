@@ -54,7 +54,7 @@ def test_wrong_modes_are_refused(modes: tuple[int, ...], message: str) -> None:
         check_modes(modes, 17, "in_modes")
 
 
-@pytest.mark.parametrize(("size", "num_modes"), [(0, 3), (8, 0), (8, 6)])
+@pytest.mark.parametrize(("size", "num_modes"), [(0, 3), (8, 0), (8, 6), (8, True)])
 def test_wrong_splits_are_refused(size: int, num_modes: int) -> None:
     with pytest.raises(UserError, match="given"):
         split(size, num_modes)

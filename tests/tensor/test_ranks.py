@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from scantling.errors import UserError
 from scantling.tensor._cut import cut_parameter
 from scantling.tensor.choose import nearest
 from scantling.tensor.contraction import best_plan, factors_of
+from scantling.tensor.experts import TTExperts
+from scantling.tensor.head import TTMHead
 from scantling.tensor.layer import CoreLayer, gate
 from scantling.tensor.ranks import RankAdapter
 from scantling.tensor.sizes import SizePolynomial, number_terms
@@ -205,6 +208,69 @@ def test_a_target_of_flops_holds_where_ranks_fall_at_once(width: int, target: fl
 def flops_of(layer: sc.TTLinear, tokens: int) -> float:
     """Forward and backward, a token."""
     return 6.0 * layer.plan(tokens).macs / tokens
+
+
+def test_a_target_of_flops_counts_the_output_layer_that_is_tied_to_a_table() -> None:
+    table = sc.TTMEmbedding(300, 32, 8, num_modes=3)
+    model = nn.ModuleDict({"head": TTMHead(table), "table": table})
+    adapter = RankAdapter(model, size_target=0.5, unit="flops", tokens=4096)
+    assert adapter.size() == pytest.approx(3.0 * (table.flops(300) + model["head"].flops(4096)) / 4096)
+    wanted = adapter.target
+    adapter.finish()
+    assert adapter.size() == pytest.approx(wanted, rel=0.05)
+    assert adapter.size() == pytest.approx(3.0 * (table.flops(300) + model["head"].flops(4096)) / 4096)
+
+
+def test_a_target_of_flops_counts_experts_for_the_tokens_that_choose_them() -> None:
+    model = sc.tensorize(made("mixtral"), {"*.experts": 4})
+    adapter = RankAdapter(model, size_target=0.5, unit="flops", tokens=64)
+    assert adapter.size() == pytest.approx(sum(flops_of(layer, 32) for layer in adapter.layers.values()) * 32 / 64)
+    adapter.detach()
+    for module in model.modules():
+        if isinstance(module, TTExperts):
+            del module.config
+    with pytest.raises(UserError, match=r"nothing says how many of the 4 experts of 'model.layers.0.mlp.experts'"):
+        RankAdapter(model, size_target=0.5, unit="flops")
+
+
+def test_frozen_layers_keep_their_ranks() -> None:
+    model = net()
+    model.first.requires_grad_(False)
+    adapter = RankAdapter(model, size_target=0.5, steps=1)
+    assert "first" not in adapter.layers
+    ranks = model.first.ranks
+    adapter.finish()
+    assert model.first.ranks == ranks
+    with pytest.raises(UserError, match="no layer of cores that is trained"):
+        RankAdapter(model.requires_grad_(False))
+
+
+def test_losses_of_passes_that_made_no_step_do_not_add_up() -> None:
+    """Nor does one that is not finite count: a scaler leaves such steps out."""
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, schedule="paper", steps=9, early_steps=5)
+    optimizer = came(model)
+
+    def passed(*losses: float) -> None:
+        for loss in losses:
+            adapter.loss(torch.tensor(loss, requires_grad=True) / len(losses), share=1 / len(losses)).backward()
+
+    def mean_loss() -> float:
+        return float(adapter._mean_loss / adapter._weight)
+
+    passed(float("nan"))
+    passed(2.0, 2.0, 2.0)
+    optimizer.step()
+    assert mean_loss() == pytest.approx(2.0)
+    passed(2.0)  # left out
+    passed(2.0)
+    optimizer.step()
+    assert mean_loss() == pytest.approx(2.0)
+    for _ in range(3):
+        passed(float("nan"))
+        optimizer.step()
+    assert mean_loss() == pytest.approx(2.0)
+    assert float(adapter.state_dict()["reference"]) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -609,14 +675,25 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=message):
             RankAdapter(model, **options)  # type: ignore[arg-type]
+
+    def broken(*_: Any) -> float:
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        RankAdapter(model, unit="bytes", bytes_of=broken)
+    assert model.first.controls is None
     adapter = RankAdapter(model)
     with pytest.raises(UserError, match="'table' has rank controls already"):
         RankAdapter(model)
     too_early = torch.optim.AdamW([param for name, param in model.named_parameters() if "controls" not in name])
     with pytest.raises(UserError, match="does not step the rank controls of 'table'"):
         adapter.truncate(too_early)
+    with pytest.raises(UserError, match="LBFGS keeps one history"):
+        adapter.truncate(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(UserError, match="other layers"):
         adapter.load_state_dict({**adapter.state_dict(), "ranks": {"nowhere": [1, 1]}})
+    with pytest.raises(UserError, match="the state of the RankAdapter has unit='bytes', this one unit='parameters'"):
+        adapter.load_state_dict({**adapter.state_dict(), "unit": "bytes"})
     other = net(rank=4)
     RankAdapter(other)
     with pytest.raises(UserError, match=r"table: core 1 of the checkpoint has the shape"):

@@ -182,7 +182,7 @@ class TTMEmbedding(CoreLayer):
             return values
         return values.masked_fill((ids == self.padding_idx).unsqueeze(1), 0.0)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Rows of the table: (...) integer ids to (..., embedding_dim).
 
         Raises:
@@ -190,6 +190,7 @@ class TTMEmbedding(CoreLayer):
                 device-side assertion.
             RuntimeError: more distinct ids than the capacity.
         """
+        ids = input  # which is its name where `nn.Embedding` is called by keyword
         _check_ids(ids, self.num_embeddings)
         distinct, inverse = self._distinct(ids)
         rows = self.rows(distinct)
@@ -351,17 +352,18 @@ class TTMEmbeddingBag(TTMEmbedding):
         super().__init__(num_embeddings, embedding_dim, rank, **options)
         self.mode, self.include_last_offset = mode, include_last_offset
 
-    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Bags of rows, as of `nn.EmbeddingBag`.
 
         Args:
-            ids: (bags, length), or (n) with offsets.
+            input: ids, (bags, length), or (n) with offsets.
             offsets: (bags), where each bag begins.
-            per_sample_weights: of the shape of `ids`, for sums.
+            per_sample_weights: of the shape of `input`, for sums.
 
         Returns:
             (bags, embedding_dim).
         """
+        ids = input
         _check_ids(ids, self.num_embeddings)
         distinct, inverse = self._distinct(ids)
         rows = self.rows(distinct)

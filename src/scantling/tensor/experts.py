@@ -112,6 +112,13 @@ class TTExperts(nn.Module):
         del made.dense_class, made.up_name
         return made.train(self.training)
 
+    @property
+    def num_chosen(self) -> int | None:
+        """Experts that a token chooses, as the configuration of the model has it; None where that is not known."""
+        config = getattr(self, "config", None)
+        names = ("num_experts_per_tok", "top_k_experts")
+        return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
+
     def num_parameters(self) -> int:
         """Numbers in the cores of all experts."""
         return sum(part.num_parameters() for part in (*self.up, *self.down) if isinstance(part, TTLinear))

@@ -55,9 +55,9 @@ class TTMHead(nn.Module):
         """The table, (out_features, in_features); see `TTMEmbedding.weight`."""
         return self.table.weight
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        logits = self.table.logits(hidden)
+        logits = self.table.logits(input)
         return logits if self.bias is None else logits + self.bias.to(logits.dtype)
 
     def flops(self, tokens: int) -> int:

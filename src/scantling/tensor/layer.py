@@ -300,15 +300,19 @@ def merge_once(model: nn.Module, passes: int) -> Iterator[None]:
     """Merge the cores of a model once for several forward and backward passes, such as the micro-batches of a step.
 
     The gradients of the cores, and of their controls, are there when the context ends, in one pass back through what
-    was merged; gradients of everything else come as ever. Nothing may change the cores meanwhile.
+    was merged, where `backward` was called: `torch.autograd.grad` does not reach them. Gradients of everything else
+    come as ever. Nothing may change the cores meanwhile.
 
     Args:
         model: with any number of layers of cores.
         passes: how many there will be; orders of contraction that merge more pay off with more passes.
 
     Raises:
+        UserError: no pass at all.
         RuntimeError: within another such context on the same model.
     """
+    if passes < 1:
+        raise UserError(f"merge_once: passes must be at least 1; given {passes}")
     layers = [module for module in model.modules() if isinstance(module, CoreLayer)]
     if any(layer._shared is not None for layer in layers):
         raise RuntimeError("merge_once is in force on this model already")

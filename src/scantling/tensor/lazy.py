@@ -23,7 +23,7 @@ class LazyWeight(Tensor):
     Args:
         build: returns the matrix.
         shape: of the matrix.
-        like: its dtype and device are the matrix's.
+        like: its dtype and device are the matrix's, and whether it is trained.
     """
 
     _build: Callable[[], Tensor]
@@ -32,7 +32,7 @@ class LazyWeight(Tensor):
 
     @staticmethod
     def __new__(cls, build: Callable[[], Tensor], shape: tuple[int, ...], like: Tensor) -> LazyWeight:
-        made = torch.Tensor._make_subclass(cls, like.detach().new_empty(()).expand(shape))
+        made = torch.Tensor._make_subclass(cls, like.detach().new_empty(()).expand(shape), like.requires_grad)
         made._build = build
         return made
 

@@ -137,12 +137,13 @@ class TTLinear(CoreLayer):
         """The order in which so many tokens are contracted with the cores; print it."""
         return best_plan(self.network, num_tokens)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """y = x W + bias: (..., in_features) to (..., out_features).
 
         Raises:
             UserError: another width of x.
         """
+        x = input  # which is its name where `nn.Linear` is called by keyword
         if x.shape[-1] != self.in_features:
             raise UserError(f"this layer takes {self.in_features} features; given x of the shape {tuple(x.shape)}")
         flat = x if x.ndim == 2 else x.reshape(-1, self.in_features)

@@ -57,7 +57,8 @@ def split(size: int, num_modes: int) -> tuple[int, ...]:
 
 def check_num_modes(num_modes: Any) -> None:
     """Raise a UserError for what is no number of modes."""
-    if not isinstance(num_modes, int) or not 1 <= num_modes <= MAX_MODES:
+    found = integers([num_modes])
+    if found is None or found[0] > MAX_MODES:
         raise UserError(f"num_modes must be from 1 to {MAX_MODES}; given {num_modes!r}")
 
 

@@ -43,8 +43,9 @@ from scantling.tensor.choose import nearest
 from scantling.tensor.cores import num_parameters
 from scantling.tensor.layer import CoreLayer, gate
 from scantling.tensor.options import RankOptions
-from scantling.tensor.sizes import SizePolynomial, Term, byte_terms, flop_terms, number_terms
+from scantling.tensor.sizes import SizePolynomial, Term, byte_terms, number_terms
 from scantling.tensor.steps import after_steps, version_of
+from scantling.tensor.uses import Uses, uses_in
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class RankAdapter:
 
     Attributes:
         options: a `RankOptions`.
-        layers: the layers of cores by their names in the model, those of a single core left out.
+        layers: the layers of cores by their names in the model, those of a single core and frozen ones left out.
         step: optimizer steps so far.
 
     Raises:
@@ -96,22 +97,33 @@ class RankAdapter:
         self.options = RankOptions.of(size_target=size_target, **options)
         self._bytes_of = bytes_of
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CoreLayer)}
-        self.layers = {name: layer for name, layer in layers.items() if len(layer.cores) > 1}  # one core has no bond
+        layers = {name: layer for name, layer in layers.items() if len(layer.cores) > 1}  # one core has no bond
+        self.layers = {name: layer for name, layer in layers.items() if layer.is_trainable}
         if not self.layers:
-            raise UserError(
-                f"{type(model).__name__} has no layer of cores whose ranks could adapt; call sc.tensorize first"
-            )
+            what = "layer of cores that is trained" if layers else "layer of cores whose ranks could adapt"
+            raise UserError(f"{type(model).__name__} has no {what}; call sc.tensorize first")
         for name, layer in self.layers.items():
             if layer.controls is not None:
                 raise UserError(f"'{name}' has rank controls already: another RankAdapter is attached to this model")
-        for layer in self.layers.values():
-            layer.attach_controls(self.options.threshold)
+        is_priced_by_flops = self.options.unit == "flops"
+        self._uses: Uses = uses_in(model, self.options.tokens) if is_priced_by_flops else {}
         self.step = 0
         self._dense_numbers = sum(layer.weight.numel() for layer in self.layers.values())
         self._controls: list[nn.Parameter] = []
         self._seen: tuple[int, ...] | None = None
         self._is_fresh = False
         self._passed_by = 0
+        try:
+            for layer in self.layers.values():
+                layer.attach_controls(self.options.threshold)
+            self._begin()
+        except BaseException:
+            for layer in self.layers.values():
+                layer.controls = None
+            raise
+
+    def _begin(self) -> None:
+        """Take the size with the controls that are there now for that at the start."""
         after_steps(self, RankAdapter._stepped, lambda adapter: adapter._controls)
         after_steps(self, RankAdapter._cores_stepped, RankAdapter._cores)
         self._refresh()
@@ -121,6 +133,7 @@ class RankAdapter:
         self._target = self._absolute_target()
         self._price = torch.tensor(self.options.price, device=self._device)
         self._recent = torch.zeros((), device=self._device)
+        self._recent_share = torch.zeros((), device=self._device)
         self._mean_loss = torch.zeros((), device=self._device)
         self._weight = torch.zeros((), device=self._device)
         self._reference = torch.zeros((), device=self._device)
@@ -132,14 +145,14 @@ class RankAdapter:
             logger.warning(
                 "RankAdapter: the target of %g is above the size at the start, %g", self._target, self._initial
             )
-        least = float(counted(torch.ones(len(self._controls), dtype=torch.float64)))
+        ones = torch.ones(len(self._controls), dtype=torch.float64)
+        least = float(self._counted_at(ones)(ones))
         if self._target < least:
-            for layer in self.layers.values():
-                layer.controls = None
+            options = self.options
             raise UserError(
-                f"size_target={size_target} is {self._target:,.0f} {self.options.unit}, but one rank on every bond of "
-                f"{len(self.layers)} layers takes {least:,.0f} already; {least / self._initial:.4f} is the least, and "
-                f"'{self._largest_at_one()}' has most of it"
+                f"size_target={options.size_target} is {self._target:,.0f} {options.unit}, but one rank on every bond "
+                f"of {len(self.layers)} layers takes {least:,.0f} already; {least / self._initial:.4f} is the least, "
+                f"and '{self._largest_at_one()}' has most of it"
             )
 
     def loss(self, task_loss: Tensor, share: float = 1.0) -> Tensor:
@@ -171,7 +184,10 @@ class RankAdapter:
             return task_loss
         self._is_fresh = True
         if self.options.schedule == "paper":
-            self._recent += task_loss.detach()
+            loss = task_loss.detach()
+            is_finite = torch.isfinite(loss)
+            self._recent += torch.where(is_finite, loss, 0.0)
+            self._recent_share += torch.where(is_finite, share, 0.0)
         relaxed = self._size(self._l1()) / self._initial
         norm = self.options.beta * self._norm() if self.options.beta else 0.0
         if self.options.schedule == "controlled":
@@ -219,8 +235,9 @@ class RankAdapter:
             return
         self._follow()
         self.step += 1
-        self._remember(self._recent)
+        self._remember(self._recent / self._recent_share)  # of all passes since, also of those no step was made of
         self._recent.zero_()
+        self._recent_share.zero_()
         if self.step % self.options.interval == 0 or self.step >= self.options.steps:
             self._act()
         self._seen = self._versions()
@@ -244,8 +261,8 @@ class RankAdapter:
             How many ranks were removed.
 
         Raises:
-            UserError: an optimizer that does not hold the controls, or a control that is not finite; nothing has been
-                removed.
+            UserError: an optimizer that does not hold the controls, LBFGS, or a control that is not finite; nothing has
+                been removed.
         """
         self._check_optimizer(optimizer)
         for name, layer in self.layers.items():
@@ -346,6 +363,8 @@ class RankAdapter:
         """What a resumed run needs beside the parameters: plain values and tensors."""
         return {
             "step": self.step,
+            "unit": self.options.unit,
+            "schedule": self.options.schedule,
             "initial": self._initial,
             "target": self._target,
             "price": self._price.clone(),
@@ -361,11 +380,15 @@ class RankAdapter:
         """Go on from a state; cores and controls get the shapes they had, so that the model's can be loaded next.
 
         Raises:
-            UserError: the state of another model; nothing has changed.
+            UserError: the state of another model, unit or schedule; nothing has changed.
         """
         if state["ranks"].keys() != self.layers.keys():
             missing = sorted(state["ranks"].keys() ^ self.layers.keys())
             raise UserError(f"the state of the RankAdapter is one of other layers; '{missing[0]}' is in one alone")
+        for name in ("unit", "schedule"):
+            given, own = state.get(name), getattr(self.options, name)
+            if given is not None and given != own:
+                raise UserError(f"the state of the RankAdapter has {name}={given!r}, this one {name}={own!r}")
         for name, layer in self.layers.items():  # all of them before one is changed
             wanted = state["ranks"][name]
             if len(wanted) != len(layer.ranks) or any(new > old for new, old in zip(wanted, layer.ranks, strict=True)):
@@ -415,8 +438,7 @@ class RankAdapter:
         for layer in self.layers.values():
             own = tuple(islice(inner, len(layer.cores) - 1))
             if all(own):
-                network = layer.network_at((layer.ranks[0], *own, layer.ranks[-1]))
-                terms += flop_terms(network, self.options.tokens, first)
+                terms += self._uses[layer].flop_terms(layer, (layer.ranks[0], *own, layer.ranks[-1]), first)
             first += len(own)
         return SizePolynomial.of(terms, len(self._controls))
 
@@ -429,7 +451,7 @@ class RankAdapter:
         """Terms of the size of a layer, in the unit of the target; `first` is the place of its first inner bond."""
         options, bytes_of = self.options, self._bytes_of
         if options.unit == "flops":
-            return flop_terms(layer.network, options.tokens, first)
+            return self._uses[layer].flop_terms(layer, layer.ranks, first)
         numbers = number_terms(layer.sizes, first)
         if options.unit == "parameters" or not all(layer.ranks):
             return numbers
@@ -446,7 +468,8 @@ class RankAdapter:
         """Go where the model has gone since: to another device."""
         if self._controls and self._controls[0].device != self._device:
             self._device = self._controls[0].device
-            for name in ("_price", "_recent", "_mean_loss", "_weight", "_reference", "_late", "_held"):
+            names = ("price", "recent", "recent_share", "mean_loss", "weight", "reference", "late", "held")
+            for name in [f"_{each}" for each in names]:
                 setattr(self, name, getattr(self, name).to(self._device))
             self._refresh()
 
@@ -481,17 +504,25 @@ class RankAdapter:
     # the schedules
 
     def _remember(self, task_loss: Tensor) -> None:
-        """The mean loss of recent steps, over all replicas, and the reference once the early steps are over."""
+        """The mean loss of recent steps, over all replicas, and the reference once the early steps are over.
+
+        One that is not finite is left out.
+        """
         if self.options.schedule != "paper":
             return
         value = task_loss.to(self._device, torch.float32, copy=True)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(value)
             value /= torch.distributed.get_world_size()
-        self._mean_loss.mul_(self.options.memory).add_(value, alpha=1.0 - self.options.memory)
-        self._weight.mul_(self.options.memory).add_(1.0 - self.options.memory)
+        is_finite, memory = torch.isfinite(value), self.options.memory
+        self._mean_loss.copy_(
+            torch.where(is_finite, self._mean_loss * memory + value * (1.0 - memory), self._mean_loss)
+        )
+        self._weight.copy_(torch.where(is_finite, self._weight * memory + (1.0 - memory), self._weight))
         if self.step >= self._early_steps and not self._is_late:
             given = self.options.loss_target
+            if given is None and not self._weight:
+                return  # no loss that could be the reference yet
             self._reference.copy_(self._mean_loss / self._weight if given is None else torch.tensor(given))
             self._turn_late(True)
 
@@ -618,6 +649,11 @@ class RankAdapter:
     def _check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is None or not self._controls:
             return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UserError(
+                "LBFGS keeps one history for all parameters, from which no rank can be cut; take an optimizer that "
+                "keeps its state by parameter"
+            )
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         missing = [
             name

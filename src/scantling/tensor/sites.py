@@ -97,7 +97,11 @@ def _has_weight(module: nn.Module) -> bool:
 
 def _why_not(module: nn.Module, weights: list[nn.Parameter]) -> str | None:
     """What keeps a module from being replaced; None for nothing."""
+    if "forward" in vars(module):
+        return "its forward was replaced, as offloading does; convert the model before that"
     for weight in weights:
+        if not weight.numel():
+            return f"its weight has no numbers, {tuple(weight.shape)}"
         if type(weight.data) is not Tensor:
             return f"its weight is a {type(weight.data).__name__}; convert the model before it is sharded or quantized"
         if not weight.is_floating_point() or weight.is_complex():

@@ -1,0 +1,74 @@
+"""How often a step contracts with a layer of cores: what its floating-point operations depend on beside the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from scantling.errors import UserError
+from scantling.tensor.contraction import Head, Lookup
+from scantling.tensor.embedding import TTMEmbedding
+from scantling.tensor.experts import TTExperts
+from scantling.tensor.head import TTMHead
+from scantling.tensor.layer import CoreLayer
+from scantling.tensor.sizes import Term, flop_terms
+
+Uses: TypeAlias = Mapping[CoreLayer, "Use"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a step does with one layer.
+
+    Attributes:
+        num_tokens: of the step.
+        num_rows: of them that this layer is given: of an expert those that choose it, of a table the distinct ids, as
+            far as there are so many.
+        num_heads: output layers that are tied to it.
+    """
+
+    num_tokens: int
+    num_rows: int
+    num_heads: int = 0
+
+    def flop_terms(self, layer: CoreLayer, ranks: tuple[int, ...], first_bond: int) -> list[Term]:
+        """Terms of the floating-point operations a token at these ranks; see `scantling.tensor.sizes.flop_terms`."""
+        network = layer.network_at(ranks)
+        share = self.num_rows / self.num_tokens
+        terms = [(value * share, bonds) for value, bonds in flop_terms(network, self.num_rows, first_bond)]
+        if self.num_heads and isinstance(network, Lookup):
+            terms += self.num_heads * flop_terms(Head(network), self.num_tokens, first_bond)
+        return terms
+
+
+def uses_in(model: nn.Module, num_tokens: int) -> Uses:
+    """The use of every layer of cores in a model, in a step of so many tokens.
+
+    Experts are taken to be chosen evenly.
+
+    Raises:
+        UserError: experts of which nothing says how many a token chooses.
+    """
+    found: dict[CoreLayer, Use] = {}
+    modules = list(model.modules())
+    for layer in modules:
+        if isinstance(layer, TTMEmbedding):
+            heads = sum(isinstance(head, TTMHead) and head.table is layer for head in modules)
+            found[layer] = Use(num_tokens, min(num_tokens, layer.num_embeddings), heads)
+        elif isinstance(layer, CoreLayer):
+            found[layer] = Use(num_tokens, num_tokens)
+    for name, experts in model.named_modules():
+        if isinstance(experts, TTExperts):
+            chosen = experts.num_chosen
+            if chosen is None:
+                raise UserError(
+                    f"unit='flops': nothing says how many of the {experts.num_experts} experts of '{name}' a token "
+                    "chooses, for want of a config.num_experts_per_tok; take unit='parameters' or 'bytes'"
+                )
+            rows = max(1, round(num_tokens * min(1.0, chosen / experts.num_experts)))
+            for layer in (*experts.up, *experts.down):
+                found[layer] = Use(num_tokens, rows)
+    return found
