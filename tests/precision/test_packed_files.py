@@ -204,7 +204,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
         ({"shape": [3]}, "damaged"),
         ({"dtype": "nn"}, "no dtype 'nn'"),
         ({"dtype": "float31"}, "no dtype 'float31'"),
+        ({"dtype": "int8"}, "no dtype 'int8' of weights"),
         ({"group_size": 7}, "damaged"),
+        ({"group_size": 0}, "damaged"),
         ({"scale_shape": [5, 5]}, "damaged"),
     ):
         with_entry(**changes)

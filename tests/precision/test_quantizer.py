@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,6 +143,11 @@ def test_block_formats_are_those_of_torchao() -> None:
         ({"format": "int4", "rounding": "up"}, "nearest, stochastic"),
         ({"format": "int4", "bits": 3}, "key must be one of"),
         ({"format": "nvfp4", "clip": "mse"}, "absmax"),
+        ({"format": "nvfp4", "group_size": 8}, "nvfp4 has group_size=16; given 8"),
+        ({"format": "mxfp4_e2m1", "granularity": "channel"}, "mxfp4_e2m1 has granularity='group'"),
+        ({"format": "int4", "group_size": True}, "given True"),
+        ({"format": "int08"}, "did you mean"),
+        ({"format": "int\u0664"}, "a number format is one of"),
         ({}, "the key 'format'"),
         (8, "given 8"),
     ],
@@ -151,9 +157,53 @@ def test_what_makes_no_sense_is_refused(given: Any, says: str) -> None:
         Quantizer.of(given)
 
 
-def test_an_axis_that_is_not_there_is_refused() -> None:
+@pytest.mark.parametrize("axis", [2, 0.5, None])
+def test_an_axis_that_is_not_there_is_refused(axis: Any) -> None:
     with pytest.raises(UserError, match="axis must be one of the 2 dims"):
-        fake_quantize(torch.randn(2, 3), "int4", granularity="channel", axis=2)
+        fake_quantize(torch.randn(2, 3), "int4", granularity="channel", axis=axis)
+
+
+@pytest.mark.parametrize("given", [torch.arange(4), torch.ones(2, dtype=torch.bool), [1.0, 2.0]])
+def test_what_are_no_floats_is_refused(given: Any) -> None:
+    with pytest.raises(UserError, match="takes a tensor of 16-, 32- or 64-bit floats; given"):
+        fake_quantize(given, "int4")
+    with pytest.raises(UserError, match="takes a format, such as"):
+        Quantizer("int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["mxfp8_e4m3", "nvfp4", {"format": "int4", "group_size": np.int64(8)}, "int4"])
+def test_nothing_is_nothing(given: Any) -> None:
+    for shape in ((0, 32), (2, 0, 32), (4, 0)):
+        x = torch.zeros(shape, requires_grad=True)
+        y = fake_quantize(x, given)
+        assert y.shape == x.shape
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 7e-7, 1.0, 1e30])
+def test_a_format_as_wide_as_fp32_rounds_each_number_by_itself(size: float) -> None:
+    x = size * torch.tensor([1.0, -0.7, 0.33])
+    torch.testing.assert_close(fake_quantize(x, "bf16"), x, rtol=2**-8, atol=0.0)
+
+
+def test_scales_beneath_the_smallest_are_the_smallest() -> None:
+    """In nvfp4 a group that is tiny beside the tensor has no scale of its own, whatever its magnitude."""
+    for size in (1e-6, 1.0, 1e6):
+        x = size * torch.cat([torch.ones(16), torch.full((16,), 1e-7), torch.full((16,), 2e-5)])
+        found = fake_quantize(x, "nvfp4")
+        assert (found[16:32] == 0.0).all()
+        torch.testing.assert_close(found[32:], x[32:], rtol=0.2, atol=0.0)
+
+
+def test_it_goes_through_torch_func_and_takes_additions_in_place() -> None:
+    x = torch.randn(3, 8)
+    for given in ("int4", "mxfp4_e2m1"):
+        alone = torch.func.vmap(torch.func.grad(lambda row, given=given: fake_quantize(row, given).square().sum()))(x)
+        torch.testing.assert_close(alone, torch.stack([2.0 * fake_quantize(row, given) for row in x]))
+    leaf = x.clone().requires_grad_()
+    fake_quantize(leaf, "int4").mul_(2.0).add_(1.0).sum().backward()
+    assert leaf.grad is not None
+    assert (leaf.grad == 2.0).all()
 
 
 def test_it_says_what_it_is() -> None:

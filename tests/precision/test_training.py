@@ -5,10 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensor.families import made
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -405,6 +410,67 @@ def test_copies_and_pickles() -> None:
         assert torch.equal(other(x), model(x))
 
 
+def test_attention_is_there_in_another_process(tmp_path: Path) -> None:
+    model = sc.quantize_training(llama(), kv_cache={"format": "int4", "granularity": "token"})
+    wanted = copy.deepcopy(model)(INPUT).logits
+    torch.save([model, INPUT], tmp_path / "model.pt")
+    code = """
+        import sys
+        import torch
+        model, ids = torch.load(sys.argv[1], weights_only=False)
+        torch.save(model(ids).logits, sys.argv[1])
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "model.pt")], check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "model.pt"), wanted)
+
+
+@torch.no_grad()
+def test_encoder_layers_of_torch_compute_in_eval_what_they_train() -> None:
+    """Torch has a faster way for them without gradients, which takes the weights as they are."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    x = torch.randn(2, 5, 32)
+    whole = model.eval()(x)
+    sc.quantize_training(model, weights="int2", activations="int2")
+    rounded = model.train()(x)
+    assert (rounded - whole).abs().max() > 0.1
+    torch.testing.assert_close(model.eval()(x), rounded)
+    assert model.layers[0].activation_relu_or_gelu == 0
+    torch.testing.assert_close(restore(model)(x), whole)
+    assert model.layers[0].activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
+
+
+def test_experts_that_stay_whole_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    sc.quantize_training(made("mixtral"), weights="int4")
+    assert "of the numbers in matrices stay whole" in caplog.text
+    assert "experts.gate_up_proj" in caplog.text
+    caplog.clear()
+    sc.quantize_training(llama(), weights="int4")
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("part", ["weights", "activations", "kv_cache"])
+def test_checkpointed_layers_draw_the_same_numbers_again(part: str) -> None:
+    found = []
+    for is_checkpointed in (False, True):
+        model = llama().train()
+        model.config.use_cache = False
+        sc.quantize_training(model, **{part: {"format": "int4", "rounding": "stochastic"}})  # type: ignore[arg-type]
+        if is_checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(1)
+        found.append(gradients(model))
+    for name, grad in found[0].items():
+        assert torch.equal(grad, found[1][name])
+
+
+def test_rounded_gradients_go_through_additions_in_place() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(inplace=True), nn.Linear(8, 8))
+    sc.quantize_training(model, gradients="int8")
+    model(torch.randn(2, 8)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
 def test_bf16_under_autocast() -> None:
     model = sc.quantize_training(nn.Sequential(nn.Linear(32, 16)), weights="int8", activations="int8")
     real = sc.quantize_training(restore(copy.deepcopy(model)), weights="int8", activations="int8", compute="int8")
@@ -438,6 +504,11 @@ def test_it_says_what_it_is() -> None:
         (
             {"weights": "fp8_e4m3", "activations": "fp8_e5m2", "gradients": "fp8_e5m2", "compute": "fp8"},
             "no two formats with 5 bits",
+        ),
+        (
+            {"weights": "int8", "activations": "int8", "gradients": {"format": "int8", "group_size": 4}}
+            | {"compute": "int8"},
+            "takes gradients by tensor or by token",
         ),
         ({"weights": "int8", "filter_fn": lambda *_: False}, "filter_fn takes none of the 1 layers"),
     ],
@@ -488,6 +559,12 @@ def test_products_of_nothing(shape: tuple[int, ...]) -> None:
     model = nn.Sequential(nn.Linear(8, 6))
     sc.quantize_training(model, weights="int8", activations="int8", compute="int8")
     assert model(torch.zeros(shape)).shape == (*shape[:-1], 6)
+
+
+def test_weights_are_restored_in_one_of_two_ways() -> None:
+    model = sc.quantize_training(nn.Sequential(nn.Linear(8, 8)), weights="int4")
+    with pytest.raises(UserError, match="weights must be master or rounded; given 'round'"):
+        restore(model, weights="round")  # type: ignore[arg-type]
 
 
 def test_formats_of_nothing_do_nothing() -> None:

@@ -7,7 +7,7 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,10 @@ def _table(runs: Any) -> Mapping[str, Sequence[Any]]:
     elif hasattr(runs, "to_dict"):
         runs = runs.to_dict("list")
     if not isinstance(runs, Mapping):
-        rows = list(runs)
+        rows = list(runs) if isinstance(runs, Iterable) else [runs]
+        wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
+        if wrong is not None:
+            raise UserError(f"a table is columns by their names, or rows of them; one is {wrong!r}")
         names = dict.fromkeys(name for row in rows for name in row)
         runs = {name: [row.get(name, "") for row in rows] for name in names}
     table = {str(name): np.atleast_1d(np.asarray(column)).tolist() for name, column in runs.items()}

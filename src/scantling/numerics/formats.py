@@ -126,12 +126,12 @@ def parse_format(name: str) -> Format:
     """
     if not isinstance(name, str):
         raise UserError(f"a number format is a name such as 'int8' or 'fp8_e4m3'; given {name!r}")
-    if found := re.fullmatch(r"int(\d+)", name):
+    if found := re.fullmatch(r"int([1-9][0-9]?)", name):
         bits = int(found[1])
         if not FEWEST_BITS <= bits <= MOST_BITS:
             raise UserError(f"integers have {FEWEST_BITS} to {MOST_BITS} bits; given {name!r}")
         return IntFormat(bits)
-    if found := re.fullmatch(r"fp(\d+)_e(\d+)m(\d+)", _ALIASES.get(name, name)):
+    if found := re.fullmatch(r"fp([1-9][0-9]?)_e([1-9][0-9]?|0)m([1-9][0-9]?|0)", _ALIASES.get(name, name)):
         bits, exponent, mantissa = map(int, found.groups())
         if bits != 1 + exponent + mantissa:
             right = f"fp{1 + exponent + mantissa}_e{exponent}m{mantissa}"

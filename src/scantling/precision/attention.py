@@ -16,8 +16,29 @@ from torch import Tensor, nn
 from scantling.errors import UserError
 from scantling.precision.quantizer import Quantizer
 
-_BASES: dict[str, str] = {}
-"""The attention function beneath each that was registered here."""
+_ATTRIBUTE = "_attention_in_few_bits"
+
+
+class _Registered:
+    """A function that rounds its arguments, registered beside the one it calls; in every process it is loaded in.
+
+    Args:
+        base: name of the function it calls.
+        kv_cache, queries: what rounds.
+    """
+
+    def __init__(self, base: str, kv_cache: Quantizer | None, queries: Quantizer | None) -> None:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+        self.base, self._given = base, (base, kv_cache, queries)
+        self.name = f"{base}, keys and values {kv_cache}, queries {queries}".replace(" None", " whole")
+        if self.name not in ALL_ATTENTION_FUNCTIONS:
+            AttentionInterface.register(self.name, _rounding(ALL_ATTENTION_FUNCTIONS[base], kv_cache, queries))
+            AttentionMaskInterface.register(self.name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Registered, self._given
 
 
 def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Quantizer | None) -> None:
@@ -38,32 +59,29 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
             f"kv_cache and queries are quantized in the attention of transformers models; this {type(model).__name__} "
             "has none that can be set by name"
         )
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if base not in ALL_ATTENTION_FUNCTIONS:
         raise UserError(
             f"attention {base!r} belongs to each model and cannot be wrapped; call "
             "model.set_attn_implementation('sdpa') first"
         )
-    name = f"{base}, keys and values {kv_cache}, queries {queries}".replace(" None", " whole")
-    if name not in _BASES:
-        AttentionInterface.register(name, _rounding(ALL_ATTENTION_FUNCTIONS[base], kv_cache, queries))
-        AttentionMaskInterface.register(name, _mask_of(base))
-        _BASES[name] = base
-    model.set_attn_implementation(name)  # type: ignore[operator]
+    registered = _Registered(base, kv_cache, queries)
+    model.set_attn_implementation(registered.name)  # type: ignore[operator]
+    setattr(model, _ATTRIBUTE, registered)
 
 
 def restore_attention(model: nn.Module) -> None:
     """Give a model the attention that it had before `quantize_attention`."""
-    base = _BASES.get(implementation(model) or "")
-    if base is not None:
-        model.set_attn_implementation(base)  # type: ignore[operator]
+    if is_quantized(model):
+        model.set_attn_implementation(vars(model)[_ATTRIBUTE].base)  # type: ignore[operator]
+    vars(model).pop(_ATTRIBUTE, None)
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether `quantize_attention` is in force."""
-    return implementation(model) in _BASES
+    registered = vars(model).get(_ATTRIBUTE)
+    return registered is not None and implementation(model) == registered.name
 
 
 def implementation(model: nn.Module) -> str | None:
@@ -83,9 +101,3 @@ def _rounding(function: Any, kv_cache: Quantizer | None, queries: Quantizer | No
         return function(module, query, key, value, *args, **settings)
 
     return attention
-
-
-def _mask_of(base: str) -> Any:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    return ALL_MASK_ATTENTION_FUNCTIONS[base]

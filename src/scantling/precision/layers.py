@@ -126,10 +126,15 @@ class QuantizedEmbedding(nn.Embedding):
 
 
 class _RoundedGradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, y: Tensor, quantizer: Quantizer) -> Tensor:
-        ctx.quantizer = quantizer
-        return y.view_as(y)
+    def forward(y: Tensor, quantizer: Quantizer) -> Tensor:
+        return y.clone()  # and no view, which nothing could be added to in place
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.quantizer = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

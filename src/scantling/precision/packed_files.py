@@ -212,7 +212,7 @@ def read_quantized(folder: str | Path) -> dict[str, Tensor]:
                 found[name] = _unpacked(entry, file.get_tensor(f"{name}.patterns"), scale)
     except UserError as error:
         raise UserError(f"cannot load {folder}: {error}") from None
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"cannot load {folder}: it is damaged ({error})") from None
     return found
 
@@ -220,8 +220,8 @@ def read_quantized(folder: str | Path) -> dict[str, Tensor]:
 def _unpacked(entry: dict[str, Any], patterns: Tensor, scale: Tensor) -> Tensor:
     rows, columns = entry["matrix"]
     dtype = getattr(torch, entry["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise UserError(f"there is no dtype {entry['dtype']!r}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"there is no dtype {entry['dtype']!r} of weights")
     packed = PackedMatrix(
         entry["format"], (rows, columns), entry["group_size"], patterns, scale.view(entry["scale_shape"])
     )

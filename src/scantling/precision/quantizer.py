@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import floor, log2
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from operator import index
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -85,6 +86,8 @@ class Quantizer:
     scales: Scales = "fp32"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.format, Format):
+            raise UserError(f"a Quantizer takes a format, such as parse_format('int4'); given {self.format!r}")
         for name, kinds in (("granularity", Granularity), ("rounding", Rounding), ("clip", Clip), ("scales", Scales)):
             _check_choice(name, getattr(self, name), get_args(kinds))
         if (self.group_size is None) == (self.granularity == "group"):
@@ -92,8 +95,9 @@ class Quantizer:
                 f"group_size belongs to granularity='group'; given granularity={self.granularity!r} and "
                 f"group_size={self.group_size!r}"
             )
-        if self.group_size is not None and (not isinstance(self.group_size, int) or self.group_size < 1):
-            raise UserError(f"group_size must be an integer from 1 on; given {self.group_size!r}")
+        size = self.group_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, SupportsIndex) or index(size) < 1):
+            raise UserError(f"group_size must be an integer from 1 on; given {size!r}")
         if self.scales != "fp32" and (self.granularity != "group" or self.clip != "absmax"):
             raise UserError(f"scales={self.scales!r} are of groups and of absmax; given {self}")
 
@@ -123,7 +127,12 @@ class Quantizer:
         rest = {key: value for key, value in given.items() if key != "format"}
         if "group_size" in rest:
             rest.setdefault("granularity", "group")
-        return replace(cls._named(given["format"], granularity), **rest)
+        named = cls._named(given["format"], granularity)
+        own = {"granularity": "group", "group_size": named.group_size, "scales": named.scales}
+        for key, value in own.items():
+            if named.scales != "fp32" and rest.get(key, value) != value:
+                raise UserError(f"{given['format']} has {key}={value!r}; given {rest[key]!r}")
+        return replace(named, **rest)
 
     @classmethod
     def _named(cls, name: str, granularity: Granularity) -> Quantizer:
@@ -168,9 +177,7 @@ class Quantizer:
 
     def __call__(self, x: Tensor, *, axis: int = 0) -> Tensor:
         """`fake_quantize` of a tensor."""
-        with torch.no_grad():
-            rounded = self.encode(x, axis=axis).decode().to(x.dtype)
-        return straight_through(x, rounded)
+        return _FakeQuantize.apply(x, self, axis)  # type: ignore[no-any-return,no-untyped-call]
 
     def _blocks(self, x: Tensor, axis: int) -> tuple[Tensor, tuple[int, ...]]:
         """x so that what shares a scale can be reduced over, and the dims to reduce."""
@@ -179,13 +186,13 @@ class Quantizer:
         if self.granularity == "token":
             return x, (-1,)
         if self.granularity == "channel":
-            if not -x.ndim <= axis < x.ndim:
+            if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
                 raise UserError(f"axis must be one of the {x.ndim} dims of the tensor; given {axis}")
             return x, tuple(dim for dim in range(x.ndim) if dim != axis % x.ndim)
         size = self.group_size or 1
         tail = -x.shape[-1] % size
         padded = torch.nn.functional.pad(x, (0, tail)).contiguous()
-        return padded.view(*x.shape[:-1], -1, size), (-1,)
+        return padded.view(*x.shape[:-1], padded.shape[-1] // size, size), (-1,)
 
     def _scale(self, blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
         if not blocks.numel():
@@ -198,13 +205,13 @@ class Quantizer:
             return _two_level_scale(largest, self.format)
         if self.clip == "mse":
             largest = largest * self._best_ratio(blocks, largest, shared)
-        return _or_one(largest / self.format.largest)
+        return _scale_of(largest, self.format)
 
     def _best_ratio(self, blocks: Tensor, largest: Tensor, shared: tuple[int, ...]) -> Tensor:
         """For each scale the share of the largest magnitude with the least squared error, to the nearest value."""
         best, error = torch.ones_like(largest), torch.full_like(largest, torch.inf)
         for ratio in RATIOS:
-            scale = _or_one(largest * ratio / self.format.largest)
+            scale = _scale_of(largest * ratio, self.format)
             lost = (self.format.round(blocks / scale) * scale - blocks).square().sum(shared, keepdim=True)
             better = lost < error
             best, error = torch.where(better, ratio, best), torch.where(better, lost, error)
@@ -213,7 +220,7 @@ class Quantizer:
 
 def fake_quantize(
     x: Tensor,
-    format: Quantizer | str,
+    format: Quantizer | str | Mapping[str, Any],
     *,
     granularity: Granularity = "tensor",
     axis: int = 0,
@@ -225,8 +232,8 @@ def fake_quantize(
 
     Args:
         x: any shape and float dtype; what comes back has both.
-        format: name of a format, such as `int4`, `fp8_e4m3`, `mxfp4_e2m1`, `nvfp4`; or a `Quantizer`, which brings
-            all but the axis with it.
+        format: name of a format, such as `int4`, `fp8_e4m3`, `mxfp4_e2m1`, `nvfp4`; or a mapping or a `Quantizer`,
+            which bring all but the axis with them.
         granularity: what shares a scale, see `Quantizer`.
         axis: whose indices are the channels of granularity `channel`.
         group_size: of granularity `group`.
@@ -240,34 +247,41 @@ def fake_quantize(
         >>> fake_quantize(torch.tensor([0.1, -0.4, 0.7]), "int3")
         tensor([ 0.0000, -0.4667,  0.7000])
     """
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.element_size() < 2:
+        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise UserError(f"fake_quantize takes a tensor of 16-, 32- or 64-bit floats; given {given}")
     if isinstance(format, str):
         settings: dict[str, Any] = {"format": format, "rounding": rounding, "clip": clip}
         if group_size is not None:
             settings["group_size"] = group_size
         if granularity != "tensor":
             settings["granularity"] = granularity
-        format = Quantizer.of(settings)
-    return format(x, axis=axis)
+        format = settings
+    return Quantizer.of(format)(x, axis=axis)
 
 
-class _StraightThrough(torch.autograd.Function):
+class _FakeQuantize(torch.autograd.Function):
+    """Rounded, with the derivatives of the identity."""
+
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
-        return rounded.view_as(rounded)
+    def forward(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
+        return quantizer.encode(x, axis=axis).decode().to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
 
 
-def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    """`rounded`, with the gradient of x."""
-    return _StraightThrough.apply(x, rounded) if x.requires_grad else rounded  # type: ignore[no-untyped-call]
-
-
-def _or_one(scale: Tensor) -> Tensor:
-    """The scale, and 1 for what is all 0."""
-    return scale.where(scale != 0.0, 1.0)
+def _scale_of(largest: Tensor, format: Format) -> Tensor:
+    """What takes the largest magnitude to the largest value, a normal number; 1 for what is all 0."""
+    scale = (largest / format.largest).clamp(min=torch.finfo(largest.dtype).tiny)
+    return scale.where(largest != 0.0, 1.0)
 
 
 def _power_scale(largest: Tensor, format: Format) -> Tensor:
@@ -280,8 +294,9 @@ def _power_scale(largest: Tensor, format: Format) -> Tensor:
 def _two_level_scale(largest: Tensor, format: Format) -> Tensor:
     """Scales of fp8_e4m3 beneath the one fp32 scale that takes the largest of them to 448."""
     of_scales = FloatFormat(4, 3)
-    whole = _or_one(largest.max() / (format.largest * of_scales.largest))
-    return _or_one(of_scales.round(largest / format.largest / whole) * whole)
+    whole = (largest.max() / (format.largest * of_scales.largest)).clamp(min=torch.finfo(largest.dtype).tiny)
+    rounded = of_scales.round(largest / format.largest / whole).clamp(min=2.0**-9)  # the smallest of e4m3 above 0
+    return (rounded * whole).where(largest != 0.0, 1.0)
 
 
 def _check_choice(what: str, given: Any, allowed: Sequence[str]) -> None:

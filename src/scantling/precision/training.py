@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 Filter: TypeAlias = Callable[[str, nn.Module], bool]
 Given: TypeAlias = Quantizer | str | Mapping[str, Any]
+Weights: TypeAlias = Literal["master", "rounded"]
+
+_WHOLE_SHARE = 0.1
+"""Of the numbers in matrices within a model: when more of them stay whole, something says so."""
 
 
 def quantize_training(
@@ -67,7 +71,7 @@ def quantize_training(
         kv_cache: of keys and values within the attention; by name with one scale for each of the two.
         queries: of queries there.
         gradients: of the results of layers, in both products of the backward pass; by name with one scale for the
-            tensor.
+            tensor, with `compute` one for each row of what is multiplied.
         compute: None simulates the formats; `int8` and `fp8` multiply such numbers by the hardware's own instructions.
             Formats of weights and activations are needed then.
         filter_fn: says of the name of a layer and the layer whether to quantize it.
@@ -109,10 +113,15 @@ def quantize_training(
         quantize_attention(model, *of_attention)
     for module in chosen.values():
         _quantize(module, formats)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(map(_is_quantized, module.modules())):
+            _set_fast_path(module, on=False)
+    if of_layers and filter_fn is None:
+        _warn_of_the_rest(model, list(chosen.values()))
     return model
 
 
-def restore(model: nn.Module, *, weights: Literal["master", "rounded"] = "master") -> nn.Module:
+def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
     """Give a model back the layers and the attention it had before `quantize_training`, in place.
 
     Args:
@@ -122,11 +131,18 @@ def restore(model: nn.Module, *, weights: Literal["master", "rounded"] = "master
 
     Returns:
         The model.
+
+    Raises:
+        UserError: another word for the weights.
     """
+    if weights not in get_args(Weights):
+        raise UserError(f"restore: weights must be {' or '.join(get_args(Weights))}; given {weights!r}")
     restore_attention(model)
     rounded: set[int] = set()
     merged = 0
     for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            _set_fast_path(module, on=True)
         if not _is_quantized(module):
             continue
         if weights == "rounded":
@@ -219,6 +235,30 @@ def _plain_class(kind: type) -> type:
     bases = tuple(_plain_class(base) if issubclass(base, nn.Module) else base for base in kind.__bases__)
     rest = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
     return type(kind.__name__.replace("Quantized", ""), bases, rest)
+
+
+def _set_fast_path(layer: nn.TransformerEncoderLayer, *, on: bool) -> None:
+    """Whether torch may compute a layer in one go, without its submodules: it would take the weights as they are."""
+    known: dict[str, Any] = vars(layer)
+    if on and "_fast_path" in known:
+        layer.activation_relu_or_gelu = known.pop("_fast_path")
+    elif not on:
+        known["_fast_path"], layer.activation_relu_or_gelu = layer.activation_relu_or_gelu, 0
+
+
+def _warn_of_the_rest(model: nn.Module, chosen: list[nn.Module]) -> None:
+    """Say where more than a little of what a model multiplies with is in no layer that can be quantized."""
+    left_alone = [*chosen, *output_layers(model), *(module for module in model.modules() if is_table(module))]
+    known = {id(parameter) for module in left_alone for parameter in module.parameters()}
+    matrices = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim > 1}
+    rest = {name: parameter.numel() for name, parameter in matrices.items() if id(parameter) not in known}
+    taken = sum(parameter.numel() for module in chosen for parameter in module.parameters() if parameter.ndim > 1)
+    if sum(rest.values()) > _WHOLE_SHARE * (taken + sum(rest.values())):
+        logger.warning(
+            "quantize_training: %.0f %% of the numbers in matrices stay whole, those of layers that are not known: %s",
+            100.0 * sum(rest.values()) / (taken + sum(rest.values())),
+            ", ".join(list(rest)[:3]),
+        )
 
 
 def _nothing(model: nn.Module, filter_fn: Filter | None) -> str:

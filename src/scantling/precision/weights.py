@@ -180,5 +180,5 @@ def _check(quantizer: Quantizer, method: str, calibration: Iterable[Batch] | Non
         raise UserError("method='gptq' needs calibration: batches of what the model will read; without, take 'rtn'")
     if method == "gptq" and quantizer.rounding != "nearest":
         raise UserError(f"method='gptq' rounds to the nearest; given rounding={quantizer.rounding!r}")
-    if not 0.0 <= damping < float("inf"):
+    if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0.0 <= damping < float("inf"):
         raise UserError(f"damping must be at least 0 and finite; given {damping!r}")
