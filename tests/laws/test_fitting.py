@@ -300,6 +300,10 @@ def test_what_the_intervals_are_of() -> None:
     assert found == fitted.bootstrap(30, level=0.5)
     low, high = fitted.interval(lambda law: law.optimum(compute=1e21).N, samples=30, level=0.5)
     assert low < high
+    with pytest.raises(UserError, match="level of an interval is between 0 and 1; given 95"):
+        fitted.bootstrap(30, level=95)
+    with pytest.raises(UserError, match="1 refit or more; given samples=0"):
+        fitted.bootstrap(0)
     assert low < 3 * CHINCHILLA.optimum(compute=1e21).N
     assert high > CHINCHILLA.optimum(compute=1e21).N / 3
     assert "intervals" not in vars(fitted)

@@ -180,7 +180,10 @@ def test_leaving_the_fitted_range_is_said(caplog: pytest.LogCaptureFixture, monk
         (lambda: PrecisionLaw.published("float").loss(1e8, 1e9, post=4), "leave post out"),
         (lambda: EfficiencyLaw.published().loss(1e8, 1e9, scheme="quartett"), "did you mean 'quartet'"),
         (lambda: KUMAR.gradient(1e8, 1e9, bits=4), "does not know 'bits'"),
-        (lambda: KUMAR.critical_tokens(0, post=4), "N counts"),
+        (lambda: KUMAR.critical_tokens(0, post=4), "N is one number, positive"),
+        (lambda: KUMAR.critical_tokens([1e8, 1e9], post=4), "N is one number"),  # type: ignore[arg-type]
+        (lambda: KUMAR.optimum(compute=1e21, speed={}), "speed is a function of bits, or a mapping"),
+        (lambda: KUMAR.optimum(compute=1e21, speed=2.0), "given 2.0"),  # type: ignore[arg-type]
     ],
 )
 def test_what_a_law_refuses(ask: object, words: str) -> None:

@@ -133,6 +133,9 @@ def with_one(name: str, value: float) -> dict[str, Any]:
         (changed(D=np.full(20, 1e9)), "all runs have D of about 1e\\+09: beta cannot be told"),
         ("nowhere.csv", "nowhere.csv cannot be read"),
         ([], "no column 'N'|no run"),
+        (5, "columns by their names, or rows of them; one is 5"),
+        (None, "one is None"),
+        ([[1, 2]], r"one is \[1, 2\]"),
     ],
 )
 def test_runs_that_are_refused(runs: Any, words: str) -> None:
@@ -158,6 +161,11 @@ def test_runs_that_are_refused(runs: Any, words: str) -> None:
         ({"base": "hoffmann"}, "base is a law, or 'fit'"),
         ({"law": "kumar", "base": "fit", "where": {"seed": 0}}, "the base, of 2 runs without few bits: 2 runs are too"),
         ({"delta": 0}, "delta is a positive number"),
+        ({"delta": "a"}, "delta is a positive number; given 'a'"),
+        ({"fixed": {"alpha": "x"}}, "fixed alpha is 'x', no finite number"),
+        ({"free": ["alhpa"]}, "free names 'alhpa'.*did you mean 'alpha'"),
+        ({"tie": {"beta": "beta"}}, "tie lets beta follow beta"),
+        ({"tie": {"beta": "alpha", "alpha": "beta"}}, "tie lets beta follow alpha, which follows beta"),
     ],
 )
 def test_what_a_fit_refuses(given: dict[str, Any], words: str) -> None:

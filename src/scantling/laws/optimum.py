@@ -74,6 +74,8 @@ def optimum(
         raise UserError(f"inference_tokens is 0 or more; given {inference_tokens}")
     if post is not None and "post" not in law.VARIABLES:
         raise UserError(f"the {law.name} law says nothing of quantisation after training; leave post out")
+    if not (speed is None or callable(speed) or (isinstance(speed, Mapping) and speed)):
+        raise UserError(f"speed is a function of bits, or a mapping of bits to speeds relative to 16; given {speed!r}")
     budget = _Budget(law, compute, N, speed, inference_tokens, post)
     if "scheme" in law.VARIABLES and (bits is not None or not isinstance(speed, Mapping) or not speed):
         raise UserError("a law of schemes takes no bits, but speed={scheme: speed relative to 16 bits} of each choice")

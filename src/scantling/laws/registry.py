@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -82,9 +82,10 @@ def fit(
     """
     cls = law_named(law)
     table = read_runs(runs, cls, columns, where)
-    if not (np.isfinite(delta) and delta > 0):
-        raise UserError(f"delta is a positive number; given {delta}")
+    if not (isinstance(delta, int | float) and np.isfinite(delta) and delta > 0):
+        raise UserError(f"delta is a positive number; given {delta!r}")
     fixed, tie = fixed or {}, tie or {}
+    _check_names(cls, "free", free)
     if isinstance(base, str):
         base = _fitted_base(base, table, fixed, tie, free, delta)
         tie = {name: leader for name, leader in tie.items() if name not in BASE}
@@ -93,6 +94,10 @@ def fit(
     held = lent | _checked(cls, fixed)
     wanted = [name for name in dict.fromkeys([*cls.fittable(table), *free]) if name not in held]
     for follower, leader in tie.items():
+        if leader == follower or leader in tie:
+            raise UserError(
+                f"tie lets {follower} follow {leader}, which follows {tie.get(leader)}; name one that is free"
+            )
         if follower not in wanted or leader not in wanted:
             raise UserError(f"tie names {follower} and {leader}; it takes two of what is fitted: {', '.join(wanted)}")
     sought = tuple(name for name in wanted if name not in tie)
@@ -137,15 +142,20 @@ def _lent(cls: type[Law], base: Law | Fit | None) -> dict[str, float]:
 
 
 def _checked(cls: type[Law], fixed: Mapping[str, float]) -> dict[str, float]:
+    _check_names(cls, "fixed", fixed)
     for name, value in fixed.items():
-        known = name.partition("[")[0] in cls.UNITS
-        if not known:
-            hint = did_you_mean(name, cls.UNITS)
-            text = f"fixed names '{name}'; the {cls.name} law has {', '.join(cls.UNITS)}"
-            raise UserError(text + (f" ({hint})" if hint else ""))
-        if not np.isfinite(value):
-            raise UserError(f"fixed {name} is {value}, no finite number")
+        if not isinstance(value, int | float | np.number) or not np.isfinite(value):
+            raise UserError(f"fixed {name} is {value!r}, no finite number")
     return dict(fixed)
+
+
+def _check_names(cls: type[Law], what: str, given: Iterable[str]) -> None:
+    """Raise a UserError for a constant that the law has not."""
+    for name in given:
+        if name.partition("[")[0] not in cls.UNITS:
+            hint = did_you_mean(name, cls.UNITS)
+            text = f"{what} names '{name}'; the {cls.name} law has {', '.join(cls.UNITS)}"
+            raise UserError(text + (f" ({hint})" if hint else ""))
 
 
 def _problem(

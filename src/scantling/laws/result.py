@@ -142,8 +142,8 @@ class Fit:
         Returns:
             The low and the high end, by constant.
         """
+        ends = _ends(level)
         laws = [law.constants() for law in self.resampled(samples, seed=seed)]
-        ends = (50 * (1 - level), 50 * (1 + level))
         return {
             name: tuple(float(end) for end in np.percentile([law[name] for law in laws], ends))  # type: ignore[misc]
             for name in self.fitted_constants
@@ -156,6 +156,8 @@ class Fit:
             samples: refits, each from the constants of this one.
             seed: of the draws.
         """
+        if samples < 1:
+            raise UserError(f"an interval takes 1 refit or more; given samples={samples}")
         draw = np.random.default_rng(seed)
         count = self.runs.count
         found = []
@@ -176,8 +178,8 @@ class Fit:
             level: of the interval.
             seed: of the draws.
         """
-        values = [what(law) for law in self.resampled(samples, seed=seed)]
-        low, high = np.percentile(values, (50 * (1 - level), 50 * (1 + level)))
+        ends = _ends(level)
+        low, high = np.percentile([what(law) for law in self.resampled(samples, seed=seed)], ends)
         return float(low), float(high)
 
     @cached_property
@@ -331,3 +333,10 @@ class Fit:
             if self.runs[name].dtype.kind != "f" and missing:
                 return f"no other size has {name} {', '.join(sorted(map(str, missing)))}"
         return None
+
+
+def _ends(level: float) -> tuple[float, float]:
+    """The percentiles between which an interval of a level lies."""
+    if not 0.0 < level < 1.0:
+        raise UserError(f"the level of an interval is between 0 and 1; given {level}")
+    return 50 * (1 - level), 50 * (1 + level)

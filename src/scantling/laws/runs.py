@@ -158,9 +158,9 @@ def _table(runs: Any) -> Mapping[str, Sequence[Any]]:
         runs = runs.to_dict("list")
     if not isinstance(runs, Mapping):
         rows = list(runs) if isinstance(runs, Iterable) else [runs]
-        wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
-        if wrong is not None:
-            raise UserError(f"a table is columns by their names, or rows of them; one is {wrong!r}")
+        wrong = [row for row in rows if not isinstance(row, Mapping)]
+        if wrong:
+            raise UserError(f"a table is columns by their names, or rows of them; one is {wrong[0]!r}")
         names = dict.fromkeys(name for row in rows for name in row)
         runs = {name: [row.get(name, "") for row in rows] for name in names}
     table = {str(name): np.atleast_1d(np.asarray(column)).tolist() for name, column in runs.items()}
