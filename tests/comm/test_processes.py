@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 import scantling as sc
 from scantling.comm import load_rank_tensors, rank_tensors, refuse_reduction
 from scantling.comm.agreement import SKETCH
-from scantling.errors import UserError
+from scantling.comm.silence import named
+from scantling.errors import SilentPeerError, UserError
 from tests.processes import counted, run
 
 pytestmark = pytest.mark.dist
@@ -112,6 +113,9 @@ def replicas_of_shards() -> None:
     for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
         assert isinstance(part, DTensor)
         torch.testing.assert_close(part.full_tensor(), whole, rtol=1e-4, atol=1e-6)
+    if mesh.get_local_rank("shard") == 0:  # in the group of one shard, those of the other have heard of nothing
+        with pytest.raises(SilentPeerError, match="all are still there"), named(mesh["replicate"].get_group()):
+            raise RuntimeError("gloo: connection closed")
 
 
 def goes_on_from_a_distributed_checkpoint(folder: str, sharded: bool, half: int) -> None:

@@ -162,19 +162,19 @@ class Link:
         return True
 
     def _all_gather(self, whole: Tensor, message: Tensor) -> None:
-        with named():
+        with named(self.group):
             getattr(dist, _ALL_GATHER)(whole, message, group=self.group)
 
     def _all_to_all(self, found: Tensor, whole: Tensor) -> None:
-        with named():
+        with named(self.group):
             dist.all_to_all_single(found, whole, group=self.group)
 
     def _all_reduce(self, values: Tensor) -> None:
-        with named():
+        with named(self.group):
             dist.all_reduce(values, group=self.group)
 
     def _broadcast(self, values: Tensor, source: int) -> None:
-        with named():
+        with named(self.group):
             dist.broadcast(values, group=self.group, group_src=source)
 
 

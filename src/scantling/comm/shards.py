@@ -44,7 +44,8 @@ def all_agree(mesh: DeviceMesh, value: bool) -> bool:
         SilentPeerError: one of them does not answer.
     """
     found = torch.tensor([float(value)], device=mesh.device_type)
-    with named():
-        for group in mesh.get_all_groups():
+    for group in mesh.get_all_groups():
+        with named(group):
             dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-        return bool(found)
+            value = bool(found)  # a GPU is waited for here, so that its errors come here too
+    return value

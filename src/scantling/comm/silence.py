@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,8 +23,11 @@ _SIGNS = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe", re.IGNOR
 
 
 @contextmanager
-def named() -> Iterator[None]:
+def named(group: Any = None) -> Iterator[None]:
     """Context of collectives: an error of the network becomes one that names the silent processes.
+
+    Args:
+        group: whose collectives they are; default all processes.
 
     Raises:
         SilentPeerError: a time-out or a connection that broke.
@@ -35,13 +39,13 @@ def named() -> Iterator[None]:
     except RuntimeError as error:
         if not dist.is_initialized() or not _SIGNS.search(str(error)):
             raise
-        raise SilentPeerError(_explained(error)) from error
+        raise SilentPeerError(_explained(error, group)) from error
 
 
-def _explained(error: RuntimeError) -> str:
+def _explained(error: RuntimeError, group: Any) -> str:
     first = str(error).strip().splitlines()[0]
     advice = "Start the run again from its last checkpoint; all processes must be started together"
-    silent = silent_ranks(WAIT_S)
+    silent = silent_ranks(WAIT_S, group)
     if silent is None:
         return f"the process that holds the store of the group, in general rank 0, does not answer ({first}). {advice}"
     if not silent:
@@ -50,23 +54,24 @@ def _explained(error: RuntimeError) -> str:
     return f"no answer from rank {ranks} of {dist.get_world_size()} ({first}). {advice}"
 
 
-def silent_ranks(wait_s: float) -> list[int] | None:
-    """The processes that have not come here too; None where the store does not answer either.
+def silent_ranks(wait_s: float, group: Any = None) -> list[int] | None:
+    """The processes that have not come here too, by their ranks among all; None where the store does not answer either.
 
     Args:
         wait_s: how long they are waited for.
+        group: of those that should come; others have heard of no error.
     """
     found: list[list[int]] = []
-    asking = threading.Thread(target=_not_there, args=(wait_s, found), daemon=True)
+    asking = threading.Thread(target=_not_there, args=(wait_s, group, found), daemon=True)
     asking.start()
     asking.join(1.5 * wait_s)  # what asks a store that is stopped waits for ever, whatever its timeout
     return found[0] if found else None
 
 
-def _not_there(wait_s: float, found: list[list[int]]) -> None:
+def _not_there(wait_s: float, group: Any, found: list[list[int]]) -> None:
     """Append the answer to a list, unless the store is gone."""
     store = dist.distributed_c10d._get_default_store()
-    silent = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    silent = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     until = time.monotonic() + wait_s
     with suppress(RuntimeError):
         store.set(f"scantling/failed/{dist.get_rank()}", "1")
