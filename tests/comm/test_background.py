@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -222,6 +224,21 @@ def test_an_error_on_its_way_is_raised_by_the_next_call() -> None:
             made.exchange()
 
     together(2, work)
+
+
+@pytest.mark.parametrize(("takes_s", "waits_s"), [(1.0, 10.0), (1000.0, 0.5)])
+def test_a_process_that_ends_waits_for_the_thread_but_not_for_ever(takes_s: float, waits_s: float) -> None:
+    script = f"""
+import time, torch
+from scantling.comm import background
+
+background.WAIT_S = {waits_s}
+tasks = background.Background()
+tasks.submit(lambda: time.sleep({takes_s}), torch.device("cpu"))
+tasks.submit(lambda: print("done", flush=True), torch.device("cpu"))
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert (found.stdout == "done\n") == (takes_s < waits_s)
 
 
 @pytest.mark.parametrize(

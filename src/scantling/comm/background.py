@@ -3,10 +3,14 @@
 An exchange is two turns of messages with decoding between them, which no collective of PyTorch does by itself. In a
 thread, over a process group that nothing else uses, it needs no other form than in the open: gloo and NCCL let go of
 Python's lock while they wait. On a GPU the thread has a stream of its own.
+
+A process that ends first waits for what was submitted: a thread that comes back from a collective while the interpreter
+shuts down aborts the process.
 """
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -17,6 +21,9 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
+
+WAIT_S = 10.0
+"""How long a process that ends waits for the thread; longer than a message takes, and a peer that is gone sends none."""
 
 
 class Task(Generic[Result]):
@@ -61,11 +68,13 @@ class Task(Generic[Result]):
 
 
 class Background:
-    """The thread, which ends with the process and holds nothing up."""
+    """The thread, which ends with the process, after what it was given or `WAIT_S`."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Task[Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="scantling-exchange", daemon=True).start()
+        self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="scantling-exchange", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
 
     def submit(self, work: Callable[[], Result], device: torch.device) -> Task[Result]:
         """Do something after all that was submitted before.
@@ -80,9 +89,12 @@ class Background:
 
     def _run(self) -> None:
         streams: dict[torch.device, Any] = {}
-        while True:
-            task = self._tasks.get()
+        while (task := self._tasks.get()) is not None:
             device = task._device
             if device.type == "cuda" and device not in streams:
                 streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             task.run(streams.get(device))
+
+    def _end(self) -> None:
+        self._tasks.put(None)
+        self._thread.join(WAIT_S)

@@ -280,7 +280,10 @@ class MomentumExchange(Replica):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for what `delay` has on its way, and keep it in the state for the next call."""
+        """Wait for what `delay` has on its way, and keep it in the state for the next call.
+
+        Call it before `destroy_process_group()` too, so that no collective goes on in a group that is being destroyed.
+        """
         if not self._sent:
             return
         found = self._arrived()
