@@ -9,11 +9,13 @@ after.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from scantling.errors import UserError
 
 StateDict = dict[str, Any]
 
@@ -22,6 +24,35 @@ def name_of(group: dict[str, Any], index: int) -> str:
     """A parameter's name, or its place and shape where the group has no names."""
     names = group.get("param_names")
     return str(names[index]) if names else f"parameter {index} of shape {tuple(group['params'][index].shape)}"
+
+
+def check_saved_keys(
+    owner: str,
+    state_dict: Any,
+    groups: Sequence[dict[str, Any]],
+    keys: Iterable[str],
+    hints: Mapping[str, str] | None = None,
+) -> None:
+    """Raise a UserError where a state dict is none of an optimizer with such groups.
+
+    Args:
+        owner: the name of the optimizer, for the message.
+        state_dict: what is to be loaded.
+        groups: those of the optimizer.
+        keys: that every saved group must have, but `differentiable`, which torch adds to the defaults of an optimizer
+            that was loaded or copied.
+        hints: what to say of a group without them that has another key, by that key.
+    """
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        given = ", ".join(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
+        raise UserError(f"a state of an optimizer has the keys state and param_groups; given {given or 'no keys'}")
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise UserError(f"this is a state of {len(saved_groups)} groups, the optimizer has {len(groups)}")
+    for index, saved in enumerate(saved_groups):
+        if missing := [key for key in keys if key not in saved and key != "differentiable"]:
+            text = f"this is no state of {owner}: group {index} has no {', '.join(missing)}; given {', '.join(saved)}"
+            raise UserError(text + "".join(f". {hint}" for key, hint in (hints or {}).items() if key in saved))
 
 
 def load_keeping_dtypes(

@@ -376,6 +376,36 @@ def test_the_rate_of_what_is_dense() -> None:
         sc.DeMo([nn.Parameter(torch.zeros(5))], lr=0.0, dense_lr=0.1)
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            lambda params: torch.optim.AdamW(params).state_dict(),
+            "this is no state of DeMo: group 0 has no decay, topk, .*steps, dense_ratio; given lr, betas",
+        ),
+        (lambda params: sc.DeMo(params, 1e-2, compat="paper").state_dict(), "compat='paper' takes the mean over those"),
+        (lambda params: {"model": 1}, "has the keys state and param_groups; given model"),
+        (
+            lambda params: sc.DeMo([{"params": [param]} for param in params], 1e-2).state_dict(),
+            "this is a state of 7 groups, the optimizer has 1",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(given: Any, text: str) -> None:
+    def run_on(*, refused: bool) -> list[Tensor]:
+        params = params_of()
+        optimizer = demo_of(None, params, exchange="owner", delay=1)
+        for step in range(4):
+            if refused and step == 2:
+                with pytest.raises(UserError, match=text):
+                    optimizer.load_state_dict(given(params_of()))
+            fill(params, 0, step)
+            optimizer.step()
+        return params
+
+    assert all(map(torch.equal, run_on(refused=True), run_on(refused=False)))
+
+
 def test_vectors_of_the_published_form_go_through_muons_map_too() -> None:
     params = [nn.Parameter(torch.zeros(33)), nn.Parameter(torch.tensor(1.0))]
     optimizer = sc.DeMo(params, lr=0.1, compat="paper", update="muon", topk=4, chunk=16)

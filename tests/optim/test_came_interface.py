@@ -280,6 +280,15 @@ def test_state_of_other_optimizers_is_refused() -> None:
         from_came_pytorch(adamw.state_dict(), optimizer)
 
 
+def test_a_state_is_loaded_twice() -> None:
+    optimizer = CAME([nn.Parameter(torch.zeros(2))], lr=1e-3)
+    saved = optimizer.state_dict()
+    for lr in (1e-3, 2e-3):
+        saved["param_groups"][0]["lr"] = lr
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == lr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -32,13 +32,13 @@ from torch.optim.adamw import adamw
 from scantling.comm.blocks import Grid
 from scantling.comm.link import Link, link_to
 from scantling.comm.momentum import MomentumExchange
-from scantling.comm.options import Exchange, Rounds, check_options
+from scantling.comm.options import Exchange, Rounds, check_groups, check_options
 from scantling.comm.residuals import KEYS, Format, num_rows
 from scantling.comm.shards import local
 from scantling.comm.values import Values
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
-from scantling.loading import load_keeping_dtypes
+from scantling.loading import check_saved_keys, load_keeping_dtypes
 
 logger = logging.getLogger(__name__)
 
@@ -338,8 +338,13 @@ class DeMo(torch.optim.Optimizer):
         """Load what `state_dict` returned on this rank: every tensor keeps the dtype it was saved with.
 
         Raises:
-            UserError: the state of another rank or world size, or a residual of another shape than its parameter.
+            UserError: the state of another optimizer, rank or world size, options that do not go with those of this
+                one, or a residual of another shape than its parameter; nothing has been loaded.
         """
+        keys = [*(key for key in self.defaults if key != "decided"), "dense_ratio"]
+        check_saved_keys("DeMo", state_dict, self.param_groups, keys)
+        pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
+        check_groups([{**saved, "params": group["params"]} for saved, group in pairs], self._rounds)
         link = self.exchange.link
         for group in state_dict["param_groups"]:
             saved = group.get("replica", link.rank), group.get("replicas", link.size)
@@ -349,8 +354,8 @@ class DeMo(torch.optim.Optimizer):
                     "replica has residuals of its own: let each save and load a file of its own, or load what is alike "
                     "by load_shared_state_dict and what scantling.comm.merge_local_states makes of all the rest"
                 )
-        self.exchange.drop()
         load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
+        self.exchange.drop()
         for group in self.param_groups:
             for key in REPLICA:
                 group.pop(key, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.groups import Role
-from scantling.loading import name_of
+from scantling.loading import check_saved_keys, name_of
 from scantling.optim._codec import MOMENTA, layout_of
 from scantling.optim._factor import FACTORS
 from scantling.optim._rounding import ROUNDINGS
@@ -87,20 +87,9 @@ def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
 
 def check_saved_groups(state_dict: Any, groups: Sequence[dict[str, Any]], keys: Iterable[str]) -> None:
     """Raise a UserError where a state dict is none of CAME (`keys`) for such groups, kept in the same form."""
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        given = ", ".join(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
-        raise UserError(f"a state of an optimizer has the keys state and param_groups; given {given or 'no keys'}")
-    saved_groups = state_dict["param_groups"]
-    if len(saved_groups) != len(groups):
-        raise UserError(f"this is a state of {len(saved_groups)} groups, the optimizer has {len(groups)}")
-    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        if missing := [key for key in keys if key not in saved]:
-            hint = ""
-            if "clip_threshold" in saved:
-                hint = ". It is one of came-pytorch: sc.optim.from_came_pytorch makes one of CAME of it"
-            raise UserError(
-                f"this is no state of CAME: group {index} has no {', '.join(missing)}; given {', '.join(saved)}{hint}"
-            )
+    hint = "It is one of came-pytorch: sc.optim.from_came_pytorch makes one of CAME of it"
+    check_saved_keys("CAME", state_dict, groups, keys, {"clip_threshold": hint})
+    for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
         check_hyper(saved)
         for key in ("momentum", "rounding", "factor", "confidence"):
             if saved[key] != group[key]:
