@@ -376,6 +376,34 @@ def test_the_rate_of_what_is_dense() -> None:
         sc.DeMo([nn.Parameter(torch.zeros(5))], lr=0.0, dense_lr=0.1)
 
 
+def test_a_rate_of_what_is_dense_that_changes_holds_from_then_on() -> None:
+    param = nn.Parameter(torch.zeros(5))
+    optimizer = sc.DeMo([param], lr=0.1, dense_lr=0.01, dense="fp32")
+    group, moved = optimizer.param_groups[0], []
+    for changes in ({}, {"dense_lr": 0.05}, {"lr": 0.05}, {"dense_lr": None}):
+        group |= changes
+        before = param.detach().clone()
+        param.grad = torch.ones(5)
+        optimizer.step()
+        moved.append(float((param - before).detach().abs().max()))
+    assert moved == pytest.approx([0.01, 0.05, 0.025, 0.05], rel=1e-3)
+    group |= {"lr": 0.0, "dense_lr": 0.1}
+    with pytest.raises(UserError, match="must be above 0 when it is set"):
+        optimizer.step()
+
+
+def test_what_is_dense_keeps_double_precision() -> None:
+    params = [nn.Parameter(torch.full((5,), 1.0 + 1e-12, dtype=torch.float64)), nn.Parameter(torch.ones(5))]
+    optimizer = sc.DeMo(params, lr=1e-10, dense="fp32")
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    moved = params[0].detach() - (1.0 + 1e-12)
+    torch.testing.assert_close(moved, torch.full_like(moved, -2e-10), rtol=1e-4, atol=0)
+    assert [optimizer.state[param]["exp_avg"].dtype for param in params] == [torch.float64, torch.float32]
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

@@ -89,7 +89,8 @@ class DeMo(torch.optim.Optimizer):
         delay, overlap, bucket_mb, residual, auto_off: as of `MomentumExchange`.
         weight_decay: decoupled, scaled by the current lr.
         update: what is done with the decoded momentum of matrices; of sharded ones, "muon" takes each shard for itself.
-        dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`, which must not be 0.
+        dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`, which must not be 0;
+            changed in a group, it holds from the next step on and follows from there.
         dense_betas, dense_eps: of AdamW.
         compat: "paper" for the published code, step for step; its defaults are then those of the paper.
 
@@ -186,8 +187,7 @@ class DeMo(torch.optim.Optimizer):
         if group["compat"] != known:
             raise UserError(f"compat must be the same in all groups; given {group['compat']!r} beside {known!r}")
         super().add_param_group(param_group)
-        added = self.param_groups[-1]
-        added["dense_ratio"] = 1.0 if added["dense_lr"] is None else added["dense_lr"] / added["lr"]
+        _set_dense_ratio(self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -202,6 +202,10 @@ class DeMo(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UserError("DeMo takes no closure: gradients of a loss that is computed again were not exchanged")
+        for group in self.param_groups:
+            if group["dense_lr"] != group["dense_set"]:
+                _check(group)
+                _set_dense_ratio(group)
         self._reconnect()
         self._unscale()
         try:
@@ -247,10 +251,10 @@ class DeMo(torch.optim.Optimizer):
             return
         states = [self.moments(param) for param, _ in pairs]
         parts = [local(param) for param, _ in pairs]
-        whole = [part.float() for part in parts]  # itself where it is fp32
+        whole = [part.to(_dense_dtype(part)) for part in parts]  # itself where it is fp32 or fp64
         adamw(
             whole,
-            [value for _, value in pairs],
+            [value.to(part.dtype) for (_, value), part in zip(pairs, whole, strict=True)],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -282,10 +286,10 @@ class DeMo(torch.optim.Optimizer):
         return found
 
     def moments(self, param: Tensor) -> dict[str, Tensor]:
-        """AdamW's moments of a parameter, zeros where there are none yet."""
+        """AdamW's moments of a parameter, zeros where there are none yet; in fp32, in fp64 where the parameter is."""
         state = self.state[param]
         if MOMENTS[0] not in state:
-            like = torch.zeros_like(local(param), dtype=torch.float32)
+            like = torch.zeros_like(local(param), dtype=_dense_dtype(param))
             state |= {"exp_avg": like, "exp_avg_sq": like.clone(), "step": torch.zeros((), dtype=torch.float32)}
         found: dict[str, Tensor] = state
         return found
@@ -368,6 +372,8 @@ class DeMo(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("dense_set", group["dense_lr"])
         if "exchange" not in self.__dict__:  # not so when a state is loaded, which comes here too
             self._connect(Link())
 
@@ -378,6 +384,11 @@ class DeMo(torch.optim.Optimizer):
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         made.exchange.link = self.exchange.link
         return made
+
+
+def _dense_dtype(param: Tensor) -> torch.dtype:
+    """Of AdamW's step."""
+    return torch.promote_types(param.dtype, torch.float32)
 
 
 def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -414,6 +425,12 @@ def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
     return whole.paste(x.contiguous())
 
 
+def _set_dense_ratio(group: dict[str, Any]) -> None:
+    """Keep `dense_lr` as a share of `lr` as it is now, so that it follows the schedule of that."""
+    group["dense_ratio"] = 1.0 if group["dense_lr"] is None else group["dense_lr"] / group["lr"]
+    group["dense_set"] = group["dense_lr"]
+
+
 def _check(group: dict[str, Any]) -> None:
     check_options(group)
     for key in ("lr", "weight_decay", "dense_eps", "dense_lr"):
@@ -423,7 +440,7 @@ def _check(group: dict[str, Any]) -> None:
         if isinstance(value, Tensor) or not isinstance(value, float | int) or not 0.0 <= value < math.inf:
             raise UserError(f"{key} must be a number of at least 0; given {value!r}")
     if group["dense_lr"] is not None and not group["lr"]:
-        raise UserError("dense_lr follows the schedule of lr, which must be above 0 at the start; given 0")
+        raise UserError("dense_lr follows the schedule of lr, which must be above 0 when it is set; given 0")
     if group["update"] not in UPDATES:
         raise UserError(f"update must be one of {', '.join(UPDATES)}; given {group['update']!r}")
     betas = group["dense_betas"]
