@@ -460,6 +460,48 @@ def test_groups_that_do_not_fit(groups: list[dict[str, Any]], text: str) -> None
     assert text in str(error.value)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("way", ["all_gather", "owner", "whole"])
+def test_nothing_to_exchange_is_no_error(way: Any, delay: int) -> None:
+    def work(link: ThreadLink) -> None:
+        params = [nn.Parameter(torch.ones(64, 64), requires_grad=False), nn.Parameter(torch.ones(0, 3))]
+        optimizer = demo_of(link, params, exchange=way, delay=delay, weight_decay=0.1)
+        made = MomentumExchange(params[:1], exchange=way, delay=delay, check_every=1, process_group=link)
+        for step in range(3):
+            optimizer.step()
+            assert made.exchange() == (delay == 0 or step > 0)
+            assert optimizer.wire_bytes == 0 or step == 0
+        assert bool((params[0] == 1.0).all())
+
+    together(2, work)
+    with pytest.raises(UserError, match="the groups hold no parameter"):
+        MomentumExchange([{"params": []}])
+
+
+@pytest.mark.parametrize("way", ["all_gather", "owner"])
+def test_another_default_dtype_changes_nothing(way: Any) -> None:
+    begin = params_of()
+    given = [[[gradient(rank, step, param.shape) for param in begin] for step in range(3)] for rank in range(2)]
+    given[1][1][0][0, 0] = torch.nan
+
+    def work(link: ThreadLink) -> list[Tensor]:
+        params = copy.deepcopy(begin)
+        optimizer = demo_of(link, params, exchange=way, values="int8")
+        for step in range(3):
+            for param, value in zip(params, given[link.rank][step], strict=True):
+                param.grad = value.clone()
+            optimizer.step()
+        return [*params, *(value for state in optimizer.state.values() for value in state.values())]
+
+    wanted = together(2, work)[0]
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = together(2, work)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 def test_compat_and_parameters_given_twice() -> None:
     optimizer = sc.DeMo([nn.Parameter(torch.zeros(3))], lr=0.1)
     with pytest.raises(UserError, match="compat must be the same in all groups; given 'paper' beside None"):

@@ -336,7 +336,8 @@ class MomentumExchange(Replica):
             self._compare(params)
         self._calls += 1
         is_decided = self.decided is not None and self.decided[1] == self.link.size
-        if rounds.auto_off and not is_decided and not self.link.is_alone and self._calls > WARM_UP:
+        has_to_decide = rounds.auto_off and not is_decided and not self.link.is_alone and self._calls > WARM_UP
+        if has_to_decide and channels_in(layout.buckets):
             self._decide(layout)
             layout = self._laid_out()
         elif layout.way != "whole" and rounds.comes_round(self.step, rounds.state_sync_every):
@@ -365,6 +366,10 @@ class MomentumExchange(Replica):
         bucket = layout.buckets[number]
         gradients = {place: _gradient(params[place]) for place in bucket.params}
         valid = self._is_valid(gradients)
+        if not bucket.channels:  # all of it is frozen, or empty
+            if opened.is_due:
+                self._sent.append(Sent(bucket, self.step, lambda: ([], [])))
+            return
         selected: list[Sparse] = []
         for channel in bucket.channels:
             if layout.way == "whole":
@@ -652,4 +657,4 @@ def _gradient(param: Tensor) -> Tensor | None:
 
 def _zeros(channel: Channel, params: Sequence[Tensor]) -> Tensor:
     like = local(params[channel.members[0].param])
-    return torch.zeros(channel.count, channel.kind.section.size, device=like.device)
+    return torch.zeros(channel.count, channel.kind.section.size, dtype=torch.float32, device=like.device)

@@ -129,6 +129,8 @@ def check_groups(groups: Sequence[Group], rounds: Rounds) -> None:
         for param in group["params"]:
             if param.is_complex():
                 raise UserError(f"a parameter of shape {tuple(param.shape)} is complex; exchange its real view instead")
+    if not any(group["params"] for group in groups):
+        raise UserError("the groups hold no parameter; at least one is needed")
     if len({group["compat"] for group in groups}) > 1:
         raise UserError("compat must be the same in all groups: it says how the mean over replicas is taken")
     if groups[0]["compat"] == "paper" and rounds.exchange in ("owner", "whole"):

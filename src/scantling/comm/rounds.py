@@ -117,7 +117,7 @@ def _by_owners(
     own, exact = [], []
     for place, (channel, share) in enumerate(zip(channels, shares, strict=True)):
         section = channel.kind.section
-        total = torch.zeros(share, section.size, device=bodies[0].device)
+        total = torch.zeros(share, section.size, dtype=torch.float32, device=bodies[0].device)
         for body in found:
             section.add(*section.unpack(body[place], share), to=total)
         index, values = _back(section).select(total / len(valid))
@@ -132,7 +132,7 @@ def _by_owners(
         back = _back(channel.kind.section)
         parts = [back.unpack(answer[place], share) for answer in told]
         index, values = _joined(parts, channel.count)
-        gained = torch.zeros(link.size, share, back.kept, device=values.device)
+        gained = torch.zeros(link.size, share, back.kept, dtype=torch.float32, device=values.device)
         gained[header.rank] = len(valid) * (exact[place] - parts[header.rank][1])
         accepted = None
         if header.rank in valid:
