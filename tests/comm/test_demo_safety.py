@@ -14,11 +14,12 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.comm import LocalSteps
 from scantling.comm.agreement import unlike
-from scantling.comm.link import Link
+from scantling.comm.link import Link, _warn_without_group
 from scantling.comm.momentum import MomentumExchange
 from scantling.errors import NonFiniteError, PayloadError, UserError
 from tests.comm.replicas import ThreadLink, together
 from tests.comm.test_momentum import exchange_of, gradient, params_of
+from tests.processes import run
 
 
 def demo_of(link: Link | None, params: list[nn.Parameter], **options: Any) -> sc.DeMo:
@@ -521,3 +522,39 @@ def test_gradients_that_were_averaged_are_told(averaged: bool, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         together(2, work)
     assert ("DistributedDataParallel has averaged them" in caplog.text) == averaged
+
+
+def test_a_replica_does_not_train_alone_unseen(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stepped() -> sc.DeMo:
+        params = params_of()
+        optimizer = demo_of(None, params)
+        fill(params, 0, 0)
+        optimizer.step()
+        return optimizer
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _warn_without_group.cache_clear()
+    for _ in range(2):
+        stepped()
+    assert caplog.text.count("WORLD_SIZE is 2, but there is no process group: this process trains alone") == 1
+    left: list[sc.DeMo] = []
+    run(1, lambda: left.append(stepped()))
+    for action in (left[0].step, left[0].state_dict):
+        with pytest.raises(UserError, match="the process group of this exchange is gone"):
+            action()
+
+
+def test_who_stepped_alone_before_the_group_is_compared_when_it_is_there() -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        optimizer = demo_of(None, params)
+        for joined in (False, True):
+            if joined:
+                optimizer.exchange.link = link
+            fill(params, link.rank, 0)
+            optimizer.step()
+
+    with pytest.raises(UserError, match=r"rank 1 differs from the others: .* has other values there"):
+        together(2, work)

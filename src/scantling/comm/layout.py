@@ -71,14 +71,15 @@ def laid_out(
     """
     params = parameters_of(groups)
     shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
-    key = (
-        rounds.exchange,
-        link.generation,
-        shapes,
-        tuple(tuple(group[option] for option in OPTIONS) for group in groups),
-    )
+    options_of = tuple(tuple(group[option] for option in OPTIONS) for group in groups)
+    key = (rounds.exchange, link.generation, link.size, link.rank, shapes, options_of)
     if last is not None and last.key == key:
         return last
+    if last is not None and last.key[-2:] != key[-2:] and not link.is_alone:
+        announce(
+            f"step {step}, rank {link.rank}: options, shapes or what is frozen have changed; replicas are compared. If "
+            "nothing has changed on the others, they are exchanging now, and the run hangs or ends in an error"
+        )
     texts = []
     for param, group in zip(params, groups_of(groups), strict=True):
         options = {option: group[option] for option in (*OPTIONS, *also)} | asdict(rounds)

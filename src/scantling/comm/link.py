@@ -8,7 +8,10 @@ Alone, or without a process group, nothing is sent and everything works.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -22,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from scantling.comm.silence import named
 from scantling.errors import SilentPeerError, UserError
 
+logger = logging.getLogger(__name__)
+
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """PyTorch 2.13 renamed it."""
 
@@ -30,6 +35,7 @@ class Link:
     """A process group, and a count of what this process sent.
 
     Collectives raise a SilentPeerError that names the processes that do not answer within the timeout of the group.
+    A group that was there and is gone is a UserError: a replica would train on alone.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the default group, or none at all.
@@ -56,6 +62,7 @@ class Link:
             raise UserError(f"process_group must be a process group or a mesh of one dim; given {group!r}")
         self.group = group
         self.wire_bytes, self.stays = 0, True
+        self._had_group = group is not None or dist.is_initialized()
 
     def apart(self) -> Link:
         """A link between the same processes that nothing else uses. Collective: a new process group.
@@ -87,12 +94,12 @@ class Link:
     @property
     def size(self) -> int:
         """Processes in the group."""
-        return 1 if not dist.is_initialized() else dist.get_world_size(self.group)
+        return dist.get_world_size(self.group) if self._has_group() else 1
 
     @property
     def rank(self) -> int:
         """Of this process in the group."""
-        return 0 if not dist.is_initialized() else dist.get_rank(self.group)
+        return dist.get_rank(self.group) if self._has_group() else 0
 
     def start(self) -> None:
         """Begin to count anew."""
@@ -161,6 +168,18 @@ class Link:
         """Whether what was exchanged is to be applied; asked once, after the exchange of every step."""
         return True
 
+    def _has_group(self) -> bool:
+        if dist.is_initialized():
+            self._had_group = True
+        elif self._had_group:
+            raise UserError(
+                "the process group of this exchange is gone: destroy_process_group() was called. Step, save and load "
+                "before it"
+            )
+        elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            _warn_without_group(os.environ["WORLD_SIZE"])
+        return self._had_group
+
     def _all_gather(self, whole: Tensor, message: Tensor) -> None:
         with named(self.group):
             getattr(dist, _ALL_GATHER)(whole, message, group=self.group)
@@ -181,6 +200,16 @@ class Link:
 def link_to(group: Any) -> Link:
     """The link itself, or one over a process group, a mesh or None."""
     return group if isinstance(group, Link) else Link(group)
+
+
+@functools.cache
+def _warn_without_group(world_size: str) -> None:
+    """Once for each process."""
+    logger.warning(
+        "WORLD_SIZE is %s, but there is no process group: this process trains alone. Call "
+        "torch.distributed.init_process_group() before the first step",
+        world_size,
+    )
 
 
 def _timeout(group: Any) -> timedelta | None:
