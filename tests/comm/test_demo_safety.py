@@ -91,6 +91,21 @@ def test_a_checkpoint_that_one_rank_alone_has_loaded_is_named() -> None:
         together(3, work)
 
 
+def test_a_change_that_may_be_one_ranks_alone_is_said_before_it_ends_badly(caplog: pytest.LogCaptureFixture) -> None:
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params)
+        for step in range(3):
+            params[0].requires_grad_(step != 1)
+            fill(params, link.rank, step)
+            made.exchange()
+
+    with caplog.at_level(logging.INFO):
+        together(2, work)
+    told = [record.getMessage() for record in caplog.records if "options, shapes or what is frozen" in record.message]
+    assert sorted(text[:14] for text in told) == [f"step {step}, rank {rank}" for step in (1, 2) for rank in (0, 1)]
+
+
 @pytest.mark.parametrize("bad", [0, 1])
 def test_of_two_replicas_the_finite_one_is_sound_and_the_lower_one_of_two_finite(bad: int) -> None:
     def work(link: ThreadLink) -> tuple[Any, Any]:

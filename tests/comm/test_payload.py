@@ -88,6 +88,13 @@ def test_noise_is_no_message(noise: bytes) -> None:
         unseal([torch.frombuffer(bytearray(noise), dtype=torch.uint8)])
 
 
+def test_what_is_no_message_of_this_step_hints_at_a_change_on_one_rank_alone() -> None:
+    with pytest.raises(PayloadError, match=r"rank 0 sent b'.*or a state loaded, on one rank alone"):
+        unseal([torch.zeros(100, dtype=torch.uint8)])
+    with pytest.raises(PayloadError, match=r"expects 4\. Was an option or what is frozen changed"):
+        check([replace(OWN, rank=0, step=5)], replace(OWN, rank=0, step=4))
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -188,7 +188,7 @@ def described(groups: Sequence[Group], rounds: Rounds) -> str:
 
 
 def announce(text: str) -> None:
-    """Say what travels how when a run begins: through logging, or on stderr where nobody has set that up."""
+    """Say what travels how when a run begins or changes: by logging, or on stderr where nobody has set that up."""
     logger = logging.getLogger(__name__)
     if logger.hasHandlers():
         logger.info("%s", text)

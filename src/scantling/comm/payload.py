@@ -21,6 +21,9 @@ from scantling.numerics.checksum import checksum
 MAGIC, VERSION = b"SCTL", 1
 _FORMAT = struct.Struct("<4sHHIIII")
 HEADER_BYTES = _FORMAT.size + 8
+_ALONE = (
+    "Was an option or what is frozen changed, or a state loaded, on one rank alone? All must do it before the same step"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ def unseal(messages: Sequence[Tensor]) -> tuple[list[Header], list[Tensor]]:
     for sender, row in enumerate(facts):
         magic, version, valid, epoch, step, rank, configuration = _FORMAT.unpack(bytes(row[: _FORMAT.size].tolist()))
         if magic != MAGIC or version != VERSION:
-            raise PayloadError(f"rank {sender} sent {magic!r} of version {version}, not {MAGIC!r} of version {VERSION}")
+            sent = f"{magic!r} of version {version}, not {MAGIC!r} of version {VERSION}"
+            raise PayloadError(f"rank {sender} sent {sent}. {_ALONE}")
         if not row[-1]:
             raise PayloadError(f"the message of rank {sender} was damaged on its way: its checksum is wrong")
         found.append(Header(bool(valid), epoch, step, rank, configuration))
@@ -92,4 +96,5 @@ def check(headers: Sequence[Header], own: Header) -> None:
         }
         for name, (theirs, ours) in facts.items():
             if theirs != ours:
-                raise PayloadError(f"rank {sender} sent a message of {name} {theirs}; rank {own.rank} expects {ours}")
+                text = f"rank {sender} sent a message of {name} {theirs}; rank {own.rank} expects {ours}"
+                raise PayloadError(f"{text}. {_ALONE}")
