@@ -342,6 +342,32 @@ def test_an_overflow_under_a_grad_scaler_leaves_a_step_out(caplog: pytest.LogCap
         optimizer.step()
 
 
+def test_a_grad_scaler_beside_an_exchange_keeps_replicas_alike() -> None:
+    def work(link: ThreadLink) -> tuple[list[Tensor], float]:
+        params = params_of()
+        made, optimizer = exchange_of(link, params, check_every=1), torch.optim.AdamW(params, lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(5):
+            optimizer.zero_grad()
+            scaler.scale(sum((param * gradient(link.rank, step, param.shape)).sum() for param in params)).backward()
+            if step == 3 or (step == 1 and link.rank == 1):
+                params[0].grad[3, 4] = torch.inf
+            scaler.unscale_(optimizer)
+            before = [param.detach().clone() for param in params]
+            try:
+                made.exchange()
+                optimizer.step()
+            except NonFiniteError:
+                assert step == 3
+            scaler.update()
+            assert torch.equal(before[0], params[0]) == (step == 3)
+        return params, scaler.get_scale()
+
+    (first, scale), (second, lower) = together(2, work)
+    assert all(map(torch.equal, first, second))
+    assert (scale, lower) == (512.0, 256.0)
+
+
 def test_parameters_of_one_name_keep_residuals_of_their_own() -> None:
     nets = [nn.Linear(64, 64), nn.Linear(64, 64)]
     optimizer = sc.DeMo([{"params": list(net.named_parameters())} for net in nets], lr=1e-2)

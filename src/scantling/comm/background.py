@@ -23,7 +23,7 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 WAIT_S = 10.0
-"""How long a process that ends waits for the thread; longer than a message takes, and a peer that is gone sends none."""
+"""How long a process that ends waits for the thread: longer than a message takes, and not for a peer that is gone."""
 
 
 class Task(Generic[Result]):

@@ -106,6 +106,10 @@ class MomentumExchange(Replica):
 
     Gradients must not have been averaged: no DistributedDataParallel, or every backward pass in its `no_sync()`.
 
+    With a `torch.amp.GradScaler` the order is `scaler.unscale_(optimizer)`, `exchange()`, `optimizer.step()` and
+    `scaler.update()`. Not `scaler.step(optimizer)`: it leaves out the step on a replica whose own gradients overflowed,
+    though `.grad` is sound by then and the others step, which the exchange cannot see. `DeMo` takes `scaler.step`.
+
     Args:
         groups: of `scantling.param_groups`, whose `role` says what travels how; or parameters, of which those of two
             dims and more and at least 4,096 numbers count as matrices. A group may have the options below as keys.

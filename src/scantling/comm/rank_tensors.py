@@ -105,4 +105,5 @@ def _processes() -> int:
 
 
 def _rank() -> int:
+    """Among all processes: those of several shards have one rank among their replicas."""
     return dist.get_rank() if dist.is_initialized() else 0
