@@ -281,3 +281,19 @@ def test_a_capacity_gives_the_same_rows_and_gradients_in_fixed_shapes(bag: bool)
     with pytest.raises(UserError, match="capacity must be a positive integer; given 0"):
         made(60, 24, 6, capacity=0)
     assert with_capacity(ids[:0]).shape[0] == 0
+
+
+@pytest.mark.parametrize("rank", [1, 6])
+def test_gradients_of_each_example_by_torch_func(rank: int) -> None:
+    table = sc.TTMEmbedding(300, 16, rank)
+    ids, parameters = torch.randint(300, (4, 30)), dict(table.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
+        return torch.func.functional_call(table, parameters, (ids,)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, ids)
+    for number, each in enumerate(ids):
+        table.zero_grad()
+        table(each).square().sum().backward()
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(found[name][number], parameter.grad)

@@ -410,6 +410,8 @@ def _absorbed(found: Tensor, flat: Tensor, digits: Tensor, step: Step) -> Tensor
 class _Absorb(torch.autograd.Function):
     """Rows of a block are wider than what is found by r: they are looked up again in the backward pass, not kept."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(found: Tensor, flat: Tensor, digits: Tensor, inner: int, width: int) -> Tensor:
         return found @ nn.functional.embedding(digits, flat).view(digits.numel(), inner, width)
@@ -423,7 +425,10 @@ class _Absorb(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found, flat, digits = ctx.saved_tensors
         of_rows = (found.transpose(1, 2) @ grad).flatten(1)
-        of_flat = torch.ops.aten.embedding_dense_backward(of_rows, digits, flat.shape[0], -1, False)
+        if _is_batched(of_rows):
+            of_flat = of_rows.new_zeros(flat.shape).index_add(0, digits, of_rows)
+        else:
+            of_flat = torch.ops.aten.embedding_dense_backward(of_rows, digits, flat.shape[0], -1, False)
         del of_rows  # as large as the rows
         block = nn.functional.embedding(digits, flat).view(digits.numel(), *ctx.sides)
         return grad @ block.transpose(1, 2), of_flat, None, None, None
@@ -485,15 +490,24 @@ def _within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 def _is_unknown(ids: Tensor) -> bool:
     """Whether the number of distinct ids is not to be had: while compiling or capturing, or without memory."""
-    if torch.compiler.is_compiling() or ids.is_meta or isinstance(ids, FakeTensor):
+    if torch.compiler.is_compiling() or ids.is_meta or isinstance(ids, FakeTensor) or _is_batched(ids):
         return True
     return ids.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_batched(values: Tensor) -> bool:
+    """Whether these are of one example within `torch.func.vmap`, so that nobody may ask for a number of them."""
+    while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(values):
+        if torch._C._functorch.is_batchedtensor(values):
+            return True
+        values = torch._C._functorch.get_unwrapped(values)
+    return False
 
 
 def _check_ids(ids: Tensor, num_embeddings: int) -> None:
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise UserError(f"ids must be integers; given {ids.dtype}")
-    if isinstance(ids, FakeTensor) or ids.is_meta:
+    if isinstance(ids, FakeTensor) or ids.is_meta or _is_batched(ids):
         return
     if ids.device.type != "cpu" or torch.compiler.is_compiling():
         # with a message, or compiled code drops it
