@@ -141,7 +141,8 @@ def test_a_law_by_which_training_diverges() -> None:
         (["--weights", "int4", "--method", "qptq"], "--method is rtn or gptq"),
         (["--weights", "int44"], "integers have 2 to"),
         (["--weights", "int4", "--clip", "msa"], "did you mean 'mse'"),
-        (["--weights", "nvfp4", "--group-size", "8", "--clip", "mse"], "are of groups and of absmax"),
+        (["--weights", "nvfp4", "--group-size", "8"], "nvfp4 has group_size=16; given 8"),
+        (["--weights", "nvfp4", "--clip", "mse"], "are of groups and of absmax"),
     ],
 )
 def test_what_it_refuses(given: list[str], words: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
