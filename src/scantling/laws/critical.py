@@ -26,7 +26,7 @@ def critical_tokens(law: Law, N: float, **variables: Any) -> float:
     Raises:
         UserError: if N or bits are no positive number.
     """
-    if not (np.ndim(N) == 0 and isinstance(N, int | float | np.number) and np.isfinite(N) and N > 0):
+    if not (isinstance(N, int | float | np.number) and np.isfinite(N) and N > 0):
         raise UserError(f"N is one number, positive and finite; given {N!r}")
 
     def slope(log_tokens: float) -> float:

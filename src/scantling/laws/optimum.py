@@ -77,7 +77,7 @@ def optimum(
     if not (speed is None or callable(speed) or (isinstance(speed, Mapping) and speed)):
         raise UserError(f"speed is a function of bits, or a mapping of bits to speeds relative to 16; given {speed!r}")
     budget = _Budget(law, compute, N, speed, inference_tokens, post)
-    if "scheme" in law.VARIABLES and (bits is not None or not isinstance(speed, Mapping) or not speed):
+    if "scheme" in law.VARIABLES and (bits is not None or not isinstance(speed, Mapping)):
         raise UserError("a law of schemes takes no bits, but speed={scheme: speed relative to 16 bits} of each choice")
     if bits is not None:
         return budget.best_at(bits)

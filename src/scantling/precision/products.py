@@ -62,7 +62,7 @@ class Multiply:
         if self._dtype(quantizer.format) is None:
             fitting = "int2 to int8" if self.name == "int8" else "fp8_e4m3, fp8_e5m2 and the smaller floats within them"
             raise UserError(f"compute={self.name!r} takes {what} of {fitting}; given {quantizer.format.name}")
-        allowed = {"weights": ("tensor", "channel"), "activations": ("tensor", "token")}.get(what, ("tensor", "token"))
+        allowed = ("tensor", "channel" if what == "weights" else "token")
         if quantizer.granularity not in allowed:
             raise UserError(
                 f"compute={self.name!r} takes {what} by {' or by '.join(allowed)}; given granularity "

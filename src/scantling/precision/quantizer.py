@@ -128,10 +128,10 @@ class Quantizer:
         if "group_size" in rest:
             rest.setdefault("granularity", "group")
         named = cls._named(given["format"], granularity)
-        own = {"granularity": "group", "group_size": named.group_size, "scales": named.scales}
-        for key, value in own.items():
-            if named.scales != "fp32" and rest.get(key, value) != value:
-                raise UserError(f"{given['format']} has {key}={value!r}; given {rest[key]!r}")
+        for key in ("granularity", "group_size", "scales") if named.scales != "fp32" else ():  # a block format
+            own = getattr(named, key)
+            if rest.get(key, own) != own:
+                raise UserError(f"{given['format']} has {key}={own!r}; given {rest[key]!r}")
         return replace(named, **rest)
 
     @classmethod

@@ -250,13 +250,13 @@ def _warn_of_the_rest(model: nn.Module, chosen: list[nn.Module]) -> None:
     """Say where more than a little of what a model multiplies with is in no layer that can be quantized."""
     left_alone = [*chosen, *output_layers(model), *(module for module in model.modules() if is_table(module))]
     known = {id(parameter) for module in left_alone for parameter in module.parameters()}
-    matrices = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim > 1}
-    rest = {name: parameter.numel() for name, parameter in matrices.items() if id(parameter) not in known}
-    taken = sum(parameter.numel() for module in chosen for parameter in module.parameters() if parameter.ndim > 1)
-    if sum(rest.values()) > _WHOLE_SHARE * (taken + sum(rest.values())):
+    rest = {name: each.numel() for name, each in model.named_parameters() if each.ndim > 1 and id(each) not in known}
+    taken = sum(each.numel() for module in chosen for each in module.parameters() if each.ndim > 1)
+    whole = sum(rest.values())
+    if whole > _WHOLE_SHARE * (taken + whole):
         logger.warning(
             "quantize_training: %.0f %% of the numbers in matrices stay whole, those of layers that are not known: %s",
-            100.0 * sum(rest.values()) / (taken + sum(rest.values())),
+            100.0 * whole / (taken + whole),
             ", ".join(list(rest)[:3]),
         )
 
