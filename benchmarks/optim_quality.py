@@ -8,7 +8,8 @@
     python benchmarks/optim_quality.py variants         other betas, clipping and weight decay, on all tokens, one seed
     python benchmarks/optim_quality.py batch            batches of 8, 32 and 128 sequences, a quarter of the tokens, and
                                                         then three more seeds of each at its best rate
-    python benchmarks/optim_quality.py longer           3 million parameters, over an hour a run, with a held-out curve
+    python benchmarks/optim_quality.py longer           3 million parameters, most of an hour a run, one grid of rates,
+                                                        with held-out curves
     python benchmarks/optim_quality.py report           what the results say, from the raw lines alone
 
 The sweep starts every optimizer at the same rate of the grid and goes outwards until the best rate has a worse one on
@@ -144,9 +145,14 @@ def ablation_spec(data: str, change: str, lr: float, seed: int) -> Spec:
     return {**spec, **clip, "tokens": ABLATION_TOKENS}
 
 
-def longer_spec(data: str, optimizer: str, lr: float, tokens: int) -> Spec:
+def longer_spec(data: str, optimizer: str, lr: float) -> Spec:
     """One run of the phase `longer`."""
-    return {**run_spec(data, optimizer, lr, 0), "tokens": tokens, "model": LONGER_MODEL}
+    return {**run_spec(data, optimizer, lr, 0), "tokens": LONGER_TOKENS, "model": LONGER_MODEL}
+
+
+def longer_results(lines: Lines, data: str, optimizer: str) -> list[float | None]:
+    """The held-out loss of each rate of the phase `longer`."""
+    return GRID.results(lines, lambda rate: longer_spec(data, optimizer, rate), "eval_loss")
 
 
 def ablation_rate(lines: Lines, data: str, change: str, share: float = ABLATION_SHARES[0]) -> float:
@@ -262,6 +268,9 @@ def report(lines: Lines, data: str) -> None:
         print(GRID.row(name, swept(lines, data, name)))
     for form, seed in product(FORMS, TUNING_SEEDS):
         print(GRID.row(f"{form}, seed {seed}", finalist_results(lines, data, form, seed)))
+    for name in LONGER:
+        if any(loss is not None for loss in longer_results(lines, data, name)):
+            print(GRID.row(f"longer, {name}", longer_results(lines, data, name)))
     for line in lines.values():
         if "model" in line and line["data"] == data and line["eval_loss"] is not None:
             curve = " ".join(f"{loss:.3f}" for _, loss in line["heldout"])
@@ -321,8 +330,6 @@ def main() -> int:
     parser: argparse.ArgumentParser = command_line(__doc__, phases, RESULTS / "optim-quality.jsonl")
     parser.add_argument("--data", choices=["python", "novels"], default="python")
     parser.add_argument("--only", nargs="*", help="sweep and seeds: these optimizers")
-    parser.add_argument("--lr", type=float, help="longer: the rate of all (the best of each one's sweep unless given)")
-    parser.add_argument("--tokens", type=int, default=LONGER_TOKENS, help="longer: tokens of a run")
     options = parser.parse_args()
     if options.phase == "one":
         printed(run_one(json.loads(options.spec)))
@@ -359,8 +366,11 @@ def main() -> int:
         ]
         side_by_side(options.jobs, ledger.run, [spec for spec in finalists if spec is not None])
     elif options.phase == "longer":
-        runs = [longer_spec(data, n, options.lr or best_rate(lines, data, n), options.tokens) for n in LONGER]
-        side_by_side(options.jobs, ledger.run, runs)
+        side_by_side(
+            options.jobs,
+            lambda name: GRID.sweep(ledger, lambda rate: longer_spec(data, name, rate), "eval_loss"),
+            LONGER,
+        )
     else:
         names = [name for name in FINALISTS if options.only is None or name in options.only]
         side_by_side(options.jobs, ledger.run, specs(options.phase, lines, data, names))
