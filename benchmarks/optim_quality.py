@@ -7,15 +7,15 @@
     python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4: on fewer tokens
     python benchmarks/optim_quality.py variants         other betas, clipping and weight decay, on all tokens, one seed
     python benchmarks/optim_quality.py batch            batches of 8, 32 and 128 sequences, a quarter of the tokens, and
-                                                        then three more seeds of each at its best rate
+                                                        then, at 128, three more seeds of each at its best rate
     python benchmarks/optim_quality.py longer           3 million parameters, most of an hour a run, one grid of rates,
                                                         with held-out curves
     python benchmarks/optim_quality.py report           what the results say, from the raw lines alone
 
-The sweep starts every optimizer at the same rate of the grid and goes outwards until the best rate has a worse one on
-either side. Every run is one line of benchmarks/results/optim-quality.jsonl with its recipe, losses and date, and is
-not run again: stop at any time and start again (`longer` also goes on in the middle of a run). `--jobs 2` runs two at
-once with one thread each. The data is the Python standard library (`--data python`) or English novels from
+A sweep goes outwards from a rate of the grid, the same for all optimizers but those of STARTS, until the best rate has
+a worse one on either side. Every run is one line of benchmarks/results/optim-quality.jsonl with its recipe, losses and
+date, and is not run again: stop at any time and start again (`longer` also goes on in the middle of a run). `--jobs 2`
+runs two at once with one thread each. The data is the Python standard library (`--data python`) or English novels from
 SCANTLING_DATA (`--data novels`).
 """
 
@@ -25,6 +25,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -47,8 +48,9 @@ TOKENS = 20 * 492_384  # 20 for each parameter of MODEL
 LONGER_TOKENS = 10_000_000
 SEQ_LEN, BATCH = 128, 32
 GRID = Grid([0.125e-3 * 2**power for power in range(13)], start=5)
-SWEPT = ("adamw", "plain", "came", "came-reference", "adafactor", "adafactor-momentum")
-SWEPT += ("muon", "scale-like", "apollo-mini")
+STARTS = {"came-reference": 2, "adafactor-momentum": 9, "lamb": 8}
+"""Where on the grid a sweep begins, for those whose best rate is far from the others' by their very units."""
+SWEPT = ("adamw", "plain", "came", "came-reference", "adafactor-momentum", "muon", "scale-like", "apollo-mini")
 SLOWER = ("came-slow", "adamw-slow")
 """Tried at one rate: slower averages of the second moment."""
 SEEDS = range(1, 9)
@@ -75,8 +77,9 @@ ABLATION_SHARES = (0.5, 1.0)
 rounding end up to 0.1 nats apart, and AdamW at 3.59 in place of 2.93. New runs take the first."""
 BATCHES = (0.25, 1, 4)
 """Of the phase `batch`, in multiples of BATCH: 2404, 601 and 150 steps at equal tokens."""
-LARGE_BATCH = ("adamw", "came-reference", "plain", "lamb")
+LARGE_BATCH = ("adamw", "came-reference", "came", "plain", "lamb")
 BATCH_SEEDS = range(1, 4)
+"""At the largest batch."""
 ABLATIONS: dict[str, dict[str, Any]] = {
     "came": {},
     "betas (0.9, 0.999, 0.9999)": {"optim": {"betas": [0.9, 0.999, 0.9999]}},
@@ -124,6 +127,11 @@ def run_spec(data: str, optimizer: str, lr: float, seed: int, **changes: Any) ->
 def batch_spec(data: str, optimizer: str, lr: float, batch: float, seed: int = 0) -> Spec:
     """One run of the phase `batch`."""
     return {**run_spec(data, optimizer, lr, seed), "batch": batch, "tokens": ABLATION_TOKENS}
+
+
+def sweep(ledger: Ledger, optimizer: str, spec_of: Callable[[float], Spec]) -> None:
+    """Run an optimizer on the grid."""
+    replace(GRID, start=STARTS.get(optimizer, GRID.start)).sweep(ledger, spec_of, "eval_loss")
 
 
 def batch_results(lines: Lines, data: str, batch: float, optimizer: str) -> list[float | None]:
@@ -280,9 +288,9 @@ def report(lines: Lines, data: str) -> None:
         found = batch_results(lines, data, batch, name)
         if any(loss is not None for loss in found):
             print(GRID.row(f"{name} x{batch:g}", found))
-    for batch, name in product(BATCHES, LARGE_BATCH[1:]):
-        spec_of = partial(batch_finalist, lines, data, batch)
-        differences(lines, name, LARGE_BATCH[0], spec_of, BATCH_SEEDS, told=f"{name} x{batch:g}")
+    for name in LARGE_BATCH[1:]:
+        spec_of = partial(batch_finalist, lines, data, BATCHES[-1])
+        differences(lines, name, LARGE_BATCH[0], spec_of, BATCH_SEEDS, told=f"{name} x{BATCHES[-1]:g}")
     if None in (GRID.best(swept(lines, data, name)) for name in ("adamw", "came")):
         return
 
@@ -342,7 +350,7 @@ def main() -> int:
         names = [name for name in SWEPT if options.only is None or name in options.only]
         side_by_side(
             options.jobs,
-            lambda name: GRID.sweep(ledger, lambda rate: run_spec(data, name, rate, 0), "eval_loss"),
+            lambda name: sweep(ledger, name, lambda rate: run_spec(data, name, rate, 0)),
             names,
         )
     elif options.phase == "finalists":
@@ -356,19 +364,18 @@ def main() -> int:
     elif options.phase == "batch":
         side_by_side(
             options.jobs,
-            lambda pair: GRID.sweep(ledger, lambda rate: batch_spec(data, pair[1], rate, pair[0]), "eval_loss"),
+            lambda pair: sweep(ledger, pair[1], lambda rate: batch_spec(data, pair[1], rate, pair[0])),
             product(BATCHES, LARGE_BATCH),
         )
         lines = ledger.lines()
         finalists = [
-            batch_finalist(lines, data, batch, name, seed)
-            for seed, batch, name in product(BATCH_SEEDS, BATCHES, LARGE_BATCH)
+            batch_finalist(lines, data, BATCHES[-1], name, seed) for seed, name in product(BATCH_SEEDS, LARGE_BATCH)
         ]
         side_by_side(options.jobs, ledger.run, [spec for spec in finalists if spec is not None])
     elif options.phase == "longer":
         side_by_side(
             options.jobs,
-            lambda name: GRID.sweep(ledger, lambda rate: longer_spec(data, name, rate), "eval_loss"),
+            lambda name: sweep(ledger, name, lambda rate: longer_spec(data, name, rate)),
             LONGER,
         )
     else:

@@ -26,7 +26,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "betas": [0.9, 0.95]},
     "adamw-slow": {"name": "adamw", "betas": [0.9, 0.99]},
     "came-slow": {**CAME, "betas": [0.9, 0.99, 0.999]},
-    "adafactor": {"name": "adafactor", "weight_decay": 0.0},  # decays by lr, and moves by lr times the RMS
     "adafactor-momentum": {"name": "adafactormomentum"},  # decays by lr times the RMS, as it moves
     "came-reference": {"name": "came", "factor": "last2"},
     "came": CAME,
