@@ -61,6 +61,14 @@ def parts(out: Path) -> list[Part]:
             80,
             (*baseline, "--steps", "40", "--out", str(out / "gpu-baseline-eager.json")),
         ),
+        Part(
+            "optim-tokens-1.3b",
+            150,
+            (
+                *(optim, "--size", "1.3b", "--end-to-end", "--rounds", "10"),
+                *("--out", str(out / "gpu-optim-tokens-1.3b.json")),
+            ),
+        ),
     ]
 
 

@@ -6,7 +6,9 @@
 All optimizers step the same parameters (those of a Llama of the size) in turn, rounds in random order. Times are of the
 device, by events, after each optimizer has taken three steps; ratios are medians over the rounds against AdamW fused
 with moments in bf16 and with moments in fp32, of the same round. `captured` replays the step from a CUDA graph.
-`scratch_bytes` is what a step allocates beside parameters, gradients and state. Peers that are not installed are named.
+`scratch_bytes` is what a step allocates beside parameters, gradients and state. With `--end-to-end`, `peak_bytes` is
+the peak of a training step less the state of the other optimizers, which are alive too. Peers that are not installed
+are named.
 """
 
 from __future__ import annotations
@@ -176,7 +178,8 @@ def steps_alone(size: str, device: str, rounds: int) -> dict[str, Any]:
 def end_to_end(size: str, device: str, rounds: int) -> dict[str, Any]:
     """Training steps with one model, the optimizers taking turns; bf16 weights, random tokens."""
     names, missing = peers()
-    kept = (CONTROLS[0], "torchao AdamW8bit, stochastic", "CAME int8, stochastic", "CAME int4, stochastic")
+    kept = [CONTROLS[0], "torchao AdamW8bit, stochastic", "came-pytorch"]
+    kept += [f"CAME {momentum}, stochastic" for momentum in ("fp32", "bf16", "int8", "int4")]
     model = language_model(size, device)
     batch, length = (8, 1024) if device == "cuda" else (2, 32)
     tokens = torch.randint(0, 32000, (batch, length), device=device)
@@ -199,8 +202,14 @@ def end_to_end(size: str, device: str, rounds: int) -> dict[str, Any]:
 
     steps = {name: training_step(step) for name, step in own.items() if not name.endswith("captured")}
     model.zero_grad()
-    for step in steps.values():
+    states = {name: facts[name]["state_bytes"] for name in steps}
+    for name, step in steps.items():
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            facts[name]["peak_bytes"] = torch.cuda.max_memory_allocated() - sum(states.values()) + states[name]
     results = summary(in_turns(steps, rounds, device), facts)
     for row in results.values():
         if "median_s" in row:
@@ -226,6 +235,7 @@ def summary(times: dict[str, list[float]], facts: dict[str, dict[str, Any]]) -> 
         ratios = "  ".join(f"{row[f'ratio to {c}']:6.2f}x" for c in CONTROLS if f"ratio to {c}" in row)
         scratch = row.get("scratch_bytes", 0) / 2**20
         sizes = f"state {row['state_bytes'] / 2**20:8.0f} MiB  scratch {scratch:7.0f} MiB"
+        sizes += f"  peak {row['peak_bytes'] / 2**20:8.0f} MiB" if "peak_bytes" in row else ""
         print(f"{name:46} {row.get('median_s', 0) * 1e3:9.3f} ms  {ratios}  {sizes}")
     return facts
 

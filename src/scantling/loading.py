@@ -49,7 +49,13 @@ def check_saved_keys(
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise UserError(f"this is a state of {len(saved_groups)} groups, the optimizer has {len(groups)}")
-    for index, saved in enumerate(saved_groups):
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        counts = len(saved.get("params", ())), len(group["params"])
+        if counts[0] != counts[1]:
+            raise UserError(
+                f"this is a state of {counts[0]} parameters in group {index}, where the optimizer has {counts[1]}: "
+                "build it over the same parameters in the same groups"
+            )
         if missing := [key for key in keys if key not in saved and key != "differentiable"]:
             text = f"this is no state of {owner}: group {index} has no {', '.join(missing)}; given {', '.join(saved)}"
             raise UserError(text + "".join(f". {hint}" for key, hint in (hints or {}).items() if key in saved))

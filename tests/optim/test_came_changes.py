@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scantling.errors import UserError
+from scantling.groups import param_groups
 from scantling.optim import CAME, from_came_pytorch, to_came_pytorch
 from scantling.optim._shardplan import local
 from scantling.optim._slice import second_moment, whole_momentum
@@ -278,3 +279,23 @@ def test_other_factors_are_averaged_anew(momentum: Any) -> None:
     assert all(torch.isfinite(value).all() for value in advance(params, optimizer, range(6, 9)))
     with pytest.raises(UserError, match=r"hold \[3\] parameters, those of this optimizer \[2\]"):
         from_came_pytorch(published.state_dict(), CAME(params[:2], lr=2e-4))
+
+
+def test_a_state_of_one_group_goes_to_other_groups() -> None:
+    """As from `CAME(model.parameters())` of the published package to one over `param_groups(model)`."""
+    model = torch.nn.Sequential(torch.nn.Linear(20, 33), torch.nn.LayerNorm(33), torch.nn.Linear(33, 20))
+    params = list(model.parameters())
+    published = PublishedCAME(params, lr=1e-2)
+    advance(params, published, range(4))
+    optimizer = CAME(param_groups(model, weight_decay=0.1), lr=3e-3)
+    with pytest.raises(UserError, match=r"hold \[6\] parameters, those of this optimizer \[2, 4\].*give parameters="):
+        from_came_pytorch(published.state_dict(), optimizer)
+    optimizer.load_state_dict(from_came_pytorch(published.state_dict(), optimizer, model.parameters()))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert {group["lr"] for group in optimizer.param_groups} == {3e-3}
+    for param in params:
+        assert torch.equal(optimizer.state[param]["exp_avg"], published.state[param]["exp_avg"])
+    with pytest.raises(UserError, match="hold 6 parameters; given 5"):
+        from_came_pytorch(published.state_dict(), optimizer, params[:5])
+    with pytest.raises(UserError, match=r"parameter 0 of this optimizer, \(33, 20\), is not one of parameters="):
+        from_came_pytorch(published.state_dict(), optimizer, [*params[1:], torch.nn.Parameter(torch.zeros(1))])

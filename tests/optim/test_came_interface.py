@@ -422,7 +422,7 @@ def test_loaded_state_shares_no_memory_with_what_it_came_from() -> None:
         assert all(torch.equal(value, before[key][name]) for name, value in state.items())
 
 
-@pytest.mark.parametrize("change", ["shape", "key", "groups"])
+@pytest.mark.parametrize("change", ["shape", "key", "groups", "parameters"])
 def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change: str) -> None:
     net = model()
     optimizer = CAME(net.named_parameters(), lr=1e-2)
@@ -434,9 +434,13 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change: str) -
         given["state"][0]["row"] = torch.zeros(3, 1)
     elif change == "key":
         given["state"][0].pop("col")
-    else:
+    elif change == "groups":
         given["param_groups"].append(given["param_groups"][0])
-    with pytest.raises(UserError, match=r"0\.weight|a state of 2 groups, the optimizer has 1"):
+    else:
+        given["param_groups"][0]["params"].pop()
+    with pytest.raises(
+        UserError, match=r"0\.weight|of 2 groups, the optimizer has 1|in group 0, where the optimizer has"
+    ):
         optimizer.load_state_dict(given)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]

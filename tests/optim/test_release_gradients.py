@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
@@ -189,6 +190,8 @@ def test_what_cannot_be_released_is_refused() -> None:
         release_gradients(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="at least 1; given 0"):
         release_gradients(model, optimizer, accumulation=0)
+    with pytest.raises(UserError, match="at least 1; given True"):
+        release_gradients(model, optimizer, accumulation=True)
     with pytest.raises(UserError, match="has no parameter of this model"):
         release_gradients(nn.Linear(2, 2), optimizer)
     handle = release_gradients(model, optimizer)
@@ -197,6 +200,35 @@ def test_what_cannot_be_released_is_refused() -> None:
     handle.remove()
     handle.remove()
     release_gradients(model, optimizer).remove()
+
+
+def test_a_clip_that_comes_too_late_is_refused() -> None:
+    model, optimizer = make()
+    with release_gradients(model, optimizer):
+        model(batches(1)[0]).backward()
+        for clip in (early_clip_grad_norm_, nn.utils.clip_grad_norm_):
+            with pytest.raises(UserError, match=r"to 0\.5 comes after .* \(50, 32\).*max_grad_norm=0"):
+                clip(model.parameters(), 0.5)
+        assert nn.utils.clip_grad_norm_(model.parameters(), float("inf")) == 0  # as a Trainer that only reads the norm
+        other = nn.Linear(3, 3)
+        other(torch.ones(1, 3)).sum().backward()
+        nn.utils.clip_grad_norm_(other.weight, 0.1)
+        torch.testing.assert_close(other.weight.grad.norm(), torch.tensor(0.1), atol=1e-4, rtol=0)
+    model(batches(1)[0]).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    assert torch.linalg.vector_norm(torch.stack([param.grad.norm() for param in model.parameters()])) <= 0.5
+
+
+def test_passes_that_were_meant_to_add_up_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = make()
+    with release_gradients(model, optimizer):
+        for step in range(3):
+            for ids in batches(2 if step == 2 else 1):
+                model(ids).backward()
+            assert not caplog.text
+            optimizer.step()
+    assert "2 steps of a parameter since the last optimizer.step()" in caplog.text
+    assert "give accumulation=2" in caplog.text
 
 
 def test_wrappers_that_read_gradients_later_are_refused() -> None:

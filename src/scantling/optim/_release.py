@@ -15,8 +15,12 @@ PyTorch calls the hooks of FSDP2's parameters from `foreach_reduce`, on the stre
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -32,6 +36,8 @@ _WRAPPED = (
     "gradients cannot be released under {}, which averages them only after they are stepped; train the bare model on "
     "one process, shard it with FSDP2's fully_shard, or do without release_gradients"
 )
+logger = logging.getLogger(__name__)
+
 _NO_PASS = -1
 """What autograd calls no pass: a pipeline schedule has FSDP2 exchange gradients after the last of them."""
 
@@ -65,8 +71,8 @@ def release_gradients(
 
     `optimizer.step()` may still be called (by a loop that does not know): it steps what was left, which is nothing but
     after an accumulation that was broken off. A learning rate has to be set before the backward pass it is meant for.
-    `clip_grad_norm_` after it finds no gradients and does nothing; recipes refuse the two together.
-    Tied parameters are stepped once, with the sum of their gradients.
+    Tied parameters are stepped once, with the sum of their gradients. `torch.nn.utils.clip_grad_norm_` to a finite norm
+    raises a UserError: it comes too late.
 
     Collectives: with parameters sharded by FSDP2 at most three all-reduces in the backward pass for each group, that is
     each call of `fully_shard`; with other sharded parameters (tensor parallelism) at most three for each parameter, of
@@ -99,7 +105,7 @@ def release_gradients(
     """
     if not isinstance(optimizer, CAME):
         raise UserError(f"release_gradients works with scantling.CAME; given {type(optimizer).__name__}")
-    if not isinstance(accumulation, int) or accumulation < 1:
+    if not isinstance(accumulation, int) or isinstance(accumulation, bool) or accumulation < 1:
         raise UserError(f"accumulation must be a whole number of at least 1; given {accumulation!r}")
     for module in model.modules():
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
@@ -110,6 +116,7 @@ def release_gradients(
         raise UserError("the optimizer has no parameter of this model")
     if any(getattr(param, "_post_accumulate_grad_hooks", None) for param in params):
         raise UserError("a parameter has a post-accumulate hook already; remove the earlier handle first")
+    _guard_clipping()
     groups = _fsdp_groups(model, params)
     passes = _Passes(optimizer, params, groups, accumulation, before_step)
     ids = {id(param) for param in params}
@@ -144,6 +151,8 @@ class _Passes:
         self._task: int | None = None  # autograd's name for the pass that goes on
         self._waiting: list[Tensor] = []  # of one group, for the rest of it
         self._stepped: set[int] = set()
+        self._taken: Counter[int] = Counter()  # steps of each parameter since the last `optimizer.step()`
+        self._is_in_loop = False  # one that calls it
 
     def arrived(self, param: Tensor) -> None:
         """The gradient of a parameter is there."""
@@ -170,6 +179,16 @@ class _Passes:
         """`optimizer.step()` has used all gradients."""
         self._number = 0
         self._waiting = []
+        most = max(self._taken.values(), default=0)
+        if most > 1 and self._is_in_loop:
+            logger.warning(
+                "release_gradients: %d steps of a parameter since the last optimizer.step(), each in a backward pass; if "
+                "their gradients were meant to add up, give accumulation=%d",
+                most,
+                most * self._accumulation,
+            )
+        self._taken.clear()
+        self._is_in_loop = True
 
     def _begin(self) -> None:
         """Note which pass goes on, and ask to be called at its end."""
@@ -203,6 +222,7 @@ class _Passes:
                 "without release_gradients, or without that setting"
             )
         self._stepped.update(id(param) for param in params)
+        self._taken.update(id(param) for param in params)
         if self._before_step is not None:
             for param in params:
                 self._before_step(param)
@@ -216,6 +236,38 @@ def _refuse_ddp(*_: Any) -> None:
     active = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if active is not None:
         raise UserError(_WRAPPED.format("DistributedDataParallel"))
+
+
+def _guard_clipping() -> None:
+    """Let `clip_grad_norm_` refuse released parameters: with their gradients gone it would clip nothing and not say so.
+
+    What is wrapped is the half of it that takes parameters, which it looks up in its module whichever way a loop came
+    by it; in a version of torch without that function nothing is wrapped.
+    """
+    module = torch.nn.utils.clip_grad
+    clip = getattr(module, "_clip_grads_with_norm_", None)
+    if clip is None or hasattr(clip, "is_guarded_by_scantling"):
+        return
+
+    @functools.wraps(clip)
+    def guarded(parameters: Iterable[Tensor] | Tensor, max_norm: float, *args: Any, **options: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        released = next((param for param in parameters if _is_released(param)), None)
+        if released is not None and math.isfinite(max_norm):
+            raise UserError(
+                f"clip_grad_norm_ to {max_norm:g} comes after release_gradients has stepped a parameter of shape "
+                f"{tuple(released.shape)} and freed its gradient. Leave it out (max_grad_norm=0 in TrainingArguments), "
+                "since CAME clips the update of each parameter by itself; or do without release_gradients"
+            )
+        clip(parameters, max_norm, *args, **options)
+
+    guarded.is_guarded_by_scantling = True  # type: ignore[attr-defined]
+    module._clip_grads_with_norm_ = guarded
+
+
+def _is_released(param: Tensor) -> bool:
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(getattr(hook, "__self__", None), _Passes) for hook in hooks.values())
 
 
 def _at_the_end(call: Callable[[], None]) -> None:

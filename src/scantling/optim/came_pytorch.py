@@ -7,6 +7,7 @@ others (convolutions, thin matrices) the second moment is written out in full an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,16 +30,21 @@ _THEIR_FACTORS = {
 _SHARED_KEYS = ("lr", "betas", "eps", "clip_threshold", "weight_decay")
 
 
-def from_came_pytorch(state_dict: dict[str, Any], optimizer: CAME) -> dict[str, Any]:
+def from_came_pytorch(
+    state_dict: dict[str, Any], optimizer: CAME, parameters: Iterable[Tensor] | None = None
+) -> dict[str, Any]:
     """A state dict for `optimizer.load_state_dict` from one of came-pytorch.
 
     Args:
-        state_dict: of `came_pytorch.CAME` over the same parameters in the same groups and order.
+        state_dict: of `came_pytorch.CAME` over the same parameters in the same groups and order, unless `parameters`
+            says otherwise.
         optimizer: decides momentum, rounding and factoring; it is not changed. Learning rate, betas, eps, clip
             threshold and weight decay come from the state dict.
+        parameters: those of the saved optimizer in its order, such as `model.parameters()`, for an optimizer with
+            other groups, such as those of `scantling.param_groups`; all options are then those of its own groups.
 
     Raises:
-        UserError: the groups do not fit.
+        UserError: the groups, or `parameters`, do not fit.
     """
     result = optimizer.state_dict()
     theirs, ours = state_dict.get("param_groups", []), result["param_groups"]
@@ -47,17 +53,28 @@ def from_came_pytorch(state_dict: dict[str, Any], optimizer: CAME) -> dict[str, 
         raise UserError(
             f"this is no state of came-pytorch, whose groups have {', '.join(_SHARED_KEYS)}; given {', '.join(keys)}"
         )
-    if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in ours]:
-        sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
-        raise UserError(
-            f"the saved groups hold {sizes[0]} parameters, those of this optimizer {sizes[1]}: build it over the same "
-            "groups in the same order, such as CAME(model.parameters(), lr)"
-        )
+    saved_keys = [key for group in theirs for key in group["params"]]
+    if parameters is None:
+        if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in ours]:
+            sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
+            raise UserError(
+                f"the saved groups hold {sizes[0]} parameters, those of this optimizer {sizes[1]}: build it over the "
+                "same groups in the same order, such as CAME(model.parameters(), lr), or give parameters= those of the "
+                "saved one in its order"
+            )
+        parameters = optimizer.parameters()
+        for saved_group, new_group in zip(theirs, ours, strict=True):
+            new_group |= {key: saved_group[key] for key in _SHARED_KEYS}
+    ordered = list({id(param): param for param in parameters}.values())
+    if len(ordered) != len(saved_keys):
+        raise UserError(f"the saved groups hold {len(saved_keys)} parameters; given {len(ordered)}")
+    key_of = {id(param): key for param, key in zip(ordered, saved_keys, strict=True)}
     result["state"] = {}
-    for saved_group, new_group, group in zip(theirs, ours, optimizer.param_groups, strict=True):
-        new_group |= {key: saved_group[key] for key in _SHARED_KEYS}
-        for saved_key, key, param in zip(saved_group["params"], new_group["params"], group["params"], strict=True):
-            saved = state_dict["state"].get(saved_key)
+    for new_group, group in zip(ours, optimizer.param_groups, strict=True):
+        for key, param in zip(new_group["params"], group["params"], strict=True):
+            if id(param) not in key_of:
+                raise UserError(f"parameter {key} of this optimizer, {tuple(param.shape)}, is not one of parameters=")
+            saved = state_dict["state"].get(key_of[id(param)])
             if saved:
                 _check(saved, param, f"parameter {key}")
                 result["state"][key] = _ours(saved, group, param)
