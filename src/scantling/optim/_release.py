@@ -182,8 +182,8 @@ class _Passes:
         most = max(self._taken.values(), default=0)
         if most > 1 and self._is_in_loop:
             logger.warning(
-                "release_gradients: %d steps of a parameter since the last optimizer.step(), each in a backward pass; if "
-                "their gradients were meant to add up, give accumulation=%d",
+                "release_gradients: %d steps of a parameter since the last optimizer.step(), each in a backward pass; "
+                "if their gradients were meant to add up, give accumulation=%d",
                 most,
                 most * self._accumulation,
             )
