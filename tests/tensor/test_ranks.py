@@ -256,7 +256,7 @@ def test_losses_of_passes_that_made_no_step_do_not_add_up() -> None:
             adapter.loss(torch.tensor(loss, requires_grad=True) / len(losses), share=1 / len(losses)).backward()
 
     def mean_loss() -> float:
-        return float(adapter._mean_loss / adapter._weight)
+        return float(adapter._schedule.mean_loss / adapter._schedule.weight)
 
     passed(float("nan"))
     passed(2.0, 2.0, 2.0)
@@ -270,7 +270,7 @@ def test_losses_of_passes_that_made_no_step_do_not_add_up() -> None:
         passed(float("nan"))
         optimizer.step()
     assert mean_loss() == pytest.approx(2.0)
-    assert float(adapter.state_dict()["reference"]) == pytest.approx(2.0)
+    assert float(adapter._schedule.reference) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -521,7 +521,7 @@ def test_what_a_rank_contributes_is_its_share_of_the_squared_norm() -> None:
         for control in layer.controls:
             control.uniform_(0.2, 1.5)
         total = layer.dense_weight().square().sum()
-        for control, shares in zip(layer.controls, list(adapter._contributions()), strict=True):
+        for control, shares in zip(layer.controls, list(adapter._bonds.contributions()), strict=True):
             kept = control.clone()
             for rank, share in enumerate(shares):
                 control.zero_()[rank] = kept[rank]

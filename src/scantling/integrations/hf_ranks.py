@@ -56,9 +56,7 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
         saved = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and saved is not None:
-            values = saved["attributes"]
-            tensors = {key: torch.tensor(values[key]) for key in ("price", "mean_loss", "weight", "reference")}
-            self.adapter.load_state_dict({**values, **tensors})
+            self.adapter.load_state_dict(saved["attributes"])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         with torch.enable_grad():
@@ -87,8 +85,4 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         """What `trainer_state.json` keeps."""
-        values = {
-            key: value.item() if isinstance(value, torch.Tensor) else value
-            for key, value in self.adapter.state_dict().items()
-        }
-        return {"args": {}, "attributes": values}
+        return {"args": {}, "attributes": self.adapter.state_dict()}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from scantling.groups import MatrixDims, Role
-    from scantling.tensor.ranks import BytesOf
+    from scantling.tensor.bonds import BytesOf
 
 MIB = 2**20
 _TUNED = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")

@@ -10,8 +10,9 @@ from torch import nn
 
 from scantling.comm import GradientExchange
 from scantling.recipe.schema import TensorSection
+from scantling.tensor.bonds import BytesOf
 from scantling.tensor.layer import merge_once
-from scantling.tensor.ranks import BytesOf, RankAdapter
+from scantling.tensor.ranks import RankAdapter
 from scantling.training.methods import Method
 
 

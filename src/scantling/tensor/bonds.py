@@ -1,0 +1,222 @@
+"""The inner bonds of many layers of cores in one row: which of their ranks are live, how large the layers are with
+those, and which ranks to keep for a size.
+
+What a rank contributes is its share of the squared norm of the weight, from the Gram matrices of the chain on either
+side: a function of the parameters alone, so that replicas decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from math import inf
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from scantling.groups import MatrixDims, Role
+from scantling.tensor.choose import nearest
+from scantling.tensor.layer import CoreLayer, gate
+from scantling.tensor.options import RankOptions
+from scantling.tensor.sizes import SizePolynomial, Term, byte_terms, number_terms
+from scantling.tensor.uses import Uses
+
+BytesOf: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Role, MatrixDims], float]
+"""Bytes that training keeps for a core, by its shape, dtype, role and matrix dims."""
+
+_MARGIN = 5.0
+"""How far from the threshold, in thresholds, a control is put that is shut or opened: not to flip back at once."""
+_MOST_ORDERS = 8
+"""Of contraction that are tried to bring FLOPs to a size."""
+
+
+class Bonds:
+    """The inner bonds of layers that have rank controls.
+
+    Args:
+        layers: by their names, each with controls.
+        options: unit of the size, threshold and tolerance.
+        uses: of the layers in a step, for the unit `flops`.
+        bytes_of: of a core, for the unit `bytes`.
+
+    Attributes:
+        controls: of all bonds, layer by layer; none once they are folded into the cores.
+        device: of the controls.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, CoreLayer], options: RankOptions, *, uses: Uses, bytes_of: BytesOf | None
+    ) -> None:
+        self._layers, self._options = layers, options
+        self._uses, self._bytes_of = uses, bytes_of
+        self.device: torch.device
+        self.refresh()
+
+    def refresh(self) -> None:
+        """After the shapes have changed: the controls in one row, and the size as a function of the ranks."""
+        self.controls = [control for layer in self._layers.values() for control in layer.controls or ()]
+        if self.controls:
+            self.device = self.controls[0].device
+        counts = torch.tensor([len(control) for control in self.controls])
+        self._bond_of = torch.repeat_interleave(torch.arange(len(counts)), counts).to(self.device)
+        bonds_of = torch.tensor([len(layer.cores) - 1 for layer in self._layers.values()])
+        self._layer_of = torch.repeat_interleave(torch.arange(len(bonds_of)), bonds_of).to(self.device)
+        terms: list[Term] = []
+        first = 0
+        for layer in self._layers.values():
+            terms += self._terms(layer, first)
+            first += len(layer.cores) - 1
+        self._counted = SizePolynomial.of(terms, len(self.controls))  # on the CPU
+        self._size = self._counted.to(self.device)  # what a captured graph reads, so that it stays until shapes change
+
+    def follow(self) -> bool:
+        """Go where the model has gone since, to another device; whether it has."""
+        moved = bool(self.controls) and self.controls[0].device != self.device
+        if moved:
+            self.refresh()
+        return moved
+
+    def cores(self) -> list[Tensor]:
+        """Of all layers."""
+        return [core for layer in self._layers.values() for core in layer.cores]
+
+    def ranks(self) -> dict[str, tuple[int, ...]]:
+        """Live ranks of all bonds of each layer, the outer ones (1) included; all 0 in between where one is."""
+        counts = iter(self._per_bond((self._flat().detach() > self._options.threshold).long()).tolist())
+        found = {}
+        for name, layer in self._layers.items():
+            inner = list(islice(counts, len(layer.cores) - 1))
+            found[name] = (1, *(inner if all(inner) else [0] * len(inner)), 1)
+        return found
+
+    def size(self) -> float:
+        """The size at the live ranks."""
+        live = self._live().cpu()
+        return float(self._counted_at(live)(live))
+
+    def size_of_all(self) -> float:
+        """The size at all ranks, live or not."""
+        return float(self._counted(torch.tensor([len(control) for control in self.controls], dtype=torch.float64)))
+
+    def least_size(self) -> float:
+        """The size with one rank on every bond."""
+        ones = torch.ones(len(self.controls), dtype=torch.float64)
+        return float(self._counted_at(ones)(ones))
+
+    def live_size(self) -> Tensor:
+        """The size at the live ranks, 0-D, on the device and without a question to it: for captured graphs."""
+        return self._size(self._live())
+
+    def relaxed_size(self) -> Tensor:
+        """The size with the l1 norms of the controls for the ranks, 0-D, with a gradient."""
+        return self._size(self._per_bond(self._flat().clamp(min=0.0)))
+
+    def squared_norm(self) -> Tensor:
+        """Of all cores, 0-D, with a gradient."""
+        return torch.stack(list(torch._foreach_norm(self.cores()))).square().sum()
+
+    @torch.no_grad()
+    def bring_to(self, wanted: float) -> None:
+        """Shut the ranks that contribute least for what they cost, or open those that would contribute most.
+
+        One rank stays on every bond. Where one rank is more than the tolerance, ranks are exchanged for smaller ones.
+        """
+        threshold, tolerance = self._options.threshold, self._options.tolerance
+        device = torch.device("cpu")
+        flat, bond_of = self._flat().to(device), self._bond_of.to(device)
+        before = live = tried = flat > threshold
+        share = torch.cat(list(self.contributions())).to(device, torch.float64)
+
+        def ranks() -> Tensor:
+            return torch.zeros(len(self.controls), dtype=torch.float64).index_add(0, bond_of, tried.double())
+
+        least_off = inf
+        for _ in range(_MOST_ORDERS):
+            alive = ranks().clamp(min=1.0)
+            counted = self._counted_at(alive)
+            value = share / counted.slopes(alive)[bond_of].clamp(min=1e-30)
+            tried = nearest(counted, tried, bond_of, value, wanted, tolerance)
+            off = abs(float(self._counted_at(ranks())(ranks())) - wanted)
+            if off >= least_off:
+                break
+            live, least_off = tried, off
+            if off <= tolerance * wanted or counted is self._counted:  # which does not change with ranks
+                break
+        margin = _MARGIN * threshold
+        lengths = [len(control) for control in self.controls]
+        opened, shut = (torch.split(mask, lengths) for mask in (live & ~before, before & ~live))
+        for control, wide, closed in zip(self.controls, opened, shut, strict=True):
+            control.masked_fill_(wide.to(control.device), margin).masked_fill_(closed.to(control.device), -margin)
+
+    @torch.no_grad()
+    def contributions(self) -> Iterator[Tensor]:
+        """Bond by bond the share of each rank in the squared norm of the weight; of one that is shut, if it opened."""
+        threshold = self._options.threshold
+        for layer in self._layers.values():
+            if layer.controls is None:
+                continue
+            cores = [core.detach().float().flatten(1, -2) for core in layer.cores]
+            gates = [gate(control, threshold).float() for control in layer.controls]
+            left = right = cores[0].new_ones(1, 1)
+            lefts: list[Tensor] = []
+            rights: list[Tensor] = []
+            for core, one in zip(cores, gates, strict=False):
+                half = (left @ core.flatten(1)).view(core.shape[0] * core.shape[1], core.shape[2])
+                lefts.append(core.flatten(0, 1).t() @ half)
+                left = lefts[-1] * one * one[:, None]
+            for core, one in zip(cores[:0:-1], [torch.ones(()), *gates[:0:-1]], strict=True):
+                gated = core * one
+                right = gated.flatten(1) @ (gated @ right).flatten(1).t()
+                rights.insert(0, right)
+            total = (left * rights[-1]).sum().clamp(min=1e-30)
+            for before, behind, control in zip(lefts, rights, layer.controls, strict=True):
+                opened = control.detach().float().clamp(min=threshold)
+                yield before.diagonal() * behind.diagonal() * opened.square() / total
+
+    def _flat(self) -> Tensor:
+        return torch.cat(list(self.controls))
+
+    def _per_bond(self, values: Tensor) -> Tensor:
+        """Sums of what each rank has, bond by bond: (bonds)."""
+        return values.new_zeros(len(self.controls)).index_add(0, self._bond_of, values)
+
+    def _live(self) -> Tensor:
+        """Live ranks of the bonds, float64; where one bond of a layer has none, neither have the others."""
+        live = self._per_bond((self._flat().detach() > self._options.threshold).double())
+        alive = live.new_ones(len(self._layers)).scatter_reduce(0, self._layer_of, live.clamp(max=1.0), "amin")
+        return live * alive[self._layer_of]
+
+    def _counted_at(self, ranks: Tensor) -> SizePolynomial:
+        """The size as a function of the ranks near some live ones, (bonds): of FLOPs, in the order that is best there.
+
+        With fewer ranks another order may be the best, so that `_counted` says too much of them.
+        """
+        if self._options.unit != "flops":
+            return self._counted
+        terms: list[Term] = []
+        inner = iter(ranks.long().tolist())
+        first = 0
+        for layer in self._layers.values():
+            own = tuple(islice(inner, len(layer.cores) - 1))
+            if all(own):
+                terms += self._uses[layer].flop_terms(layer, (layer.ranks[0], *own, layer.ranks[-1]), first)
+            first += len(own)
+        return SizePolynomial.of(terms, len(self.controls))
+
+    def _terms(self, layer: CoreLayer, first: int) -> list[Term]:
+        """Terms of the size of a layer, in the unit of the target; `first` is the place of its first inner bond."""
+        options, bytes_of = self._options, self._bytes_of
+        if options.unit == "flops":
+            return self._uses[layer].flop_terms(layer, layer.ranks, first)
+        numbers = number_terms(layer.sizes, first)
+        if options.unit == "parameters" or not all(layer.ranks):
+            return numbers
+        if bytes_of is None:
+            return [(constant * options.bytes_per_parameter, bonds) for constant, bonds in numbers]
+
+        def of_core(place: int, left: int, right: int) -> float:
+            core = layer.cores[place]
+            return bytes_of((left, *core.shape[1:-1], right), core.dtype, layer.core_role, layer.core_dims)
+
+        return byte_terms(layer.ranks, of_core, first)

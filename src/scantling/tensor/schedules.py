@@ -1,0 +1,260 @@
+"""How ranks come down to a size: the controlled schedule, and the paper's.
+
+Both add to the loss a price on the size that the controls span (CoMERA, arXiv 2405.14377, section 4):
+
+    loss + price * P^ / P_0 + beta * sum |G|^2
+
+P is the size at the ranks whose controls are above the threshold, P_0 that at the start, P^ its relaxation with l1
+norms of the controls for the ranks; the beta term keeps the cores from growing while the controls shrink.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scantling.tensor.bonds import Bonds
+from scantling.tensor.options import RankOptions
+
+_SHUT = -1.0
+"""What the controls that are shut at the end become: too far from the threshold ever to come back."""
+
+
+class Schedule(nn.Module):
+    """What a schedule adds to the loss, and what it does to the ranks after a step.
+
+    What changes from step to step lies in buffers, on the device of the controls, which a captured graph reads.
+
+    Args:
+        options: of the adapter.
+        bonds: the size at all of their ranks is that at the start.
+
+    Attributes:
+        initial: the size at the start.
+        target: the size that is wanted in the end.
+    """
+
+    held: Tensor
+
+    def __init__(self, options: RankOptions, bonds: Bonds) -> None:
+        super().__init__()
+        self.options, self._bonds = options, bonds
+        self.initial = bonds.size_of_all()
+        self.target = options.size_target * (self.initial if options.size_target <= 1.0 else 1.0)
+        self.register_buffer("held", torch.zeros((), dtype=torch.bool), persistent=False)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the size is held to the target in the end."""
+        raise NotImplementedError
+
+    @property
+    def current_price(self) -> float:
+        """Of the whole size in units of the loss."""
+        raise NotImplementedError
+
+    def objective(self, task_loss: Tensor, share: float) -> Tensor:
+        """The loss of the task, 0-D, and what the schedule adds to it, of which this share is wanted."""
+        raise NotImplementedError
+
+    def meet(self, task_loss: Tensor, share: float) -> None:
+        """See the loss of a pass before its objective is asked for."""
+
+    def stepped(self, step: int) -> None:
+        """Act on the ranks after a step, the `step`-th one."""
+        if step % self.options.interval == 0 or step >= self.options.steps:
+            if self.has_ended(step):
+                self._end(step)
+            else:
+                self._follow_path(step)
+
+    def has_ended(self, step: int) -> bool:
+        """Whether the size is held to the target from this step on."""
+        return self.holds and step >= self.options.steps
+
+    def bring_to_target(self) -> None:
+        """Bring the size to the target at once."""
+        self._keep_to(self.target)
+
+    def values(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain values."""
+        buffers = {name: buffer.item() for name, buffer in self.state_dict().items()}
+        return {"initial": self.initial, "target": self.target, **buffers}
+
+    @torch.no_grad()
+    def load_values(self, values: dict[str, Any], step: int) -> None:
+        """Go on from the values after a step."""
+        self.initial, self.target = values["initial"], values["target"]
+        for name, buffer in self.state_dict().items():
+            buffer.fill_(values[name])
+        self.held.fill_(self.has_ended(step))
+
+    def _follow_path(self, step: int) -> None:
+        """Act on the ranks before the end."""
+
+    @torch.no_grad()
+    def _end(self, step: int) -> None:
+        """Hold the size to the target, and from then on every rank to what it is; nothing asks for fewer any more."""
+        threshold, at_end = self.options.threshold, step == self.options.steps
+        self.held.fill_(True)
+        if at_end:
+            self.bring_to_target()
+        lowest = threshold if at_end else 0.5 * _SHUT
+        for control in self._bonds.controls:
+            control.copy_(torch.where(control > lowest, control.clamp(min=2.0 * threshold), _SHUT))
+
+    def _keep_to(self, wanted: float) -> None:
+        """Shut or open ranks where the size is off."""
+        if abs(self._bonds.size() - wanted) > self.options.tolerance * wanted:
+            self._bonds.bring_to(wanted)
+
+    def _relaxed(self) -> Tensor:
+        """P^ / P_0."""
+        return self._bonds.relaxed_size() / self.initial
+
+    def _norm(self) -> Tensor | float:
+        """The beta term."""
+        return self.options.beta * self._bonds.squared_norm() if self.options.beta else 0.0
+
+
+class ControlledSchedule(Schedule):
+    """The size follows a path that falls to the target.
+
+    The price is raised while the size is above the path and lowered while it is below; what it does not bring about in
+    time is done: the ranks that contribute least for what they cost are shut, or the ones that would contribute most
+    opened again, so that the size is on the path within the tolerance at every step.
+    """
+
+    price: Tensor
+
+    def __init__(self, options: RankOptions, bonds: Bonds) -> None:
+        super().__init__(options, bonds)
+        self.register_buffer("price", torch.tensor(options.price))
+
+    @property
+    def holds(self) -> bool:
+        return True
+
+    @property
+    def current_price(self) -> float:
+        return float(self.price)
+
+    def objective(self, task_loss: Tensor, share: float) -> Tensor:
+        return task_loss + share * (self._norm() + self.price * self._relaxed())
+
+    def _follow_path(self, step: int) -> None:
+        options = self.options
+        way = min(1.0, max(0.0, (step - options.begin) / (options.steps - options.begin)))
+        wanted = self.initial + (self.target - self.initial) * way
+        if step >= options.begin:
+            error = self._bonds.size() / wanted - 1.0
+            rate = options.price_rate * min(1.0, max(-1.0, error)) * options.interval
+            self.price.mul_(torch.tensor(rate).exp())
+        self._keep_to(wanted)
+
+    def _end(self, step: int) -> None:
+        if step == self.options.steps:
+            self.price.zero_()
+        super()._end(step)
+
+
+class PaperSchedule(Schedule):
+    """`early_steps` steps with the fixed price gamma, then achievement scalarisation with a reference point.
+
+    The reference point is (L_0, P_target):
+
+        w1 (L - L_0) >= w2 (P - P_target) / P_0:   w1 (L - L_0) + rho (L + P^ / P_0) + beta |G|^2
+        else:                                      w2 (P^ - P_target) / P_0 + rho (L + P^ / P_0) + beta |G|^2
+
+    The test takes the true size and the mean loss of recent steps, so that one batch does not decide. It ends near the
+    target, not at it, unless the size is held to it at the end (`hold`).
+    """
+
+    mean_loss: Tensor
+    weight: Tensor
+    reference: Tensor
+    late: Tensor
+    recent: Tensor
+    recent_share: Tensor
+
+    def __init__(self, options: RankOptions, bonds: Bonds) -> None:
+        super().__init__(options, bonds)
+        for name in ("mean_loss", "weight", "reference"):
+            self.register_buffer(name, torch.zeros(()))
+        self.register_buffer("late", torch.zeros((), dtype=torch.bool))
+        for name in ("recent", "recent_share"):
+            self.register_buffer(name, torch.zeros(()), persistent=False)
+        self._is_late = False  # as `late`, without asking the device
+
+    @property
+    def holds(self) -> bool:
+        return self.options.hold
+
+    @property
+    def current_price(self) -> float:
+        return self.options.gamma
+
+    @property
+    def _early_steps(self) -> int:
+        return self.options.steps if self.options.early_steps is None else self.options.early_steps
+
+    def objective(self, task_loss: Tensor, share: float) -> Tensor:
+        options = self.options
+        loss = task_loss.detach()
+        is_finite = torch.isfinite(loss)
+        self.recent += torch.where(is_finite, loss, 0.0)
+        self.recent_share += torch.where(is_finite, share, 0.0)
+        relaxed = self._relaxed()
+        early = task_loss + share * options.gamma * relaxed
+        target = self.target / self.initial
+        mean_loss = self.mean_loss / self.weight.clamp(min=1e-12)
+        by_loss = options.loss_weight * (mean_loss - self.reference)
+        by_size = options.size_weight * (self._bonds.live_size() / self.initial - target)
+        both = options.rho * (task_loss + share * relaxed)
+        late = both + torch.where(
+            by_loss >= by_size,
+            options.loss_weight * (task_loss - share * self.reference),
+            options.size_weight * share * (relaxed - target),
+        )
+        chosen = torch.where(self.held, task_loss, torch.where(self.late, late, early))
+        return share * self._norm() + chosen
+
+    def meet(self, task_loss: Tensor, share: float) -> None:
+        if self._early_steps == 0 and not self._is_late:
+            self._remember(task_loss.detach() / share, 0)
+
+    def stepped(self, step: int) -> None:
+        self._remember(self.recent / self.recent_share, step)  # of all passes since, also of those no step was made of
+        self.recent.zero_()
+        self.recent_share.zero_()
+        super().stepped(step)
+
+    def load_values(self, values: dict[str, Any], step: int) -> None:
+        super().load_values(values, step)
+        self._is_late = bool(values["late"])
+
+    def _remember(self, loss: Tensor, step: int) -> None:
+        """The mean loss of recent steps, over all replicas, and the reference once the early steps are over.
+
+        One that is not finite is left out.
+        """
+        value = loss.to(self.mean_loss.device, torch.float32, copy=True)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(value)
+            value /= torch.distributed.get_world_size()
+        is_finite, memory = torch.isfinite(value), self.options.memory
+        self.mean_loss.copy_(torch.where(is_finite, self.mean_loss * memory + value * (1.0 - memory), self.mean_loss))
+        self.weight.copy_(torch.where(is_finite, self.weight * memory + (1.0 - memory), self.weight))
+        if step >= self._early_steps and not self._is_late:
+            given = self.options.loss_target
+            if given is None and not self.weight:
+                return  # no loss that could be the reference yet
+            self.reference.copy_(self.mean_loss / self.weight if given is None else torch.tensor(given))
+            self._is_late = True
+            self.late.fill_(True)
+
+
+SCHEDULES: dict[str, type[Schedule]] = {"controlled": ControlledSchedule, "paper": PaperSchedule}
+"""By their names in the options."""
