@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.errors import UserError
+from scantling.optim.combined import CombinedOptimizer
 from scantling.tensor._cut import cut_parameter
 from scantling.tensor.choose import nearest
 from scantling.tensor.contraction import best_plan, factors_of
@@ -440,6 +441,67 @@ def test_a_dead_bond_leaves_the_bias() -> None:
     torch.save(model.state_dict(), buffer)
 
 
+@pytest.mark.parametrize("schedule", ["controlled", "paper"])
+@pytest.mark.parametrize("dead", [["second"], ["first", "second"], ["table", "first", "second"]])
+def test_the_schedule_goes_on_when_layers_have_died(dead: list[str], schedule: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, steps=10, schedule=schedule, interval=1)
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(2))
+    with torch.no_grad():
+        for name in dead:
+            controls = adapter.layers[name].controls
+            assert controls is not None
+            controls[0].fill_(-1.0)
+    adapter.truncate(optimizer)
+    losses = steps(model, adapter, optimizer, range(2, 12), cut_every=5)
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert all(adapter.ranks()[name][1] == 0 for name in dead)
+    assert adapter.size() <= 1.01 * adapter.target
+    adapter.finish(optimizer)
+    if len(dead) == 3:
+        with pytest.raises(UserError, match="no rank left"):
+            RankAdapter(model, size_target=0.9)
+    else:
+        again = RankAdapter(model, size_target=0.8, steps=2)
+        steps(model, again, came(model), range(3))
+        assert again.size() == pytest.approx(again.target, rel=0.1)  # a rank is so much of what is left
+
+
+@pytest.mark.parametrize("schedule", ["controlled", "paper"])
+def test_the_target_holds_when_a_bond_is_shut_and_not_yet_removed(schedule: str) -> None:
+    model = net(width=64, rank=12)
+    adapter = RankAdapter(model, size_target=0.5, steps=10, schedule=schedule, early_steps=10)
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(8))
+    with torch.no_grad():
+        controls = model.first.controls
+        assert controls is not None
+        controls[1].fill_(-1.0)
+    assert adapter.ranks()["first"][2] == 0
+    steps(model, adapter, optimizer, range(8, 12))
+    assert adapter.ranks()["first"][2] > 0
+    assert adapter.size() == pytest.approx(adapter.target, rel=0.02)
+
+
+def test_controls_of_a_checkpoint_are_gone_on_with() -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, steps=4, interval=1)
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(3))
+    loaded = copy.deepcopy(model)
+    with pytest.raises(UserError, match="'table' has rank controls already"):
+        RankAdapter(model)
+    resumed = RankAdapter(loaded, size_target=0.5, steps=4, interval=1)
+    assert resumed.ranks() == adapter.ranks() != {name: layer.ranks for name, layer in adapter.layers.items()}
+    resumed.load_state_dict(adapter.state_dict())
+    assert (resumed.size(), resumed.target, resumed.step) == (adapter.size(), adapter.target, adapter.step)
+    with pytest.raises(UserError, match="rank controls already"):
+        RankAdapter(loaded)
+    with pytest.raises(UserError, match="is the least"):
+        RankAdapter(copy.deepcopy(model), size_target=0.001)
+
+
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
@@ -652,6 +714,18 @@ def test_an_adapter_goes_where_its_model_goes_and_controls_stay_wide() -> None:
     assert adapter.loss(torch.zeros((), device="meta")).device.type == "meta"
 
 
+@pytest.mark.parametrize("schedule", ["controlled", "paper"])
+def test_a_state_is_loaded_where_the_model_has_gone(schedule: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, schedule=schedule)
+    state = adapter.state_dict()
+    model.to("meta")
+    adapter.load_state_dict(state)
+    assert adapter.device.type == "meta"
+    assert {buffer.device.type for buffer in adapter._schedule.buffers()} == {"meta"}
+    assert adapter.loss(torch.zeros((), device="meta")).device.type == "meta"
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="Linear has no layer of cores"):
         RankAdapter(nn.Linear(3, 3))
@@ -694,6 +768,11 @@ def test_what_cannot_be_is_refused() -> None:
         adapter.load_state_dict({**adapter.state_dict(), "ranks": {"nowhere": [1, 1]}})
     with pytest.raises(UserError, match="the state of the RankAdapter has unit='bytes', this one unit='parameters'"):
         adapter.load_state_dict({**adapter.state_dict(), "unit": "bytes"})
+    for name, other_value in (("size_target", 0.3), ("steps", 50), ("begin", 7)):
+        with pytest.raises(UserError, match=f"has {name}={other_value}, this one"):
+            adapter.load_state_dict({**adapter.state_dict(), name: other_value})
+    with pytest.raises(UserError, match="no state of a RankAdapter, or one of another version: it lacks 'values'"):
+        adapter.load_state_dict({key: value for key, value in adapter.state_dict().items() if key != "values"})
     other = net(rank=4)
     RankAdapter(other)
     with pytest.raises(UserError, match=r"table: core 1 of the checkpoint has the shape"):
@@ -706,6 +785,17 @@ def test_controls_that_nobody_steps_are_one_warning(caplog: pytest.LogCaptureFix
     adapter = RankAdapter(model, steps=5)
     steps(model, adapter, too_early, range(4))
     assert caplog.text.count("attach the adapter before the optimizer is built") == 1
+
+
+def test_optimizers_behind_one_that_steps_them_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=5)
+    controls = [control for layer in adapter.layers.values() for control in layer.controls or ()]
+    others = [param for param in model.parameters() if all(param is not control for control in controls)]
+    both = CombinedOptimizer([torch.optim.AdamW(controls, lr=1e-3), torch.optim.SGD(others, lr=1e-3)])
+    steps(model, adapter, both, range(4))
+    assert adapter.step == 4
+    assert not caplog.text
 
 
 def test_one_optimizer_for_the_cores_and_one_for_the_controls_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:

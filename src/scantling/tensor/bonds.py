@@ -54,7 +54,7 @@ class Bonds:
         self.refresh()
 
     def refresh(self) -> None:
-        """After the shapes have changed: the controls in one row, and the size as a function of the ranks."""
+        """After shapes or device have changed: the controls in one row, and the size as a function of the ranks."""
         self.controls = [control for layer in self._layers.values() for control in layer.controls or ()]
         if self.controls:
             self.device = self.controls[0].device
@@ -70,12 +70,10 @@ class Bonds:
         self._counted = SizePolynomial.of(terms, len(self.controls))  # on the CPU
         self._size = self._counted.to(self.device)  # what a captured graph reads, so that it stays until shapes change
 
-    def follow(self) -> bool:
-        """Go where the model has gone since, to another device; whether it has."""
-        moved = bool(self.controls) and self.controls[0].device != self.device
-        if moved:
-            self.refresh()
-        return moved
+    @property
+    def has_moved(self) -> bool:
+        """Whether the model has gone to another device since the last `refresh`."""
+        return bool(self.controls) and self.controls[0].device != self.device
 
     def cores(self) -> list[Tensor]:
         """Of all layers."""
@@ -120,9 +118,17 @@ class Bonds:
     def bring_to(self, wanted: float) -> None:
         """Shut the ranks that contribute least for what they cost, or open those that would contribute most.
 
-        One rank stays on every bond. Where one rank is more than the tolerance, ranks are exchanged for smaller ones.
+        One rank stays on every bond; where none is live, the one of the largest control is opened. Where one rank is
+        more than the tolerance, ranks are exchanged for smaller ones. Bonds whose ranks were all removed stay as they
+        are.
         """
         threshold, tolerance = self._options.threshold, self._options.tolerance
+        margin = _MARGIN * threshold
+        for control in self.controls:
+            if len(control) and not bool((control > threshold).any()):
+                control[control.argmax()] = margin
+        if not sum(map(len, self.controls)):
+            return
         device = torch.device("cpu")
         flat, bond_of = self._flat().to(device), self._bond_of.to(device)
         before = live = tried = flat > threshold
@@ -143,7 +149,6 @@ class Bonds:
             live, least_off = tried, off
             if off <= tolerance * wanted or counted is self._counted:  # which does not change with ranks
                 break
-        margin = _MARGIN * threshold
         lengths = [len(control) for control in self.controls]
         opened, shut = (torch.split(mask, lengths) for mask in (live & ~before, before & ~live))
         for control, wide, closed in zip(self.controls, opened, shut, strict=True):

@@ -25,7 +25,7 @@ def nearest(
     exchanged for one of another bond, whatever brings it nearest.
 
     Args:
-        size: of the ranks of all bonds.
+        size: of the ranks of all bonds, some of which may have none.
         live: which ranks are, bool, all bonds in a row.
         bond_of: the bond of each rank.
         value: of each rank for what it costs.
@@ -35,7 +35,7 @@ def nearest(
     Returns:
         Which ranks are to be live; at least one of every bond that has one.
     """
-    num_bonds = int(bond_of.max()) + 1
+    num_bonds = size.num_bonds
     live = live.clone()
 
     def counts() -> Tensor:

@@ -209,8 +209,10 @@ class CoreLayer(nn.Module):
         return self
 
     def attach_controls(self, threshold: float) -> None:
-        """Put a control of 1 on every rank of every inner bond; the layer computes what it did."""
+        """Put a control of 1 on every rank of every inner bond that has none; the layer computes what it did."""
         self.threshold = threshold
+        if self.controls is not None:
+            return
         self.controls = nn.ParameterList(
             torch.ones(core.shape[-1], dtype=torch.promote_types(core.dtype, torch.float32), device=core.device)
             for core in self.cores[:-1]

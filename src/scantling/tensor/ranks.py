@@ -8,6 +8,7 @@ ties them to a training loop: the objective, the count of steps, the removal of 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from math import inf
 from typing import Any
@@ -27,6 +28,11 @@ from scantling.tensor.uses import uses_in
 
 logger = logging.getLogger(__name__)
 
+_OWNERS: weakref.WeakKeyDictionary[CoreLayer, weakref.ref[RankAdapter]] = weakref.WeakKeyDictionary()
+"""Whose the controls of a layer are."""
+_AGREED = ("unit", "schedule", "size_target", "steps", "begin")
+"""Options in which a state and the adapter that goes on from it are alike."""
+
 
 class RankAdapter:
     """Adapt the ranks of all layers of cores in a model to a size target.
@@ -38,8 +44,10 @@ class RankAdapter:
         optimizer.step()
         adapter.truncate(optimizer)       # now and then, and at the end
 
+    Controls that are there already, of a checkpoint that was saved while ranks adapted, are gone on with as they are.
+
     Args:
-        model: with at least one layer of cores, none of which has controls.
+        model: with at least one layer of cores, and no other adapter.
         size_target: up to 1 a fraction of the numbers in the cores now, above 1 their number; see `RankOptions.unit`.
         bytes_of: bytes that training keeps for a core of this shape, dtype, role and `matrix_dims` (as of
             `scantling.optim.ParameterSpec`), for the unit `bytes`; default `RankOptions.bytes_per_parameter` a number.
@@ -69,14 +77,18 @@ class RankAdapter:
         if not self.layers:
             what = "layer of cores that is trained" if layers else "layer of cores whose ranks could adapt"
             raise UserError(f"{type(model).__name__} has no {what}; call sc.tensorize first")
+        if not any(all(layer.ranks) for layer in self.layers.values()):
+            raise UserError(f"the layers of cores in {type(model).__name__} have no rank left, so that none can adapt")
         for name, layer in self.layers.items():
-            if layer.controls is not None:
+            owner = _OWNERS.get(layer, lambda: None)()
+            if layer.controls is not None and owner is not None and owner.is_attached:
                 raise UserError(f"'{name}' has rank controls already: another RankAdapter is attached to this model")
         self.step = 0
         self._dense_numbers = sum(layer.weight.numel() for layer in self.layers.values())
         self._seen: tuple[int, ...] | None = None
         self._is_fresh = False
         self._passed_by = 0
+        new = [layer for layer in self.layers.values() if layer.controls is None]
         uses = uses_in(model, self.options.tokens) if self.options.unit == "flops" else {}
         try:
             for layer in self.layers.values():
@@ -85,9 +97,10 @@ class RankAdapter:
             self._schedule = SCHEDULES[self.options.schedule](self.options, self._bonds).to(self._bonds.device)
             self._check_target()
         except BaseException:
-            for layer in self.layers.values():
+            for layer in new:
                 layer.controls = None
             raise
+        _OWNERS.update({layer: weakref.ref(self) for layer in self.layers.values()})
         self._last_size = self._schedule.initial
         after_steps(self, RankAdapter._stepped, lambda adapter: adapter._bonds.controls)
         after_steps(self, RankAdapter._cores_stepped, lambda adapter: adapter._bonds.cores())
@@ -151,14 +164,17 @@ class RankAdapter:
         """Say that what has changed so far was no step, and that one is to come, even if nothing asks for the loss."""
         self._seen, self._is_fresh = self._versions(), True
 
-    def _stepped(self) -> None:
+    def _stepped(self, _: torch.optim.Optimizer) -> None:
         """After a step of an optimizer that holds controls; only the first one after an objective counts."""
         self._passed_by = 0
         if self._is_fresh:
             self._count()
 
-    def _cores_stepped(self) -> None:
+    def _cores_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """After a step of an optimizer that holds cores; two with none of the controls in between are one too many."""
+        controls = set(map(id, self._bonds.controls))
+        if any(id(param) in controls for group in optimizer.param_groups for param in group["params"]):
+            return
         self._passed_by += 1
         if self._passed_by == 2 and self._bonds.controls:
             logger.warning(
@@ -178,8 +194,13 @@ class RankAdapter:
 
     def _follow(self) -> None:
         """Go where the model has gone since: to another device."""
-        if self._bonds.follow():
-            self._schedule.to(self._bonds.device)
+        if self._bonds.has_moved:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """After shapes or device have changed."""
+        self._bonds.refresh()
+        self._schedule.to(self._bonds.device)
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(version_of(control) for control in self._bonds.controls)
@@ -216,7 +237,7 @@ class RankAdapter:
                 cut_parameter(param, dim, index, optimizer, *holders)
         removed = before - sum(map(len, self._bonds.controls))
         if removed:
-            self._bonds.refresh()
+            self._refresh()
         if is_seen:
             self._seen = self._versions()
         return removed
@@ -238,6 +259,7 @@ class RankAdapter:
             optimizer: as of `truncate`, if its state is still wanted. For more steps build a new one: the controls are
                 parameters that the model has no longer.
         """
+        self._follow()
         if self.is_attached and self._schedule.holds:
             self.step = max(self.step, self.options.steps)
             self._schedule.bring_to_target()
@@ -297,8 +319,7 @@ class RankAdapter:
         """What a resumed run needs beside the parameters, as plain values."""
         return {
             "step": self.step,
-            "unit": self.options.unit,
-            "schedule": self.options.schedule,
+            **{name: getattr(self.options, name) for name in _AGREED},
             "values": self._schedule.values(),
             "ranks": {name: list(layer.ranks) for name, layer in self.layers.items()},
         }
@@ -308,12 +329,15 @@ class RankAdapter:
         """Go on from a state; cores and controls get the shapes they had, so that the model's can be loaded next.
 
         Raises:
-            UserError: the state of another model, unit or schedule; nothing has changed.
+            UserError: the state of another model, target or schedule; nothing has changed.
         """
+        missing = sorted({*self.state_dict()} - {*state})
+        if missing:
+            raise UserError(f"this is no state of a RankAdapter, or one of another version: it lacks '{missing[0]}'")
         if state["ranks"].keys() != self.layers.keys():
-            missing = sorted(state["ranks"].keys() ^ self.layers.keys())
-            raise UserError(f"the state of the RankAdapter is one of other layers; '{missing[0]}' is in one alone")
-        for name in ("unit", "schedule"):
+            other = sorted(state["ranks"].keys() ^ self.layers.keys())
+            raise UserError(f"the state of the RankAdapter is one of other layers; '{other[0]}' is in one alone")
+        for name in _AGREED:
             given, own = state[name], getattr(self.options, name)
             if given != own:
                 raise UserError(f"the state of the RankAdapter has {name}={given!r}, this one {name}={own!r}")
@@ -323,6 +347,7 @@ class RankAdapter:
                 raise UserError(
                     f"'{name}' has the ranks {layer.ranks}; those of the state, {wanted}, do not come of them"
                 )
+        self._follow()
         for name, layer in self.layers.items():
             wanted = state["ranks"][name]
             for param, dim, index in layer.cuts([torch.arange(rank, device=self.device) for rank in wanted[1:-1]]):
@@ -330,7 +355,7 @@ class RankAdapter:
         self.step = state["step"]
         self._schedule.load_values(state["values"], self.step)
         self._seen = None
-        self._bonds.refresh()
+        self._refresh()
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is None or not self._bonds.controls:

@@ -44,6 +44,7 @@ class Schedule(nn.Module):
         self.initial = bonds.size_of_all()
         self.target = options.size_target * (self.initial if options.size_target <= 1.0 else 1.0)
         self.register_buffer("held", torch.zeros((), dtype=torch.bool), persistent=False)
+        self._is_held = False  # as `held`, without asking the device
 
     @property
     def holds(self) -> bool:
@@ -66,7 +67,7 @@ class Schedule(nn.Module):
         """Act on the ranks after a step, the `step`-th one."""
         if step % self.options.interval == 0 or step >= self.options.steps:
             if self.has_ended(step):
-                self._end(step)
+                self._end()
             else:
                 self._follow_path(step)
 
@@ -89,19 +90,21 @@ class Schedule(nn.Module):
         self.initial, self.target = values["initial"], values["target"]
         for name, buffer in self.state_dict().items():
             buffer.fill_(values[name])
-        self.held.fill_(self.has_ended(step))
+        self._is_held = self.has_ended(step)
+        self.held.fill_(self._is_held)
 
     def _follow_path(self, step: int) -> None:
         """Act on the ranks before the end."""
 
     @torch.no_grad()
-    def _end(self, step: int) -> None:
+    def _end(self) -> None:
         """Hold the size to the target, and from then on every rank to what it is; nothing asks for fewer any more."""
-        threshold, at_end = self.options.threshold, step == self.options.steps
-        self.held.fill_(True)
-        if at_end:
+        threshold, lowest = self.options.threshold, 0.5 * _SHUT
+        if not self._is_held:
+            self._is_held = True
+            self.held.fill_(True)
             self.bring_to_target()
-        lowest = threshold if at_end else 0.5 * _SHUT
+            lowest = threshold
         for control in self._bonds.controls:
             control.copy_(torch.where(control > lowest, control.clamp(min=2.0 * threshold), _SHUT))
 
@@ -154,10 +157,9 @@ class ControlledSchedule(Schedule):
             self.price.mul_(torch.tensor(rate).exp())
         self._keep_to(wanted)
 
-    def _end(self, step: int) -> None:
-        if step == self.options.steps:
-            self.price.zero_()
-        super()._end(step)
+    def _end(self) -> None:
+        self.price.zero_()
+        super()._end()
 
 
 class PaperSchedule(Schedule):

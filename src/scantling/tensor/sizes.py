@@ -33,10 +33,12 @@ class SizePolynomial:
     Attributes:
         coefficients: (terms), float64.
         bonds: (terms, 3) places in the vector of ranks; its last entry, one past the bonds, stands for 1.
+        num_bonds: how many there are.
     """
 
     coefficients: Tensor
     bonds: Tensor
+    num_bonds: int
 
     @classmethod
     def of(cls, terms: Iterable[tuple[float, Sequence[int]]], num_bonds: int) -> SizePolynomial:
@@ -44,10 +46,10 @@ class SizePolynomial:
         listed = list(terms)
         bonds = [[*places, *[num_bonds] * (3 - len(places))] for _, places in listed]
         coefficients = torch.tensor([float(constant) for constant, _ in listed], dtype=torch.float64)
-        return cls(coefficients, torch.tensor(bonds, dtype=torch.int64).view(-1, 3))
+        return cls(coefficients, torch.tensor(bonds, dtype=torch.int64).view(-1, 3), num_bonds)
 
     def to(self, device: torch.device) -> SizePolynomial:
-        return SizePolynomial(self.coefficients.to(device), self.bonds.to(device))
+        return SizePolynomial(self.coefficients.to(device), self.bonds.to(device), self.num_bonds)
 
     def __call__(self, ranks: Tensor) -> Tensor:
         """The size at these ranks, (bonds), as a 0-D tensor of their dtype."""

@@ -22,14 +22,16 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def after_steps(owner: Owner, method: Callable[[Owner], None], parameters: Callable[[Owner], Iterable[Tensor]]) -> None:
+def after_steps(
+    owner: Owner, method: Callable[[Owner, Optimizer], None], parameters: Callable[[Owner], Iterable[Tensor]]
+) -> None:
     """Call a method after every step of an optimizer that holds one of some parameters, as long as its owner lives.
 
     Steps that are captured in a CUDA graph are left out: nothing has happened yet.
 
     Args:
         owner: that the method belongs to; it is not kept alive.
-        method: of its class.
+        method: of its class, which is given the optimizer.
         parameters: gives those of the owner.
     """
     alive = weakref.ref(owner)
@@ -43,7 +45,7 @@ def after_steps(owner: Owner, method: Callable[[Owner], None], parameters: Calla
             own = {id(parameter) for parameter in parameters(one)}
             known[optimizer] = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         if known[optimizer]:
-            method(one)
+            method(one, optimizer)
 
     hook = register_optimizer_step_post_hook(seen)
     weakref.finalize(owner, hook.remove)
