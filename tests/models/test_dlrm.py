@@ -149,3 +149,18 @@ def test_something_has_to_interact() -> None:
         DLRMConfig(num_numeric=0, table_sizes=[5])
     with pytest.raises(UserError, match="needs numeric features and a table"):
         built({"preset": "dlrm"}, num_numeric=0, table_sizes=[5])
+
+
+def test_labels_give_the_loss_and_features_that_do_not_fit_are_refused() -> None:
+    torch.manual_seed(0)
+    model = DLRM(DLRMConfig(num_numeric=3, table_sizes=[10, 7], **SHAPE))
+    x, ids, labels = torch.randn(4, 3), torch.zeros(4, 2, dtype=torch.int64), torch.tensor([0, 1, 1, 0])
+    found = model(x, ids, labels=labels)
+    shares = torch.sigmoid(found.logits)
+    torch.testing.assert_close(found.loss, -torch.where(labels == 1, shares, 1 - shares).log().mean())
+    assert model(x, ids).loss is None
+    for numeric, categorical, given in ((None, ids, "0 and 2"), (x[:, :2], ids, "2 and 2"), (x, ids[:, :1], "3 and 1")):
+        with pytest.raises(UserError, match=f"3 numeric and 2 categorical features are wanted, given {given}"):
+            model(numeric, categorical)
+    with pytest.raises(UserError, match="given 3 and 0"):
+        model(x)

@@ -216,6 +216,24 @@ def test_two_models_with_other_formats_of_attention() -> None:
     assert errors[0] > 4 * errors[1] > 0
 
 
+def test_other_models_of_the_same_configuration_stay_as_they_are() -> None:
+    config = llama().config
+    first, second = (LlamaForCausalLM(config).eval() for _ in range(2))
+    whole = second(INPUT).logits
+    before = first(INPUT).logits
+    sc.quantize_training(first, kv_cache="int2")
+    assert torch.equal(second(INPUT).logits, whole)
+    assert not torch.equal(first(INPUT).logits, before)
+    with pytest.raises(UserError, match="quantized already"):
+        sc.quantize_training(first, kv_cache="int8")
+    sc.precision.restore(first)
+    sc.quantize_training(first.model, kv_cache="int2")
+    with pytest.raises(UserError, match="LlamaModel takes keys, values or queries in few bits already"):
+        sc.quantize_training(first, kv_cache="int8")
+    sc.precision.restore(first)
+    assert torch.equal(first(INPUT).logits, before)
+
+
 def test_formats_of_attention_that_differ_in_their_scales_alone() -> None:
     groups: dict[str, Any] = {"format": "fp4_e2m1", "group_size": 32}
     alone = [Quantizer.of(given)(torch.linspace(0, 1, 32)) for given in ("mxfp4_e2m1", groups)]

@@ -234,6 +234,9 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
             sc.load(tmp_path)
 
     refused({**config, "architectures": ["LlamaForNothing"]}, "no model class 'LlamaForNothing'")
+    weights = (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
+    refused(config, f"cannot load {tmp_path}: .*model.safetensors")
+    weights.rename(tmp_path / "model.safetensors")
     quantization = config["quantization_config"]
     refused({**config, "quantization_config": {**quantization, "format": 99}}, "newer scantling, in format 99")
     layers = copy.deepcopy(quantization["layers"])

@@ -68,6 +68,25 @@ def test_the_weight_is_not_built_to_be_asked_for_its_dtype(monkeypatch: pytest.M
     assert "LazyWeight" in repr(weight)
 
 
+WRITES: dict[str, Callable[[sc.TTLinear], object]] = {
+    "init": lambda layer: nn.init.normal_(layer.weight),
+    "in place": lambda layer: layer.weight.mul_(2.0),
+    "data in place": lambda layer: layer.weight.data.normal_(),
+    "data": lambda layer: setattr(layer.weight, "data", torch.zeros(32, 16)),
+    "item": lambda layer: layer.weight.data.__setitem__(0, 0.0),
+    "out": lambda layer: torch.add(torch.ones(32, 16), 1.0, out=layer.weight),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_nothing_can_be_written_into_the_weight(way: str) -> None:
+    layer = sc.TTLinear(16, 32, rank=4)
+    with pytest.raises(UserError, match="nothing can be written into it; change its `cores`"):
+        WRITES[way](layer)
+    assert torch.equal(layer.weight.data, layer.dense_weight())
+    assert not layer.weight.data.requires_grad
+
+
 def test_gradients_go_through_the_weight() -> None:
     layer = TTLinear(64, 32, rank=4)
     layer.weight.square().sum().backward()
@@ -253,3 +272,13 @@ def test_saved_for_the_backward_pass_are_x_what_is_r_wide_and_the_merged_cores(b
 def test_sizes_that_are_none(made: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(UserError, match=message):
         made()
+
+
+def test_from_dense_takes_layers_that_hold_a_matrix() -> None:
+    with pytest.raises(UserError, match=r"takes an nn.Linear, given Embedding; sc.tensorize takes whole models"):
+        TTLinear.from_dense(nn.Embedding(8, 8), rank=2)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"takes an nn.Embedding or nn.EmbeddingBag, given Linear"):
+        sc.TTMEmbedding.from_dense(nn.Linear(8, 8), rank=2)  # type: ignore[arg-type]
+    for kind, layer in ((TTLinear, nn.Linear), (sc.TTMEmbedding, nn.Embedding)):
+        with pytest.raises(UserError, match="on the meta device and holds no values"):
+            kind.from_dense(layer(8, 8, device="meta"), rank=2)

@@ -20,9 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
+
+from scantling.errors import UserError
 
 
 class DLRMConfig(PretrainedConfig):  # type: ignore[misc]
@@ -106,26 +109,37 @@ class DLRM(PreTrainedModel):  # type: ignore[misc]
             init.uniform_(module.weight, -bound, bound)
 
     def forward(
-        self, numeric: Tensor | None = None, categorical: Tensor | None = None, **_: Any
+        self, numeric: Tensor | None = None, categorical: Tensor | None = None, labels: Tensor | None = None, **_: Any
     ) -> SequenceClassifierOutput:
         """The logits of a click.
 
         Args:
             numeric: (batch, num_numeric), or None without numeric features.
             categorical: ids, (batch, number of tables).
+            labels: (batch), 0 or 1, or None.
 
         Returns:
-            `logits` of shape (batch,).
+            `logits` of shape (batch,), and with labels `loss`, the binary cross-entropy.
+
+        Raises:
+            UserError: features that are missing, or of another number than the model's.
         """
-        if categorical is None:
-            raise ValueError("categorical ids are missing")
+        given = tuple(0 if part is None else part.shape[-1] for part in (numeric, categorical))
+        wanted = (self.config.num_numeric, len(self.tables))
+        if categorical is None or given != wanted:
+            raise UserError(
+                f"DLRM: {wanted[0]} numeric and {wanted[1]} categorical features are wanted, given {given[0]} and "
+                f"{given[1]}"
+            )
         vectors = [table(ids[:, None]) for table, ids in zip(self.tables, categorical.unbind(1), strict=True)]
         dense = None if self.bottom is None else self.bottom(numeric)
         if dense is not None:
             vectors = [dense, *(vector.to(dense.dtype) for vector in vectors)]  # autocast leaves lookups in fp32
         products = interactions(torch.stack(vectors, dim=1))
         features = products if dense is None else torch.cat([dense, products], dim=1)
-        return SequenceClassifierOutput(logits=self.top(features).squeeze(1))
+        logits = self.top(features).squeeze(1)
+        loss = None if labels is None else binary_cross_entropy_with_logits(logits.float(), labels.float())
+        return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
 def interactions(vectors: Tensor) -> Tensor:

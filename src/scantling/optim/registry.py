@@ -151,7 +151,8 @@ def _build_for_matrices(
     order = [0 if _is_matrix(group, two_dims=name == "muon") else 1 for group in groups]
     matrices, rest = ([group for group, index in zip(groups, order, strict=True) if index == side] for side in (0, 1))
     if not matrices:
-        raise UserError(f"{name}: there is no trainable matrix among the parameters; use adamw")
+        cores = " (cores of layers of cores have more than two dims)" if name == "muon" else ""
+        raise UserError(f"{name}: there is no trainable matrix among the parameters{cores}; use adamw")
     members = [_class_for_matrices(name)(matrices, lr=lr, weight_decay=weight_decay, **options)]
     if rest:
         members.append(_torch_classes()["adamw"](rest, lr=lr, weight_decay=weight_decay, **adamw_options))

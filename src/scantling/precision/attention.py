@@ -2,13 +2,15 @@
 
 The attention functions of transformers are looked up by the name that `model.config._attn_implementation` holds
 (`AttentionInterface`). A function of the same kind that rounds its arguments first is registered beside the one in use,
-and the model is told to take it. Keys are rounded after their rotation, with what is in the cache already: what a cache
-in this format would hold. The name is not saved with the model.
+and the model is told to take it, by a configuration of its own: other models, made of the same one, stay as they are.
+Keys are rounded after their rotation, with what is in the cache already: what a cache in this format would hold. The
+name is not saved with the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,8 +53,13 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
         queries: of queries, of the same shape.
 
     Raises:
-        UserError: a model whose attention cannot be changed.
+        UserError: a model whose attention cannot be changed, or a part of which has such an attention already.
     """
+    for part in _quantized_parts(model):
+        raise UserError(
+            f"the attention of this model's {type(part).__name__} takes keys, values or queries in few bits already; "
+            "call sc.precision.restore first"
+        )
     base = implementation(model)
     if base is None:
         raise UserError(
@@ -67,21 +74,37 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
             "model.set_attn_implementation('sdpa') first"
         )
     registered = _Registered(base, kv_cache, queries)
+    _own_config(model)
     model.set_attn_implementation(registered.name)  # type: ignore[operator]
     setattr(model, _ATTRIBUTE, registered)
 
 
 def restore_attention(model: nn.Module) -> None:
-    """Give a model the attention that it had before `quantize_attention`."""
-    if is_quantized(model):
-        model.set_attn_implementation(vars(model)[_ATTRIBUTE].base)  # type: ignore[operator]
-    vars(model).pop(_ATTRIBUTE, None)
+    """Give a model and its parts the attention that they had before `quantize_attention`."""
+    for part in list(_quantized_parts(model)):
+        part.set_attn_implementation(vars(part)[_ATTRIBUTE].base)  # type: ignore[operator]
+    for module in model.modules():
+        vars(module).pop(_ATTRIBUTE, None)
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether `quantize_attention` is in force."""
     registered = vars(model).get(_ATTRIBUTE)
     return registered is not None and implementation(model) == registered.name
+
+
+def _quantized_parts(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if is_quantized(module))
+
+
+def _own_config(model: nn.Module) -> None:
+    """Give a model and its parts a copy of the configuration they share, which other models may share with them."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if id(value) in copies and hasattr(value, "_attn_implementation"):
+                setattr(module, name, copies[id(value)])
 
 
 def implementation(model: nn.Module) -> str | None:

@@ -269,9 +269,13 @@ class TTMEmbedding(CoreLayer):
         A row of `padding_idx` that is not zero, as of a table that was loaded, is given out as it is.
 
         Raises:
-            UserError: neither a rank nor an error, a table that cores cannot stand for, or what the constructor
-                refuses.
+            UserError: another kind of layer, neither a rank nor an error, a table that cores cannot stand for, or what
+                the constructor refuses.
         """
+        if not isinstance(embedding, nn.Embedding | nn.EmbeddingBag):
+            raise UserError(
+                f"{cls.__name__}.from_dense takes an nn.Embedding or nn.EmbeddingBag, given {type(embedding).__name__}"
+            )
         reason = why_no_cores(embedding)
         if reason is not None:
             raise UserError(f"from_dense: {reason}")

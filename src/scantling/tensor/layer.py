@@ -268,6 +268,8 @@ class CoreLayer(nn.Module):
         """
         if not (held or error > 0.0) or not 0.0 <= error <= 1.0:
             raise UserError(f"from_dense needs a rank, an error above 0 and up to 1, or both; given error={error!r}")
+        if whole.is_meta:
+            raise UserError("from_dense: the weight is on the meta device and holds no values; load them first")
         if not bool(torch.isfinite(whole).all()):
             raise UserError("from_dense: the weight holds NaN or Inf")
         found = tt_svd(whole, shapes, self.ranks if held else None, error)

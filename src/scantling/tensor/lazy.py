@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scantling.errors import UserError
+
 _METADATA = {
     getattr(Tensor, name).__get__
     for name in ("dtype", "device", "shape", "ndim", "requires_grad", "is_leaf", "layout", "is_meta", "is_cuda")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size, Tensor.__len__}
+
+_IN_PLACE = {f"{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 
 
 class LazyWeight(Tensor):
@@ -19,6 +23,8 @@ class LazyWeight(Tensor):
 
     Models read `layer.weight.dtype` in their forward passes; a layer of cores has no matrix to be asked, and building
     one for that would cost more than the layer.
+
+    What writes into it is an error, since the cores would not hear of it.
 
     Args:
         build: returns the matrix.
@@ -42,10 +48,32 @@ class LazyWeight(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            (whole,) = args
+            return cls(whole._build, tuple(whole.shape), whole._empty())
+        if _writes(func, kwargs):
+            raise UserError(
+                "the weight of a layer of cores is computed from them, so that nothing can be written into it; change "
+                "its `cores`, take `from_dense` to approximate a matrix, or `to_dense` for a layer with a matrix"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _METADATA:
                 args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda one: one._build(), (args, kwargs))
             return func(*args, **kwargs)
 
+    def _empty(self) -> Tensor:
+        """An empty tensor of the same dtype and device, not trained."""
+        return torch.empty((), dtype=self.dtype, device=self.device)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyWeight(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function changes its first argument: `normal_`, `__setitem__`, `__iadd__`, a setter, or `out=`."""
+    name = getattr(func, "__name__", "")
+    if name in ("__set__", "__setitem__") or kwargs.get("out") is not None:
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name.removeprefix("__i") in _IN_PLACE
+    return name.endswith("_")

@@ -189,8 +189,13 @@ class TTLinear(CoreLayer):
             num_modes, in_modes, out_modes: as of the constructor.
 
         Raises:
-            UserError: neither a rank nor an error, or what the constructor refuses.
+            UserError: another kind of layer, neither a rank nor an error, or what the constructor refuses.
         """
+        if not isinstance(linear, nn.Linear):
+            raise UserError(
+                f"TTLinear.from_dense takes an nn.Linear, given {type(linear).__name__}; sc.tensorize takes whole "
+                "models, and other kinds of layers in them"
+            )
         weight = linear.weight.detach()
         made = cls(
             linear.in_features,

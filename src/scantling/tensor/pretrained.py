@@ -160,7 +160,10 @@ def load(
         raise UserError(f"cannot load {folder}: transformers {transformers.__version__} has no model class {name!r}")
     options = {"dtype": "auto" if dtype is None else dtype, "device_map": device_map, "local_files_only": True}
     if state is None:
-        model, report = made_by.from_pretrained(folder, output_loading_info=True, **options)
+        try:
+            model, report = made_by.from_pretrained(folder, output_loading_info=True, **options)
+        except OSError as error:
+            raise UserError(f"cannot load {folder}: {error}") from None
     else:
         options |= {"config": made_by.config_class.from_pretrained(folder, local_files_only=True), "state_dict": state}
         model, report = made_by.from_pretrained(None, output_loading_info=True, **options)
