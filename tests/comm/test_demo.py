@@ -176,6 +176,42 @@ def test_local_and_shared_state_apart() -> None:
     assert all("residual" not in entries for entries in found[0][2]["state"].values())
 
 
+def test_a_replica_without_a_residual_counts_as_one_with_zeros() -> None:
+    states = [{"world_size": 2, "rank": rank, "residuals": {}} for rank in range(2)]
+    states[1]["residuals"] = {"weight": torch.full((3,), 4.0)}
+    assert merge_local_states(states)["residuals"]["weight"].tolist() == [2.0] * 3
+    states[0]["residuals"] = {"weight": torch.zeros(4)}
+    with pytest.raises(UserError, match="differ in the shape of weight"):
+        merge_local_states(states)
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"residual": "int8"}], ids=str)
+def test_ranks_of_cores_are_removed_from_its_state(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = sc.TTLinear(256, 256, rank=24, num_modes=2, bias=False)
+    adapter = sc.RankAdapter(layer, size_target=0.5, steps=4, interval=1)
+    optimizer = DeMo(sc.param_groups(layer), lr=1e-2, topk=8, chunk=16, **options)
+
+    def step(number: int) -> None:
+        x = torch.randn(32, 256, generator=torch.Generator().manual_seed(number))
+        adapter.loss((layer(x) - x).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(5):
+        step(number)
+    core, before = layer.cores[1], layer.cores[1].shape
+    kept = list(optimizer.state[core])
+    assert adapter.truncate(optimizer) > 0
+    assert {*kept} <= {*optimizer.state[core]} != set()
+    residual = optimizer.exchange.residuals.read(core, core)
+    assert residual.shape == core.shape != before
+    assert residual.any()
+    for number in range(5, 8):
+        step(number)
+    assert all(param.isfinite().all() for param in layer.parameters())
+
+
 def test_the_loss_falls() -> None:
     torch.manual_seed(0)
     target, start = nn.Linear(64, 64, bias=False).requires_grad_(False), nn.Linear(64, 64, bias=False)

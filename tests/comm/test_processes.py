@@ -218,6 +218,27 @@ def test_tensors_of_more_processes_are_refused(monkeypatch: pytest.MonkeyPatch) 
         load_rank_tensors(optimizer, {**tensors, "rank0/processes": torch.tensor([4])})
     with pytest.raises(UserError, match="rank0/step should have the shape"):
         load_rank_tensors(optimizer, {})
+    with pytest.raises(UserError, match="those of a DeMo or a MomentumExchange; given a AdamW"):
+        rank_tensors(torch.optim.AdamW(net.parameters()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_exchange_alone_goes_on_from_its_tensors(delay: int) -> None:
+    net = model()
+    exchange = sc.MomentumExchange(sc.param_groups(net), topk=4, delay=delay)
+
+    def momenta(made: sc.MomentumExchange, number: int) -> list[torch.Tensor]:
+        for place, param in enumerate(net.parameters()):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * number + place))
+        made.exchange()
+        return [torch.zeros(0) if param.grad is None else param.grad.clone() for param in net.parameters()]
+
+    for number in range(3):
+        momenta(exchange, number)
+    again = sc.MomentumExchange(sc.param_groups(net), topk=4, delay=delay)
+    load_rank_tensors(again, rank_tensors(exchange))
+    assert again.step == 3
+    assert all(map(torch.equal, momenta(exchange, 3), momenta(again, 3)))
 
 
 def test_what_travels_is_said_where_nobody_listens(

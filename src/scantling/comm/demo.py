@@ -285,6 +285,22 @@ class DeMo(torch.optim.Optimizer):
             group["replica"], group["replicas"] = self.exchange.link.rank, self.exchange.link.size
         return found
 
+    @torch.no_grad()
+    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
+        """Cut the state of a parameter that keeps only some positions of one dim.
+
+        Args:
+            param: of this optimizer; cut before or after.
+            dim: of the parameter.
+            index: positions that stay, 1-D int64.
+        """
+        self._reconnect()
+        self.exchange.slice_state(param, dim, index)
+        state = self.state.get(param, {})
+        for key in MOMENTS[:2]:
+            if key in state:
+                state[key] = state[key].index_select(dim, index)
+
     def moments(self, param: Tensor) -> dict[str, Tensor]:
         """AdamW's moments of a parameter, zeros where there are none yet; in fp32, in fp64 where the parameter is."""
         state = self.state[param]
@@ -356,7 +372,8 @@ class DeMo(torch.optim.Optimizer):
                 raise UserError(
                     f"this is the state of rank {saved[0]} of {saved[1]}, here is {link.rank} of {link.size}. Every "
                     "replica has residuals of its own: let each save and load a file of its own, or load what is alike "
-                    "by load_shared_state_dict and what scantling.comm.merge_local_states makes of all the rest"
+                    "by load_shared_state_dict and what scantling.comm.merge_local_states makes of all the rest. For "
+                    "torch.distributed.checkpoint there is scantling.comm.rank_tensors"
                 )
         load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
         self.exchange.drop()

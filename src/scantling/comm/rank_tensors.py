@@ -1,4 +1,4 @@
-"""The state of DeMo as tensors of each process, for torch.distributed.checkpoint.
+"""The state of DeMo, or of an exchange alone, as tensors of each process, for torch.distributed.checkpoint.
 
 What is plain and alike by name, that format saves once. Residuals are not alike on replicas, and of FSDP2 each process
 holds its shards: here every tensor has the rank of its process in its name.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from scantling.comm.demo import MOMENTS, DeMo
 from scantling.comm.layout import buckets_of, channels_in, keeps_residuals, names_of, parameters_of
+from scantling.comm.momentum import MomentumExchange
 from scantling.comm.shards import local
 from scantling.errors import UserError
 
@@ -27,16 +28,19 @@ _PROCESSES = "processes"
 
 
 @torch.no_grad()
-def rank_tensors(optimizer: DeMo) -> dict[str, Tensor]:
+def rank_tensors(optimizer: DeMo | MomentumExchange) -> dict[str, Tensor]:
     """All that this process needs to go on, zeros where there is nothing yet: also what to load into.
 
     Args:
-        optimizer: before its first step, or after any.
+        optimizer: before its first step, or after any. Of an exchange, what its optimizer keeps is not in it.
 
     Returns:
         Tensors by names such as `rank0/layers.0.weight/residual`: copies, residuals in fp32 whatever they are kept in.
+
+    Raises:
+        UserError: neither a DeMo nor a MomentumExchange.
     """
-    exchange = optimizer.exchange
+    exchange = _exchange_of(optimizer)
     exchange.settle()
     prefix = f"rank{_rank()}"
     found = {f"{prefix}/step": torch.tensor([exchange.step]), f"{prefix}/{_PROCESSES}": torch.tensor([_processes()])}
@@ -50,7 +54,7 @@ def rank_tensors(optimizer: DeMo) -> dict[str, Tensor]:
             param, name = params[member.param], f"{prefix}/{names[member.param]}"
             if keeps_residuals(channel, exchange.rounds) or (exchange.rounds.auto_off and channel.kind.is_matrix):
                 found[f"{name}/residual"] = exchange.residuals.read(param, local(param)).clone()
-            if not channel.kind.is_matrix:
+            if isinstance(optimizer, DeMo) and not channel.kind.is_matrix:
                 moments = optimizer.moments(param)
                 found |= {f"{name}/{key}": moments[key].clone() for key in MOMENTS}
             if exchange.rounds.delay:
@@ -60,14 +64,14 @@ def rank_tensors(optimizer: DeMo) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_rank_tensors(optimizer: DeMo, tensors: Mapping[str, Tensor]) -> None:
+def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, Tensor]) -> None:
     """Take back what `rank_tensors` gave on this rank.
 
     Raises:
-        UserError: tensors of other ranks alone, of another number of processes, or of other parameters, shapes or
-            options; nothing has been loaded.
+        UserError: as of `rank_tensors`; tensors of other ranks alone, of another number of processes, or of other
+            parameters, shapes or options; nothing has been loaded.
     """
-    wanted, exchange = rank_tensors(optimizer), optimizer.exchange
+    wanted, exchange = rank_tensors(optimizer), _exchange_of(optimizer)
     for name, like in wanted.items():
         if name not in tensors or tensors[name].shape != like.shape:
             given = tuple(tensors[name].shape) if name in tensors else "nothing"
@@ -84,20 +88,29 @@ def load_rank_tensors(optimizer: DeMo, tensors: Mapping[str, Tensor]) -> None:
     exchange.drop()
     step = int(tensors[f"{prefix}/step"])
     is_whole, processes = tensors.get(f"{prefix}/decided", torch.zeros(2, dtype=torch.int64)).tolist()
-    for group in optimizer.param_groups:
-        group["steps"], group["decided"] = step, (bool(is_whole), processes) if processes else None
-    exchange.step, exchange.decided = step, optimizer.param_groups[0]["decided"]
+    exchange.step, exchange.decided = step, (bool(is_whole), processes) if processes else None
+    if isinstance(optimizer, DeMo):
+        for group in optimizer.param_groups:
+            group["steps"], group["decided"] = exchange.step, exchange.decided
     names = names_of(exchange.param_groups)
     residuals = {name: tensors[f"{prefix}/{name}/residual"] for name in names if f"{prefix}/{name}/residual" in wanted}
     exchange.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
     has_result = bool(tensors[f"{prefix}/has_result"])
     for param, name in zip(parameters_of(exchange.param_groups), names, strict=True):
-        state = optimizer.state[param]
+        state = exchange.state.setdefault(param, {})
         state.pop("pending", None)
         if has_result and f"{prefix}/{name}/result" in wanted:
             state["pending"] = tensors[f"{prefix}/{name}/result"].clone()
         if f"{prefix}/{name}/{MOMENTS[0]}" in wanted:
             state |= {key: tensors[f"{prefix}/{name}/{key}"].clone() for key in MOMENTS}
+
+
+def _exchange_of(optimizer: DeMo | MomentumExchange) -> MomentumExchange:
+    if isinstance(optimizer, MomentumExchange):
+        return optimizer
+    if not isinstance(optimizer, DeMo):
+        raise UserError(f"rank_tensors are those of a DeMo or a MomentumExchange; given a {type(optimizer).__name__}")
+    return optimizer.exchange
 
 
 def _processes() -> int:

@@ -165,19 +165,32 @@ class Replica:
 def merge_local_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The local state that every replica of another number of them begins with: the mean of all residuals.
 
-    The mean over the replicas, which is what the next exchanges apply, stays what it was.
+    The mean over the replicas, which is what the next exchanges apply, stays what it was. A replica without a residual,
+    such as one whose gradients were never finite, counts as one with zeros.
 
     Args:
         states: of `local_state_dict`, one of every replica.
 
     Raises:
-        UserError: not one of every replica, or of other parameters.
+        UserError: not one of every replica, or residuals of other shapes.
     """
     ranks = sorted(state["rank"] for state in states)
     if not states or ranks != list(range(states[0]["world_size"])):
         raise UserError(f"merge_local_states needs one state of every replica; given those of ranks {ranks}")
-    names = states[0]["residuals"].keys()
-    if any(state["residuals"].keys() != names for state in states):
-        raise UserError("merge_local_states: the states are of different parameters")
-    residuals = {name: torch.stack([state["residuals"][name] for state in states]).mean(0) for name in names}
+    residuals = mean_of_tensors([state["residuals"] for state in states])
     return {"world_size": None, "rank": None, "residuals": residuals}
+
+
+def mean_of_tensors(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean by name; where one lacks a name it counts as zeros.
+
+    Raises:
+        UserError: tensors of one name differ in shape.
+    """
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for state in states for name in state):
+        held = [state[name] for state in states if name in state]
+        if len({each.shape for each in held}) > 1:
+            raise UserError(f"the states of the replicas differ in the shape of {name}: they are of different models")
+        found[name] = torch.stack(held).sum(0) / len(states)
+    return found

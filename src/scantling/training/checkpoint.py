@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from scantling.comm import GradientExchange
+from scantling.comm.replica import mean_of_tensors
 from scantling.errors import RunError, UserError
 from scantling.files import sync
 from scantling.training.distributed import Place
@@ -347,10 +348,7 @@ def load_exchange(exchange: GradientExchange, path: Path, place: Place) -> None:
     kept = [
         {key.removeprefix(prefix): value for key, value in load_tensors(path, prefix).items()} for prefix in prefixes
     ]
-    found = kept[0]
-    if len(kept) > 1:  # a process that has nothing of a name counts as one with zeros
-        by_name = {name: [each[name] for each in kept if name in each] for name in set().union(*kept)}
-        found = {name: torch.stack(each).sum(0) / len(kept) for name, each in sorted(by_name.items())}
+    found = kept[0] if len(kept) == 1 else mean_of_tensors(kept)
     exchange.load_state_dict({**found, **values[str(ranks[0])]})
 
 
