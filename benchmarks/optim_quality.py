@@ -48,7 +48,7 @@ TOKENS = 20 * 492_384  # 20 for each parameter of MODEL
 LONGER_TOKENS = 10_000_000
 SEQ_LEN, BATCH = 128, 32
 GRID = Grid([0.125e-3 * 2**power for power in range(-2, 13)], start=7)
-STARTS = {"came-reference": 4, "adafactor-momentum": 11, "lamb": 10}
+STARTS = {"came-reference": 5, "adafactor-momentum": 11, "scale-like": 6, "apollo-mini": 8, "lamb": 10}
 """Where on the grid a sweep begins, for those whose best rate is far from the others' by their very units."""
 SWEPT = ("adamw", "plain", "came", "came-reference", "adafactor-momentum", "muon", "scale-like", "apollo-mini")
 SLOWER = ("came-slow", "adamw-slow")
