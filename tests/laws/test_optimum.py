@@ -122,7 +122,8 @@ def test_inference_may_leave_few_bits_only() -> None:
 def test_bits_at_the_edge_are_said() -> None:
     law = PrecisionLaw(A=4e3, B=1.8e4, E=2.7, alpha=0.5, beta=0.5, gamma_w=20.0)
     assert any("edge of what is sought" in text for text in law.optimum(compute=1e20).warnings)
-    assert law.optimum(compute=1e20, bits=1).warnings == ()
+    (unpriced,) = law.optimum(compute=1e20, bits=1).warnings
+    assert unpriced == "the law prices weights; few bits of activations and kv_cache are taken to cost nothing"
 
 
 def test_weights_that_are_quantised_afterwards() -> None:
@@ -236,3 +237,22 @@ def test_inside_the_range_nothing_is_said() -> None:
 def test_what_an_optimum_refuses(law: Law, given: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         law.optimum(**given)  # type: ignore[arg-type]
+
+
+def test_what_a_budget_refuses() -> None:
+    for given, words in (
+        ({"inference_tokens": None}, "inference_tokens is 0 or more; given None"),
+        ({"N": True}, "N is"),
+    ):
+        with pytest.raises(UserError, match=words):
+            KUMAR.optimum(**{"compute": 1e20, **given})
+    with pytest.raises(UserError, match="N counts are positive and finite numbers; given 'x'"):
+        KUMAR.effective_parameters(N="x")
+
+
+def test_weights_quantised_afterwards_at_a_given_size_warn_of_the_answer_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scantling.laws.law._SAID", set())
+    found = KUMAR.optimum(compute=1e21, post=4, N=1e9)
+    assert len(caplog.records) == len(found.warnings)

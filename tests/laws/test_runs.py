@@ -159,6 +159,7 @@ def test_runs_that_are_refused(runs: Any, words: str) -> None:
         ({"law": "efficiency"}, "no column 'scheme'"),
         ({"law": "ouyang"}, "no run was quantised after training.*'post=post"),
         ({"base": "hoffmann"}, "base is a law, or 'fit'"),
+        ({"base": ChinchillaLaw}, r"such as ChinchillaLaw.published\(\); given the class"),
         ({"law": "kumar", "base": "fit", "where": {"seed": 0}}, "the base, of 2 runs without few bits: 2 runs are too"),
         ({"delta": 0}, "delta is a positive number"),
         ({"delta": "a"}, "delta is a positive number; given 'a'"),
@@ -182,8 +183,28 @@ def test_bits_that_are_no_bits() -> None:
 def test_formats_stand_for_their_bits() -> None:
     """As a sweep over number formats writes them, nothing at all for a run without."""
     table = {name: column[:5] for name, column in RUNS.items()}
-    table["precision.weights"] = ["int3", "fp8_e4m3", "bf16", "", "6"]
-    found = read_runs(table, PrecisionLaw, columns={"weights": "precision.weights"})
-    assert found["weights"].tolist() == [3.0, 8.0, 16.0, np.inf, 6.0]
+    table["precision.weights"] = ["int3", "fp8_e4m3", "bf16", "", '{"format": "int6", "granularity": "token"}']
+    for columns in (None, {"weights": "precision.weights"}):
+        found = read_runs(table, PrecisionLaw, columns=columns)
+        assert found["weights"].tolist() == [3.0, 8.0, 16.0, np.inf, 6.0]
     with pytest.raises(UserError, match="'integer4' is no number"):
         read_runs({**table, "weights": ["integer4"] * 5}, PrecisionLaw)
+
+
+def test_bits_that_are_the_same_in_all_runs_are_refused() -> None:
+    """Else the law would say that few bits cost nothing, and be that of few bits where it is asked for 16."""
+    table = {**RUNS, "weights": ["int4"] * 20}
+    with pytest.raises(UserError, match="all runs have weights of 4 bits: the kumar law cannot tell what that costs"):
+        sc.laws.fit(table, "kumar")
+    fitted = sc.laws.fit(table, "kumar", fixed={"gamma_w": 2.0, "n_w": 0.0})
+    assert fitted.law.loss(1e8, 1e10, weights=4) > fitted.law.loss(1e8, 1e10)
+
+
+def test_what_is_not_told_apart_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    sc.laws.fit({**RUNS, "precision.activations": ["int4"] * 10 + [""] * 10})
+    assert "the chinchilla law takes runs alike whatever their precision.activations" in caplog.text
+    caplog.clear()
+    sc.laws.fit({**RUNS, "weights": [16] * 20})
+    assert not caplog.text
+    sc.laws.fit(RUNS, "kumar")
+    assert "no run has anything in few bits: of the kumar law only its base is fitted" in caplog.text

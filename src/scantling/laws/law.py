@@ -14,6 +14,7 @@ complex numbers.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 import re
@@ -304,12 +305,14 @@ def _plain(value: Any) -> Any:
 
 
 def bits_of(cell: Any) -> float:
-    """Bits as tables and recipes have them: a number, the name of a format, or nothing for unquantised.
+    """Bits as tables and recipes have them: a number, a format by name or as a mapping, or nothing for unquantised.
 
     Raises:
         ValueError: anything else.
     """
     text = "" if cell is None else str(cell).strip()
+    if text.startswith("{"):
+        text = str(json.loads(text).get("format"))
     if text.lower() in _UNQUANTISED:
         return math.inf
     named = _FORMAT.fullmatch(text)
@@ -322,7 +325,10 @@ def counts(name: str, value: ArrayLike) -> Array:
     Raises:
         UserError: one is not positive and finite.
     """
-    array = np.asarray(value, float)
+    try:
+        array = np.asarray(value, float)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} counts are positive and finite numbers; given {value!r}") from None
     if not (np.isfinite(array) & (array > 0)).all():
         raise UserError(f"{name} counts are positive and finite numbers; given {array}")
     return array

@@ -68,9 +68,9 @@ def optimum(
     """The optimum of `Law.optimum`, which describes the arguments."""
     given: dict[str, Any] = {"compute": compute, "N": N, "bits": bits, "post": post}
     for name, value in given.items():
-        if value is not None and (isinstance(value, str) or not (math.isfinite(value) and value > 0)):
+        if value is not None and not (_is_number(value) and value > 0):
             raise UserError(f"{name} is a positive and finite number; given {value}")
-    if not (math.isfinite(inference_tokens) and inference_tokens >= 0):
+    if not (_is_number(inference_tokens) and inference_tokens >= 0):
         raise UserError(f"inference_tokens is 0 or more; given {inference_tokens}")
     if post is not None and "post" not in law.VARIABLES:
         raise UserError(f"the {law.name} law says nothing of quantisation after training; leave post out")
@@ -86,6 +86,10 @@ def optimum(
         edge = f"the best bits lie at the edge of what is sought, {best.bits:g}"
         return replace(best, warnings=(*best.warnings, edge))
     return best
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -137,14 +141,26 @@ class _Budget:
         if not usable:
             law = f"the {self.law.name} law ({self.law.source})"
             raise UserError(f"there is no optimum at {at} bits: by {law} training diverges there. Take more")
-        if self.N is not None and self.post is not None and (turn := self._turning_tokens(N, at)) < D:
-            D = turn
+        if self.N is not None and self.post is not None:
+            from scantling.laws.critical import turning_tokens
+
+            D = min(D, turning_tokens(self.law, N, variables, most=D))
         found = float(self.law.evaluate(N, D, variables))
         ranges = {name: value for name, value in variables.items() if not isinstance(value, str)}
-        warnings = () if quiet else self.law.warn_outside(N=N, D=D, **ranges)
+        warnings = () if quiet else (*self.law.warn_outside(N=N, D=D, **ranges), *self._unpriced())
         spent = 6 * N * D / rate + per_parameter * N
         scheme = at if isinstance(at, str) else None
         return Optimum(N, D, None if scheme else float(at), found, spent, rate, scheme, warnings)
+
+    def _unpriced(self) -> tuple[str, ...]:
+        """That the law does not know what few bits of some part cost, in words."""
+        priced = self.law.parts()
+        missing = [part for part in self.law.PARTS if part not in priced]
+        if not (priced and missing):
+            return ()
+        return (
+            f"the law prices {' and '.join(priced)}; few bits of {' and '.join(missing)} are taken to cost nothing",
+        )
 
     def _closed(self) -> bool:
         return self.post is None and not self.inference_tokens
@@ -156,11 +172,6 @@ class _Budget:
         product = math.log(self.compute * rate / 6 * eff_N * eff_D)
         ratio = math.log(law.alpha * law.A) - math.log(law.beta * law.B)
         return (ratio + law.beta * product) / (law.alpha + law.beta) - math.log(eff_N)
-
-    def _turning_tokens(self, N: float, at: Any) -> float:
-        from scantling.laws.critical import critical_tokens
-
-        return critical_tokens(self.law, N, **dict.fromkeys(self.law.parts(), at), post=self.post)
 
     def _waste(self, bits: float) -> float:
         """What the best bits make least: minus the logarithm of f h s."""

@@ -13,7 +13,7 @@ from scantling.errors import UserError, did_you_mean
 from scantling.laws.fitting import Problem, solve
 from scantling.laws.law import BASE, Law
 from scantling.laws.result import Fit
-from scantling.laws.runs import Runs, read_runs
+from scantling.laws.runs import WHOLE, Runs, read_runs
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ def fit(
     table = read_runs(runs, cls, columns, where)
     if not (isinstance(delta, int | float) and np.isfinite(delta) and delta > 0):
         raise UserError(f"delta is a positive number; given {delta!r}")
+    if isinstance(base, type):
+        raise UserError(f"base is a law with constants, such as {base.__name__}.published(); given the class")
     fixed, tie = fixed or {}, tie or {}
     _check_names(cls, "free", free)
     if isinstance(base, str):
@@ -106,6 +108,7 @@ def fit(
     _check_enough(table, sought)
     _check_spread(table, sought)
     problem = _problem(cls, table, sought, tie, held, delta)
+    _check_parts(problem.law, table)
     theta, total = solve(problem)
     return Fit.of(problem, theta, total, table, base=base, lent=tuple(lent))
 
@@ -179,6 +182,19 @@ def _check_enough(table: Runs, sought: Sequence[str]) -> None:
             f"{table.count} runs are too few for {len(sought)} constants ({', '.join(sought)}): more runs, a base=, or "
             f"fixed constants"
         )
+
+
+def _check_parts(law: Law, table: Runs) -> None:
+    """Refuse bits below 16 of which the law is not told what they cost, and say where there are none at all."""
+    few = {part: float(table[part][table[part] < WHOLE][0]) for part in law.PARTS if (table[part] < WHOLE).any()}
+    for part, bits in few.items():
+        if part not in law.parts():
+            raise UserError(
+                f"all runs have {part} of {bits:g} bits: the {law.name} law cannot tell what that costs. Add runs at "
+                "others, give base= or fixed constants of it, or take law chinchilla"
+            )
+    if law.PARTS and not few and not np.isfinite(table.columns.get("post", np.array([np.inf]))).any():
+        logger.warning("no run has anything in few bits: of the %s law only its base is fitted", law.name)
 
 
 def _check_spread(table: Runs, sought: Sequence[str]) -> None:

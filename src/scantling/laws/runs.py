@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ from scantling.errors import UserError, did_you_mean
 from scantling.laws.efficiency import UNQUANTISED
 from scantling.laws.law import Array, Law, bits_of
 
-_WHOLE = 16
+logger = logging.getLogger(__name__)
+
+WHOLE = 16
+"""Bits from which on nothing is quantised."""
+_PARTS = ("weights", "activations", "kv_cache")
+_SECTION = "precision."
+"""Before their names in the tables that `scantling sweep` writes."""
 _MOST_NATS = 25.0
 _FEWEST = {"N": 1e3, "D": 1e4}
 _GAP = 1e4
@@ -53,7 +60,7 @@ class Runs(Mapping[str, Any]):
         """The runs in which nothing has few bits."""
         chosen = np.ones(self.count, bool)
         for column in self.variables().values():
-            chosen &= column >= _WHOLE if column.dtype.kind == "f" else np.isin(column, UNQUANTISED)
+            chosen &= column >= WHOLE if column.dtype.kind == "f" else np.isin(column, UNQUANTISED)
         return self.take(chosen)
 
     def variables(self) -> dict[str, Array]:
@@ -81,7 +88,8 @@ def read_runs(
         columns: what the table calls N, D, loss and the variables, where it is another name; or the other way round,
             as data frames are renamed. C, the FLOPs of training, may stand in for D, which is then C / 6N. Post may be
             a pattern of columns such as `post.*`, which hold losses after training by format: each run is then a row
-            as it was trained, and one for each of them.
+            as it was trained, and one for each of them. The columns precision.weights, precision.activations and
+            precision.kv_cache of a sweep need not be named.
         where: only the runs whose columns have these values.
 
     Raises:
@@ -104,6 +112,9 @@ def read_runs(
     if not chosen.any():
         raise UserError(f"the table has no run{' with ' + _listed(where) if where else ''}")
     found: dict[str, Array] = {}
+    for name in _PARTS:
+        if name in wanted and name not in {*renamed, *table} and f"{_SECTION}{name}" in table:
+            renamed[name] = f"{_SECTION}{name}"
     for name in wanted:
         column = renamed.get(name, name)
         if name in ("N", "D", "loss", "scheme") or name in renamed or column in table:
@@ -116,7 +127,24 @@ def read_runs(
             found[name] = np.full(int(chosen.sum()), float(law.VARIABLES[name]))
     checked = Runs(found)
     _check(checked, law)
+    if not law.VARIABLES:
+        _warn_of_few_bits(table, chosen, law)
     return checked
+
+
+def _warn_of_few_bits(table: Mapping[str, Sequence[Any]], chosen: Array, law: type[Law]) -> None:
+    """Say that a law without variables takes runs of different bits for alike."""
+    for name in (f"{section}{part}" for section in ("", _SECTION) for part in _PARTS):
+        if name not in table:
+            continue
+        cells = [cell for cell, kept in zip(table[name], chosen, strict=True) if kept]
+        bits = np.unique(_numbers(cells, name, bits=True))
+        if len(bits) > 1 and bits[0] < WHOLE:
+            logger.warning(
+                "the %s law takes runs alike whatever their %s; choose some with where= or --where, or take law kumar",
+                law.name,
+                name,
+            )
 
 
 def _by_name(columns: Mapping[str, str], wanted: set[str]) -> dict[str, str]:
