@@ -1,6 +1,7 @@
 """Quality of CAME beside AdamW and its rivals: small decoders on real text at 20 tokens a parameter.
 
     python benchmarks/optim_quality.py sweep            one grid of learning rates for every optimizer, one seed
+    python benchmarks/optim_quality.py short            that grid on a quarter of the tokens
     python benchmarks/optim_quality.py finalists        the same for the finalists, with fp32 moments; one seed more for
                                                         the two best rates
     python benchmarks/optim_quality.py seeds            the finalists at their best rate, 8 seeds, the same data order
@@ -274,6 +275,10 @@ def report(lines: Lines, data: str) -> None:
     print(f"{data}: held-out nats a token by learning rate, seed 0\n{GRID.header()}")
     for name in (*SWEPT, *SLOWER):
         print(GRID.row(name, swept(lines, data, name)))
+    for name in SWEPT:
+        found = batch_results(lines, data, 1, name)
+        if any(loss is not None for loss in found):
+            print(GRID.row(f"{name}, a quarter", found))
     for form, seed in product(FORMS, TUNING_SEEDS):
         print(GRID.row(f"{form}, seed {seed}", finalist_results(lines, data, form, seed)))
     for name in LONGER:
@@ -334,10 +339,10 @@ def differences(
 
 
 def main() -> int:
-    phases = ["sweep", "finalists", "seeds", "ablations", "variants", "batch", "longer", "report"]
+    phases = ["sweep", "short", "finalists", "seeds", "ablations", "variants", "batch", "longer", "report"]
     parser: argparse.ArgumentParser = command_line(__doc__, phases, RESULTS / "optim-quality.jsonl")
     parser.add_argument("--data", choices=["python", "novels"], default="python")
-    parser.add_argument("--only", nargs="*", help="sweep and seeds: these optimizers")
+    parser.add_argument("--only", nargs="*", help="sweep, short and seeds: these optimizers")
     options = parser.parse_args()
     if options.phase == "one":
         printed(run_one(json.loads(options.spec)))
@@ -346,13 +351,13 @@ def main() -> int:
     lines, data = ledger.lines(), options.data
     if options.phase == "report":
         report(lines, data)
-    elif options.phase == "sweep":
+    elif options.phase in ("sweep", "short"):
         names = [name for name in SWEPT if options.only is None or name in options.only]
-        side_by_side(
-            options.jobs,
-            lambda name: sweep(ledger, name, lambda rate: run_spec(data, name, rate, 0)),
-            names,
-        )
+
+        def spec_of(name: str, rate: float) -> Spec:
+            return run_spec(data, name, rate, 0) if options.phase == "sweep" else batch_spec(data, name, rate, 1)
+
+        side_by_side(options.jobs, lambda name: sweep(ledger, name, partial(spec_of, name)), names)
     elif options.phase == "finalists":
 
         def tune(form: str) -> None:
