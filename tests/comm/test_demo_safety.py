@@ -599,3 +599,51 @@ def test_who_stepped_alone_before_the_group_is_compared_when_it_is_there() -> No
 
     with pytest.raises(UserError, match=r"rank 1 differs from the others: .* has other values there"):
         together(2, work)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "text"),
+    [
+        ("list", {"dense_betas": 0.9}, r"dense_betas must be two numbers.*given 0\.9"),
+        ("list", {"overlap": True, "bucket_mb": "25"}, "bucket_mb must be above 0 MiB; given '25'"),
+        ("model", {}, "parameters are given as a list or as groups.*given the model, Linear"),
+        ("twice", {}, "a parameter is given twice"),
+        ({"matrix_dims": 5}, {}, r"matrix_dims must be \(row dims, column dims\).*given 5"),
+        ({"matrix_dims": (0,)}, {}, r"matrix_dims must be \(row dims, column dims\).*given \(0,\)"),
+        ({"param": []}, {}, "a group is a mapping with 'params'.*given the keys param"),
+        ("list", {"compat": "paper", "update": "identity"}, "would take lr once more"),
+        ("list", {"compat": "paper", "dense_lr": 1e-3}, "leave dense_lr out"),
+    ],
+)
+def test_what_demo_refuses(given: Any, options: dict[str, Any], text: str) -> None:
+    model = nn.Linear(80, 80)
+    params = list(model.parameters())
+    forms = {"list": params, "model": model, "twice": [params[0], params[0]]}
+    if isinstance(given, dict):
+        taken: Any = [given if "param" in given else {"params": params, **given}]
+    else:
+        taken = forms[given]
+    with pytest.raises(UserError, match=text):
+        sc.DeMo(taken, 1e-3, **options)
+
+
+def test_an_exchange_alone_refuses_what_is_no_group() -> None:
+    params = list(nn.Linear(80, 80).parameters())
+    with pytest.raises(UserError, match="given the keys param"):
+        MomentumExchange([{"param": params}])
+    with pytest.raises(UserError, match="compat='paper' scales gradients by 'lr', which a group lacks"):
+        MomentumExchange([{"params": params, "compat": "paper"}])
+
+
+def test_a_state_of_another_kind_is_named() -> None:
+    params = list(nn.Linear(80, 80).parameters())
+    exchange, optimizer = MomentumExchange(params), sc.DeMo(params, 1e-3)
+    for load, state, text in (
+        (exchange.load_local_state_dict, exchange.state_dict(), "with 'world_size'; given the keys local, shared"),
+        (exchange.load_shared_state_dict, exchange.local_state_dict(), "with 'step'; given the keys world_size"),
+        (exchange.load_state_dict, exchange.local_state_dict(), "with 'local'; given the keys world_size"),
+        (optimizer.load_local_state_dict, optimizer.state_dict(), "'world_size'; given the keys state, param_groups"),
+        (optimizer.load_shared_state_dict, optimizer.local_state_dict(), "'state' and 'groups'; given the keys world"),
+    ):
+        with pytest.raises(UserError, match=text):
+            load(state)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import scantling as sc
@@ -75,6 +77,41 @@ def test_resume_is_bitwise_on_one_process(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_resume_is_bitwise_on_two_processes_that_stay_alike(tmp_path: Path) -> None:
     run(2, straight_and_resumed, tmp_path)
+
+
+def train_twice(folder: Path) -> None:
+    made, callback = trainer(folder)
+    made.train()
+    made.train()
+    assert callback.exchange is not None
+    assert callback.exchange.step == 6
+
+
+@pytest.mark.dist
+def test_a_trainer_may_train_twice(tmp_path: Path) -> None:
+    run(2, train_twice, tmp_path)
+
+
+def test_what_is_compiled_averages_nothing_either(tmp_path: Path) -> None:
+    """The Trainer compiles what DistributedDataParallel has wrapped."""
+    _, callback = trainer(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(torch.nn.Linear(2, 2))
+        callback._keep_gradients_local(torch.compile(wrapped))
+        with pytest.raises(RuntimeError, match=r"register_comm_hook can only be called once|only be called once"):
+            wrapped.register_comm_hook(None, noop_hook)
+        callback._keep_gradients_local(wrapped)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_several_processes_without_ddp_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, callback = trainer(tmp_path)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(UserError, match="the Trainer trains a Linear on 2 processes and not in DistributedData"):
+        callback._keep_gradients_local(torch.nn.Linear(2, 2))
 
 
 def test_missing_residuals_are_an_error(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from torch.optim.adamw import adamw
 from scantling.comm.blocks import Grid
 from scantling.comm.link import Link, link_to
 from scantling.comm.momentum import MomentumExchange
-from scantling.comm.options import Exchange, Rounds, check_groups, check_options
+from scantling.comm.options import Exchange, Rounds, check_given, check_group, check_groups, check_options
 from scantling.comm.residuals import KEYS, Format, num_rows
 from scantling.comm.shards import local
 from scantling.comm.values import Values
@@ -164,6 +164,7 @@ class DeMo(torch.optim.Optimizer):
         self._rounds = Rounds(
             exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb, auto_off
         )
+        check_given(params)
         super().__init__(params, defaults)
         self._connect(link_to(process_group))
 
@@ -179,14 +180,19 @@ class DeMo(torch.optim.Optimizer):
         """Add a group; its keys override the defaults.
 
         Raises:
-            UserError: a value out of range; the group is not added.
+            UserError: a value out of range, or a parameter given twice; the group is not added.
         """
+        check_group(param_group)
         group = {**self.defaults, **param_group}
         _check(group)
         known = self.param_groups[0]["compat"] if self.param_groups else group["compat"]
         if group["compat"] != known:
             raise UserError(f"compat must be the same in all groups; given {group['compat']!r} beside {known!r}")
         super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        if len(set(map(id, params))) < len(params):
+            self.param_groups.pop()
+            raise UserError("a parameter is given twice in one group; each must be in one group once")
         _set_dense_ratio(self.param_groups[-1])
 
     @torch.no_grad()
@@ -338,8 +344,11 @@ class DeMo(torch.optim.Optimizer):
         """Take back what `shared_state_dict` gave on any replica; residuals stay.
 
         Raises:
-            UserError: a moment of another shape than its parameter.
+            UserError: another kind of state, or a moment of another shape than its parameter.
         """
+        if not isinstance(state_dict, dict) or set(state_dict) != {"state", "groups"}:
+            given = f"the keys {', '.join(map(str, state_dict))}" if isinstance(state_dict, dict) else repr(state_dict)
+            raise UserError(f"what is loaded is what shared_state_dict gave, with 'state' and 'groups'; given {given}")
         residuals = {
             param: {key: state[key] for key in KEYS if key in state} for param, state in list(self.state.items())
         }
@@ -461,7 +470,12 @@ def _check(group: dict[str, Any]) -> None:
     if group["update"] not in UPDATES:
         raise UserError(f"update must be one of {', '.join(UPDATES)}; given {group['update']!r}")
     betas = group["dense_betas"]
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+    if group["compat"] == "paper" and group["update"] == "identity":
+        raise UserError("compat='paper' accumulates gradients times lr, and update='identity' would take lr once more")
+    if group["compat"] == "paper" and group["dense_lr"] is not None:
+        raise UserError("with compat='paper' all parameters go by blocks, at lr; leave dense_lr out")
+    numbers = isinstance(betas, tuple | list) and all(isinstance(beta, float | int) for beta in betas)
+    if not numbers or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise UserError(f"dense_betas must be two numbers from 0 to below 1; given {betas!r}")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
+from torch.nn import Module
 
 from scantling.comm.residuals import FORMATS
 from scantling.comm.values import VALUES
@@ -54,7 +55,7 @@ class Rounds:
             raise UserError(f"{given} is for an exchange at every call: sync_every must be 1; given {self.sync_every}")
         if self.delay not in (0, 1):
             raise UserError(f"delay must be 0 or 1 calls; given {self.delay!r}")
-        if not self.bucket_mb > 0.0:
+        if not (isinstance(self.bucket_mb, float | int) and self.bucket_mb > 0.0):
             raise UserError(f"bucket_mb must be above 0 MiB; given {self.bucket_mb!r}")
 
     def is_due(self, step: int) -> bool:
@@ -90,14 +91,36 @@ def check_options(group: Group) -> None:
         raise UserError(f"residual must be one of {', '.join(FORMATS)}; given {group['residual']!r}")
     if group["transform"] not in ("dct", "none"):
         raise UserError(f"transform must be 'dct' or 'none'; given {group['transform']!r}")
+    dims = group["matrix_dims"]
+    if dims is not None and not (_is_list(dims) and len(dims) == 2 and all(map(_is_list, dims))):
+        raise UserError(f"matrix_dims must be (row dims, column dims), such as ((0,), (1,)); given {dims!r}")
     if group["compat"] not in (None, "paper"):
         raise UserError(f"compat must be None or 'paper'; given {group['compat']!r}")
 
 
-def as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
-    """Groups with all options; parameters alone, or (name, parameter) pairs, are one group."""
+def _is_list(value: Any) -> bool:
+    return isinstance(value, tuple | list)
+
+
+def check_given(given: Any) -> None:
+    """Raise a UserError for what is no list of parameters or groups: a model, or one tensor."""
     if isinstance(given, Tensor):
         raise UserError("parameters are given as a list or as groups; given a single tensor")
+    if isinstance(given, Module):
+        name = type(given).__name__
+        raise UserError(f"parameters are given as a list or as groups, sc.param_groups(model); given the model, {name}")
+
+
+def check_group(item: Any) -> None:
+    """Raise a UserError for what is no group of parameters."""
+    if not isinstance(item, dict) or "params" not in item:
+        told = f"the keys {', '.join(map(str, item))}" if isinstance(item, dict) else repr(item)
+        raise UserError(f"a group is a mapping with 'params', the parameters it holds; given {told}")
+
+
+def as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
+    """Groups with all options; parameters alone, or (name, parameter) pairs, are one group."""
+    check_given(given)
     items = list(given)
     if not items:
         raise UserError("MomentumExchange needs at least one parameter; given none")
@@ -105,6 +128,7 @@ def as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
         items = [{"params": items}]
     groups = []
     for item in items:
+        check_group(item)
         params = [item["params"]] if isinstance(item["params"], Tensor) else item["params"]
         pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in params]
         group = {**defaults, **item, "params": [param for _, param in pairs]}
@@ -133,6 +157,8 @@ def check_groups(groups: Sequence[Group], rounds: Rounds) -> None:
         raise UserError("the groups hold no parameter; at least one is needed")
     if len({group["compat"] for group in groups}) > 1:
         raise UserError("compat must be the same in all groups: it says how the mean over replicas is taken")
+    if any(group["compat"] == "paper" and "lr" not in group for group in groups):
+        raise UserError("compat='paper' scales gradients by 'lr', which a group lacks; use sc.DeMo, or set it")
     if groups[0]["compat"] == "paper" and rounds.exchange in ("owner", "whole"):
         raise UserError("compat='paper' takes the mean over those that sent a coefficient: exchange='all_gather'")
     if groups[0]["compat"] == "paper" and rounds.auto_off:

@@ -63,8 +63,9 @@ class Replica:
             state_dict: of the same rank and world size, or of `merge_local_states`, which fits every replica.
 
         Raises:
-            UserError: another world size or rank, other parameters or shapes; nothing has been loaded.
+            UserError: another kind of state, world size or rank, other parameters or shapes; nothing has been loaded.
         """
+        _check_kind(state_dict, "local_state_dict", ("world_size", "rank", "residuals"))
         self.drop()
         for key, own in (("world_size", self.link.size), ("rank", self.link.rank)):
             if state_dict[key] not in (None, own):
@@ -123,8 +124,9 @@ class Replica:
         """Take back what `shared_state_dict` gave on any replica.
 
         Raises:
-            UserError: other parameters or shapes; nothing has been loaded.
+            UserError: another kind of state, other parameters or shapes; nothing has been loaded.
         """
+        _check_kind(state_dict, "shared_state_dict", ("step",))
         self.drop()
         pending = state_dict.get("pending", {})
         self._check_shapes("momentum", pending)
@@ -140,6 +142,7 @@ class Replica:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this replica."""
+        _check_kind(state_dict, "state_dict", ("local", "shared"))
         self.load_local_state_dict(state_dict["local"])
         self.load_shared_state_dict(state_dict["shared"])
 
@@ -160,6 +163,14 @@ class Replica:
 
     def _parameters(self) -> list[Tensor]:
         return parameters_of(self.param_groups)
+
+
+def _check_kind(state: Any, method: str, keys: Sequence[str]) -> None:
+    """Raise a UserError for a state that another method gave."""
+    missing = [key for key in keys if not isinstance(state, Mapping) or key not in state]
+    if missing:
+        given = f"the keys {', '.join(map(str, state))}" if isinstance(state, Mapping) else repr(state)
+        raise UserError(f"what is loaded here is what {method} of an exchange gave, with {missing[0]!r}; given {given}")
 
 
 def merge_local_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

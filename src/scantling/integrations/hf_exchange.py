@@ -37,11 +37,11 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._options = trainer, options
         self.exchange: MomentumExchange | None = None
         self.checkpoint: Path | None = None
+        self._hooked: DistributedDataParallel | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self._trainer
-        if isinstance(trainer.model_wrapped, DistributedDataParallel):
-            trainer.model_wrapped.register_comm_hook(None, noop_hook)
+        self._keep_gradients_local(trainer.model_wrapped)
         self.exchange = MomentumExchange(param_groups(trainer.model), **self._options)
         if state.global_step and self.checkpoint is not None:
             file = self.checkpoint / FILE.format(self.exchange.link.rank)
@@ -51,6 +51,19 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
                     "as wrote the checkpoint"
                 )
             self.exchange.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+
+    def _keep_gradients_local(self, model: torch.nn.Module) -> None:
+        """Let DistributedDataParallel average nothing; once each, since it takes one hook in its life."""
+        model = getattr(model, "_orig_mod", model)  # of a module that torch.compile has wrapped
+        if isinstance(model, DistributedDataParallel):
+            if model is not self._hooked:
+                model.register_comm_hook(None, noop_hook)
+                self._hooked = model
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            raise UserError(
+                f"sc.hf.attach: the Trainer trains a {type(model).__name__} on {dist.get_world_size()} processes and "
+                "not in DistributedDataParallel, whose averaging is what the exchange replaces"
+            )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.exchange is not None:
@@ -86,8 +99,8 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
         The callback that was added to the trainer.
 
     Raises:
-        UserError: FSDP or DeepSpeed, fp16, or options out of range; when the training begins, residuals of a process
-            that are missing in the checkpoint to resume from.
+        UserError: FSDP or DeepSpeed, fp16, or options out of range; when the training begins, several processes without
+            DistributedDataParallel, or residuals of a process that are missing in the checkpoint to resume from.
 
     Example:
         >>> trainer = Trainer(model=model, args=args, train_dataset=texts)  # doctest: +SKIP
