@@ -100,8 +100,7 @@ def test_a_change_that_may_be_one_ranks_alone_is_said_before_it_ends_badly(caplo
             fill(params, link.rank, step)
             made.exchange()
 
-    with caplog.at_level(logging.INFO):
-        together(2, work)
+    together(2, work)
     told = [record.getMessage() for record in caplog.records if "options, shapes or what is frozen" in record.message]
     assert sorted(text[:14] for text in told) == [f"step {step}, rank {rank}" for step in (1, 2) for rank in (0, 1)]
 

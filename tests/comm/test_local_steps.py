@@ -103,3 +103,13 @@ def test_bad_options() -> None:
         diloco(inner, net.parameters(), outer_lr=0.0)
     with pytest.raises(UserError, match="must hold the same parameters"):
         sparseloco(inner, [net[0].weight])
+    with pytest.raises(UserError, match="delay=1 is for an exchange at every step, not for local steps"):
+        sparseloco(inner, net.parameters(), delay=1)
+    with pytest.raises(UserError, match="sync_every=2 is for an exchange"):
+        LocalSteps(inner, sc.MomentumExchange(net.parameters(), sync_every=2), sync_every=4, outer_lr=1.0)
+    with pytest.raises(UserError, match="diloco exchanges everything, so that topk, values would have no effect"):
+        diloco(inner, net.parameters(), topk=8, values="int8")
+    exchange = sc.MomentumExchange(net.parameters())
+    exchange.link.stays = False
+    with pytest.raises(UserError, match="local steps are for replicas that stay"):
+        LocalSteps(inner, exchange, sync_every=4, outer_lr=1.0)

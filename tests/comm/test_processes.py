@@ -244,9 +244,11 @@ def test_an_exchange_alone_goes_on_from_its_tensors(delay: int) -> None:
 def test_what_travels_is_said_where_nobody_listens(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On stderr without any logging set up, and else as a record."""
-    for listens in (False, True):
-        monkeypatch.setattr(logging.Logger, "hasHandlers", lambda _, listens=listens: listens)
+    """On stderr without any logging set up, or where it would not show it, and else as a record."""
+    for handled, shown in ((False, True), (True, False), (True, True)):
+        monkeypatch.setattr(logging.Logger, "hasHandlers", lambda _, handled=handled: handled)
+        monkeypatch.setattr(logging.Logger, "isEnabledFor", lambda *_, shown=shown: shown)
+        listens = handled and shown
         net = model()
         train(net, sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4), 0, range(2))
         told = capsys.readouterr().err

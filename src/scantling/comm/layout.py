@@ -23,6 +23,8 @@ from scantling.comm.residuals import Format, residual_bytes
 from scantling.comm.rounds import Way, cheaper_way, wire_bytes
 from scantling.comm.shards import local
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -76,9 +78,10 @@ def laid_out(
     if last is not None and last.key == key:
         return last
     if last is not None and last.key[-2:] != key[-2:] and not link.is_alone:
-        announce(
-            f"step {step}, rank {link.rank}: options, shapes or what is frozen have changed; replicas are compared. If "
-            "nothing has changed on the others, they are exchanging now, and the run hangs or ends in an error"
+        logger.warning(
+            "step %d, rank %d: options, shapes or what is frozen have changed; replicas are compared. If nothing has "
+            "changed on the others, they are exchanging now, and the run hangs or ends in an error",
+            *(step, link.rank),
         )
     texts = []
     for param, group in zip(params, groups_of(groups), strict=True):
@@ -188,9 +191,8 @@ def described(groups: Sequence[Group], rounds: Rounds) -> str:
 
 
 def announce(text: str) -> None:
-    """Say what travels how when a run begins or changes: by logging, or on stderr where nobody has set that up."""
-    logger = logging.getLogger(__name__)
-    if logger.hasHandlers():
+    """Say what travels how when a run begins: by logging, or on stderr where that would not show it."""
+    if logger.hasHandlers() and logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
     else:
         print(text, file=sys.stderr)

@@ -28,6 +28,9 @@ from scantling.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+_OF_A_SELECTION = frozenset({"decay", "topk", "chunk", "alpha", "values", "transform", "residual"})
+"""Options of the exchange of matrices by blocks."""
+
 
 class LocalSteps:
     """An optimizer that steps by itself, and the exchange that brings replicas together every so many steps.
@@ -47,7 +50,7 @@ class LocalSteps:
         wire_bytes: what this process sent in the last step, 0 but for every H-th.
 
     Raises:
-        UserError: a value out of range, or an exchange over other parameters.
+        UserError: a value out of range, an exchange over other parameters or at other times, or a `ManagedLink`.
     """
 
     def __init__(
@@ -69,8 +72,15 @@ class LocalSteps:
         self._params = [param for group in exchange.param_groups for param in group["params"]]
         if {id(p) for group in inner.param_groups for p in group["params"]} != {id(p) for p in self._params}:
             raise UserError("the inner optimizer and the exchange must hold the same parameters")
-        if exchange.rounds.auto_off:
-            raise UserError("auto_off is for an exchange at every step, not for local steps; leave it out")
+        for name, usual in (("auto_off", False), ("delay", 0), ("overlap", False), ("sync_every", 1)):
+            given = getattr(exchange.rounds, name)
+            if given != usual:
+                raise UserError(f"{name}={given} is for an exchange at every step, not for local steps; leave it out")
+        if not exchange.link.stays:
+            raise UserError(
+                "local steps are for replicas that stay: one that comes, or was away, would lack what the others "
+                "started from. With a ManagedLink use sc.DeMo"
+            )
         nesterov = outer_momentum > 0.0
         self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self._anchors = [local(param).clone() for param in self._params]
@@ -152,7 +162,15 @@ def diloco(
         sync_every: 500 in the paper.
         outer_lr, outer_momentum: of the outer optimizer, the paper's.
         options: of `MomentumExchange`; `dense` is the format, fp32 unless given.
+
+    Raises:
+        UserError: an option of what is selected, which here is everything; and as of `LocalSteps`.
     """
+    if unused := sorted(_OF_A_SELECTION & set(options)):
+        raise UserError(
+            f"diloco exchanges everything, so that {', '.join(unused)} would have no effect: leave them out, or take "
+            "sparseloco; the format is dense="
+        )
     pairs = [pair for group in _groups(groups) for pair in group["params"]]
     whole = [{"params": pairs, "role": "vector"}]
     exchange = MomentumExchange(whole, **{"dense": "fp32", **options})
