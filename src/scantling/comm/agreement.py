@@ -47,7 +47,7 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
     device = params[0].device
     hashes = [int(each) for each in torch.stack(link.all_gather(torch.tensor([own], device=device))).flatten()]
     if len(set(hashes)) > 1:
-        everywhere = link.gather_texts(texts)
+        everywhere = link.gather_texts(texts, device)
         usual = Counter(map(tuple, everywhere)).most_common(1)[0][0]
         rank = next(rank for rank, theirs in enumerate(everywhere) if tuple(theirs) != usual)
         theirs = everywhere[rank]

@@ -149,15 +149,19 @@ class Link:
         if not self.is_alone:
             self._broadcast(values, source)
 
-    def gather_texts(self, texts: Sequence[str]) -> list[list[str]]:
-        """The texts of all ranks, in order. Collectives: two all-gathers, of a length and of JSON."""
+    def gather_texts(self, texts: Sequence[str], device: torch.device) -> list[list[str]]:
+        """The texts of all ranks, in order. Collectives: two all-gathers, of a length and of JSON.
+
+        Args:
+            device: of the tensors that are sent, since a group may have a backend for one kind of device alone.
+        """
         if self.is_alone:
             return [list(texts)]
         own = json.dumps(list(texts)).encode()
-        lengths = [int(each) for each in self.all_gather(torch.tensor([len(own)]))]
+        lengths = [int(each) for each in self.all_gather(torch.tensor([len(own)], device=device))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        found = self.all_gather(padded)
+        found = self.all_gather(padded.to(device))
         return [json.loads(bytes(each[:length].tolist())) for each, length in zip(found, lengths, strict=True)]
 
     def failed(self, error: SilentPeerError) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from scantling.comm.silence import named
-from scantling.errors import UserError
+from scantling.errors import SilentPeerError, UserError
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,20 @@ def _join(backend: str, timeout: timedelta) -> None:
     torchrun keeps one store for all attempts, and PyTorch 2.13 uses the same names in each: whoever comes first would
     connect to the address of a process that is dead.
     """
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(  # type: ignore[attr-defined]
-        f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-    )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except dist.DistError as error:
+        known = os.environ.get
+        address = f"{known('MASTER_ADDR', '?')}:{known('MASTER_PORT', '?')}"
+        raise SilentPeerError(
+            f"the processes did not find each other within {timeout.total_seconds():g} s by way of {address}: "
+            f"{str(error).splitlines()[0]}. Look whether all {known('WORLD_SIZE')} were started, rank 0 there, "
+            "at firewalls, and at GLOO_SOCKET_IFNAME, which names the interface to use"
+        ) from error
 
 
 @contextlib.contextmanager

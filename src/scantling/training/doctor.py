@@ -13,6 +13,7 @@ import statistics
 import struct
 import time
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -74,22 +75,20 @@ def measure_pairs(place: Place) -> list[Pair]:
     Raises:
         RunError: a process does not answer.
     """
-    own = []
-    for source in range(place.world_size):
-        for target in range(place.world_size):
-            if source == target:
-                continue
-            try:
-                dist.barrier()
-                found = _pair(place, source, target)
-            except RuntimeError as error:
-                reason = str(error).splitlines()[0]
-                raise RunError(
-                    f"between rank {source} and rank {target} nothing came through: {reason}. Look at firewalls, at "
-                    "MASTER_ADDR, and at GLOO_SOCKET_IFNAME, which names the interface to use"
-                ) from error
-            if found is not None:
-                own.append(found)
+    own: list[Pair] = []
+    told = "before any pair was measured a process did not answer"
+    for source, target in permutations(range(place.world_size), 2):
+        try:
+            dist.barrier()  # all wait for the pair before
+            told = f"between rank {source} and rank {target} nothing came through"
+            found = _pair(place, source, target)
+        except RuntimeError as error:
+            raise RunError(
+                f"{told}: {str(error).splitlines()[0]}. Look at firewalls, at MASTER_ADDR, and at GLOO_SOCKET_IFNAME, "
+                "which names the interface to use"
+            ) from error
+        if found is not None:
+            own.append(found)
     return [pair for pairs in place.gather(own) for pair in pairs]
 
 

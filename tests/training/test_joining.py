@@ -1,0 +1,50 @@
+"""Processes that look for each other, and pairs of which one does not answer."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scantling.errors import RunError, SilentPeerError
+from scantling.training import doctor
+from scantling.training.distributed import Place, joined
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_finds_nobody_names_the_address(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": 0}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, str(value))
+    with (
+        pytest.raises(SilentPeerError, match=rf"did not find each other within 2 s by way of 127\.0\.0\.1:{port}"),
+        joined("cpu", timeout_s=2.0),
+    ):
+        pass
+    assert not dist.is_initialized()
+
+
+def test_the_pair_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those outside of a pair wait for it at the next barrier, and name it and not the pair that is next."""
+    left = [0]
+
+    def barrier() -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("Timed out waiting for a barrier\nand more")
+
+    def pair(*_: Any) -> None:
+        return None
+
+    monkeypatch.setattr(dist, "barrier", barrier)
+    monkeypatch.setattr(doctor, "_pair", pair)
+    place = Place(2, 3, torch.device("cpu"))
+    for silent, told in ((1, "before any pair was measured"), (2, "between rank 0 and rank 1 nothing")):
+        left[0] = silent
+        with pytest.raises(RunError, match=f"{told}.*Timed out waiting for a barrier"):
+            doctor.measure_pairs(place)
