@@ -101,6 +101,15 @@ def test_tt_svd_keeps_the_error_it_may_make(error: float) -> None:
     assert error / 8 < made <= error
 
 
+def test_tt_svd_uses_up_the_error_that_is_left() -> None:
+    torch.manual_seed(0)
+    noisy = torch.zeros(4, 4, 64, 64)  # all of its error is to be made at the middle bond and after it
+    noisy[0, 0] = torch.linalg.qr(torch.randn(64, 64)).Q
+    found = tt_svd(noisy, [(4,), (4,), (64,), (64,)], None, 0.5)
+    assert (dense(found) - noisy).norm() / noisy.norm() == pytest.approx(0.5, abs=0.01)
+    assert found[-1].shape[0] == 48  # 3/4 of the 64 equal singular values; 59 with a third of the error
+
+
 def test_tt_svd_of_zeros_is_zero() -> None:
     found = tt_svd(torch.zeros(4, 4, 4), [(4,)] * 3, (1, 4, 4, 1))
     assert not dense(found).any()

@@ -152,6 +152,9 @@ def _orthonormal(gaussian: Tensor) -> Tensor:
 def tt_svd(tensor: Tensor, shapes: Sequence[Sizes], ranks: Sequence[int] | None, error: float = 0.0) -> list[Tensor]:
     """The cores of a tensor, by one singular value decomposition a bond, from the left.
 
+    The squared errors of the bonds add up to that of the whole: each bond may make an equal share of what is left of
+    it, so that what one does not need goes to those after it.
+
     Args:
         tensor: its dims are the modes of all cores in order.
         shapes: the mode sizes of each core.
@@ -163,7 +166,7 @@ def tt_svd(tensor: Tensor, shapes: Sequence[Sizes], ranks: Sequence[int] | None,
         do, it is at most sqrt(n - 1) times the best possible at these ranks (Oseledets, corollary 2.4).
     """
     rest = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
-    allowed = float(rest.norm()) * error / sqrt(max(1, len(shapes) - 1))
+    budget = (float(rest.norm()) * error) ** 2
     cores, values, left = [], [], 1
     for place, shape in enumerate(shapes[:-1]):
         rest = rest.reshape(left * prod(shape), -1)
@@ -172,8 +175,9 @@ def tt_svd(tensor: Tensor, shapes: Sequence[Sizes], ranks: Sequence[int] | None,
         if ranks is not None:
             kept = min(kept, ranks[place + 1])
         if error > 0.0:
-            tail = s.square().flip(0).cumsum(0).flip(0).sqrt()  # tail[k]: what is lost when k values are kept
-            kept = min(kept, max(1, int((tail > allowed).sum())))
+            tail = s.square().flip(0).cumsum(0).flip(0)  # tail[k]: what is lost when k values are kept
+            kept = min(kept, max(1, int((tail > budget / (len(shapes) - 1 - place)).sum())))
+            budget = max(0.0, budget - float(tail[kept:][:1].sum()))
         cores.append(u[:, :kept].reshape(left, *shape, kept))
         values.append(s[:kept].clamp(min=torch.finfo(s.dtype).tiny))
         rest, left = s[:kept, None] * v[:kept], kept
