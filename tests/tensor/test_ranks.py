@@ -787,12 +787,36 @@ def test_controls_that_nobody_steps_are_one_warning(caplog: pytest.LogCaptureFix
     assert caplog.text.count("attach the adapter before the optimizer is built") == 1
 
 
+def test_decay_of_controls_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=5)
+    steps(model, adapter, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01), range(3))
+    assert caplog.text.count("decays the rank controls (weight_decay=0.01)") == 1
+    caplog.clear()
+    model = net()
+    adapter = RankAdapter(model, steps=5)
+    steps(model, adapter, torch.optim.AdamW(sc.param_groups(model, weight_decay=0.01), lr=1e-3), range(3))
+    assert not caplog.text
+
+
+def test_a_model_whose_ranks_adapt_is_not_made_dense() -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, steps=5)
+    with pytest.raises(UserError, match="RankAdapter is attached to 'table'"):
+        sc.densify(model)
+    ids, _ = batch(0)
+    expected = model(ids)
+    torch.testing.assert_close(sc.densify(copy.deepcopy(model))(ids), expected)
+    adapter.detach()
+    torch.testing.assert_close(sc.densify(model)(ids), expected)
+
+
 def test_optimizers_behind_one_that_steps_them_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     adapter = RankAdapter(model, steps=5)
     controls = [control for layer in adapter.layers.values() for control in layer.controls or ()]
     others = [param for param in model.parameters() if all(param is not control for control in controls)]
-    both = CombinedOptimizer([torch.optim.AdamW(controls, lr=1e-3), torch.optim.SGD(others, lr=1e-3)])
+    both = CombinedOptimizer([torch.optim.AdamW(controls, lr=1e-3, weight_decay=0.0), torch.optim.SGD(others, lr=1e-3)])
     steps(model, adapter, both, range(4))
     assert adapter.step == 4
     assert not caplog.text

@@ -22,7 +22,9 @@ from scantling.tensor.choice import Choice, Filter, Ranks
 from scantling.tensor.experts import is_fused_experts
 from scantling.tensor.head import TTMHead
 from scantling.tensor.joint import join_siblings
+from scantling.tensor.layer import CoreLayer
 from scantling.tensor.linear import TTLinear
+from scantling.tensor.ranks import adapter_of
 from scantling.tensor.replace import Init, as_dense, filled, install, layers_of_cores, put, shaped
 from scantling.tensor.sites import Site, find_sites, is_linear
 from scantling.tensor.ties import carry_ties, note_ties, restore_ties
@@ -127,11 +129,17 @@ def densify(model: nn.Module) -> nn.Module:
         The model.
 
     Raises:
-        UserError: the model is itself a layer; it has `to_dense()`.
+        UserError: the model is itself a layer; it has `to_dense()`. A `RankAdapter` is attached to it.
     """
     found = layers_of_cores(model)
     if model in found:
         raise UserError(f"the model is itself a {type(model).__name__}; it has to_dense()")
+    for name, layer in model.named_modules():
+        if isinstance(layer, CoreLayer) and adapter_of(layer) is not None:
+            raise UserError(
+                f"a RankAdapter is attached to '{name}', which would go on with cores that are no longer in the "
+                "model; call its finish() or detach() before, or densify a copy.deepcopy(model)"
+            )
     made = {layer: as_dense(layer) for layer in found if not isinstance(layer, TTMHead)}
     for head in found:
         if isinstance(head, TTMHead):

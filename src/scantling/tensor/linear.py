@@ -8,7 +8,8 @@ with few it is cheaper to contract x with the cores one by one; `contraction.py`
 the modes is larger than the dimension, x is padded with zeros and y cut.
 
 Cost: `num_parameters(...)` numbers; multiplications as `TTLinear.plan(tokens)` says, twice that in the backward pass;
-saved for it are x, what is r wide, and the merged cores.
+saved for it are x, the merged cores, and what lies between the steps: r numbers a token in x A B, more of them where
+cores are taken one by one, which is done with few tokens only.
 """
 
 from __future__ import annotations

@@ -34,6 +34,12 @@ _AGREED = ("unit", "schedule", "size_target", "steps", "begin")
 """Options in which a state and the adapter that goes on from it are alike."""
 
 
+def adapter_of(layer: CoreLayer) -> RankAdapter | None:
+    """The adapter that is attached to a layer."""
+    owner = _OWNERS.get(layer, lambda: None)()
+    return owner if layer.controls is not None and owner is not None and owner.is_attached else None
+
+
 class RankAdapter:
     """Adapt the ranks of all layers of cores in a model to a size target.
 
@@ -80,14 +86,14 @@ class RankAdapter:
         if not any(all(layer.ranks) for layer in self.layers.values()):
             raise UserError(f"the layers of cores in {type(model).__name__} have no rank left, so that none can adapt")
         for name, layer in self.layers.items():
-            owner = _OWNERS.get(layer, lambda: None)()
-            if layer.controls is not None and owner is not None and owner.is_attached:
+            if adapter_of(layer) is not None:
                 raise UserError(f"'{name}' has rank controls already: another RankAdapter is attached to this model")
         self.step = 0
         self._dense_numbers = sum(layer.weight.numel() for layer in self.layers.values())
         self._seen: tuple[int, ...] | None = None
         self._is_fresh = False
         self._passed_by = 0
+        self._knows_decay = False
         new = [layer for layer in self.layers.values() if layer.controls is None]
         uses = uses_in(model, self.options.tokens) if self.options.unit == "flops" else {}
         try:
@@ -164,11 +170,26 @@ class RankAdapter:
         """Say that what has changed so far was no step, and that one is to come, even if nothing asks for the loss."""
         self._seen, self._is_fresh = self._versions(), True
 
-    def _stepped(self, _: torch.optim.Optimizer) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """After a step of an optimizer that holds controls; only the first one after an objective counts."""
         self._passed_by = 0
+        if not self._knows_decay:
+            self._knows_decay = True
+            self._look_for_decay(optimizer)
         if self._is_fresh:
             self._count()
+
+    def _look_for_decay(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say if an optimizer decays the controls, which is a price on ranks that no target knows of."""
+        controls = set(map(id, self._bonds.controls))
+        for group in optimizer.param_groups:
+            if group.get("weight_decay") and any(id(param) in controls for param in group["params"]):
+                logger.warning(
+                    "RankAdapter: the optimizer decays the rank controls (weight_decay=%g), which draws all of them to "
+                    "0 alike; sc.param_groups(model, weight_decay=...) leaves them out",
+                    group["weight_decay"],
+                )
+                return
 
     def _cores_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """After a step of an optimizer that holds cores; two with none of the controls in between are one too many."""
