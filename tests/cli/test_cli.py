@@ -161,7 +161,9 @@ def test_dry_run_loads_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str
     recipe = tiny_recipe(tmp_path, data={"text": str(tmp_path / "no-such-file.txt")})
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     assert run(["train", str(path), "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
-    assert "valid" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "valid" in shown
+    assert f"not here yet: {tmp_path}/no-such-file.txt" in shown
     assert not (tmp_path / "run").exists()
 
 

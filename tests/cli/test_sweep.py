@@ -11,7 +11,8 @@ from rich.console import Console
 
 from scantling.cli import run
 from scantling.cli.sweeping import SweepProgress
-from scantling.sweeping.grid import cases
+from scantling.sweeping.grid import Case, cases
+from scantling.sweeping.runner import Outcome, Runner
 from scantling.sweeping.schema import load_sweep
 from tests.runs import tiny_recipe, write_recipe
 
@@ -49,6 +50,20 @@ def test_what_it_refuses(path: str, arguments: list[str], words: str, capsys: py
 def test_it_starts_its_runs_itself(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(["sweep", path]) == 2
+
+
+@pytest.mark.parametrize(("error", "code"), [("", 0), ("after the run: no memory", 1)])
+def test_an_evaluation_that_failed_is_a_failure(
+    path: str, error: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_all(self: Runner, chosen: list[Case]) -> Outcome:
+        return Outcome({case.key: {"state": "done", "error": error} for case in chosen}, stopped=False, busy=[])
+
+    monkeypatch.setattr(Runner, "run", run_all)
+    assert run(["sweep", path]) == code
+    shown = capsys.readouterr().out
+    assert "4 runs: 4 done" in shown
+    assert shown.count("after the run: no memory") == 4 * code
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -232,6 +232,7 @@ def test_inside_the_range_nothing_is_said() -> None:
         (KUMAR, {"compute": 1e20, "speed": {16: 1.0}, "bits": 8}, "no entry for 8"),
         (ChinchillaLaw.published(), {"compute": 1e20, "post": 4}, "leave post out"),
         (EfficiencyLaw.published(), {"compute": 1e20}, "speed={scheme"),
+        (KUMAR, {"compute": 1e20, "speed": {"int8": 2.0}}, "law is of bits: speed={bits"),
     ],
 )
 def test_what_an_optimum_refuses(law: Law, given: dict[str, object], words: str) -> None:

@@ -186,6 +186,23 @@ def test_a_format_as_wide_as_fp32_rounds_each_number_by_itself(size: float) -> N
     torch.testing.assert_close(fake_quantize(x, "bf16"), x, rtol=2**-8, atol=0.0)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("granularity", ["tensor", "token"])
+def test_floats_of_16_bits_round_as_their_dtypes_do(name: str, dtype: torch.dtype, granularity: Any) -> None:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 4, 64)
+    expected = x.to(dtype).float()
+    assert torch.equal(fake_quantize(x, name, granularity=granularity), expected)
+    assert torch.equal(fake_quantize(x, name, granularity=granularity, clip="mse"), expected)
+    assert not torch.isfinite(fake_quantize(torch.tensor([1.0, torch.inf]), name)).any()
+
+
+@pytest.mark.parametrize("given", [{"format": "int4"}, Quantizer.of("int4")])
+def test_settings_beside_a_whole_quantizer_are_refused(given: Any) -> None:
+    with pytest.raises(UserError, match="granularity, rounding come with the format by name"):
+        fake_quantize(torch.randn(4, 4), given, granularity="token", rounding="stochastic")
+    assert torch.isfinite(fake_quantize(torch.randn(4, 4), given, granularity="tensor")).all()
+
+
 def test_scales_beneath_the_smallest_are_the_smallest() -> None:
     """In nvfp4 a group that is tiny beside the tensor has no scale of its own, whatever its magnitude."""
     for size in (1e-6, 1.0, 1e6):

@@ -387,22 +387,33 @@ def test_products_of_the_hardware_are_the_simulated_ones(
     torch.testing.assert_close(*of_bias)
 
 
-def test_gradients_of_products_are_rounded_with_the_scales_of_codes_in_them() -> None:
+@pytest.mark.parametrize(
+    ("given", "granularity"), [("int8", "token"), ({"format": "int8", "granularity": "tensor"}, "tensor")]
+)
+def test_gradients_of_products_are_rounded_with_the_scales_of_codes_in_them(given: Any, granularity: Any) -> None:
     torch.manual_seed(0)
     model = sc.quantize_training(
         nn.Sequential(nn.Linear(24, 12, bias=False)),
         weights="int8",
         activations={"format": "int8", "granularity": "token"},
-        gradients="int8",
+        gradients=given,
         compute="int8",
     )
     weight = model[0].weight.detach()
     x, up = torch.randn(6, 24, requires_grad=True), torch.randn(6, 12)
     model(x).backward(up)
-    by_row, by_output = Quantizer.of("int8", "token"), Quantizer.of("int8", "channel")
+    of_grads, by_row, by_output = (Quantizer.of("int8", each) for each in (granularity, "token", "channel"))
     of_x, of_weight = by_row.encode(x.detach()), by_output.encode(weight)
-    torch.testing.assert_close(x.grad, by_row(up * of_weight.scale.t()) @ of_weight.codes)
-    torch.testing.assert_close(model[0].weight.grad, by_row((up * of_x.scale).t()) @ of_x.codes)
+    torch.testing.assert_close(x.grad, of_grads(up * of_weight.scale.t()) @ of_weight.codes)
+    torch.testing.assert_close(model[0].weight.grad, of_grads((up * of_x.scale).t()) @ of_x.codes)
+
+
+def test_layers_that_a_filter_takes_and_that_stay_whole_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
+    sc.quantize_training(model, weights="int4", filter_fn=lambda *_: True)
+    assert "1.out_proj stays whole: no NonDynamicallyQuantizableLinear is quantized" in caplog.text
+    with pytest.raises(UserError, match="filter_fn must be a function"):
+        sc.quantize_training(nn.Sequential(nn.Linear(8, 8)), weights="int4", filter_fn="mlp")  # type: ignore[arg-type]
 
 
 def test_it_compiles_without_a_break() -> None:

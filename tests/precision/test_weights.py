@@ -218,6 +218,21 @@ def test_experts_that_some_batches_do_not_reach() -> None:
         sc.quantize_weights(Routed(), "int4", method="gptq", calibration=[-x])
 
 
+def test_what_fails_in_the_middle_says_how_far_it_came() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+
+    def fails(_: nn.Module) -> None:
+        raise RuntimeError("out of memory")
+
+    batches = [torch.arange(8), fails]
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        sc.quantize_weights(model, "int4", method="gptq", calibration=batches, filter_fn=lambda *_: True)
+    assert caught.value.__notes__ == ["1 weights of the model were quantised before that: load it again"]
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        sc.quantize_weights(model, "int4", method="gptq", calibration=batches)
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_little_calibration_is_said(caplog: pytest.LogCaptureFixture) -> None:
     sc.quantize_weights(nn.Sequential(nn.Linear(32, 4)), "int4", method="gptq", calibration=[torch.randn(5, 32)])
     assert "0.weight has 32 inputs and sees only 5 tokens" in caplog.text
@@ -239,6 +254,7 @@ def texts() -> Iterator[torch.Tensor]:
         ({"method": "gptq", "calibration": [["text"]]}, "given a list"),
         ({"method": "gptq", "calibration": [IDS], "damping": -1.0}, "damping must be at least 0"),
         ({"filter_fn": lambda *_: False}, "filter_fn takes no layer"),
+        ({"filter_fn": "mlp"}, "filter_fn must be a function of a name and a module; given 'mlp'"),
     ],
 )
 def test_what_it_refuses(settings: dict[str, Any], words: str) -> None:

@@ -15,6 +15,8 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from scantling.recipe import Recipe
+from scantling.recipe.loading import missing_files
 from scantling.reporting.format import format_bytes, format_number, format_percent
 from scantling.training.sinks import Sink
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 PLAIN_INTERVAL_S = 10.0
 """Seconds between plain lines where there is no terminal."""
 BAR_WIDTH = 16
+MOST_MISSING = 5
+"""Of missing files that are named."""
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -37,6 +41,15 @@ def show_warnings(console: Console) -> None:
     logger = logging.getLogger("scantling")
     logger.handlers = [handler]
     logger.propagate = False
+
+
+def print_missing(console: Console, recipes: Iterable[Recipe]) -> None:
+    """Say which data of recipes is not on this machine, for what loads none of it."""
+    missing = list(dict.fromkeys(path for recipe in recipes for path in missing_files(recipe)))
+    for path in missing[:MOST_MISSING]:
+        console.print(f"not here yet: {path}", markup=False)
+    if len(missing) > MOST_MISSING:
+        console.print(f"and {len(missing) - MOST_MISSING} more", markup=False)
 
 
 class _Live(Progress):

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console, show_warnings
+from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console, print_missing, show_warnings
 from scantling.cli.fitting import pairs
 from scantling.errors import UserError
 from scantling.reporting.format import format_number, format_seconds
@@ -36,6 +36,7 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         console.print(_grid_table(read, chosen, runner.states()))
         total = format_number(sum(case.num_tokens for case in chosen))
         console.print(f"{len(chosen)} runs, {total} tokens; every recipe is valid; nothing was run", markup=False)
+        print_missing(console, [case.recipe for case in chosen])
         return 0
     outcome = runner.run(chosen)
     states = Counter(outcome.rows[case.key]["state"] if case.key in outcome.rows else "waiting" for case in chosen)
@@ -51,7 +52,7 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
     if outcome.stopped or states.get("stopped") or outcome.busy:
         console.print("go on with the same command", markup=False)
         return 3
-    return 1 if states.get("failed") else 0
+    return 1 if any(outcome.rows.get(case.key, {}).get("error") for case in chosen) else 0
 
 
 def _grid_table(read: Sweep, chosen: Sequence[Case], rows: Mapping[str, Row]) -> Table:

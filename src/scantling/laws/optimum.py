@@ -76,6 +76,8 @@ def optimum(
         raise UserError(f"the {law.name} law says nothing of quantisation after training; leave post out")
     if not (speed is None or callable(speed) or (isinstance(speed, Mapping) and speed)):
         raise UserError(f"speed is a function of bits, or a mapping of bits to speeds relative to 16; given {speed!r}")
+    if isinstance(speed, Mapping) and "scheme" not in law.VARIABLES and not all(map(_is_number, speed)):
+        raise UserError(f"the {law.name} law is of bits: speed={{bits: speed relative to 16}}; given {speed!r}")
     budget = _Budget(law, compute, N, speed, inference_tokens, post)
     if "scheme" in law.VARIABLES and (bits is not None or not isinstance(speed, Mapping)):
         raise UserError("a law of schemes takes no bits, but speed={scheme: speed relative to 16 bits} of each choice")

@@ -72,6 +72,7 @@ def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Mat
     Raises:
         UserError: none, or weights that are sharded, on the meta device, or hold NaN or Inf.
     """
+    check_filter(filter_fn)
     heads = {id(head) for head in output_layers(model)}
     found: dict[int, Matrix] = {}
     for name, module in model.named_modules():
@@ -86,6 +87,12 @@ def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Mat
     for matrix in found.values():
         _check(matrix)
     return list(found.values())
+
+
+def check_filter(filter_fn: Filter | None) -> None:
+    """Raise a UserError for a filter that cannot be called."""
+    if filter_fn is not None and not callable(filter_fn):
+        raise UserError(f"filter_fn must be a function of a name and a module; given {filter_fn!r}")
 
 
 def is_table(module: nn.Module) -> bool:

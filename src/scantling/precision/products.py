@@ -11,8 +11,8 @@ rounded again:
 
     dx = q(g * sw^T) Cw,    dW = q((g * sx)^T) Cx
 
-with a scale for each row of what is rounded. Without one the backward pass multiplies by the numbers the codes stand
-for, in the dtype of the gradient.
+with a scale for each row of what is rounded, or one for all of it. Without one the backward pass multiplies by the
+numbers the codes stand for, in the dtype of the gradient.
 
 On a GPU, int8 needs more than 16 rows and fp8 a compute capability of 8.9, both dims in multiples of 16: rows and
 columns of zeros are added.
@@ -159,13 +159,12 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 of_weight = grad.t() @ (codes_x.float() * scale_x).to(grad.dtype)
         else:
-            by_row = gradients.by("token")
             if ctx.needs_input_grad[0]:
-                one = by_row.encode(grad.float() * scale_weight.t())
-                of_x = multiply.of_codes(one.codes, codes_weight, (by_row.format, formats[1])) * one.scale
+                one = gradients.encode(grad.float() * scale_weight.t())
+                of_x = multiply.of_codes(one.codes, codes_weight, (gradients.format, formats[1])) * one.scale
             if ctx.needs_input_grad[1]:
-                one = by_row.encode((grad.float() * scale_x).t())
-                of_weight = multiply.of_codes(one.codes, codes_x, (by_row.format, formats[0])) * one.scale
+                one = gradients.encode((grad.float() * scale_x).t())
+                of_weight = multiply.of_codes(one.codes, codes_x, (gradients.format, formats[0])) * one.scale
         return (
             None if of_x is None else of_x.to(grad.dtype),
             None if of_weight is None else of_weight.to(weight_dtype),

@@ -3,8 +3,9 @@
     s = max|x| / largest,    q(x) = s * round(x / s)
 
 with one s for a whole tensor, for each channel, each token, or each group of neighbours (Kumar et al., "Scaling Laws
-for Precision", arXiv 2411.04330, section 2 and appendix D.1, which writes 1/s for s). `fake_quantize` returns numbers
-that a model can go on computing with; `Quantizer.encode` keeps the codes and the scales apart.
+for Precision", arXiv 2411.04330, section 2 and appendix D.1, which writes 1/s for s). Floats of 16 bits are dtypes of
+their own and not scaled, s = 1. `fake_quantize` returns numbers that a model can go on computing with;
+`Quantizer.encode` keeps the codes and the scales apart.
 
 Block formats scale groups by scales that are themselves of few bits: `mx<format>` (OCP Microscaling: groups of 32,
 powers of 2 that take the exponent of the largest magnitude to that of the format) and `nvfp4` (groups of 16, scales of
@@ -36,6 +37,10 @@ Scales: TypeAlias = Literal["fp32", "power2", "fp8"]
 RATIOS = tuple(0.92**power for power in range(32))
 """Of the largest magnitude, from 1 to 0.075: where `clip="mse"` looks for the end of the format."""
 MX_GROUP, NV_GROUP = 32, 16
+
+
+_PLAIN = {"granularity": "tensor", "group_size": None, "rounding": "nearest", "clip": "absmax"}
+"""Settings of `fake_quantize` that say nothing."""
 
 
 class Encoded(NamedTuple):
@@ -199,6 +204,8 @@ class Quantizer:
             dims = {dim % blocks.ndim for dim in shared}
             return blocks.new_ones([1 if dim in dims else size for dim, size in enumerate(blocks.shape)])
         largest = blocks.abs().amax(shared, keepdim=True) if shared else blocks.abs()
+        if isinstance(self.format, FloatFormat) and self.format.bits >= 16:
+            return _unscaled(largest, self.format)
         if self.scales == "power2":
             return _power_scale(largest, self.format)
         if self.scales == "fp8":
@@ -248,15 +255,17 @@ def fake_quantize(
         tensor([ 0.0000, -0.4667,  0.7000])
     """
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.element_size() < 2:
-        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise UserError(f"fake_quantize takes a tensor of 16-, 32- or 64-bit floats; given {given}")
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise UserError(f"fake_quantize takes a tensor of 16-, 32- or 64-bit floats; given {kind}")
+    values = (granularity, group_size, rounding, clip)
+    given = {key: value for (key, plain), value in zip(_PLAIN.items(), values, strict=True) if value != plain}
     if isinstance(format, str):
-        settings: dict[str, Any] = {"format": format, "rounding": rounding, "clip": clip}
-        if group_size is not None:
-            settings["group_size"] = group_size
-        if granularity != "tensor":
-            settings["granularity"] = granularity
-        format = settings
+        format = {"format": format, **given}
+    elif given:
+        raise UserError(
+            f"fake_quantize: {', '.join(given)} come with the format by name; a mapping or a Quantizer brings its own, "
+            f"given {format}"
+        )
     return Quantizer.of(format)(x, axis=axis)
 
 
@@ -282,6 +291,14 @@ def _scale_of(largest: Tensor, format: Format) -> Tensor:
     """What takes the largest magnitude to the largest value, a normal number; 1 for what is all 0."""
     scale = (largest / format.largest).clamp(min=torch.finfo(largest.dtype).tiny)
     return scale.where(largest != 0.0, 1.0)
+
+
+def _unscaled(largest: Tensor, format: FloatFormat) -> Tensor:
+    """1; with the exponents of fp32 a power of 2, which changes nothing and avoids the smallest numbers."""
+    scale = torch.ones_like(largest)
+    if format.exponent == 8:
+        scale = torch.ldexp(scale, torch.frexp(largest).exponent.clamp(-126, 127))
+    return scale.where(largest.isfinite(), largest)
 
 
 def _power_scale(largest: Tensor, format: Format) -> Tensor:

@@ -16,7 +16,7 @@ autograd graph holds the rounded weights and activations beside the master weigh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations
 from typing import Any, Literal, TypeAlias, get_args
@@ -30,13 +30,12 @@ from scantling.kinds import is_conv1d
 from scantling.numerics.words import Granularity
 from scantling.precision.attention import is_quantized, quantize_attention, restore_attention
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
-from scantling.precision.matrices import is_of_cores, is_table
+from scantling.precision.matrices import Filter, check_filter, is_of_cores, is_table
 from scantling.precision.products import Compute, Multiply, check_device
 from scantling.precision.quantizer import Quantizer
 
 logger = logging.getLogger(__name__)
 
-Filter: TypeAlias = Callable[[str, nn.Module], bool]
 Given: TypeAlias = Quantizer | str | Mapping[str, Any]
 Weights: TypeAlias = Literal["master", "rounded"]
 
@@ -95,7 +94,7 @@ def quantize_training(
     formats = LayerFormats(
         quantizer(weights, "channel"),
         quantizer(activations),
-        quantizer(gradients),
+        quantizer(gradients, "tensor" if compute is None else "token"),
         None if compute is None else Multiply(compute),
     )
     of_layers = any(each is not None for each in (formats.weights, formats.activations, formats.gradients))
@@ -186,10 +185,13 @@ def _quantize(module: nn.Module, formats: LayerFormats) -> None:
 
 def _chosen(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
     """The layers to quantize, by name."""
+    check_filter(filter_fn)
     heads = {id(head) for head in output_layers(model)}
     chosen = {}
     for name, module in model.named_modules():
         if not _can_be_quantized(module):
+            if filter_fn is not None and isinstance(module, nn.Linear | nn.Embedding) and filter_fn(name, module):
+                logger.warning("quantize_training: %s stays whole: no %s is quantized", name, type(module).__name__)
             continue
         if filter_fn(name, module) if filter_fn is not None else not is_table(module) and id(module) not in heads:
             chosen[name] = module

@@ -13,7 +13,8 @@ since a row is read alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -92,7 +93,8 @@ def quantize_weights(
 
     Raises:
         UserError: settings that do not exist or go together, no layer to quantise, weights with NaN, calibration
-            without batches, or a layer that sees none of them.
+            without batches, or a layer that sees none of them. What fails in the middle of the work says in a note how
+            many weights hold few bits by then.
 
     Source: arXiv 2210.17323 for GPTQ; see `scantling.precision.gptq` for its cost, `calibration` for that of passes.
 
@@ -122,22 +124,36 @@ def quantize_weights(
             None if hessian is None else output_error(before, matrix.read(), hessian),
         )
 
-    for matrix in matrices:
-        if calibrated is None or not matrix.modules:
-            put(matrix, quantizer.encode(matrix.read()), "rtn")
-    for block in [] if calibrated is None else calibrated.blocks():
-        hessians = calibrated.hessians(block)  # type: ignore[union-attr]
-        for matrix in block:
-            hessian = hessians[matrix.name]
-            if method == "gptq":
-                try:
-                    encoded = gptq(matrix.read(), hessian, quantizer, damping=damping, act_order=act_order, block=BLOCK)
-                except UserError as error:
-                    raise UserError(f"{matrix.name}: {error}") from None
-            else:
-                encoded = quantizer.encode(matrix.read())
-            put(matrix, encoded, method, hessian)
+    def round_like_gptq(matrix: Matrix, hessian: Tensor) -> Encoded:
+        try:
+            return gptq(matrix.read(), hessian, quantizer, damping=damping, act_order=act_order, block=BLOCK)
+        except UserError as error:
+            raise UserError(f"{matrix.name}: {error}") from None
+
+    with _telling_what_is_done(kept):
+        for matrix in matrices:
+            if calibrated is None or not matrix.modules:
+                put(matrix, quantizer.encode(matrix.read()), "rtn")
+        for block in [] if calibrated is None else calibrated.blocks():
+            hessians = calibrated.hessians(block)  # type: ignore[union-attr]
+            for matrix in block:
+                hessian = hessians[matrix.name]
+                encoded = round_like_gptq(matrix, hessian) if method == "gptq" else quantizer.encode(matrix.read())
+                put(matrix, encoded, method, hessian)
     return model
+
+
+@contextmanager
+def _telling_what_is_done(kept: Mapping[str, QuantizedWeight]) -> Iterator[None]:
+    """Add to an error that some weights hold few bits already: to keep them all twice would take twice the memory."""
+    before = dict(kept)
+    try:
+        yield
+    except BaseException as error:
+        done = sum(before.get(name) is not weight for name, weight in kept.items())
+        if done:
+            error.add_note(f"{done} weights of the model were quantised before that: load it again")
+        raise
 
 
 def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:

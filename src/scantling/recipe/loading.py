@@ -6,6 +6,7 @@ by the functions in `scantling.recipe.checks`, which import the method's own lis
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -233,6 +234,19 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
     if get_origin(annotation) in (Union, UnionType, Annotated):
         return next((model for arg in get_args(annotation) if (model := _model_of(arg))), None)
     return None
+
+
+_LOCAL = ("text", "jsonl", "csv", "parquet", "bin", "criteo", "images", "validation", "tokenizer")
+
+
+def missing_files(recipe: Recipe) -> list[str]:
+    """Files and folders of data that a checked recipe names and that are not on this machine."""
+    given: list[str] = []
+    for key in _LOCAL:
+        value = getattr(recipe.data, key)
+        given += value if isinstance(value, list) else [value]
+    paths = [each for each in given if isinstance(each, str) and os.path.isabs(each)]
+    return [path for path in paths if not (os.path.exists(path) or glob.glob(path, recursive=True))]
 
 
 def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,7 @@ import yaml
 from scantling.errors import UserError, did_you_mean
 from scantling.models.build import quiet
 from scantling.training.distributed import joined
-from scantling.training.export import export_hf
-from scantling.training.run import recipe_task
+from scantling.training.run import load_trained, recipe_task
 from scantling.training.rundir import RunDir
 
 BATCH = 16
@@ -21,7 +20,7 @@ BATCH = 16
 
 
 def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str]) -> dict[str, Any]:
-    """Run tasks of lm-evaluation-harness on the newest whole checkpoint of a run, exported as for `from_pretrained`.
+    """Run tasks of lm-evaluation-harness on the newest whole checkpoint of a run, which computes as it was trained.
 
     Args:
         run_dir: the directory of a run of the task causal-lm.
@@ -50,11 +49,12 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str]) -> dict[str, Any]:
     manager = TaskManager()
     chosen = [_task(name, manager.all_tasks) for name in tasks]
     with tempfile.TemporaryDirectory() as folder, joined(recipe.train.device) as place:
-        export_hf(run_dir, Path(folder) / "model", dense=True)
+        _, task, data, model, _ = load_trained(run_dir, device=str(place.device))
+        task.save_inputs(Path(folder), data=data, config=model.config)
         with quiet():
-            model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/model", local_files_only=True)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(f"{folder}/model", local_files_only=True)
-        harnessed = HFLM(pretrained=model.to(place.device), tokenizer=tokenizer, batch_size=BATCH)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model.config.use_cache = True
+        harnessed = HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=BATCH)
         try:
             found = lm_eval.simple_evaluate(harnessed, tasks=chosen, task_manager=manager)
         except Exception as error:  # the harness and its data sets raise errors of many kinds
