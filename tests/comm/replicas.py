@@ -87,6 +87,7 @@ class ThreadLink(Link):
 
     def broadcast(self, values: Tensor, source: int) -> None:
         values.copy_(self.room.meet(self._rank, values.clone())[source])
+        self.wire_bytes += (self.size - 1) * values.nbytes // self.size
 
     def mean(self, values: Tensor) -> Tensor:
         values.copy_(torch.stack(self.room.meet(self._rank, values.clone())).mean(0))

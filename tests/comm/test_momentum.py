@@ -248,8 +248,8 @@ def test_the_groups_of_a_model() -> None:
 
 @pytest.mark.parametrize("action", ["stop", "resync"])
 def test_parameters_that_are_not_alike_any_more(action: Any) -> None:
-    def work(link: ThreadLink) -> list[Tensor]:
-        params = params_of()
+    def work(link: ThreadLink) -> tuple[list[Tensor], list[int]]:
+        params, sent = params_of(), []
         made = exchange_of(link, params, check_every=2, on_mismatch=action)
         for step in range(5):
             if step == 1 and link.rank == 1:
@@ -258,15 +258,17 @@ def test_parameters_that_are_not_alike_any_more(action: Any) -> None:
             for param in params:
                 param.grad = gradient(link.rank, step, param.shape)
             made.exchange()
-        return params
+            sent.append(made.wire_bytes)
+        return params, sent
 
     if action == "stop":
         with pytest.raises(ReplicaError, match=r"step 3: conv is not on rank 1 what it is on others"):
             together(3, work)
         return
     found = together(3, work)
-    for params in found[1:]:
-        assert all(map(torch.equal, params, found[0]))
+    for params, sent in found:
+        assert all(map(torch.equal, params, found[0][0]))
+        assert sent[2] - sent[4] == sum(2 * param.nbytes // 3 for param in params)
 
 
 def test_divergence_and_averaged_residuals() -> None:

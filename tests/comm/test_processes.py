@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import scantling as sc
 from scantling.comm import load_rank_tensors, rank_tensors, refuse_reduction
 from scantling.comm.agreement import SKETCH
+from scantling.comm.link import Link
 from scantling.comm.silence import named
 from scantling.errors import SilentPeerError, UserError
 from tests.processes import counted, run
@@ -113,6 +114,12 @@ def replicas_of_shards() -> None:
     for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
         assert isinstance(part, DTensor)
         torch.testing.assert_close(part.full_tensor(), whole, rtol=1e-4, atol=1e-6)
+    link = Link()
+    link.broadcast(torch.zeros(6), 0)
+    assert link.wire_bytes == 3 * 24 // 4
+    for group in (None, mesh["shard"]):
+        with pytest.raises(UserError, match=r"would exchange with each other .* process_group=mesh\['replicate'\]"):
+            sc.DeMo(sc.param_groups(sharded), lr=1e-3, process_group=group)
     if mesh.get_local_rank("shard") == 0:  # in the group of one shard, those of the other have heard of nothing
         with pytest.raises(SilentPeerError, match="all are still there"), named(mesh["replicate"].get_group()):
             raise RuntimeError("gloo: connection closed")

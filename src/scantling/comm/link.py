@@ -2,6 +2,7 @@
 
     all_gather(m)       every process gets the messages of all; each sends (N - 1) |m| over a ring
     all_to_all(m_1..N)  process j gets message j of all; each sends (N - 1) of them
+    broadcast(m)        (N - 1) |m| in all, which are counted as if each sent a share
 
 Alone, or without a process group, nothing is sent and everything works.
 """
@@ -101,6 +102,11 @@ class Link:
         """Of this process in the group."""
         return dist.get_rank(self.group) if self._has_group() else 0
 
+    @property
+    def ranks(self) -> list[int]:
+        """Of the processes in the group, counted among all there are."""
+        return dist.get_process_group_ranks(self.group) if self._has_group() else []
+
     def start(self) -> None:
         """Begin to count anew."""
         self.wire_bytes = 0
@@ -148,6 +154,7 @@ class Link:
         """
         if not self.is_alone:
             self._broadcast(values, source)
+            self.wire_bytes += (self.size - 1) * values.nbytes // self.size
 
     def gather_texts(self, texts: Sequence[str], device: torch.device) -> list[list[str]]:
         """The texts of all ranks, in order. Collectives: two all-gathers, of a length and of JSON.

@@ -58,7 +58,7 @@ from scantling.comm.payload import Header
 from scantling.comm.replica import Replica
 from scantling.comm.residuals import Format
 from scantling.comm.rounds import Outcome, Sparse, Way, exchange
-from scantling.comm.shards import all_agree, all_finite, as_gradient, local
+from scantling.comm.shards import all_agree, all_finite, as_gradient, check_meshes, local
 from scantling.comm.values import DTYPES, Values
 from scantling.errors import ReplicaError, SilentPeerError, UserError
 
@@ -143,13 +143,15 @@ class MomentumExchange(Replica):
         param_groups: the groups, with all options.
         state: by parameter: `residual`, and in int8 `residual_scale`; `pending`, a result that a delay holds back, once
             it was asked for by `state_dict`.
-        wire_bytes: what this process sent in the exchange of the last result, headers included.
+        wire_bytes: what this process sent in the exchange of the last result, headers included; of the first one
+            without what compares the replicas at the start, 8 bytes and more for each parameter.
         left_out: ranks whose gradients were NaN or Inf in it; with overlap, in a part of it.
         decided: with `auto_off`, once it was measured: whether everything travels, and the number of processes.
         replica_divergence: how far the residuals were apart when they were last compared, from 0 to 1.
 
     Raises:
-        UserError: an option out of range; at the first exchange, replicas that differ in parameters or options.
+        UserError: an option out of range, or processes that hold parts of one replica; at the first exchange, replicas
+            that differ in parameters or options.
 
     Example:
         >>> exchange = sc.MomentumExchange(sc.param_groups(model), topk=8)  # doctest: +SKIP
@@ -204,6 +206,8 @@ class MomentumExchange(Replica):
         self._settled: tuple[int, list[int]] = 0, []
         self._line: Link | None = None
         self._background: Background | None = None
+        if link.stays:
+            check_meshes(self._parameters(), link.ranks)
 
     @torch.no_grad()
     def exchange(self) -> bool:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from scantling.comm.silence import named
+from scantling.errors import UserError
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -26,6 +27,27 @@ def as_gradient(value: Tensor, param: Tensor) -> Tensor:
             cast, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
         )
     return cast
+
+
+def check_meshes(params: Iterable[Tensor], ranks: Iterable[int]) -> None:
+    """See that an exchange goes between replicas, and not between the parts of one.
+
+    Args:
+        params: some of them sharded.
+        ranks: of the processes of the exchange.
+
+    Raises:
+        UserError: processes that share a mesh of a parameter are to exchange with each other.
+    """
+    between = set(ranks)
+    for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
+        shared = sorted(between & set(mesh.mesh.flatten().tolist()))
+        if len(shared) > 1:
+            raise UserError(
+                f"parameters are sharded over a mesh of which ranks {', '.join(map(str, shared))} would exchange with "
+                "each other as if each had a whole replica; give the exchange the group of those with one shard, such "
+                "as process_group=mesh['replicate'], and fully_shard mesh['shard'] alone"
+            )
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:
