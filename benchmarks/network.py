@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import shutil
@@ -49,9 +50,20 @@ SETTLE_S = 0.4
 
 
 def mbit_of(rate: str) -> float:
-    """What a rate in `tc`'s spelling allows, as far as it is known here; 0 for no cap."""
+    """What a rate in `tc`'s spelling allows; infinite without a cap."""
+    if rate == "uncapped":
+        return math.inf
     units = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
-    return float(rate[:-4]) * units[rate[-4:]] if rate[-4:] in units else 0.0
+    try:
+        return float(rate[:-4]) * units[rate[-4:]]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"a number of kbit, mbit or gbit, or uncapped; given {rate}") from None
+
+
+def rate_of(rate: str) -> str:
+    """A rate as it is, if it can be understood."""
+    mbit_of(rate)
+    return rate
 
 
 def address(rank: int) -> str:
@@ -371,7 +383,7 @@ def table(found: dict[str, list[list[dict[str, Any]]]], *, with_times: bool) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--rate", default="100mbit", help="of each link, as tc spells it, or uncapped")
+    parser.add_argument("--rate", type=rate_of, default="100mbit", help="of each link, as tc spells it, or uncapped")
     parser.add_argument("--round-trip-ms", type=float, default=0.0, help="of the line, emulated")
     parser.add_argument("--methods", nargs="+", help="default: all")
     parser.add_argument("--preset", default="llama-10m", help="a model, or novels: the decoder of comm_quality.py")
@@ -407,7 +419,10 @@ def main() -> int:
         copied, round_trip = copied_mbit(names), measured_round_trip_ms(names)
         line = f"a plain copy takes {copied:.1f} Mbit/s, a byte there and back {round_trip:.2f} ms"
         print(f"{options.replicas} replicas, {options.rate}: {line}", flush=True)
-        if not options.round_trip_ms and copied < 0.9 * mbit_of(options.rate):
+        cap = mbit_of(options.rate)
+        if copied > 1.1 * cap:
+            raise SystemExit(f"the link carries more than the {options.rate} that it should be capped at")
+        if not options.round_trip_ms and math.isfinite(cap) and copied < 0.9 * cap:
             raise SystemExit(f"the link does not carry the {options.rate} that it is capped at")
         for number in range(options.rounds):
             for method in options.methods or METHODS:

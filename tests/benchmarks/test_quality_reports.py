@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from math import inf
 from typing import Any
 
 import pytest
@@ -171,4 +173,6 @@ def test_a_step_of_few_exchanges_is_the_mean() -> None:
     rows = [{"step_s": [1.0] * 29 + [31.0]}, {"step_s": [1.0] * 30}]
     assert network.step_of(rows, "diloco h30") == 2.0
     assert network.step_of(rows, "ours k8 owner") == 1.0
-    assert [network.mbit_of(rate) for rate in ("100mbit", "1gbit", "uncapped")] == [100.0, 1000.0, 0.0]
+    assert [network.mbit_of(rate) for rate in ("100mbit", "1gbit", "uncapped")] == [100.0, 1000.0, inf]
+    with pytest.raises(argparse.ArgumentTypeError, match="given 10mbps"):
+        network.mbit_of("10mbps")
