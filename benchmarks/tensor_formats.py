@@ -30,7 +30,7 @@ from small_models import text
 SHARE = 0.25
 DENSE_RATE = 4e-3
 """Of what is dense in every format."""
-VOCABULARY, SEQ_LEN, BATCH = 1024, 128, 32
+VOCABULARY, SEQ_LEN, BATCH = 1024, 128, 16
 DENSE = {
     "hidden_size": 256,
     "intermediate_size": 512,
