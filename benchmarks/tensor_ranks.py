@@ -47,12 +47,12 @@ SEQ_LEN, BATCH, RANK = 128, 32, 24
 RATE, SEEDS = 4e-3, 3
 TARGETS = (0.5, 0.2)
 STARTS = (
-    *(("orthonormal cores", scale) for scale in (1.0, 1 / 3)),
+    *(("orthonormal cores", scale) for scale in (1.0, 1 / 3, 0.1)),
     ("Gaussian cores", 1 / 3),
     ("two thin matrices", 1 / 3),
 )
 """How cores begin, and their share of the learning rate."""
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 SMALL_RANKS = {0.5: 16, 0.2: 9}  # equal ranks whose cores hold as many numbers, next above
 FAST = {"control_lr_scale": 10.0}
 LATE = {"schedule": "paper", "early_steps": 75, "beta": 1e-4}
