@@ -6,6 +6,7 @@ The script that defines a comparison has these phases on its command line:
     seeds      each form at its best, the same data order, seeds from 1 on, equal steps
     clock      what a step takes, all forms in turns (`interleaved.py`), as a ratio to the first one
     timed      as many steps as fit into the time that the first form takes for its own
+    longer     each form in more steps, where the comparison names how many, at the same rates and seeds
     report     all of it, from the raw lines alone
 
 The clock has as many threads as a run has, and is refused, to be measured again, where other work disturbed it. Runs
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, 
 from small_models import facts, printed, train_line
 
 Lines = dict[str, Line]
-PHASES = ["sweep", "seeds", "clock", "timed", "report"]
+PHASES = ["sweep", "seeds", "clock", "timed", "longer", "report"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Comparison:
         recipe_of: the recipe of a specification.
         prepare: called with the specification before a run, in its process.
         step_of: makes a whole training step of a form.
+        longer: steps of the phase of that name.
+        clocked: further forms whose steps are measured alone, not trained; the first one is their control.
     """
 
     script: Path
@@ -56,6 +59,8 @@ class Comparison:
     recipe_of: Callable[[Spec], dict[str, Any]]
     step_of: Callable[[str], Callable[[], object]]
     prepare: Callable[[Spec], None] = lambda spec: None
+    longer: int | None = None
+    clocked: tuple[str, ...] = ()
 
     def spec(self, form: str, rate: float, seed: int, steps: int | None = None) -> Spec:
         """One run, as plain values."""
@@ -67,10 +72,9 @@ class Comparison:
             "steps": self.steps if steps is None else steps,
         }
 
-    @property
-    def clock_spec(self) -> Spec:
-        """What the measurement of the steps is known by."""
-        return {**self.fixed, "measure": "seconds of a step", "forms": list(self.forms)}
+    def clock_spec(self, forms: Sequence[str] | None = None) -> Spec:
+        """What the measurement of the steps of some forms is known by; of those that are trained unless given."""
+        return {**self.fixed, "measure": "seconds of a step", "forms": list(forms or self.forms)}
 
     def run(self, spec: Spec) -> Line:
         """Train, or measure the steps, in this process."""
@@ -78,8 +82,8 @@ class Comparison:
             self.prepare(spec)
             return train_line(spec, self.recipe_of(spec))
         began = time.time()
-        first = self.forms[0]
-        work = {name: self.step_of(name.removesuffix(" again")) for name in (*self.forms, f"{first} again")}
+        first = spec["forms"][0]
+        work = {name: self.step_of(name.removesuffix(" again")) for name in (*spec["forms"], f"{first} again")}
         times = take_turns(work, rounds=30)
         ratios = {name: ratio(own, times[first]) for name, own in times.items()}
         if (refused := disturbed(ratios[f"{first} again"])) is not None:
@@ -103,7 +107,7 @@ class Comparison:
 
     def steps_in_time(self, lines: Lines, form: str) -> int:
         """Steps of a form in the time that the first one takes for its own."""
-        line = lines.get(key_of(self.clock_spec))
+        line = lines.get(key_of(self.clock_spec()))
         if line is None:
             raise SystemExit("run the phase clock first")
         return round(self.steps / float(line["times"][form]["ratio"]))
@@ -113,9 +117,10 @@ class Comparison:
         print(f"held-out nats a token by learning rate, seed 0\n{self.grid.header()}")
         for form in self.forms:
             print(self.grid.row(form, self.swept(lines, form)))
-        clock = lines.get(key_of(self.clock_spec))
+        clock = lines.get(key_of(self.clock_spec()))
         rates = {form: self.grid.best(self.swept(lines, form)) for form in self.forms}
-        control, numbers = self._runs(lines, self.forms[0], rates[self.forms[0]], self.steps), None
+        first, numbers = self.forms[0], None
+        equal = self._runs(lines, first, rates[first], self.steps)
         for form, rate in rates.items():
             if rate is None:
                 continue
@@ -123,18 +128,25 @@ class Comparison:
             numbers = numbers or own
             parts = [f"{form:12} {own:>10,} parameters, {numbers / own:.2f} times fewer"]
             budgets = {"steps": self.steps}
+            if self.longer is not None:
+                budgets[f"{self.longer} steps"] = self.longer
             if clock is not None:
                 parts.append(f"{clock['times'][form]['ratio']:5.2f} of the control's step")
                 budgets["time"] = self.steps_in_time(lines, form)
             for label, steps in budgets.items():
                 found = self._runs(lines, form, rate, steps)
+                control = self._runs(lines, first, rates[first], steps) if steps == self.longer else equal
                 if found:
                     mean, width = interval([*found.values()])
                     parts.append(f"at equal {label} {mean:.4f} ± {width:.4f} ({len(found)} seeds)")
                     pairs = [loss - control[seed] for seed, loss in found.items() if seed in control]
-                    if form != self.forms[0] and pairs:
+                    if form != first and pairs:
                         parts[-1] += ", minus the control {:+.4f} ± {:.4f}".format(*interval(pairs))
             print("  ".join(parts))
+        alone = lines.get(key_of(self.clock_spec(self.clocked)))
+        if self.clocked and alone is not None:
+            ratios = (f"{form} {alone['times'][form]['ratio']:.2f}" for form in self.clocked)
+            print(f"{', '.join(ratios)}: time of a step")
 
     def _runs(self, lines: Lines, form: str, rate: float | None, steps: int) -> dict[int, float]:
         """The held-out loss of each seed that was run."""
@@ -161,11 +173,19 @@ class Comparison:
                 self.forms,
             )
         elif options.phase == "clock":
-            ledger.run(self.clock_spec)
+            for forms in filter(None, (self.forms, self.clocked)):
+                if not ledger.run(self.clock_spec(forms)):
+                    return 1
         else:
-            timed = options.phase == "timed"
+            if options.phase == "longer" and self.longer is None:
+                raise SystemExit("this comparison has no longer runs")
+            steps_of: dict[str, Callable[[str], int | None]] = {
+                "seeds": lambda form: self.steps,
+                "timed": lambda form: self.steps_in_time(lines, form),
+                "longer": lambda form: self.longer,
+            }
             runs = [
-                self.spec(form, self.tuned(lines, form), seed, self.steps_in_time(lines, form) if timed else None)
+                self.spec(form, self.tuned(lines, form), seed, steps_of[options.phase](form))
                 for seed in self.seeds
                 for form in self.forms
             ]

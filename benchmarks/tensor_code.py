@@ -2,8 +2,9 @@
 
     python benchmarks/tensor_code.py sweep         one grid of learning rates for each form, one seed
     python benchmarks/tensor_code.py seeds         each at its best rate, 3 seeds, equal steps
-    python benchmarks/tensor_code.py clock         what a step takes, in turns, as a ratio to dense
+    python benchmarks/tensor_code.py clock         what a step takes, in turns, as a ratio to dense; at width 768, too
     python benchmarks/tensor_code.py timed         as many steps as fit into the time that dense takes, 3 seeds
+    python benchmarks/tensor_code.py longer        each in four times the steps: whether cores catch up
     python benchmarks/tensor_code.py report        all of it, from the raw lines alone
 
 CoMERA (arXiv 2405.14377) pre-trains a CodeBERT-like model with 4.23 times fewer parameters and reports half the time.
@@ -28,6 +29,10 @@ CONFIG = Path(__file__).with_name("bert-rotary.json")
 WIDE = {"hidden_size": 256, "embedding_size": 256, "intermediate_size": 1024}
 RANKS = {"*attention*": 35, "*.dense": 55}
 """4.24 times fewer parameters in all, 794,216 for 3,366,144."""
+FULL = {"hidden_size": 768, "embedding_size": 768, "intermediate_size": 3072}
+FULL_RANKS = {"*attention*": 100, "*.dense": 150}
+"""As many times fewer at the width of CodeBERT, where steps are only timed."""
+AT_FULL = ", width 768"
 SEQ_LEN, BATCH = 128, 16
 
 
@@ -57,10 +62,11 @@ def step_of(form: str) -> Callable[[], object]:
     import scantling as sc
 
     config = RoFormerConfig.from_json_file(str(CONFIG))
-    config.update(WIDE)
+    full = form.endswith(AT_FULL)
+    config.update(FULL if full else WIDE)
     model = AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
-    if form != "dense":
-        sc.tensorize(model, RANKS)
+    if form.startswith("cores"):
+        sc.tensorize(model, FULL_RANKS if full else RANKS)
     ids = torch.randint(config.vocab_size, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0))
     return training_step(model, {"input_ids": ids, "labels": ids})
 
@@ -75,6 +81,8 @@ COMPARISON = Comparison(
     fixed={"text": "python", "ranks": RANKS, "model": WIDE, "batch": BATCH},
     recipe_of=recipe_of,
     step_of=step_of,
+    longer=2000,
+    clocked=(f"dense{AT_FULL}", f"cores{AT_FULL}"),
 )
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_equal_time_is_steps_by_the_clock(tmp_path: Path, capsys: pytest.Capture
     comparison.report(lines)
     printed = capsys.readouterr().out
     assert "equal time" not in printed, "there is no clock yet"
-    lines[key_of(comparison.clock_spec)] = {"times": times}
+    lines[key_of(comparison.clock_spec())] = {"times": times}
     assert comparison.tuned(lines, "tt") == 2e-3
     assert comparison.steps_in_time(lines, "tt") == 750
     add("tt", 2e-3, 1, 3.0, 750)
@@ -73,6 +74,14 @@ def test_equal_time_is_steps_by_the_clock(tmp_path: Path, capsys: pytest.Capture
     assert "1,000 parameters, 4.00 times fewer" in printed
     assert "at equal steps 3.3500 ± 0.6353 (2 seeds), minus the control -0.5000 ± 0.0000" in printed
     assert "at equal time 3.0000 ± inf (1 seeds), minus the control -0.8000 ± inf" in printed
+    wider = replace(comparison, longer=600, clocked=("dense, wide", "tt, wide"))
+    lines[key_of(wider.clock_spec(wider.clocked))] = {"times": {"dense, wide": {"ratio": 1.0}, "tt, wide": times["tt"]}}
+    add("dense", 2e-3, 1, 3.2, 600)
+    add("tt", 2e-3, 1, 3.1, 600)
+    wider.report(lines)
+    printed = capsys.readouterr().out
+    assert "at equal 600 steps 3.1000 ± inf (1 seeds), minus the control -0.1000 ± inf" in printed, "of as many steps"
+    assert "dense, wide 1.00, tt, wide 0.40: time of a step" in printed
 
 
 def test_a_disturbed_clock_is_refused() -> None:
