@@ -7,8 +7,8 @@
     python benchmarks/tensor_formats.py report     all of it, from the raw lines alone
 
 A decoder of width 256 and 4 layers whose linear layers have a quarter of the dense numbers in every format, as near as
-whole ranks come. The rate that is swept is that of the factors, which differ in what rate they bear: embedding, output
-layer and vectors, dense and the same in all formats, learn at one rate throughout, the one that suits the dense model.
+whole ranks come. The rate that is swept is that of what stands in their place, since formats differ in what rate they
+bear; the embedding tied to the output layer learns at one rate in all of them.
 `dense small` is a dense decoder with as many parameters in all, of width 140. AdamW without decay for all, since decay
 of each of several factors is more decay of their product; results in benchmarks/results/tensor-formats.jsonl, where
 no run is made twice.
@@ -28,8 +28,7 @@ from resumable import Grid, Spec
 from small_models import text
 
 SHARE = 0.25
-DENSE_RATE = 4e-3
-"""Of what is dense in every format."""
+EMBEDDING_RATE = 4e-3
 VOCABULARY, SEQ_LEN, BATCH = 1024, 128, 16
 DENSE = {
     "hidden_size": 256,
@@ -43,12 +42,18 @@ SMALL = {**DENSE, "hidden_size": 140, "intermediate_size": 280, "num_attention_h
 
 
 def recipe_of(spec: Spec) -> dict[str, Any]:
-    rate = spec["lr"] if spec["form"].startswith("dense") else DENSE_RATE
+    rate = spec["lr"] if spec["form"].startswith("dense") else EMBEDDING_RATE
     return {
         "name": "formats",
         "model": {"preset": "llama-1m", "overrides": SMALL if spec["form"] == "dense small" else DENSE},
         "data": {**text("novels"), "tokenizer": {"bpe": VOCABULARY}, "seq_len": SEQ_LEN},
-        "optim": {"name": "adamw", "betas": [0.9, 0.95], "lr": rate, "weight_decay": 0.0},
+        "optim": {
+            "name": "adamw",
+            "betas": [0.9, 0.95],
+            "lr": rate,
+            "embedding_lr_scale": EMBEDDING_RATE / rate,
+            "weight_decay": 0.0,
+        },
         "train": {
             "steps": spec["steps"],
             "batch_size": BATCH,
@@ -80,10 +85,10 @@ COMPARISON = Comparison(
     script=Path(__file__),
     results=RESULTS / "tensor-formats.jsonl",
     forms=("dense", "dense small", "tt", "low rank", "cola", "btt"),
-    grid=Grid([0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3], start=2),
+    grid=Grid([62.5e-6 * 2**power for power in range(9)], start=3),
     steps=300,
     seeds=range(1, 4),
-    fixed={"text": "novels", "share": SHARE, "dense_rate": DENSE_RATE, "model": DENSE, "batch": BATCH},
+    fixed={"text": "novels", "share": SHARE, "embedding_rate": EMBEDDING_RATE, "model": DENSE, "batch": BATCH},
     recipe_of=recipe_of,
     prepare=prepare,
     step_of=step_of,
