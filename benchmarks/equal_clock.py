@@ -46,6 +46,7 @@ class Comparison:
         prepare: called with the specification before a run, in its process.
         step_of: makes a whole training step of a form.
         longer: steps of the phase of that name.
+        tried: further forms that are only swept, to see whether the first one is at its best.
         clocked: further forms whose steps are measured alone, not trained; the first one is their control.
     """
 
@@ -60,6 +61,7 @@ class Comparison:
     step_of: Callable[[str], Callable[[], object]]
     prepare: Callable[[Spec], None] = lambda spec: None
     longer: int | None = None
+    tried: tuple[str, ...] = ()
     clocked: tuple[str, ...] = ()
 
     def spec(self, form: str, rate: float, seed: int, steps: int | None = None) -> Spec:
@@ -115,7 +117,7 @@ class Comparison:
     def report(self, lines: Lines) -> None:
         """The sweep; then parameters, the time of a step, the held-out loss at equal steps and at equal time."""
         print(f"held-out nats a token by learning rate, seed 0\n{self.grid.header()}")
-        for form in self.forms:
+        for form in (*self.forms, *self.tried):
             print(self.grid.row(form, self.swept(lines, form)))
         clock = lines.get(key_of(self.clock_spec()))
         rates = {form: self.grid.best(self.swept(lines, form)) for form in self.forms}
@@ -170,7 +172,7 @@ class Comparison:
             side_by_side(
                 options.jobs,
                 lambda form: self.grid.sweep(ledger, lambda rate: self.spec(form, rate, 0), "eval_loss"),
-                self.forms,
+                (*self.forms, *self.tried),
             )
         elif options.phase == "clock":
             for forms in filter(None, (self.forms, self.clocked)):
