@@ -27,13 +27,13 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     **{f"cores-{name}": (ADAMW, {"rank": RANKS, "size_target": target}) for name, target in TARGETS.items()},
 }
 """Optimizer and tensor section of each row."""
-GRID = Grid([62.5e-6 * 2**power for power in range(9)], start=3)  # 62.5e-6 to 16e-3, from 5e-4 on
+GRID = Grid([62.5e-6 * 2**power for power in range(9)], start=2)  # 62.5e-6 to 16e-3, from 2.5e-4 on
 TESTS = ("lingnli_valid", "mnli_dev_matched_part_a")
 SEEDS = (1, 2, 3)
 COMPARED = ("dense", "cores", "cores-0.2")
 """With every seed; the other rows, points of a curve, with the first."""
-PAIRS_A_BATCH = 32
-SWEEP_STEPS, EPOCHS, TRAINING_PAIRS = 300, 1, 60_051
+PAIRS_A_BATCH = 16
+SWEEP_STEPS, EPOCHS, TRAINING_PAIRS = 2500, 2, 60_051
 
 
 def swept_row(row: str) -> str:
@@ -45,7 +45,8 @@ def run_spec(row: str, lr: float, seed: int, steps: int, *, dev: bool) -> Spec:
     """One run at width 256, as plain values: what is in it decides whether it has been run."""
     optim, tensor = ROWS[row]
     optim = {**optim, "lr": lr, "weight_decay": 0.0}
-    return {"row": row, "model": MODEL, "optim": optim, "tensor": tensor, "seed": seed, "steps": steps, "dev": dev}
+    fixed = {"model": MODEL, "batch": PAIRS_A_BATCH}
+    return {**fixed, "row": row, "optim": optim, "tensor": tensor, "seed": seed, "steps": steps, "dev": dev}
 
 
 def trivial_spec(test: str) -> Spec:
@@ -70,7 +71,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
         "optim": spec["optim"],
         "train": {
             "steps": spec["steps"],
-            "batch_size": PAIRS_A_BATCH,
+            "batch_size": spec["batch"],
             "schedule": "linear",
             "warmup": 0.1,
             "checkpoint_every": max(1, spec["steps"] // 20),

@@ -10,7 +10,7 @@
 CoMERA (arXiv 2405.14377) pre-trains a CodeBERT-like model with 4.23 times fewer parameters and reports half the time.
 Here an encoder of width 256 and 4 layers reads the Python standard library. As in optim_tasks.py it is BERT with rotary
 positions, since one of this size with learned positions hardly learns anything in minutes. Embedding and the output
-layer tied to it are dense, with 512 ids. Cores learn at a third of the embedding's rate; a dense model that does so, too, is
+layer tied to it are dense, with 512 ids. Cores learn at a third of the embedding's rate; a dense model that does so is
 swept beside them. AdamW; results in benchmarks/results/tensor-code.jsonl, none is made twice.
 """
 
