@@ -67,10 +67,20 @@ def numel(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """AdamW that spares vectors from decay."""
+def adamw(model: nn.Module, lr: float, dense_lr: float | None = None) -> torch.optim.Optimizer:
+    """AdamW that spares vectors from decay.
+
+    Args:
+        model: whose parameters it has.
+        lr: of matrices.
+        dense_lr: of embeddings and vectors; that of the matrices unless given.
+    """
     groups = [
-        {"params": [param for _, param in group["params"]], "weight_decay": group["weight_decay"]}
+        {
+            "params": [param for _, param in group["params"]],
+            "weight_decay": group["weight_decay"],
+            "lr": lr if dense_lr is None or group["role"] == "matrix" else dense_lr,
+        }
         for group in sc.param_groups(model, weight_decay=ADAMW["weight_decay"])  # type: ignore[arg-type]
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=ADAMW["betas"])  # type: ignore[arg-type]
@@ -96,7 +106,8 @@ def ddp(
     lr: float,
     *,
     half: bool = False,
-    make: Callable[[nn.Module, float], torch.optim.Optimizer] = adamw,
+    make: Callable[..., torch.optim.Optimizer] = adamw,
+    **rates: Any,
 ) -> Replica:
     """Averaged gradients in fp32, or in fp16 while they travel."""
     wrapped = reduced(model)
@@ -104,10 +115,10 @@ def ddp(
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     size = (2 if half else 4) * numel(model)
     sent = float(allreduce_wire_bytes(size, dist.get_world_size()))
-    return Replica(wrapped, make(model, lr), lambda: sent, clip=CLIP)
+    return Replica(wrapped, make(model, lr, **rates), lambda: sent, clip=CLIP)
 
 
-def power_sgd(model: nn.Module, lr: float, *, rank: int, start: int = 2) -> Replica:
+def power_sgd(model: nn.Module, lr: float, *, rank: int, start: int = 2, **rates: Any) -> Replica:
     """PyTorch's own PowerSGD, after some steps of plain averaging, which its formula leaves out."""
     wrapped = reduced(model)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
@@ -118,12 +129,20 @@ def power_sgd(model: nn.Module, lr: float, *, rank: int, start: int = 2) -> Repl
         share = after / before if before else 1.0
         return float(allreduce_wire_bytes(round(4 * numel(model) * share), dist.get_world_size()))
 
-    return Replica(wrapped, adamw(model, lr), computed, clip=CLIP)
+    return Replica(wrapped, adamw(model, lr, **rates), computed, clip=CLIP)
 
 
-def local_steps(model: nn.Module, lr: float, *, make: Callable[..., Any], every: int, **options: Any) -> Replica:
+def local_steps(
+    model: nn.Module,
+    lr: float,
+    *,
+    make: Callable[..., Any],
+    every: int,
+    dense_lr: float | None = None,
+    **options: Any,
+) -> Replica:
     """DiLoCo or SparseLoCo with AdamW inside."""
-    inner = adamw(model, lr)
+    inner = adamw(model, lr, dense_lr)
     optimizer = make(inner, sc.param_groups(model), sync_every=every, **options)
     return Replica(
         model,
@@ -156,7 +175,9 @@ def published_bytes(exchange: sc.MomentumExchange) -> int:
     return (dist.get_world_size() - 1) * 12 * kept
 
 
-def exchanged(model: nn.Module, lr: float, *, came: bool = False, beta1: float) -> Replica:
+def exchanged(
+    model: nn.Module, lr: float, *, came: bool = False, beta1: float, dense_lr: float | None = None
+) -> Replica:
     """sc.MomentumExchange, and an optimizer that steps matrices by the decoded momentum with a first beta of its own.
 
     Embeddings and vectors, whose gradients are synchronised and no momentum, keep the first beta of 0.9.
@@ -169,6 +190,7 @@ def exchanged(model: nn.Module, lr: float, *, came: bool = False, beta1: float) 
         {
             "params": [param for _, param in group["params"]],
             "weight_decay": group["weight_decay"],
+            "lr": lr if dense_lr is None or group["role"] == "matrix" else dense_lr,
             "betas": (beta1 if group["role"] == "matrix" else 0.9, *rest),
             **({"role": group["role"], "matrix_dims": group["matrix_dims"]} if came else {}),
         }
