@@ -1,7 +1,8 @@
 """Other formats of a weight beside tensor trains, for `tensor_formats.py`: all replace the linear layers of a decoder.
 
-low rank      y = (x A) B, A and B drawn as isometries: a chain of two cores
+low rank      y = (x A) B: a chain of two cores
 cola          y = silu(x A) B: a nonlinearity where the rank is narrow (arXiv 2502.10940)
+tt silu       the same with A and B as chains of three cores
 btt           block tensor-train, two block-diagonal matrices with a transposition between them (arXiv 2406.06248,
               section 3): with x as (i1, i2) and y as (o1, o2)
 
@@ -28,25 +29,13 @@ from scantling.tensor.modes import split
 from scantling.training.methods import Method
 
 Roles = dict[str, tuple[Role, MatrixDims | None]]
-SILU_SQUARE = 0.3558
-"""Mean of silu(z)^2 for a standard normal z."""
-
-
-class Cola(nn.Module):
-    """Two thin matrices with a nonlinearity between them."""
-
-    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
-        super().__init__()
-        down = torch.randn(in_features, rank) / in_features**0.5
-        up = torch.randn(rank, out_features) / (3.0 * SILU_SQUARE * rank) ** 0.5
-        self.cores = nn.ParameterList([down, up])
-
-    def parameter_roles(self) -> Roles:
-        return {f"cores.{place}": ("matrix", ((0,), (1,))) for place in range(2)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        down, up = self.cores
-        return nn.functional.silu(x @ down) @ up
+OF_CORES: dict[str, dict[str, Any]] = {
+    "tt": {},
+    "tt silu": {"activation": "silu"},
+    "low rank": {"num_modes": 1},
+    "cola": {"num_modes": 1, "activation": "silu"},
+}
+"""Formats that are layers of this project, and how."""
 
 
 class BlockTensorTrain(nn.Module):
@@ -75,10 +64,9 @@ class BlockTensorTrain(nn.Module):
 @cache
 def numbers(name: str, in_features: int, out_features: int, rank: int) -> int:
     """Numbers in a layer of a format."""
-    if name == "tt":
-        return sc.TTLinear(in_features, out_features, rank, bias=False, device="meta").num_parameters()
-    if name in ("low rank", "cola"):
-        return rank * (in_features + out_features)
+    if name in OF_CORES:
+        layer = sc.TTLinear(in_features, out_features, rank, **OF_CORES[name], bias=False, device="meta")
+        return layer.num_parameters()
     (i1, i2), (o1, o2) = split(in_features, 2)[::-1], split(out_features, 2)[::-1]
     return rank * prod((i1, o2)) * (i2 + o1)
 
@@ -89,11 +77,11 @@ def made(name: str, linear: nn.Linear, share: float) -> nn.Module:
     wanted = share * prod(shape)
     rank = min(range(1, min(shape) + 1), key=lambda rank: abs(numbers(name, *shape, rank) - wanted))
     norm = float(linear.weight.detach().norm())
-    if name in ("tt", "low rank"):
-        cores = sc.TTLinear(*shape, rank, num_modes=1 if name == "low rank" else 3, bias=False)
+    if name in OF_CORES:
+        cores = sc.TTLinear(*shape, rank, **OF_CORES[name], bias=False)
         cores.reset_parameters(norm=norm)
         return cores
-    layer = Cola(*shape, rank) if name == "cola" else BlockTensorTrain(*shape, rank)
+    layer = BlockTensorTrain(*shape, rank)
     with torch.no_grad():
         layer.cores[-1].mul_(norm / (shape[1] / 3.0) ** 0.5)
     return layer
@@ -103,7 +91,7 @@ class Format(Method):
     """Replaces the linear layers of a decoder's blocks.
 
     Args:
-        name: of the format, `tt`, `low rank`, `cola` or `btt`.
+        name: of the format, `btt` or one of OF_CORES.
         share: of the dense layer's numbers.
     """
 

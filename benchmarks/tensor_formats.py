@@ -84,7 +84,7 @@ def step_of(form: str) -> Callable[[], object]:
 COMPARISON = Comparison(
     script=Path(__file__),
     results=RESULTS / "tensor-formats.jsonl",
-    forms=("dense", "dense small", "tt", "low rank", "cola", "btt"),
+    forms=("dense", "dense small", "tt", "tt silu", "low rank", "cola", "btt"),
     grid=Grid([62.5e-6 * 2**power for power in range(9)], start=3),
     steps=300,
     seeds=range(1, 4),

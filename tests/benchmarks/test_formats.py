@@ -24,7 +24,7 @@ def test_a_block_tensor_train_is_the_matrix_its_cores_spell(shape: tuple[int, in
     torch.testing.assert_close(layer(x), x @ matrix)
 
 
-@pytest.mark.parametrize("name", ["tt", "low rank", "cola", "btt"])
+@pytest.mark.parametrize("name", ["tt", "tt silu", "low rank", "cola", "btt"])
 def test_formats_have_their_share_of_the_numbers_and_the_variance_of_the_layer(name: str) -> None:
     from formats import made, numbers
 

@@ -63,11 +63,13 @@ class Chain:
         modes: of all cores.
         ranks: of all bonds, the outer ones included.
         num_inputs: how many of the cores belong to the input.
+        is_bent: whether something that is not linear stands between input and output; no block reaches across it.
     """
 
     modes: tuple[int, ...]
     ranks: tuple[int, ...]
     num_inputs: int
+    is_bent: bool = False
 
     def inputs(self, first: int, last: int) -> int:
         """Product of the input modes among cores first..last; 1 for none."""
@@ -251,14 +253,16 @@ class _Ways:
 def _ways(chain: Network) -> _Ways:
     last = len(chain.sizes)
     cuts = [found for number in range(last) for found in combinations(range(1, last), number)]  # few blocks first
+    if isinstance(chain, Chain) and chain.is_bent:
+        cuts = [found for found in cuts if chain.num_inputs in found]
     steps = tuple(in_blocks(chain, each) for each in cuts)
     macs = [(_merge_macs(chain, way), sum(step.macs for step in way)) for way in steps]
     moved = [
         (sum(_merging(chain, *_ends(step))[1] for step in way), sum(step.elements for step in way)) for way in steps
     ]
     middle = (chain.num_inputs,) if isinstance(chain, Chain) else ()
-    known = tuple(cuts.index(each) for each in ((), middle, tuple(range(1, last))))
-    dense = _dense_macs(chain)
+    known = tuple(cuts.index(each) for each in ((), middle, tuple(range(1, last))) if each in cuts)
+    dense = 0 if len(known) < 3 else _dense_macs(chain)
     as_columns = [np.array(pairs, dtype=np.float64).T for pairs in (macs, moved)]
     small = np.array([can_keep(chain, [step.tree for step in way]) for way in steps])
     return _Ways(steps, as_columns[0], as_columns[1], small, known, dense if dense else np.inf)

@@ -7,6 +7,9 @@ bond between the last input and the first output core: with many tokens the laye
 with few it is cheaper to contract x with the cores one by one; `contraction.py` picks the order. Where the product of
 the modes is larger than the dimension, x is padded with zeros and y cut.
 
+With an activation f between input and output cores y = f(x A) B + bias, which is no matrix any more: with one mode on
+either side that is CoLA (arXiv 2502.10940, section 3).
+
 Cost: `num_parameters(...)` numbers; multiplications as `TTLinear.plan(tokens)` says, twice that in the backward pass;
 saved for it are x, the merged cores, and what lies between the steps: r numbers a token in x A B, more of them where
 cores are taken one by one, which is done with few tokens only.
@@ -14,7 +17,7 @@ cores are taken one by one, which is done with few tokens only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod, sqrt
 
 import torch
@@ -22,12 +25,15 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract
+from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract, cores_of
 from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.joint import Joint, Rest
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.lazy import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, check_num_modes, check_size, split
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {"silu": (nn.functional.silu, 0.3558)}
+"""By name, with the mean of f(z)^2 for a standard normal z."""
 
 
 class TTLinear(CoreLayer):
@@ -39,6 +45,7 @@ class TTLinear(CoreLayer):
         num_modes: into how many modes input and output are split where these are not given.
         in_modes, out_modes: modes of input and output; their product may be larger than the dimension.
         bias: whether there is one.
+        activation: `silu`, between input and output cores; None, as in CoMERA, for a layer that is linear.
         device, dtype: of the parameters.
 
     Attributes:
@@ -68,6 +75,7 @@ class TTLinear(CoreLayer):
         in_modes: Sequence[int] | None = None,
         out_modes: Sequence[int] | None = None,
         bias: bool = True,
+        activation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -75,6 +83,9 @@ class TTLinear(CoreLayer):
         in_features = self.in_features = check_size(in_features, "in_features")
         out_features = self.out_features = check_size(out_features, "out_features")
         self.joint: Joint | None = None
+        if activation is not None and activation not in ACTIVATIONS:
+            raise UserError(f"activation must be one of {', '.join(ACTIVATIONS)}, or None; given {activation!r}")
+        self.activation = activation
         self.in_modes = _modes(in_features, num_modes, in_modes, "in_modes")
         self.out_modes = _modes(out_features, num_modes, out_modes, "out_modes")
         if out_modes is None:
@@ -94,6 +105,7 @@ class TTLinear(CoreLayer):
 
         Args:
             norm: Frobenius norm of W, exact; default that of `nn.Linear`, whose entries have the variance 1 / (3 in).
+                With an activation: of the W whose outputs would be as large, for inputs of independent normal numbers.
             generator: of the draw.
         """
         norm = sqrt(self.out_features / 3.0) if norm is None else norm
@@ -103,7 +115,11 @@ class TTLinear(CoreLayer):
             for cols in boxes(self.out_features, self.out_modes)
         ]
         shapes = [(mode,) for mode in (*self.in_modes, *self.out_modes)]
+        if self.activation is not None:
+            norm /= sqrt(ACTIVATIONS[self.activation][1])
         drawn = random_cores(shapes, self.ranks, norm, valid, len(self.in_modes), generator=generator)
+        if self.activation is not None:
+            _scale_outputs_alone(drawn, len(self.in_modes))
         with torch.no_grad():
             for core, value in zip(self.cores, drawn, strict=True):
                 core.copy_(value)
@@ -116,7 +132,8 @@ class TTLinear(CoreLayer):
         return self.network_at(self.ranks)
 
     def network_at(self, ranks: tuple[int, ...]) -> Chain:
-        return Chain((*self.in_modes, *self.out_modes), ranks, len(self.in_modes))
+        is_bent = self.activation is not None
+        return Chain((*self.in_modes, *self.out_modes), ranks, len(self.in_modes), is_bent)
 
     @property
     def weight(self) -> Tensor:
@@ -130,7 +147,13 @@ class TTLinear(CoreLayer):
         return LazyWeight(self.dense_weight, (self.out_features, self.in_features), self.cores[0])
 
     def dense_weight(self) -> Tensor:
-        """W transposed, built from the cores: (out_features, in_features)."""
+        """W transposed, built from the cores: (out_features, in_features).
+
+        Raises:
+            UserError: there is none, since an activation stands between the cores.
+        """
+        if self.activation is not None:
+            raise UserError(f"this layer has no dense weight: {self.activation} stands between its cores")
         whole = dense(self.gated()).reshape(prod(self.in_modes), prod(self.out_modes))
         return whole[: self.in_features, : self.out_features].t()
 
@@ -162,6 +185,10 @@ class TTLinear(CoreLayer):
         if self.joint is not None and multiply is None and not torch.compiler.is_compiling():
             rest = self.joint.first_product(self, x, flat, steps)
         state, blocks, steps = (flat, self.blocks(steps), steps) if rest is None else rest
+        if self.activation is not None:
+            count = sum(cores_of(step.tree)[0] < len(self.in_modes) for step in steps)
+            state = contract(state, blocks[:count], steps[:count], self._middle_rank, multiply=multiply or torch.matmul)
+            state, blocks, steps = ACTIVATIONS[self.activation][0](state), blocks[count:], steps[count:]
         if self.formats is None:
             y = contract(state, blocks, steps, out_size, bias)
         else:
@@ -169,6 +196,10 @@ class TTLinear(CoreLayer):
             y = y if bias is None else y + bias.to(y.dtype)
         y = y[:, : self.out_features]
         return y if x.ndim == 2 else y.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def _middle_rank(self) -> int:
+        return self.ranks[len(self.in_modes)]
 
     @classmethod
     def from_dense(
@@ -238,9 +269,18 @@ class TTLinear(CoreLayer):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, in_modes={self.in_modes}, "
             f"out_modes={self.out_modes}, ranks={self.ranks}, bias={self.bias is not None}"
+            + ("" if self.activation is None else f", activation={self.activation!r}")
         )
 
 
 def _modes(size: int, num_modes: int, modes: Sequence[int] | None, what: str) -> tuple[int, ...]:
     check_num_modes(num_modes)
     return split(size, num_modes) if modes is None else check_modes(modes, size, what)
+
+
+def _scale_outputs_alone(cores: list[Tensor], num_inputs: int) -> None:
+    """Make isometries of the input cores and give their scale to those of the output, so that x A is as large as x."""
+    first = cores[0].flatten(0, -2)
+    factor = float(first.norm()) / sqrt(min(first.shape))
+    for place, core in enumerate(cores):
+        core.mul_(1.0 / factor if place < num_inputs else factor ** (num_inputs / (len(cores) - num_inputs)))
