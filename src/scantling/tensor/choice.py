@@ -15,7 +15,7 @@ Rank: TypeAlias = int | Sequence[int]
 Ranks: TypeAlias = Rank | Mapping[str, Rank | Mapping[str, Any]]
 Filter: TypeAlias = Callable[[str, nn.Module], bool]
 
-LINEAR_OPTIONS = ("rank", "num_modes", "in_modes", "out_modes")
+LINEAR_OPTIONS = ("rank", "num_modes", "in_modes", "out_modes", "activation")
 TABLE_OPTIONS = ("rank", "num_modes", "row_modes", "col_modes")
 
 

@@ -55,9 +55,9 @@ def tensorize(
         model: any module that holds layers; of transformers or not.
         rank: of all bonds: an integer; a sequence, one for each bond of every layer; or a mapping of patterns over the
             names of layers (`fnmatch`, the first that matches decides, layers that none matches are left alone) to
-            either, or to a mapping of arguments: `rank`, `num_modes`, and `in_modes`, `out_modes` of linear layers or
-            `row_modes`, `col_modes` of embeddings. The projections of experts have the names of the experts with
-            `.up` and `.down`. Ranks are clipped to what the modes can carry.
+            either, or to a mapping of arguments: `rank`, `num_modes`, and `in_modes`, `out_modes`, `activation` of
+            linear layers or `row_modes`, `col_modes` of embeddings. The projections of experts have the names of the
+            experts with `.up` and `.down`. Ranks are clipped to what the modes can carry.
         num_modes: of the inputs and outputs of linear layers, 1 to 5. Embeddings have 4 cores, where a pattern does not
             say otherwise.
         init: `random`: cores are drawn from torch's generator and scaled to the norm of the weight they replace. `svd`:
@@ -129,7 +129,8 @@ def densify(model: nn.Module) -> nn.Module:
         The model.
 
     Raises:
-        UserError: the model is itself a layer; it has `to_dense()`. A `RankAdapter` is attached to it.
+        UserError: the model is itself a layer; it has `to_dense()`. A `RankAdapter` is attached to it. A layer has an
+            activation between its cores.
     """
     found = layers_of_cores(model)
     if model in found:
@@ -140,6 +141,8 @@ def densify(model: nn.Module) -> nn.Module:
                 f"a RankAdapter is attached to '{name}', which would go on with cores that are no longer in the "
                 "model; call its finish() or detach() before, or densify a copy.deepcopy(model)"
             )
+        if isinstance(layer, TTLinear) and layer.activation is not None:
+            raise UserError(f"'{name}' has no dense weight: {layer.activation} stands between its cores")
     made = {layer: as_dense(layer) for layer in found if not isinstance(layer, TTMHead)}
     for head in found:
         if isinstance(head, TTMHead):

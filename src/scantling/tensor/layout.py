@@ -8,7 +8,7 @@ One entry for each layer, by its first name in the model:
     {"up": [...], "down": [...]}                                                            experts, an entry for each
 
 Ranks are taken as they are, also where a truncation left more on a bond than its neighbours can carry. A layer whose
-ranks adapt has "threshold", that of its controls.
+ranks adapt has "threshold", that of its controls; one with an activation between its cores has its name.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def describe(model: nn.Module) -> dict[str, Entry]:
 
 
 def _linear(layer: TTLinear) -> Entry:
-    return {"in_modes": list(layer.in_modes), "out_modes": list(layer.out_modes), **_bonds(layer)}
+    bent = {} if layer.activation is None else {"activation": layer.activation}
+    return {"in_modes": list(layer.in_modes), "out_modes": list(layer.out_modes), **bent, **_bonds(layer)}
 
 
 def _bonds(layer: CoreLayer) -> Entry:
@@ -139,7 +140,8 @@ def _of_entry(site: Site, entry: Entry) -> Layer:
 
 def _options(entry: Entry) -> Entry:
     modes = {key: tuple(value) for key, value in entry.items() if key.endswith("_modes")}
-    return {**modes, "rank": [max(1, rank) for rank in entry["ranks"][1:-1]]}
+    bent = {"activation": entry["activation"]} if "activation" in entry else {}
+    return {**modes, **bent, "rank": [max(1, rank) for rank in entry["ranks"][1:-1]]}
 
 
 def _set_bonds(layer: TTLinear | TTMEmbedding, entry: Entry) -> None:

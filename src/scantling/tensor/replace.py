@@ -135,6 +135,8 @@ def _with_numbers(layer: Any, dense: Any, init: Init, name: str) -> Any:
     norm = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
     if not isfinite(norm):
         raise UserError(f"{name}: its weight holds NaN or Inf")
+    if init == "svd" and getattr(layer, "activation", None) is not None:
+        raise UserError(f"{name}: init='svd' needs a matrix, and {layer.activation} stands between the cores")
     if init == "svd" and norm > 0.0:
         layer = _closest(layer, dense)
     else:

@@ -1,0 +1,163 @@
+"""A nonlinearity between the cores of the input and those of the output: f(x A) B, in every order of contraction."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import batch, logits, made
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.tensor.contraction import cores_of, orders
+from scantling.tensor.layer import keep_merged, merge_once
+from scantling.tensor.linear import TTLinear
+
+SHAPES: list[dict[str, Any]] = [
+    {"rank": 8, "num_modes": 1},
+    {"rank": 8, "num_modes": 2, "bias": False},
+    {"rank": 6, "num_modes": 3},
+    {"rank": 1, "num_modes": 4},
+]
+
+
+def layer_of(**options: Any) -> TTLinear:
+    torch.manual_seed(0)
+    return TTLinear(42, 50, activation="silu", **options).double()
+
+
+def plainly(layer: TTLinear, x: Tensor) -> Tensor:
+    """The same by its definition."""
+    first, *rest = layer.gated()
+    number = len(layer.in_modes)
+    sides = []
+    for part in ([first, *rest[: number - 1]], rest[number - 1 :]):
+        whole = part[0]
+        for core in part[1:]:
+            whole = torch.tensordot(whole, core, dims=1)
+        sides.append(whole)
+    down, up = sides[0].flatten(0, -2), sides[1].flatten(1)
+    padded = nn.functional.pad(x, (0, down.shape[0] - x.shape[-1]))
+    y = (nn.functional.silu(padded @ down) @ up)[..., : layer.out_features]
+    return y if layer.bias is None else y + layer.bias
+
+
+@pytest.mark.parametrize("options", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 300])
+def test_it_is_what_its_definition_says(options: dict[str, Any], tokens: int) -> None:
+    layer = layer_of(**options)
+    x = torch.randn(tokens, 42, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(layer(x), plainly(layer, x))
+    wanted = torch.autograd.grad(plainly(layer, x).square().sum(), [x, *layer.parameters()])
+    found = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    torch.testing.assert_close(found, wanted)
+    with torch.no_grad(), keep_merged(layer):
+        torch.testing.assert_close(layer(x), plainly(layer, x))
+
+
+@pytest.mark.parametrize("options", SHAPES, ids=str)
+def test_no_block_reaches_across_it(options: dict[str, Any]) -> None:
+    layer = layer_of(**options)
+    inputs = len(layer.in_modes)
+    for merges in (1.0, 0.0):
+        for _, steps in orders(layer.network, merges):
+            sides = [{core < inputs for core in cores_of(step.tree)} for step in steps]
+            assert all(len(side) == 1 for side in sides)
+
+
+def test_gradients_and_their_gradients() -> None:
+    layer = layer_of(rank=3, num_modes=2)
+    x = torch.randn(4, 42, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, (x,))
+    assert torch.autograd.gradgradcheck(layer, (x,))
+
+
+def test_it_begins_with_the_variance_of_the_dense_layer() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4000, 256)
+    for num_modes in (1, 3):
+        layer = TTLinear(256, 512, rank=64, num_modes=num_modes, activation="silu", bias=False)
+        with torch.no_grad():
+            assert float(layer(x).var()) == pytest.approx(1 / 3, rel=0.1)
+
+
+def test_a_compiled_graph_holds_it_whole() -> None:
+    layer = layer_of(rank=6, num_modes=3).float()
+    x = torch.randn(64, 42)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(48, size) for size in (48, 24, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+
+
+def tensorized(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    ranks = {"*": {"rank": 6, "num_modes": 2, "activation": "silu", **options}}
+    return sc.tensorize(Block().double(), ranks, filter_fn=lambda name, module: True)
+
+
+def test_layers_of_one_input_and_several_passes_give_the_same() -> None:
+    model = tensorized()
+    alone = copy.deepcopy(model)
+    for layer in alone.modules():
+        if isinstance(layer, TTLinear):
+            layer.joint = None
+    x = torch.randn(500, 48, dtype=torch.float64)
+    with merge_once(model, 2):
+        for _ in range(2):
+            model(x).square().sum().backward()
+    (2 * alone(x).square().sum()).backward()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    layer = alone.get_submodule("q_proj")
+    assert isinstance(layer, TTLinear)
+    torch.testing.assert_close(model(x)[:, :48], plainly(layer, x))
+
+
+def test_ranks_come_down_and_what_is_cut_changed_nothing() -> None:
+    model = tensorized()
+    adapter = sc.RankAdapter(model, size_target=0.5, steps=20)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, y = torch.randn(64, 48, dtype=torch.float64), torch.randn(64, 96, dtype=torch.float64)
+    for _ in range(25):
+        adapter.loss((model(x) - y).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before, numbers = model(x), adapter.num_parameters()
+    adapter.truncate(optimizer)
+    torch.testing.assert_close(model(x), before, rtol=1e-6, atol=1e-9)
+    assert (
+        sum(core.numel() for layer in model.children() for core in layer.get_submodule("cores").parameters()) == numbers
+    )
+    adapter.finish()
+    torch.testing.assert_close(model(x), before, rtol=1e-6, atol=1e-9)
+
+
+def test_a_saved_model_has_it_again(tmp_path: Path) -> None:
+    model = sc.tensorize(made("llama"), {"*_proj": {"rank": 4, "num_modes": 1, "activation": "silu"}})
+    for _ in range(2):
+        model(**batch(model=model)).loss.backward()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(sc.load(tmp_path)), logits(model))
+
+
+def test_what_needs_a_matrix_is_refused() -> None:
+    with pytest.raises(UserError, match="activation must be one of silu, or None; given 'tanh'"):
+        TTLinear(8, 8, rank=2, activation="tanh")
+    with pytest.raises(UserError, match="no dense weight: silu stands between its cores"):
+        layer_of(rank=3).to_dense()
+    with pytest.raises(UserError, match="'q_proj' has no dense weight"):
+        sc.densify(tensorized())
+    ranks = {"*": {"rank": 6, "activation": "silu"}}
+    with pytest.raises(UserError, match="q_proj: init='svd' needs a matrix"):
+        sc.tensorize(Block(), ranks, init="svd", filter_fn=lambda name, module: True)
