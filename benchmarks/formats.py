@@ -24,17 +24,13 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.groups import MatrixDims, Role
+from scantling.tensor.formats import FORMATS
 from scantling.tensor.joint import join_siblings
 from scantling.tensor.modes import split
 from scantling.training.methods import Method
 
 Roles = dict[str, tuple[Role, MatrixDims | None]]
-OF_CORES: dict[str, dict[str, Any]] = {
-    "tt": {},
-    "tt silu": {"activation": "silu"},
-    "low rank": {"num_modes": 1},
-    "cola": {"num_modes": 1, "activation": "silu"},
-}
+OF_CORES = {name.replace("-", " "): options for name, options in FORMATS.items()}
 """Formats that are layers of this project, and how."""
 
 

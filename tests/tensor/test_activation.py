@@ -161,3 +161,37 @@ def test_what_needs_a_matrix_is_refused() -> None:
     ranks = {"*": {"rank": 6, "activation": "silu"}}
     with pytest.raises(UserError, match="q_proj: init='svd' needs a matrix"):
         sc.tensorize(Block(), ranks, init="svd", filter_fn=lambda name, module: True)
+
+
+@pytest.mark.parametrize(
+    ("format", "modes", "activation"),
+    [("tt", 3, None), ("tt-silu", 3, "silu"), ("low-rank", 1, None), ("cola", 1, "silu")],
+)
+def test_formats_of_a_whole_model(format: Any, modes: int, activation: str | None, tmp_path: Path) -> None:
+    model = sc.tensorize(made("mixtral"), rank=3, format=format)
+    layers = [layer for layer in model.modules() if isinstance(layer, TTLinear)]
+    assert {len(layer.in_modes) for layer in layers} == {modes}
+    assert {layer.activation for layer in layers} == {activation}
+    assert any(".experts." in name for name, layer in model.named_modules() if layer in layers)
+    optimizer = sc.CAME(sc.param_groups(model), lr=1e-2)
+    inputs, losses = batch(model=model), []
+    for _ in range(20):
+        losses.append(model(**inputs).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(sc.load(tmp_path)), logits(model))
+
+
+def test_formats_that_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"format must be one of tt, tt-silu, low-rank, cola; given 'colla' \(did you mean"
+    ):
+        sc.tensorize(Block(), rank=2, format="colla")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="format 'cola' is of matrices, num_modes=1; given num_modes=3"):
+        sc.tensorize(Block(), rank=2, format="cola", num_modes=3)
+    with pytest.raises(UserError, match="q_proj: init='svd' needs a matrix"):
+        sc.tensorize(Block(), rank=6, format="cola", init="svd")
+    assert len(sc.tensorize(Block(), rank=2, format="tt-silu", num_modes=2).get_submodule("q_proj").in_modes) == 2

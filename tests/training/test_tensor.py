@@ -7,7 +7,7 @@ import json
 import shutil
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,10 @@ import torch
 import scantling as sc
 from scantling.errors import RecipeError, UserError
 from scantling.optim.memory import ParameterSpec, predicted_state_bytes
+from scantling.recipe.schema import TensorSection
+from scantling.tensor.formats import Format
 from scantling.tensor.layer import CoreLayer
+from scantling.tensor.linear import TTLinear
 from scantling.training.checkpoint import load_tensors
 from scantling.training.run import load_trained
 from tests.runs import records, scantling, tiny_recipe, write_recipe
@@ -70,6 +73,18 @@ def test_the_planned_size_is_the_first_and_the_target_the_last(tmp_path: Path) -
     evaluated = scantling("eval", result.run_dir)
     assert evaluated.returncode == 0, evaluated.stderr
     assert f"{lines[-1]['eval_loss']:.4f}" in evaluated.stdout
+
+
+def test_the_format_of_the_layers_is_that_of_the_recipe(tmp_path: Path) -> None:
+    assert get_args(TensorSection.model_fields["format"].annotation) == get_args(Format)
+    result = sc.train(recipe(tmp_path, tensor={**ADAPTING, "format": "cola"}), run_dir=tmp_path / "run")
+    lines = records(result.run_dir)
+    plan = json.loads((result.run_dir / "plan.json").read_text())
+    assert lines[0]["num_parameters"] == plan["num_parameters"]
+    assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
+    _, _, _, model, _ = load_trained(result.run_dir)
+    layers = [layer for layer in model.modules() if isinstance(layer, TTLinear)]
+    assert {(layer.activation, len(layer.cores)) for layer in layers} == {("silu", 2)}
 
 
 def test_an_exported_model_of_cores_is_trained_further(tmp_path: Path) -> None:
@@ -217,6 +232,9 @@ def test_faults_of_the_section_are_found_when_the_recipe_is_read(tmp_path: Path)
         ({"size_target": 0.5, "adapter": {"steps": 9}}, "tensor.adapter.steps: belongs to tensor.adapt"),
         ({"size_target": 0.5, "adapt": 4, "adapter": {"begin": 5}}, "tensor.adapter.begin: must be below steps=4"),
         ({"num_modes": 6}, "tensor.num_modes"),
+        ({"format": "colla"}, "tensor.format"),
+        ({"format": "cola", "num_modes": 3}, "tensor.num_modes: format 'cola' is of matrices"),
+        ({"format": "tt-silu", "init": "svd"}, "tensor.init: svd needs a matrix"),
         ({"ranks": 4}, "tensor.ranks: .*did you mean 'rank'"),
     ):
         with pytest.raises(RecipeError, match=message):

@@ -52,7 +52,7 @@ def convert_model(model: Any, recipe: Recipe) -> Any:
     if recipe.tensor is not None:
         tensor = recipe.tensor
         init = "random" if next(model.parameters()).is_meta else tensor.init
-        tensorize(model, tensor.rank, num_modes=tensor.num_modes, init=init)
+        tensorize(model, tensor.rank, format=tensor.format, num_modes=tensor.num_modes, init=init)
     if recipe.precision.quantized:
         quantize_training(model, **recipe.precision.quantized)
     return model

@@ -280,11 +280,20 @@ def _check_schedule(content: Content) -> Iterator[Fault]:
 
 
 def _check_tensor(content: Content) -> Iterator[Fault]:
+    from scantling.tensor.formats import FORMATS, linear_options
     from scantling.tensor.options import RankOptions
 
     tensor, train = _section(content, "tensor"), _section(content, "train")
     if not tensor:
         return
+    name, num_modes = tensor.get("format"), tensor.get("num_modes")
+    if isinstance(name, str) and name in FORMATS:
+        try:
+            linear_options(name, num_modes if isinstance(num_modes, int) else None)
+        except UserError as error:
+            yield Fault("tensor.num_modes", str(error))
+        if tensor.get("init") == "svd" and "activation" in FORMATS[name]:
+            yield Fault("tensor.init", f"svd needs a matrix, which a layer of the format {name} is not")
     adapter = tensor.get("adapter")
     if tensor.get("size_target") is None:
         for key in ("unit", "adapt", "truncate_every", "adapter"):

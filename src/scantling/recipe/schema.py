@@ -224,8 +224,10 @@ class TensorSection(Section):
 
     rank: int | list[int] | dict[str, int | list[int] | dict[str, Any]] = 32
     """Ranks of the cores: one for all, or by pattern over the names of layers, see `scantling.tensorize`."""
-    num_modes: int = Field(default=3, ge=1, le=5)
-    """Into how many modes the inputs and outputs of linear layers are split."""
+    format: Literal["tt", "tt-silu", "low-rank", "cola"] = "tt"
+    """Of linear layers: tensor trains, or two thin matrices; with silu between what narrows and what widens, or not."""
+    num_modes: int | None = Field(default=None, ge=1, le=5)
+    """Into how many modes inputs and outputs of linear layers are split. Default: 3 of tensor trains, 1 of matrices."""
     init: Literal["random", "svd"] = "random"
     """`random`: drawn to the norm of the weights replaced; `svd`: the closest cores (for pretrained weights)."""
     lr_scale: float = Field(default=1 / 3, gt=0.0, allow_inf_nan=False)

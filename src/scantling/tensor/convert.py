@@ -20,6 +20,7 @@ from torch import nn
 from scantling.errors import UserError
 from scantling.tensor.choice import Choice, Filter, Ranks
 from scantling.tensor.experts import is_fused_experts
+from scantling.tensor.formats import Format, linear_options
 from scantling.tensor.head import TTMHead
 from scantling.tensor.joint import join_siblings
 from scantling.tensor.layer import CoreLayer
@@ -36,7 +37,8 @@ def tensorize(
     model: nn.Module,
     rank: Ranks,
     *,
-    num_modes: int = 3,
+    format: Format = "tt",
+    num_modes: int | None = None,
     init: Init = "random",
     filter_fn: Filter | None = None,
 ) -> nn.Module:
@@ -58,8 +60,12 @@ def tensorize(
             either, or to a mapping of arguments: `rank`, `num_modes`, and `in_modes`, `out_modes`, `activation` of
             linear layers or `row_modes`, `col_modes` of embeddings. The projections of experts have the names of the
             experts with `.up` and `.down`. Ranks are clipped to what the modes can carry.
-        num_modes: of the inputs and outputs of linear layers, 1 to 5. Embeddings have 4 cores, where a pattern does not
-            say otherwise.
+        format: of linear layers and experts. `tt`: tensor trains, as in CoMERA. `low-rank`: y = (x A) B, two thin
+            matrices. `cola`: y = silu(x A) B. `tt-silu`: the same with A and B as chains, so that the input modes
+            narrow x and the output modes widen what silu gives. Layers with silu are no matrices any more: no
+            `init="svd"`, no `densify`.
+        num_modes: of the inputs and outputs of linear layers, 1 to 5; 3 for chains unless given, 1 for thin matrices.
+            Embeddings have 4 cores, where a pattern does not say otherwise.
         init: `random`: cores are drawn from torch's generator and scaled to the norm of the weight they replace. `svd`:
             the closest cores that TT-SVD finds.
         filter_fn: says of the name of a layer and the layer whether to replace it, whatever its size.
@@ -69,9 +75,9 @@ def tensorize(
 
     Raises:
         UserError: nothing to replace, cores that are there already, ranks or modes that do not fit a layer, a weight
-            with NaN, or `svd` of weights on the meta device.
+            with NaN, `svd` of weights on the meta device or in a format with silu, no such format.
 
-    Source: CoMERA, arXiv 2405.14377.
+    Source: CoMERA, arXiv 2405.14377; CoLA, arXiv 2502.10940.
 
     Example:
         >>> model = sc.tensorize(model, rank={"*mlp*": 32, "*embed*": {"rank": 16, "num_modes": 3}})
@@ -80,11 +86,11 @@ def tensorize(
         raise UserError(f"init must be one of {', '.join(get_args(Init))}; given {init!r}")
     for names in layers_of_cores(model).values():
         raise UserError(f"{names[0] or 'the model'} is made of cores already; densify the model first")
-    choice = Choice(rank, filter_fn)
+    choice, linear = Choice(rank, filter_fn), linear_options(format, num_modes)
     sites, refused = find_sites(model)
     chosen, larger = [], {}
     for site in sites:
-        options = _options(site, choice, num_modes)
+        options = _options(site, choice, linear)
         if options is None:
             continue
         layer = shaped(site, options)
@@ -160,7 +166,7 @@ def densify(model: nn.Module) -> nn.Module:
     return model
 
 
-def _options(site: Site, choice: Choice, num_modes: int) -> dict[str, Any] | None:
+def _options(site: Site, choice: Choice, linear: Mapping[str, Any]) -> dict[str, Any] | None:
     """Arguments of a layer for this place; None where it is to be left alone."""
     if is_fused_experts(site.module):
         parts: dict[str, Any] = {}
@@ -168,10 +174,10 @@ def _options(site: Site, choice: Choice, num_modes: int) -> dict[str, Any] | Non
             found = choice.options([*site.names, *(f"{name}.{part}" for name in site.names)], site.module)
             if found is None:
                 return None
-            parts[part] = {"num_modes": num_modes, **found}
+            parts[part] = {**linear, **found}
         return parts
     found = choice.options(site.names, site.module)
-    return {"num_modes": num_modes, **found} if found is not None and is_linear(site.module) else found
+    return {**linear, **found} if found is not None and is_linear(site.module) else found
 
 
 def _nothing(model: nn.Module, sites: list[Site], refused: Mapping[str, str], larger: Mapping[str, str]) -> str:

@@ -1,0 +1,35 @@
+"""The formats of a linear layer: the `format` of `tensorize`, as arguments of `TTLinear`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, get_args
+
+from scantling.errors import UserError, did_you_mean
+
+Format: TypeAlias = Literal["tt", "tt-silu", "low-rank", "cola"]
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "tt": {"num_modes": 3},
+    "tt-silu": {"num_modes": 3, "activation": "silu"},
+    "low-rank": {"num_modes": 1},
+    "cola": {"num_modes": 1, "activation": "silu"},
+}
+"""Arguments of its linear layers."""
+
+
+def linear_options(format: str, num_modes: int | None) -> dict[str, Any]:
+    """Arguments of linear layers where no pattern says otherwise.
+
+    Raises:
+        UserError: no such format, or several modes for one that has one.
+    """
+    if format not in FORMATS:
+        hint = did_you_mean(str(format), get_args(Format))
+        names = ", ".join(get_args(Format))
+        raise UserError(f"format must be one of {names}; given {format!r}" + (f" ({hint})" if hint else ""))
+    options = FORMATS[format]
+    if num_modes is None:
+        return options
+    if options["num_modes"] == 1 and num_modes != 1:
+        raise UserError(f"format {format!r} is of matrices, num_modes=1; given num_modes={num_modes}")
+    return {**options, "num_modes": num_modes}
