@@ -32,8 +32,8 @@ TESTS = ("lingnli_valid", "mnli_dev_matched_part_a")
 SEEDS = (1, 2, 3)
 COMPARED = ("dense", "cores", "cores-0.2")
 """With every seed; the other rows, points of a curve, with the first."""
-PAIRS_A_BATCH = 16
-SWEEP_STEPS, EPOCHS, TRAINING_PAIRS = 2500, 2, 60_051
+PAIRS_A_BATCH, EMBEDDING_RATE = 32, 1e-3
+SWEEP_STEPS, EPOCHS, TRAINING_PAIRS = 1200, 2, 60_051
 
 
 def swept_row(row: str) -> str:
@@ -44,7 +44,7 @@ def swept_row(row: str) -> str:
 def run_spec(row: str, lr: float, seed: int, steps: int, *, dev: bool) -> Spec:
     """One run at width 256, as plain values: what is in it decides whether it has been run."""
     optim, tensor = ROWS[row]
-    optim = {**optim, "lr": lr, "weight_decay": 0.0}
+    optim = {**optim, "lr": lr, "embedding_lr_scale": EMBEDDING_RATE / lr, "weight_decay": 0.0}
     fixed = {"model": MODEL, "batch": PAIRS_A_BATCH}
     return {**fixed, "row": row, "optim": optim, "tensor": tensor, "seed": seed, "steps": steps, "dev": dev}
 
