@@ -72,14 +72,14 @@ class Work:
     steps: int
     dense_lr: float
     methods: tuple[str, ...] = ()
-    eval_samples: int = 1000
+    eval_samples: int = 400
 
 
 WORKS = {
     "novels": Work(
         {"preset": "llama-1m", "overrides": MODEL},
         {**text("novels"), "tokenizer": {"bpe": 512}, "seq_len": 128},
-        batch=32,
+        batch=16,
         steps=300,
         dense_lr=8e-3,
     ),
