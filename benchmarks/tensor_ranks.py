@@ -44,7 +44,7 @@ from scantling.tensor.cores import gram
 TOKENS = 1_228_800  # 300 steps
 CUT_STEPS = 200
 SEQ_LEN, BATCH, RANK = 128, 32, 24
-RATE, SEEDS = 4e-3, 3
+RATE, SEEDS = 8e-3, 3
 TARGETS = (0.5, 0.2)
 STARTS = (
     *(("orthonormal cores", scale) for scale in (1.0, 1 / 3, 0.1)),
