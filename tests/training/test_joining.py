@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch.distributed as dist
 
 from scantling.errors import RunError, SilentPeerError
 from scantling.training import doctor
-from scantling.training.distributed import Place, joined
+from scantling.training.distributed import _ENDED, Place, joined
+from tests import processes
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -48,3 +50,29 @@ def test_the_pair_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
         left[0] = silent
         with pytest.raises(RunError, match=f"{told}.*Timed out waiting for a barrier"):
             doctor.measure_pairs(place)
+
+
+def meetings(world: int) -> None:
+    """Longer than a collective waits, twice; then one does not come, and then one has ended."""
+    rank = dist.get_rank()
+    place = Place(rank, world, torch.device("cpu"))
+    for slow in range(2):
+        if rank == slow:
+            time.sleep(1.5)
+        place.meet()
+    store = dist.distributed_c10d._get_default_store()
+    if rank != 1:
+        with pytest.raises(SilentPeerError, match=rf"^rank 1 of {world} did not come in 0.5 s$"):
+            place.meet(0.5)
+        store.add("waited", 1)
+        with pytest.raises(SilentPeerError, match=rf"^rank 1 of {world} ended; what it says is the reason$"):
+            place.meet()
+    else:
+        while store.add("waited", 0) < world - 1:
+            time.sleep(0.1)
+        store.set(f"{_ENDED}1", "1")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_wait_for_one_that_still_prepares(world: int) -> None:
+    processes.run(world, meetings, world)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from scantling.comm.silence import named
 from scantling.errors import SilentPeerError, UserError
+
+TIMEOUT_S = 300.0
+"""How long a collective may take."""
+PREPARATION_S = 6 * 3600.0
+"""How long processes wait for one that still prepares its data."""
+_MET, _ENDED = "scantling/met/", "scantling/ended/"
+"""What notes in the store begin with: how often a rank has met the others, and that it ended with an error."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,42 @@ class Place:
         if self.world_size > 1:
             dist.barrier()
 
+    def meet(self, within_s: float = PREPARATION_S) -> None:
+        """Wait until all processes are here, for hours where a collective waits for minutes.
+
+        Each process has to call it as often as the others.
+
+        Raises:
+            SilentPeerError: with the ranks that did not come, or that ended before.
+        """
+        if self.world_size == 1:
+            return
+        try:
+            self._meet(dist.distributed_c10d._get_default_store(), within_s)
+        except SilentPeerError:
+            raise
+        except RuntimeError as error:
+            raise SilentPeerError(
+                "the process that holds the store of the group, in general rank 0, ended while others prepared their "
+                f"data ({str(error).splitlines()[0]}); what it says is the reason"
+            ) from error
+
+    def _meet(self, store: Any, within_s: float) -> None:
+        until, pause = time.monotonic() + within_s, 0.01
+        number = store.add(f"{_MET}{self.rank}", 1)
+        missing = [*range(self.world_size)]
+        while missing := [rank for rank in missing if store.add(f"{_MET}{rank}", 0) < number]:
+            if ended := [rank for rank in missing if store.check([f"{_ENDED}{rank}"])]:
+                raise SilentPeerError(f"rank {_listed(ended)} of {self.world_size} ended; what it says is the reason")
+            if time.monotonic() > until:
+                raise SilentPeerError(f"rank {_listed(missing)} of {self.world_size} did not come in {within_s:g} s")
+            time.sleep(pause)
+            pause = min(1.0, 1.5 * pause)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
 
 def is_restart() -> bool:
     """Whether torchrun has started the processes again, after one of them died."""
@@ -87,7 +131,7 @@ def _join(backend: str, timeout: timedelta) -> None:
 
 
 @contextlib.contextmanager
-def joined(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[Place]:
+def joined(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
     """Join the process group of torchrun, or stand alone, and leave it at the end.
 
     Args:
@@ -116,6 +160,11 @@ def joined(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[Place
     try:
         with named():
             yield place
+    except BaseException:
+        if ours:
+            with contextlib.suppress(RuntimeError):
+                dist.distributed_c10d._get_default_store().set(f"{_ENDED}{rank}", "1")
+        raise
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()

@@ -211,6 +211,7 @@ def _train(
         raise UserError(f"{folder.path} has no whole checkpoint to resume from; start again with --force")
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=progress if place.is_main else None)
+    place.meet()
     planned = plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
     _set_determinism(recipe, place)
     memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
