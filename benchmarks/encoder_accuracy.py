@@ -27,7 +27,9 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     **{f"cores-{name}": (ADAMW, {"rank": RANKS, "size_target": target}) for name, target in TARGETS.items()},
 }
 """Optimizer and tensor section of each row."""
-GRID = Grid([62.5e-6 * 2**power for power in range(9)], start=2)  # 62.5e-6 to 16e-3, from 2.5e-4 on
+GRID = Grid([62.5e-6 * 2**power for power in range(9)], start=1)  # 62.5e-6 to 16e-3
+STARTS = {"galore": 3, "cores": 5}
+"""Where a sweep begins that does not begin with 125e-6."""
 TESTS = ("lingnli_valid", "mnli_dev_matched_part_a")
 SEEDS = (1, 2, 3)
 COMPARED = ("dense", "cores", "cores-0.2")
@@ -45,7 +47,7 @@ def run_spec(row: str, lr: float, seed: int, steps: int, *, dev: bool) -> Spec:
     """One run at width 256, as plain values: what is in it decides whether it has been run."""
     optim, tensor = ROWS[row]
     optim = {**optim, "lr": lr, "embedding_lr_scale": EMBEDDING_RATE / lr, "weight_decay": 0.0}
-    fixed = {"model": MODEL, "batch": PAIRS_A_BATCH}
+    fixed = {"model": MODEL, "batch": PAIRS_A_BATCH, "compute": "bf16"}
     return {**fixed, "row": row, "optim": optim, "tensor": tensor, "seed": seed, "steps": steps, "dev": dev}
 
 
@@ -69,6 +71,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
             **held,
         },
         "optim": spec["optim"],
+        "precision": {"compute": spec["compute"]},
         "train": {
             "steps": spec["steps"],
             "batch_size": spec["batch"],

@@ -16,12 +16,12 @@ less peak training memory than GaLore and twice its speed. At width 256: accurac
 Accuracy is measured at width 256 (a full-size epoch takes hours on two cores) on the pairs of SCANTLING_DATA/nli, whose
 test sets share no premise with what is trained on. There the ranks are a third, as is the width, so that the layers
 shrink as much as those of the paper. Rates are chosen in two thirds of a pass, since such an encoder learns nothing
-from random weights in its first hundreds of steps; runs that are compared take two passes. Embeddings that stay
-embeddings learn at one rate in all rows. A target takes the rate of the cores it starts from. GaLore has a quarter of
-the width as its rank, as its authors train Llamas; for speed and memory also 30, the rank of the cores, and for memory,
-beside the aim, also their form that steps each parameter in the backward pass and frees its gradient. Its SVD, every
-200 steps, is in the first step alone: `speed` leaves it out of the step and tells a 200th of it apart; `memory` has it
-in.
+from random weights in its first hundreds of steps; runs that are compared take two passes, all of them under autocast
+to bf16. Embeddings that stay embeddings learn at one rate in all rows. A target takes the rate of the cores it starts
+from. GaLore has a quarter of the width as its rank, as its authors train Llamas; for speed and memory also 30, the rank
+of the cores, and for memory, beside the aim, also their form that steps each parameter in the backward pass and frees
+its gradient. Its SVD, every 200 steps, is in the first step alone: `speed` leaves it out of the step and tells a 200th
+of it apart; `memory` has it in.
 
 Runs are lines of benchmarks/results/six-encoder.jsonl, none is run twice, and training goes on where it was stopped;
 `speed` writes six-encoder-speed-DTYPE-batch-BATCHES-cpu-DATE.json.
@@ -34,6 +34,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from encoder_accuracy import (
     PAIRS_A_BATCH,
     ROWS,
     SEEDS,
+    STARTS,
     SWEEP_STEPS,
     TESTS,
     TRAINING_PAIRS,
@@ -334,7 +336,8 @@ def main() -> int:
         rows = [*dict.fromkeys(map(swept_row, options.row or ROWS))]
 
         def sweep(row: str) -> None:
-            GRID.sweep(ledger, lambda rate: run_spec(row, rate, 0, options.sweep_steps, dev=True), "eval_loss")
+            grid = replace(GRID, start=STARTS.get(row, GRID.start))
+            grid.sweep(ledger, lambda rate: run_spec(row, rate, 0, options.sweep_steps, dev=True), "eval_loss")
 
         side_by_side(options.jobs, sweep, rows)
     else:
