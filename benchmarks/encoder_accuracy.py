@@ -47,7 +47,7 @@ def run_spec(row: str, lr: float, seed: int, steps: int, *, dev: bool) -> Spec:
     """One run at width 256, as plain values: what is in it decides whether it has been run."""
     optim, tensor = ROWS[row]
     optim = {**optim, "lr": lr, "embedding_lr_scale": EMBEDDING_RATE / lr, "weight_decay": 0.0}
-    fixed = {"model": MODEL, "batch": PAIRS_A_BATCH, "compute": "bf16"}
+    fixed = {"model": MODEL, "batch": PAIRS_A_BATCH, "compute": "bf16", "bucket": True}
     return {**fixed, "row": row, "optim": optim, "tensor": tensor, "seed": seed, "steps": steps, "dev": dev}
 
 
@@ -68,6 +68,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
             "labels": ["entailment", "neutral", "contradiction"],
             "tokenizer": {"bpe": spec["model"]["vocab_size"]},
             "seq_len": 80,
+            "bucket": spec["bucket"],
             **held,
         },
         "optim": spec["optim"],

@@ -17,11 +17,11 @@ Accuracy is measured at width 256 (a full-size epoch takes hours on two cores) o
 test sets share no premise with what is trained on. There the ranks are a third, as is the width, so that the layers
 shrink as much as those of the paper. Rates are chosen in two thirds of a pass, since such an encoder learns nothing
 from random weights in its first hundreds of steps; runs that are compared take two passes, all of them under autocast
-to bf16. Embeddings that stay embeddings learn at one rate in all rows. A target takes the rate of the cores it starts
-from. GaLore has a quarter of the width as its rank, as its authors train Llamas; for speed and memory also 30, the rank
-of the cores, and for memory, beside the aim, also their form that steps each parameter in the backward pass and frees
-its gradient. Its SVD, every 200 steps, is in the first step alone: `speed` leaves it out of the step and tells a 200th
-of it apart; `memory` has it in.
+to bf16 and with pairs of like length in a batch. Embeddings that stay embeddings learn at one rate in all rows. A
+target takes the rate of the cores it starts from. GaLore has a quarter of the width as its rank, as its authors train
+Llamas; for speed and memory also 30, the rank of the cores, and for memory, beside the aim, also their form that steps
+each parameter in the backward pass and frees its gradient. Its SVD, every 200 steps, is in the first step alone:
+`speed` leaves it out of the step and tells a 200th of it apart; `memory` has it in.
 
 Runs are lines of benchmarks/results/six-encoder.jsonl, none is run twice, and training goes on where it was stopped;
 `speed` writes six-encoder-speed-DTYPE-batch-BATCHES-cpu-DATE.json.
