@@ -27,8 +27,8 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     **{f"cores-{name}": (ADAMW, {"rank": RANKS, "size_target": target}) for name, target in TARGETS.items()},
 }
 """Optimizer and tensor section of each row."""
-GRID = Grid([62.5e-6 * 2**power for power in range(9)], start=1)  # 62.5e-6 to 16e-3
-STARTS = {"galore": 3, "cores": 5}
+GRID = Grid([31.25e-6 * 2**power for power in range(10)], start=2)  # 31.25e-6 to 16e-3
+STARTS = {"galore": 4, "cores": 4}
 """Where a sweep begins that does not begin with 125e-6."""
 TESTS = ("lingnli_valid", "mnli_dev_matched_part_a")
 SEEDS = (1, 2, 3)
