@@ -8,12 +8,13 @@
     python benchmarks/tensor_ranks.py report     held-out loss, size reached, and what a step takes, from the raw lines
 
 The decoder is that of optim_quality.py with its layers as cores of rank 24; the ranks come down over the first half of
-the run. `not held` is the paper's schedule alone; all others are held to the target at the end. Controls learn at ten
-times the rate in the paper's schedule, as in its authors' code; else none would come from 1 to 0 in so few steps. `one
-cut` has no price at all and shuts what contributes least when half of the run is over. `small from the start` trains at
-equal ranks everywhere that give as many parameters or a few percent more. All have one learning rate, and those of MAIN
-three seeds. Runs are kept as in optim_quality.py: one line
-each in benchmarks/results/tensor-ranks.jsonl, never run again.
+the run. `not held` is the paper's schedule alone; all others are held to the target at the end. Rank controls learn at
+ten times the rate of the run, about as in the code of the paper's authors, `slow controls` at that rate; what so fast a
+scale of each rank does to the training alone, rows `with controls` show, which shut none. `no slack` holds the size to
+its path at every step. `one cut` has no price at all and shuts what contributes least when half of the run is over.
+`small from the start` trains at equal ranks everywhere that give as many parameters or a few percent more. All have one
+learning rate, and those of MAIN and WHOLE three seeds. Runs are kept as in optim_quality.py: one line each in
+benchmarks/results/tensor-ranks.jsonl, never run again.
 """
 
 from __future__ import annotations
@@ -54,32 +55,35 @@ STARTS = (
 """How cores begin, and their share of the learning rate."""
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 SMALL_RANKS = {0.5: 16, 0.2: 9}  # equal ranks whose cores hold as many numbers, next above
-FAST = {"control_lr_scale": 10.0}
 LATE = {"schedule": "paper", "early_steps": 75, "beta": 1e-4}
+KEPT = {"size_target": 0.99, "adapter": {"price": 0.0}}
+"""Rank controls that are there, and nothing that would shut them."""
 SCHEDULES: dict[str, dict[str, Any]] = {
     "controlled": {},
-    "controlled, fast controls": FAST,
+    "controlled, slow controls": {"control_lr_scale": 1.0},
+    "controlled, no slack": {"adapter": {"slack": 0.0}},
     "controlled, no price": {"adapter": {"price": 0.0}},
     "one cut": {"adapter": {"schedule": "paper", "gamma": 0.0}},
-    "paper, early, gamma 0.1": {**FAST, "adapter": {"schedule": "paper", "gamma": 0.1}},
-    "paper, early, gamma 1": {**FAST, "adapter": {"schedule": "paper", "gamma": 1.0}},
-    "paper, late": {**FAST, "adapter": {**LATE, "gamma": 0.1}},
-    "paper, late, not held": {**FAST, "adapter": {**LATE, "gamma": 0.1, "hold": False}},
-    "paper, late, gamma 1, not held": {**FAST, "adapter": {**LATE, "gamma": 1.0, "hold": False}},
+    "paper, early, gamma 0.1": {"adapter": {"schedule": "paper", "gamma": 0.1}},
+    "paper, early, gamma 1": {"adapter": {"schedule": "paper", "gamma": 1.0}},
+    "paper, late": {"adapter": {**LATE, "gamma": 0.1}},
+    "paper, late, not held": {"adapter": {**LATE, "gamma": 0.1, "hold": False}},
+    "paper, late, gamma 1, not held": {"adapter": {**LATE, "gamma": 1.0, "hold": False}},
 }
 """What the `tensor` section of a recipe has beside ranks and target."""
-MAIN = ("small from the start", "controlled", "paper, late")
+SMALL = ("small from the start", "small from the start, with controls")
+MAIN = (*SMALL, "controlled", "paper, late")
 """At every target and with every seed; the others at the lowest target with the first."""
+WHOLE = ("all ranks", "all ranks, with controls")
 
 
 def run_spec(schedule: str, target: float, seed: int) -> Spec:
     """One run, as plain values."""
-    if target == 1.0:
-        tensor: dict[str, Any] = {"rank": RANK}
-    elif schedule == MAIN[0]:
-        tensor = {"rank": SMALL_RANKS[target]}
-    else:
-        tensor = {"rank": RANK, "size_target": target, "truncate_every": 25, **SCHEDULES[schedule]}
+    tensor: dict[str, Any] = {"rank": SMALL_RANKS[target] if schedule in SMALL else RANK}
+    if schedule.endswith("with controls"):
+        tensor |= KEPT
+    elif schedule not in (*SMALL, *WHOLE):
+        tensor |= {"size_target": target, "truncate_every": 25, **SCHEDULES[schedule]}
     optim = {**CAME, "lr": RATE, "weight_decay": 0.1}
     return {"schedule": schedule, "tensor": tensor, "optim": optim, "seed": seed, "tokens": TOKENS}
 
@@ -126,7 +130,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
 
 def specs() -> Iterator[Spec]:
     for seed in range(SEEDS):
-        yield run_spec("all ranks", 1.0, seed)
+        yield from (run_spec(schedule, 1.0, seed) for schedule in WHOLE)
         yield from (run_spec(schedule, target, seed) for target in TARGETS for schedule in MAIN)
     yield from (run_spec(schedule, TARGETS[-1], 0) for schedule in SCHEDULES if schedule not in MAIN)
 

@@ -262,6 +262,17 @@ def test_cores_of_an_embedding_have_the_rate_of_cores() -> None:
         }
 
 
+def test_cores_of_an_embedding_may_have_a_rate_of_their_own() -> None:
+    net = nn.Sequential(nn.Embedding(600, 16), nn.Linear(16, 16))
+    sc.tensorize(net, 2)
+    groups = param_groups(net, core_lr=1e-3, embedding_core_lr=1e-2)
+    rates = {name: group.get("lr") for group in groups for name, _ in group["params"] if ".cores." in name}
+    assert {name: rate == 1e-2 for name, rate in rates.items()} == {name: name.startswith("0.") for name in rates}
+    assert set(rates.values()) == {1e-3, 1e-2}
+    with pytest.raises(UserError, match=r"embedding_core_lr must be at least 0; given -1"):
+        param_groups(net, embedding_core_lr=-1)
+
+
 def test_controls_have_a_rate_of_their_own() -> None:
     net = nn.Sequential(nn.Linear(16, 16))
     sc.tensorize(net, 2)

@@ -39,6 +39,7 @@ def param_groups(
     *,
     weight_decay: float = 0.0,
     core_lr: float | None = None,
+    embedding_core_lr: float | None = None,
     control_lr: float | None = None,
     embedding_lr: float | None = None,
 ) -> list[dict[str, Any]]:
@@ -59,10 +60,12 @@ def param_groups(
         core_lr: learning rate of the cores of layers of cores, which then have groups of their own with the key `lr`.
             A weight moves by what all of its cores move, so that they want a lower rate than dense weights: a third is
             a good start. Default: that of the optimizer.
+        embedding_core_lr: of the cores of embeddings, likewise. Rows of a table begin small beside matrices, and each
+            is met now and then, so that they want a higher rate, as dense tables do. Default: `core_lr`.
         control_lr: learning rate of the rank controls of a `RankAdapter`, likewise. A control begins at 1 and an
             optimizer that normalises moves it by at most its rate a step, so that the rates of a run have to add up to
-            more than 1 where ranks are to close by themselves, as in the schedule `paper`. Default: that of the
-            optimizer.
+            more than 1 where ranks are to close by themselves; ten times that of the optimizer is a good start in runs
+            of hundreds of steps. Default: that of the optimizer.
         embedding_lr: learning rate of parameters of the role `embedding` that are no cores, likewise. T5 begins with
             entries of 1 where its matrices have a tenth and less, and learns faster with ten times the rate there.
 
@@ -82,11 +85,12 @@ def param_groups(
         raise UserError(f"weight_decay must be at least 0; given {weight_decay!r}")
     claims = _claims(model)
     cores, controls = _listed(model, "cores"), _listed(model, "controls")
-    embeddings = {key for key, (role, _) in claims.items() if role == "embedding"} - cores
+    tables = {key for key, (role, _) in claims.items() if role == "embedding"}
     rates: dict[int, float] = {}
     for name, params, rate in (
-        ("embedding_lr", embeddings, embedding_lr),
+        ("embedding_lr", tables - cores, embedding_lr),
         ("core_lr", cores, core_lr),
+        ("embedding_core_lr", tables & cores, embedding_core_lr),
         ("control_lr", controls, control_lr),
     ):
         if rate is not None:

@@ -274,7 +274,8 @@ def test_each_phase_of_the_six_encoder_runs(tmp_path: Path, data_folder: Path) -
     tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = {**tiny, "vocab_size": 512, "max_position_embeddings": 128}
     spec = {"row": "cores-0.5", "model": model, "optim": {"name": "adamw", "lr": 1e-3}, "seed": 0, "steps": 4}
-    spec |= {"batch": 16, "tensor": {"rank": {"*.word_embeddings": 4, "*.dense": 4}, "size_target": 0.5}, "dev": False}
+    spec |= {"batch": 16, "compute": "fp32", "bucket": True, "dev": False}
+    spec |= {"tensor": {"rank": {"*.word_embeddings": 4, "*.dense": 4}, "size_target": 0.5}}
     line = json.loads(_run("six_encoder.py", "one", json.dumps(spec), cache=tmp_path).splitlines()[-1])
     assert line["core_numbers"] < line["dense_numbers"] / 10
     assert all(0.2 < accuracy < 0.5 for accuracy in line["tests"].values())

@@ -21,7 +21,7 @@ from transformers import (
 import scantling as sc
 from scantling.errors import UserError
 
-RATES = ("core_lr", "control_lr", "embedding_lr")
+RATES = ("core_lr", "embedding_core_lr", "control_lr", "embedding_lr")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {"debias": True},
@@ -170,6 +170,7 @@ def test_prepare_keeps_the_dtypes_of_the_state(case: str) -> None:
         ({"lr": -1.0}, "lr must be a number at least 0"),
         ({"weight_decay": -0.1}, "weight_decay must be a number at least 0"),
         ({"core_lr": -0.1}, "core_lr must be at least 0"),
+        ({"embedding_core_lr": -0.1}, "embedding_core_lr must be at least 0"),
         ({"embedding_lr": -0.1}, "embedding_lr must be at least 0"),
         ({"betas": (0.9, 0.999)}, "betas must be 3 numbers"),
         ({"momentum": "int7"}, "momentum must be one of"),

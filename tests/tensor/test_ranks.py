@@ -157,6 +157,24 @@ def test_the_size_comes_down_to_the_target(target: float, optimizer: str) -> Non
     assert steps(model, adapter, made, range(70, 75))[-1] < losses[0] + 0.5
 
 
+@pytest.mark.parametrize(("slack", "price"), [(0.0, 0.01), (0.25, 0.01), (0.25, 0.0)])
+def test_the_size_stays_within_the_slack_of_its_path(slack: float, price: float) -> None:
+    model = net(width=64, rank=12)
+    adapter = RankAdapter(model, size_target=0.2, steps=80, begin=10, slack=slack, price=price)
+    optimizer = torch.optim.AdamW(sc.param_groups(model, control_lr=3e-2), lr=3e-3)
+    initial, off = adapter.size(), []
+    for step in range(5, 80, 5):
+        steps(model, adapter, optimizer, range(step - 5, step))
+        path = 1.0 - 0.8 * max(0, step - 10) / 70
+        off.append(adapter.size() / initial / path - 1.0)
+        assert adapter.metrics()["rank_price"] >= 0.999 * price
+    assert max(map(abs, off)) <= (1 + slack) * (1 + adapter.options.tolerance) - 1
+    steps(model, adapter, optimizer, range(75, 85))
+    assert adapter.size() == pytest.approx(0.2 * initial, rel=adapter.options.tolerance)
+    if slack:  # the price brings it down before it is forced to; without one all of it is forced
+        assert (min(off[5:]) < 0.5 * slack) == (price > 0.0)
+
+
 @given(st.integers(0, 10_000), st.floats(0.15, 0.95), st.booleans())
 @settings(deadline=None, max_examples=40)
 def test_the_ranks_kept_are_as_near_to_the_size_as_can_be(seed: int, share: float, shut: bool) -> None:

@@ -58,6 +58,7 @@ def came(
     *,
     weight_decay: float = 0.0,
     core_lr: float | None = None,
+    embedding_core_lr: float | None = None,
     control_lr: float | None = None,
     embedding_lr: float | None = None,
     betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
@@ -79,7 +80,8 @@ def came(
         weight_decay: of matrices and embeddings, decoupled; vectors are never decayed. That of `TrainingArguments` has
             no effect.
         core_lr: of the cores of a model of cores; a third of `lr` is a good start. Default: `lr`.
-        control_lr: of the rank controls of a `RankAdapter`, see `scantling.param_groups`. Default: `lr`.
+        embedding_core_lr: of the cores of its embeddings. Default: `core_lr`.
+        control_lr: of the rank controls of a `RankAdapter`; ten times `lr` is a good start. Default: `lr`.
         embedding_lr: of embeddings; for T5 ten times `lr` is a good start. Default: `lr`.
         betas, eps, clip_threshold, debias, momentum, rounding: as in `scantling.CAME`.
         factor, confidence, maximize, foreach, capturable: as in `scantling.CAME`.
@@ -110,7 +112,12 @@ def came(
     # the Trainer builds the optimizer much later, after data and model are ready: what is wrong is said here
     trial = torch.nn.Linear(1, 1, dtype=torch.bfloat16)
     CAME(trial.parameters(), weight_decay=weight_decay, **options)
-    rates: dict[str, Any] = {"core_lr": core_lr, "control_lr": control_lr, "embedding_lr": embedding_lr}
+    rates: dict[str, Any] = {
+        "core_lr": core_lr,
+        "embedding_core_lr": embedding_core_lr,
+        "control_lr": control_lr,
+        "embedding_lr": embedding_lr,
+    }
     param_groups(trial, **rates)
     return CAMEFactory, {"weight_decay": weight_decay, **rates, "options": options}
 

@@ -232,9 +232,11 @@ class TensorSection(Section):
     """`random`: drawn to the norm of the weights replaced; `svd`: the closest cores (for pretrained weights)."""
     lr_scale: float = Field(default=1 / 3, gt=0.0, allow_inf_nan=False)
     """Learning rate of the cores as a share of `optim.lr`: a weight moves by what all of its cores move."""
-    control_lr_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    embedding_lr_scale: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """Learning rate of the cores of embeddings as a multiple of `optim.lr`. Default: `lr_scale`."""
+    control_lr_scale: float = Field(default=10.0, gt=0.0, allow_inf_nan=False)
     """Learning rate of the rank controls as a multiple of `optim.lr`. They begin at 1 and move by their rate a step at
-    most, so that with `{schedule: paper}` ranks close only where the rates up to then add up to more than 1."""
+    most: ranks close by themselves only where the rates up to then add up to more than 1."""
     size_target: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """What the cores are to come down to: up to 1 a share of their size, above 1 a size in `unit`. Default: none."""
     unit: Literal["parameters", "flops", "bytes"] = "parameters"
@@ -248,7 +250,12 @@ class TensorSection(Section):
 
     def rates(self, lr: float) -> dict[str, float]:
         """What `scantling.param_groups` takes of the rates of cores and controls, for the rate of a run."""
-        return {"core_lr": self.lr_scale * lr, "control_lr": self.control_lr_scale * lr}
+        table = self.lr_scale if self.embedding_lr_scale is None else self.embedding_lr_scale
+        return {
+            "core_lr": self.lr_scale * lr,
+            "embedding_core_lr": table * lr,
+            "control_lr": self.control_lr_scale * lr,
+        }
 
     def rank_options(self, steps: int) -> dict[str, Any]:
         """The arguments of the `RankAdapter` in a run of so many steps."""

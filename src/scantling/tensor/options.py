@@ -17,7 +17,7 @@ _NUMBERS: dict[str, tuple[float, bool]] = {
     **dict.fromkeys(("size_target", "bytes_per_parameter", "threshold"), (0.0, False)),
     **dict.fromkeys(("steps", "interval", "tokens"), (1, True)),
     **dict.fromkeys(("begin", "early_steps"), (0, True)),
-    **dict.fromkeys(("beta", "price", "price_rate", "gamma", "memory", "tolerance"), (0.0, True)),
+    **dict.fromkeys(("beta", "price", "price_rate", "gamma", "memory", "tolerance", "slack"), (0.0, True)),
     **dict.fromkeys(("loss_weight", "size_weight", "rho"), (0.0, True)),
     "loss_target": (-inf, True),
 }
@@ -37,11 +37,14 @@ class RankOptions:
         steps: over how many optimizer steps the size comes down to the target; half a run is a good choice.
         begin: steps before it starts to.
         schedule: `controlled`, or the paper's.
-        tolerance: by how much the size may be off its path, relative; the size at the end is within it.
+        tolerance: by how much the size at the end may be off the target, relative.
+        slack: by how much the size may be off its path before ranks are shut or opened for it, relative (`controlled`).
         threshold: under which a control is shut.
         beta: weight of the squared norm of the cores.
-        price: at the start (`controlled`), of the whole size in units of the loss.
-        price_rate: growth of the price a step where the size is twice what it should be, in natural logarithms.
+        price: at the start, and the least, of the whole size in units of the loss (`controlled`); a thousand times as
+            much is the most.
+        price_rate: growth of the price over all of `steps` if the size were twice what it should be, in natural
+            logarithms.
         interval: steps between two looks at the ranks.
         tokens: of a step, for `flops`.
         bytes_per_parameter: of weight, gradient and optimizer state, for `bytes`; 16 is AdamW in fp32.
@@ -59,10 +62,11 @@ class RankOptions:
     begin: int = 0
     schedule: Schedule = "controlled"
     tolerance: float = 0.01
+    slack: float = 0.25
     threshold: float = 1e-2
     beta: float = 0.0
     price: float = 0.01
-    price_rate: float = 0.5
+    price_rate: float = 75.0
     interval: int = 5
     tokens: int = 4096
     bytes_per_parameter: float = 16.0
@@ -117,6 +121,7 @@ class RankOptions:
             ("begin", given.begin >= given.steps, f"below steps={given.steps}"),
             ("threshold", given.threshold >= 1.0, "below 1, where controls begin"),
             ("tolerance", given.tolerance >= 1.0, "below 1"),
+            ("slack", given.slack >= 1.0, "below 1"),
             ("memory", given.memory >= 1.0, "below 1"),
         ):
             if wrong:

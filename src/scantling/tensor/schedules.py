@@ -10,6 +10,7 @@ norms of the controls for the ranks; the beta term keeps the cores from growing 
 
 from __future__ import annotations
 
+from math import copysign, exp
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from scantling.tensor.options import RankOptions
 
 _SHUT = -1.0
 """What the controls that are shut at the end become: too far from the threshold ever to come back."""
+_MOST = 1000.0
+"""Times the price at the start that a price may be."""
 
 
 class Schedule(nn.Module):
@@ -125,9 +128,10 @@ class Schedule(nn.Module):
 class ControlledSchedule(Schedule):
     """The size follows a path that falls to the target.
 
-    The price is raised while the size is above the path and lowered while it is below; what it does not bring about in
-    time is done: the ranks that contribute least for what they cost are shut, or the ones that would contribute most
-    opened again, so that the size is on the path within the tolerance at every step.
+    The price is raised while the size is above the path and lowered while it is below, so that the ranks go whose
+    controls the loss does not hold up. What the price does not bring about in time is done: where the size leaves the
+    path by more than the slack, and at the end, the ranks that contribute least for what they cost are shut, or those
+    that would contribute most opened again.
     """
 
     price: Tensor
@@ -151,11 +155,13 @@ class ControlledSchedule(Schedule):
         options = self.options
         way = min(1.0, max(0.0, (step - options.begin) / (options.steps - options.begin)))
         wanted = self.initial + (self.target - self.initial) * way
+        error = self._bonds.size() / wanted - 1.0
         if step >= options.begin:
-            error = self._bonds.size() / wanted - 1.0
-            rate = options.price_rate * min(1.0, max(-1.0, error)) * options.interval
-            self.price.mul_(torch.tensor(rate).exp())
-        self._keep_to(wanted)
+            rate = options.price_rate * options.interval / (options.steps - options.begin)
+            self.price.mul_(exp(rate * min(1.0, max(-1.0, error))))
+            self.price.clamp_(options.price, _MOST * options.price)
+        if abs(error) > options.slack:
+            self._keep_to(wanted * (1.0 + copysign(options.slack, error)))
 
     def _end(self) -> None:
         self.price.zero_()
