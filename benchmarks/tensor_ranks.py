@@ -13,8 +13,9 @@ ten times the rate of the run, about as in the code of the paper's authors, `slo
 scale of each rank does to the training alone, rows `with controls` show, which shut none. `no slack` holds the size to
 its path at every step. `one cut` has no price at all and shuts what contributes least when half of the run is over.
 `small from the start` trains at equal ranks everywhere that give as many parameters or a few percent more. All have one
-learning rate, and those of MAIN and WHOLE three seeds. Runs are kept as in optim_quality.py: one line each in
-benchmarks/results/tensor-ranks.jsonl, never run again.
+learning rate, and those of MAIN and WHOLE three seeds. `cut` takes a decoder of width 768 and 2 layers as cores of rank
+64, for at the width of the runs a step of so few numbers is overhead alone, however many ranks. Runs are kept as in
+optim_quality.py: one line each in benchmarks/results/tensor-ranks.jsonl, never run again.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ from scantling.tensor import linear
 from scantling.tensor.cores import gram
 
 TOKENS = 1_228_800  # 300 steps
-CUT_STEPS = 200
 SEQ_LEN, BATCH, RANK = 128, 32, 24
+WIDE_MODEL = {**MODEL, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 12}
+WIDE_MODEL["num_key_value_heads"] = 12
+WIDE_RANK, WIDE_RATE, CUT_STEPS = 64, 1e-3, 60
 RATE, SEEDS = 8e-3, 3
 TARGETS = (0.5, 0.2)
 STARTS = (
@@ -141,18 +144,18 @@ def starts() -> Iterator[Spec]:
 
 def cut_spec(target: float) -> Spec:
     """A measurement of the step of a trained model before and after the removal of its ranks."""
-    return {"measure": "cut", "target": target, "steps": CUT_STEPS, "rank": RANK}
+    return {"measure": "cut", "target": target, "steps": CUT_STEPS, "rank": WIDE_RANK, "model": WIDE_MODEL}
 
 
 def cut_line(spec: Spec) -> Line:
     """Train on bytes of the standard library with ranks that are shut and stay; remove them; time all in turns."""
     began = time.time()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **MODEL))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **spec["model"]))
     sc.tensorize(model, spec["rank"])
     every = copy.deepcopy(model)
     adapter = sc.RankAdapter(model, size_target=spec["target"], steps=max(1, spec["steps"] // 2))
-    optimizer = torch.optim.AdamW(sc.param_groups(model, core_lr=RATE / 3), lr=RATE, fused=True)
+    optimizer = torch.optim.AdamW(sc.param_groups(model, core_lr=WIDE_RATE / 3), lr=WIDE_RATE, fused=True)
     text = b"".join(path.read_bytes() for path in sorted(Path(copy.__file__).parent.glob("*.py")))
     rows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN)
     losses = []
