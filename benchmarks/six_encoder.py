@@ -14,11 +14,12 @@ Aims, at width 768 and honestly counted by numel(): 44.9 times fewer parameters 
 less peak training memory than GaLore and twice its speed. At width 256: accuracy within 1 point of dense.
 
 Accuracy is measured at width 256 (a full-size epoch takes hours on two cores) on the pairs of SCANTLING_DATA/nli, whose
-test sets share no premise with what is trained on. There the ranks are a third, as is the width, so that the layers
-shrink as much as those of the paper. Rates are chosen in two thirds of a pass, since such an encoder learns nothing
-from random weights in its first hundreds of steps; runs that are compared take two passes, all of them under autocast
-to bf16 and with pairs of like length in a batch. Embeddings that stay embeddings learn at one rate in all rows. A
-target takes the rate of the cores it starts from. GaLore has a quarter of the width as its rank, as its authors train
+test sets share no premise with what is trained on. The ranks are the paper's there too, so that layers a third as wide
+shrink less than those of the paper: with a third of the ranks a model learns nothing for so many passes that accuracies
+say nothing. Rates are chosen in two thirds of a pass, since such an encoder learns nothing from random weights in its
+first hundreds of steps; runs that are compared take four passes, all of them under autocast to bf16 and with pairs of
+like length in a batch, and are measured after each pass. Embeddings that stay embeddings learn at one rate in all rows.
+A target takes the rate of the cores it starts from. GaLore has a quarter of the width as its rank, as its authors train
 Llamas; for speed and memory also 30, the rank of the cores, and for memory, beside the aim, also their form that steps
 each parameter in the backward pass and frees its gradient. Its SVD, every 200 steps, is in the first step alone:
 `speed` leaves it out of the step and tells a 200th of it apart; `memory` has it in.
