@@ -206,6 +206,10 @@ def report_accuracy(lines: Lines, steps: int, sweep_steps: int) -> None:
             print("majority {:.2f} %, hypothesis alone {:.2f} %".format(*(100 * trivial[each] for each in figures)))
         for row, runs in found.items():
             _accuracy_row(test, row, runs, found.get("dense", {}))
+    print(f"\n{TESTS[-1]} after each pass, % right, mean over the seeds")
+    for row, runs in found.items():
+        by_pass = 100 * np.mean([[right for _, right in line["accuracy"]] for line in runs.values()], axis=0)
+        print(f"{row:12} " + " ".join(f"{right:6.2f}" for right in by_pass))
 
 
 def _accuracy_row(test: str, row: str, runs: Mapping[int, Line], dense: Mapping[int, Line]) -> None:

@@ -80,6 +80,7 @@ def test_accuracy_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
                 **spec,
                 "eval_loss": 1.0,
                 "tests": dict.fromkeys(accuracy.TESTS, reached),
+                "accuracy": [[5, 0.4], [10, reached]],
                 "pairs": dict.fromkeys(accuracy.TESTS, 100),
                 "num_parameters": 1000,
                 "training_state_bytes": 2**20,
@@ -94,6 +95,7 @@ def test_accuracy_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.count("majority 34.00 %, hypothesis alone 48.00 %") == 2
     found = {line.split()[0]: line for line in printed.splitlines() if "seeds)" in line}
     assert list(found) == list(accuracy.ROWS)
+    assert "\ndense         40.00  51.00\n" in printed.partition("after each pass")[2]
     assert "51.00 ± 2.48 % (3 seeds)" in found["dense"]  # ± 4.303 x 1 % / sqrt(3)
     assert "minus" not in found["dense"]
     rate = accuracy.GRID.rates[start]
