@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ import numpy as np
 
 Spec = dict[str, Any]
 Line = dict[str, Any]
+Score = str | Callable[[Line], float | None]
+"""What a line is scored by, lower being better: one of its values, or what is made of them (None: the run failed)."""
 Item = TypeVar("Item")
 
 
@@ -78,10 +81,11 @@ class Grid:
     start: int
     least: int = 0
 
-    def results(self, lines: dict[str, Line], spec_of: Callable[[float], Spec], score: str) -> list[float | None]:
+    def results(self, lines: dict[str, Line], spec_of: Callable[[float], Spec], score: Score) -> list[float | None]:
         """The score of each rate, lower being better: infinite where the run failed, None where it was not run."""
+        scored = score if callable(score) else itemgetter(score)
         found = [lines.get(key_of(spec_of(rate))) for rate in self.rates]
-        return [None if line is None else float("inf") if line[score] is None else line[score] for line in found]
+        return [None if line is None else float("inf") if (value := scored(line)) is None else value for line in found]
 
     def next(self, results: Sequence[float | None]) -> int | None:
         """Which rate to run next: the start, then the neighbours of the best one, then those that lie nearest to it."""
@@ -101,7 +105,7 @@ class Grid:
         score, rate = min((s, rate) for s, rate in zip(results, self.rates, strict=True) if s is not None)
         return rate if score < float("inf") else None
 
-    def sweep(self, ledger: Ledger, spec_of: Callable[[float], Spec], score: str) -> None:
+    def sweep(self, ledger: Ledger, spec_of: Callable[[float], Spec], score: Score) -> None:
         """Run rates until the best one stands between two worse ones, or at an end of the grid."""
         while (index := self.next(self.results(ledger.lines(), spec_of, score))) is not None:
             if not ledger.run(spec_of(self.rates[index])):

@@ -16,13 +16,14 @@ less peak training memory than GaLore and twice its speed. At width 256: accurac
 Accuracy is measured at width 256 (a full-size epoch takes hours on two cores) on the pairs of SCANTLING_DATA/nli, whose
 test sets share no premise with what is trained on. The ranks are the paper's there too, so that layers a third as wide
 shrink less than those of the paper: with a third of the ranks a model learns nothing for so many passes that accuracies
-say nothing. Rates are chosen in two thirds of a pass, since such an encoder learns nothing from random weights in its
-first hundreds of steps; runs that are compared take four passes, all of them under autocast to bf16 and with pairs of
-like length in a batch, and are measured after each pass. Embeddings that stay embeddings learn at one rate in all rows.
-A target takes the rate of the cores it starts from. GaLore has a quarter of the width as its rank, as its authors train
-Llamas; for speed and memory also 30, the rank of the cores, and for memory, beside the aim, also their form that steps
-each parameter in the backward pass and frees its gradient. Its SVD, every 200 steps, is in the first step alone:
-`speed` leaves it out of the step and tells a 200th of it apart; `memory` has it in.
+say nothing. All runs take two passes, under autocast to bf16 and with pairs of like length in a batch. Rates are chosen
+in runs as long as those compared (in shorter ones a rate too high for cores looks best), by the accuracy on pairs held
+out of training: in the second pass the dense model begins to fit its training pairs alone, and its loss on others rises
+while its accuracy does not fall. Embeddings that stay embeddings learn at one rate in all rows. A target takes the rate
+of the cores it starts from. GaLore has a quarter of the width as its rank, as its authors train Llamas; for speed and
+memory also 30, the rank of the cores, and for memory, beside the aim, also their form that steps each parameter in the
+backward pass and frees its gradient. Its SVD, every 200 steps, is in the first step alone: `speed` leaves it out of the
+step and tells a 200th of it apart; `memory` has it in.
 
 Runs are lines of benchmarks/results/six-encoder.jsonl, none is run twice, and training goes on where it was stopped;
 `speed` writes six-encoder-speed-DTYPE-batch-BATCHES-cpu-DATE.json.
@@ -53,6 +54,7 @@ from encoder_accuracy import (
     SWEEP_STEPS,
     TESTS,
     TRAINING_PAIRS,
+    heldout_error,
     run_spec,
     run_training,
     swept,
@@ -185,7 +187,7 @@ def report(lines: Lines, times: Sequence[Mapping[str, Any]], options: argparse.N
 
 
 def report_accuracy(lines: Lines, steps: int, sweep_steps: int) -> None:
-    print(f"width 256, loss on held-out training pairs by learning rate after {sweep_steps} steps, seed 0")
+    print(f"width 256, error on held-out training pairs by learning rate after {sweep_steps} steps, seed 0")
     print(GRID.header())
     for row in dict.fromkeys(map(swept_row, ROWS)):
         print(GRID.row(row, swept(lines, row, sweep_steps)))
@@ -342,7 +344,7 @@ def main() -> int:
 
         def sweep(row: str) -> None:
             grid = replace(GRID, start=STARTS.get(row, GRID.start))
-            grid.sweep(ledger, lambda rate: run_spec(row, rate, 0, options.sweep_steps, dev=True), "eval_loss")
+            grid.sweep(ledger, lambda rate: run_spec(row, rate, 0, options.sweep_steps, dev=True), heldout_error)
 
         side_by_side(options.jobs, sweep, rows)
     else:
