@@ -33,19 +33,21 @@ CONFIGURATIONS = ("dense", *GALORE_RANKS, "cores", "cores-adapting", *(f"cores-{
 
 @dataclass(frozen=True)
 class Shape:
-    """What of the model and its input may be smaller, for a quick look."""
+    """What of the model and its input may be smaller, for a quick look, and the dropout."""
 
     layers: int = 6
     length: int = 128
+    dropout: float = 0.1
 
 
 FULL = Shape()
 
 
 def config_of(shape: Shape, **changes: Any) -> BertConfig:
-    """The configuration of the recipe: dropout 0.1 and the rest as of BERT."""
+    """The configuration of the recipe, and the rest as of BERT."""
     given = {"vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
-    return BertConfig(**{**given, "num_hidden_layers": shape.layers, "num_labels": 3, **changes})
+    dropout = {f"{place}_dropout_prob": shape.dropout for place in ("hidden", "attention_probs")}
+    return BertConfig(**{**given, **dropout, "num_hidden_layers": shape.layers, "num_labels": 3, **changes})
 
 
 def model_of(name: str, shape: Shape = FULL) -> tuple[nn.Module, sc.RankAdapter | None]:

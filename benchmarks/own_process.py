@@ -13,7 +13,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 
 
 def give_blocks_back() -> None:
@@ -22,7 +22,21 @@ def give_blocks_back() -> None:
     Raises:
         SystemExit: the C library has no such setting.
     """
-    if ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536) != 1:
+    _set_malloc(_M_MMAP_THRESHOLD, 65536)
+
+
+def keep_blocks() -> None:
+    """Let glibc keep every block that is freed; otherwise it unmaps those of more than 32 MiB.
+
+    Raises:
+        SystemExit: the C library has no such setting.
+    """
+    _set_malloc(_M_MMAP_MAX, 0)
+    _set_malloc(_M_TRIM_THRESHOLD, -1)
+
+
+def _set_malloc(parameter: int, value: int) -> None:
+    if ctypes.CDLL(None).mallopt(parameter, value) != 1:
         raise SystemExit("this C library cannot be told when to map blocks")
 
 

@@ -25,6 +25,10 @@ memory also 30, the rank of the cores, and for memory, beside the aim, also thei
 backward pass and frees its gradient. Its SVD, every 200 steps, is in the first step alone: `speed` leaves it out of the
 step and tells a 200th of it apart; `memory` has it in.
 
+In bf16 on a CPU, and with much of it at once, the step of a small model is mostly what it shares with the dense one:
+drawing dropout masks, attention, and page faults, since glibc unmaps blocks of more than 32 MiB when they are freed.
+`speed --dropout 0` and `--keep-blocks` show what the layers do without those.
+
 Runs are lines of benchmarks/results/six-encoder.jsonl, none is run twice, and training goes on where it was stopped;
 `speed` writes six-encoder-speed-DTYPE-batch-BATCHES-cpu-DATE.json.
 """
@@ -63,6 +67,7 @@ from encoder_accuracy import (
     trivial_spec,
 )
 from interleaved import disturbed, ratio, take_turns
+from own_process import keep_blocks
 from resumable import Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job, verdict_on
 from small_models import facts, printed
 
@@ -146,8 +151,10 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from encoder_models import GALORE_RANKS, Shape, Training
 
+    if options.keep_blocks:
+        keep_blocks()
     torch.set_num_threads(options.threads or torch.get_num_threads())
-    shape = Shape(options.layers, options.length)
+    shape = Shape(options.layers, options.length, options.dropout)
     names = [*dict.fromkeys(["dense", *(options.row or TIMED)])]
     trainings = {name: Training(name, shape, options.dtype) for name in names}
     rows: dict[str, Any] = {}
@@ -169,13 +176,17 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
         for name, row in found.items():
             low, high = row["ratio_95"]
             print(f"batch {batch:<4} {name:16} {row['ratio']:6.3f} of dense [{low:.3f}, {high:.3f}]", flush=True)
-    return {"dtype": options.dtype, "layers": options.layers, "length": options.length, "batches": rows}
+    given = {name: getattr(options, name) for name in ("dtype", "layers", "length", "dropout", "keep_blocks")}
+    return {**given, "batches": rows}
 
 
 def write_speed(options: argparse.Namespace) -> None:
+    from encoder_models import FULL
+
     made = dated(__file__, **speed(options))
     batches = "-".join(map(str, options.batches))
-    print(write(made, f"six-encoder-speed-{options.dtype}-batch-{batches}-cpu", options.times))
+    varied = f"-dropout-{options.dropout:g}" * (options.dropout != FULL.dropout) + "-kept" * options.keep_blocks
+    print(write(made, f"six-encoder-speed-{options.dtype}-batch-{batches}{varied}-cpu", options.times))
 
 
 def report(lines: Lines, times: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
@@ -280,10 +291,12 @@ def report_sizes(lines: Lines, options: argparse.Namespace) -> None:
 
 def report_speed(measured: Mapping[str, Any]) -> None:
     """How many times faster than dense and than GaLore a step is."""
-    from encoder_models import GALORE_RANKS
+    from encoder_models import FULL, GALORE_RANKS
 
     for batch, rows in measured["batches"].items():
-        print(f"\nwidth 768, {measured['dtype']}, batch {batch}: speed of a training step, dense is 1")
+        varied = "" if measured.get("dropout", FULL.dropout) == FULL.dropout else f", dropout {measured['dropout']:g}"
+        varied += ", freed blocks kept" if measured.get("keep_blocks") else ""
+        print(f"\nwidth 768, {measured['dtype']}, batch {batch}{varied}: speed of a training step, dense is 1")
         if (refused := disturbed(rows["dense again"])) is not None:
             print(refused)
             continue
@@ -325,6 +338,8 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=list(ROUNDS), help="memory, speed: batch sizes")
     parser.add_argument("--rounds", type=int, help="speed: of each batch size")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="speed: or autocast")
+    parser.add_argument("--dropout", type=float, default=0.1, help="speed")
+    parser.add_argument("--keep-blocks", action="store_true", help="speed: malloc unmaps no large block that is freed")
     parser.add_argument("--threads", type=int, help="speed")
     parser.add_argument("--layers", type=int, default=6, help="memory, speed: fewer, for a quick look")
     parser.add_argument("--length", type=int, default=128, help="memory, speed: tokens, fewer for a quick look")
