@@ -30,8 +30,11 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "galore": (GALORE, None),
     "cores": (ADAMW, CORES),
     **{f"cores-{name}": (ADAMW, {**CORES, "size_target": target}) for name, target in TARGETS.items()},
+    "cores-0.2-price": (ADAMW, {**CORES, "size_target": 0.2, "adapter": {"schedule": "controlled"}}),
 }
 """Optimizer and tensor section of each row."""
+ADAPT, BEGIN = 0.75, 0.5
+"""Shares of a run: at the end of which the ranks are down, and after which they begin to come down."""
 GRID = Grid([31.25e-6 * 2**power for power in range(10)], start=2)  # 31.25e-6 to 16e-3
 STARTS = {"galore": 4}
 """Where a sweep begins that does not begin with 125e-6."""
@@ -40,18 +43,20 @@ SEEDS = (1, 2, 3)
 COMPARED = ("dense", "cores", "cores-0.2")
 """With every seed; the other rows, points of a curve, with the first."""
 PAIRS_A_BATCH, EMBEDDING_RATE = 32, 1e-3
-SWEEP_STEPS, EPOCHS, TRAINING_PAIRS = 3753, 2, 60_051
+SWEEP_STEPS, EPOCHS, TRAINING_PAIRS = 3753, 4, 60_051
 STEPS_A_PASS = round(TRAINING_PAIRS / PAIRS_A_BATCH)
 
 
 def swept_row(row: str) -> str:
     """The row whose rate a row takes."""
-    return "cores" if row.removeprefix("cores-") in TARGETS else row
+    return "cores" if row.startswith("cores") else row
 
 
 def run_spec(row: str, lr: float, seed: int, steps: int, *, dev: bool) -> Spec:
     """One run at width 256, as plain values: what is in it decides whether it has been run."""
     optim, tensor = ROWS[row]
+    if tensor is not None and "size_target" in tensor:
+        tensor = {**tensor, "adapt": ADAPT, "adapter": {**tensor.get("adapter", {}), "begin": round(BEGIN * steps)}}
     optim = {**optim, "lr": lr, "embedding_lr_scale": EMBEDDING_RATE / lr, "weight_decay": 0.0}
     fixed = {"model": MODEL, "batch": PAIRS_A_BATCH, "compute": "bf16", "bucket": True}
     return {**fixed, "row": row, "optim": optim, "tensor": tensor, "seed": seed, "steps": steps, "dev": dev}

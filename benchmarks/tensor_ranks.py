@@ -1,4 +1,4 @@
-"""How ranks come down best: the controlled schedule, the paper's, and starting at the small ranks, on a small decoder.
+"""How ranks come down best: by importance, by a controlled price, as in the paper, or small from the start.
 
     python benchmarks/tensor_ranks.py adapt      every schedule to the same size targets, the same data order
     python benchmarks/tensor_ranks.py start      orthonormal and Gaussian cores, and two thin matrices, by learning rate
@@ -11,7 +11,8 @@ The decoder is that of optim_quality.py with its layers as cores of rank 24; the
 the run. `not held` is the paper's schedule alone; all others are held to the target at the end. Rank controls learn at
 ten times the rate of the run, about as in the code of the paper's authors, `slow controls` at that rate; what so fast a
 scale of each rank does to the training alone, rows `with controls` show, which shut none. `no slack` holds the size to
-its path at every step. `one cut` has no price at all and shuts what contributes least when half of the run is over.
+its path at every step. `importance, all at once` shuts what the loss needs least when half of the run is over, and `one
+cut` then what contributes least to the weights.
 `small from the start` trains at equal ranks everywhere that give as many parameters or a few percent more. All have one
 learning rate, and those of MAIN and WHOLE three seeds. `cut` takes a decoder of width 768 and 2 layers as cores of rank
 64, for at the width of the runs a step of so few numbers is overhead alone, however many ranks. Runs are kept as in
@@ -61,11 +62,15 @@ SMALL_RANKS = {0.5: 16, 0.2: 9}  # equal ranks whose cores hold as many numbers,
 LATE = {"schedule": "paper", "early_steps": 75, "beta": 1e-4}
 KEPT = {"size_target": 0.99, "adapter": {"price": 0.0}}
 """Rank controls that are there, and nothing that would shut them."""
+CONTROLLED = {"schedule": "controlled"}
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "controlled": {},
-    "controlled, slow controls": {"control_lr_scale": 1.0},
-    "controlled, no slack": {"adapter": {"slack": 0.0}},
-    "controlled, no price": {"adapter": {"price": 0.0}},
+    "importance": {},
+    "importance, slow controls": {"control_lr_scale": 1.0},
+    "importance, all at once": {"adapter": {"begin": 149}},
+    "controlled": {"adapter": CONTROLLED},
+    "controlled, slow controls": {"adapter": CONTROLLED, "control_lr_scale": 1.0},
+    "controlled, no slack": {"adapter": {**CONTROLLED, "slack": 0.0}},
+    "controlled, no price": {"adapter": {**CONTROLLED, "price": 0.0}},
     "one cut": {"adapter": {"schedule": "paper", "gamma": 0.0}},
     "paper, early, gamma 0.1": {"adapter": {"schedule": "paper", "gamma": 0.1}},
     "paper, early, gamma 1": {"adapter": {"schedule": "paper", "gamma": 1.0}},
@@ -75,7 +80,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 """What the `tensor` section of a recipe has beside ranks and target."""
 SMALL = ("small from the start", "small from the start, with controls")
-MAIN = (*SMALL, "controlled", "paper, late")
+MAIN = (*SMALL, "importance", "controlled", "paper, late")
 """At every target and with every seed; the others at the lowest target with the first."""
 WHOLE = ("all ranks", "all ranks, with controls")
 

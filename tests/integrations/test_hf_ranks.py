@@ -60,7 +60,7 @@ def test_the_small_model_is_saved_and_loads_exactly(tmp_path: Path) -> None:
 
 def test_the_price_is_counted_once_for_each_update(tmp_path: Path) -> None:
     """Four micro-batches, one price: the controls' gradient is that of the data plus that of the price alone."""
-    made, adapter = trainer(tmp_path, steps=1, price=7.0)
+    made, adapter = trainer(tmp_path, steps=1, schedule="controlled", price=7.0)
     control = next(layer.controls[0] for layer in adapter.layers.values() if layer.controls is not None)
     seen: list[torch.Tensor] = []
 
@@ -72,7 +72,7 @@ def test_the_price_is_counted_once_for_each_update(tmp_path: Path) -> None:
     place = next(index for index, one in enumerate(callbacks) if isinstance(one, sc.hf.RankCallback))
     callbacks[place : place + 1] = [Look(), callbacks[place], Look()]
     made.train()
-    fresh, again = trainer(tmp_path / "again", steps=1, price=7.0)
+    fresh, again = trainer(tmp_path / "again", steps=1, schedule="controlled", price=7.0)
     again.loss(torch.zeros(())).backward()
     wanted = next(layer.controls[0] for layer in again.layers.values() if layer.controls is not None).grad
     assert fresh is not made

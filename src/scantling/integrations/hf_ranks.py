@@ -1,8 +1,8 @@
 """A rank adapter in the Trainer of transformers.
 
 A callback cannot change the loss, and a term added to it would be scaled by accumulation steps and processes in ways
-that depend on the model. The price of the size does not depend on the data: its gradient is added once for each update,
-after the gradients were averaged and clipped, which is the same on all processes.
+that depend on the model. What a schedule adds, a price of the size or a norm, does not depend on the data: its gradient
+is added once for each update, after the gradients were averaged and clipped, which is the same on all processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if options.schedule == "paper" and options.early_steps is not None and options.early_steps < options.steps:
             raise UserError(
                 "RankCallback: a late stage weighs the loss of the task, which a callback cannot; leave early_steps "
-                f"out, or take schedule='controlled'. Given early_steps={options.early_steps} of {options.steps}"
+                f"out, or take another schedule. Given early_steps={options.early_steps} of {options.steps}"
             )
         self.adapter = adapter
 

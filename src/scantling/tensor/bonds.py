@@ -1,8 +1,9 @@
 """The inner bonds of many layers of cores in one row: which of their ranks are live, how large the layers are with
 those, and which ranks to keep for a size.
 
-What a rank contributes is its share of the squared norm of the weight, from the Gram matrices of the chain on either
-side: a function of the parameters alone, so that replicas decide alike.
+Which ranks to keep is said by scores: the importance of a rank for the loss (`importance.py`) or, where nothing is
+known of that, what it contributes to the weight. That is its share of the squared norm, from the Gram matrices of the
+chain on either side: a function of the parameters alone, so that replicas decide alike.
 """
 
 from __future__ import annotations
@@ -115,12 +116,16 @@ class Bonds:
         return torch.stack(list(torch._foreach_norm(self.cores()))).square().sum()
 
     @torch.no_grad()
-    def bring_to(self, wanted: float) -> None:
-        """Shut the ranks that contribute least for what they cost, or open those that would contribute most.
+    def bring_to(self, wanted: float, scores: Tensor | None = None) -> None:
+        """Shut the ranks of the lowest scores for what they cost, or open those of the highest.
 
         One rank stays on every bond; where none is live, the one of the largest control is opened. Where one rank is
         more than the tolerance, ranks are exchanged for smaller ones. Bonds whose ranks were all removed stay as they
         are.
+
+        Args:
+            wanted: the size, in the unit of the target.
+            scores: of the ranks of all bonds in order, at least 0; default what each contributes.
         """
         threshold, tolerance = self._options.threshold, self._options.tolerance
         margin = _MARGIN * threshold
@@ -132,7 +137,7 @@ class Bonds:
         device = torch.device("cpu")
         flat, bond_of = self._flat().to(device), self._bond_of.to(device)
         before = live = tried = flat > threshold
-        share = torch.cat(list(self.contributions())).to(device, torch.float64)
+        share = (torch.cat(list(self.contributions())) if scores is None else scores).to(device, torch.float64)
 
         def ranks() -> Tensor:
             return torch.zeros(len(self.controls), dtype=torch.float64).index_add(0, bond_of, tried.double())
@@ -178,6 +183,10 @@ class Bonds:
             for before, behind, control in zip(lefts, rights, layer.controls, strict=True):
                 opened = control.detach().float().clamp(min=threshold)
                 yield before.diagonal() * behind.diagonal() * opened.square() / total
+
+    def values(self) -> Tensor:
+        """The controls of all bonds in a row; of ranks that are shut what they would be if they opened."""
+        return self._flat().detach().clamp(min=self._options.threshold)
 
     def _flat(self) -> Tensor:
         return torch.cat(list(self.controls))

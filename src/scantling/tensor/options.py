@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from scantling.errors import UserError, did_you_mean
 
 Unit: TypeAlias = Literal["parameters", "flops", "bytes"]
-Schedule: TypeAlias = Literal["controlled", "paper"]
+Schedule: TypeAlias = Literal["importance", "controlled", "paper"]
 
 
 _NUMBERS: dict[str, tuple[float, bool]] = {
@@ -36,7 +36,8 @@ class RankOptions:
             state: what the recipe's optimizer keeps in `scantling train`, else `bytes_per_parameter` a number).
         steps: over how many optimizer steps the size comes down to the target; half a run is a good choice.
         begin: steps before it starts to.
-        schedule: `controlled`, or the paper's.
+        schedule: `importance`: the ranks go that the loss needs least for what they cost. `controlled`: those go that
+            do not hold up against a price on the size, which is controlled. `paper`: the paper's price and late stage.
         tolerance: by how much the size at the end may be off the target, relative.
         slack: by how much the size may be off its path before ranks are shut or opened for it, relative (`controlled`).
         threshold: under which a control is shut.
@@ -52,15 +53,16 @@ class RankOptions:
         early_steps: of the early stage (`paper`); default all of `steps`, which means no late stage.
         loss_target: L_0; default the mean loss when the late stage begins.
         loss_weight, size_weight, rho: w1, w2 and rho of the late stage.
-        memory: of the mean loss, as the share kept from one step to the next.
-        hold: whether the size is held to the target from `steps` on (`paper`; `controlled` always does).
+        memory: of the mean importance of a rank (`importance`) and of the mean loss (`paper`), as the share kept from
+            one step to the next.
+        hold: whether the size is held to the target from `steps` on (`paper`; the others always do).
     """
 
     size_target: float = 0.2
     unit: Unit = "parameters"
     steps: int = 100
     begin: int = 0
-    schedule: Schedule = "controlled"
+    schedule: Schedule = "importance"
     tolerance: float = 0.01
     slack: float = 0.25
     threshold: float = 1e-2
@@ -117,7 +119,7 @@ class RankOptions:
         for name, wrong, allowed in (
             ("hold", not isinstance(given.hold, bool), "true or false"),
             ("unit", given.unit not in get_args(Unit), "parameters, flops or bytes"),
-            ("schedule", given.schedule not in get_args(Schedule), "controlled or paper"),
+            ("schedule", given.schedule not in get_args(Schedule), "importance, controlled or paper"),
             ("begin", given.begin >= given.steps, f"below steps={given.steps}"),
             ("threshold", given.threshold >= 1.0, "below 1, where controls begin"),
             ("tolerance", given.tolerance >= 1.0, "below 1"),

@@ -166,6 +166,15 @@ class RankAdapter:
         else:
             self._seen = versions
 
+    def see_gradient(self, parameter: Tensor) -> None:
+        """Look at a gradient that is freed before the step is over; of parameters that are no controls it does nothing.
+
+        For `release_gradients(model, optimizer, before_step=adapter.see_gradient)`: without it ranks would be chosen by
+        what they contribute to the weights.
+        """
+        if self._schedule.importance is not None:
+            self._schedule.importance.keep(parameter)
+
     def begin_step(self) -> None:
         """Say that what has changed so far was no step, and that one is to come, even if nothing asks for the loss."""
         self._seen, self._is_fresh = self._versions(), True
@@ -221,7 +230,7 @@ class RankAdapter:
     def _refresh(self) -> None:
         """After shapes or device have changed."""
         self._bonds.refresh()
-        self._schedule.to(self._bonds.device)
+        self._schedule.refresh()
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(version_of(control) for control in self._bonds.controls)
@@ -253,9 +262,10 @@ class RankAdapter:
                     "go on from a checkpoint before it"
                 )
         before, is_seen = sum(map(len, self._bonds.controls)), self._seen == self._versions()
+        known = [] if self._schedule.importance is None else [self._schedule.importance]
         for layer in self.layers.values():
             for param, dim, index in layer.cuts([live.nonzero().flatten() for live in layer.live()]):
-                cut_parameter(param, dim, index, optimizer, *holders)
+                cut_parameter(param, dim, index, optimizer, *holders, *known)
         removed = before - sum(map(len, self._bonds.controls))
         if removed:
             self._refresh()

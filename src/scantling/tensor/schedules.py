@@ -1,6 +1,6 @@
-"""How ranks come down to a size: the controlled schedule, and the paper's.
+"""How ranks come down to a size: by what the loss needs least, by a price that is controlled, or as in the paper.
 
-Both add to the loss a price on the size that the controls span (CoMERA, arXiv 2405.14377, section 4):
+The last two add to the loss a price on the size that the controls span (CoMERA, arXiv 2405.14377, section 4):
 
     loss + price * P^ / P_0 + beta * sum |G|^2
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.tensor.bonds import Bonds
+from scantling.tensor.importance import Importance
 from scantling.tensor.options import RankOptions
 
 _SHUT = -1.0
@@ -63,8 +64,17 @@ class Schedule(nn.Module):
         """The loss of the task, 0-D, and what the schedule adds to it, of which this share is wanted."""
         raise NotImplementedError
 
+    @property
+    def importance(self) -> Importance | None:
+        """What the schedule knows of how much the loss depends on each rank; None where it does not ask."""
+        return None
+
     def meet(self, task_loss: Tensor, share: float) -> None:
         """See the loss of a pass before its objective is asked for."""
+
+    def refresh(self) -> None:
+        """See the controls anew, after shapes or device have changed."""
+        self.to(self._bonds.device)
 
     def stepped(self, step: int) -> None:
         """Act on the ranks after a step, the `step`-th one."""
@@ -99,6 +109,12 @@ class Schedule(nn.Module):
     def _follow_path(self, step: int) -> None:
         """Act on the ranks before the end."""
 
+    def _size_on_path(self, step: int) -> float:
+        """The size that falls evenly from the start to the target."""
+        options = self.options
+        way = min(1.0, max(0.0, (step - options.begin) / (options.steps - options.begin)))
+        return self.initial + (self.target - self.initial) * way
+
     @torch.no_grad()
     def _end(self) -> None:
         """Hold the size to the target, and from then on every rank to what it is; nothing asks for fewer any more."""
@@ -114,7 +130,11 @@ class Schedule(nn.Module):
     def _keep_to(self, wanted: float) -> None:
         """Shut or open ranks where the size is off."""
         if abs(self._bonds.size() - wanted) > self.options.tolerance * wanted:
-            self._bonds.bring_to(wanted)
+            self._bonds.bring_to(wanted, self._scores())
+
+    def _scores(self) -> Tensor | None:
+        """Of the ranks of all bonds, when some have to go; None for what they contribute to the weights."""
+        return None
 
     def _relaxed(self) -> Tensor:
         """P^ / P_0."""
@@ -123,6 +143,56 @@ class Schedule(nn.Module):
     def _norm(self) -> Tensor | float:
         """The beta term."""
         return self.options.beta * self._bonds.squared_norm() if self.options.beta else 0.0
+
+
+class ImportanceSchedule(Schedule):
+    """The size follows a path that falls to the target, by the ranks that matter least to the loss for what they cost.
+
+    Nothing but the norm term is added to the loss. Ranks are shut, or opened again, wherever the size is off the path
+    by more than the tolerance. Until a gradient has been seen, and where none ever is, what a rank contributes to its
+    weight stands for its importance.
+    """
+
+    def __init__(self, options: RankOptions, bonds: Bonds) -> None:
+        super().__init__(options, bonds)
+        self._importance = Importance(options.memory)
+        self._importance.follow(bonds.controls)
+
+    @property
+    def holds(self) -> bool:
+        return True
+
+    @property
+    def current_price(self) -> float:
+        return 0.0
+
+    @property
+    def importance(self) -> Importance:
+        return self._importance
+
+    def objective(self, task_loss: Tensor, share: float) -> Tensor:
+        return task_loss + share * self._norm()
+
+    def stepped(self, step: int) -> None:
+        self._importance.update()
+        super().stepped(step)
+
+    def refresh(self) -> None:
+        super().refresh()
+        self._importance.follow(self._bonds.controls)
+
+    def values(self) -> dict[str, Any]:
+        return {**super().values(), "importance": self._importance.values()}
+
+    def load_values(self, values: dict[str, Any], step: int) -> None:
+        super().load_values(values, step)
+        self._importance.load_values(values["importance"])
+
+    def _follow_path(self, step: int) -> None:
+        self._keep_to(self._size_on_path(step))
+
+    def _scores(self) -> Tensor | None:
+        return self._importance.of(self._bonds.values())
 
 
 class ControlledSchedule(Schedule):
@@ -138,7 +208,7 @@ class ControlledSchedule(Schedule):
 
     def __init__(self, options: RankOptions, bonds: Bonds) -> None:
         super().__init__(options, bonds)
-        self.register_buffer("price", torch.tensor(options.price))
+        self.register_buffer("price", torch.tensor(0.0 if options.begin else options.price))
 
     @property
     def holds(self) -> bool:
@@ -153,8 +223,7 @@ class ControlledSchedule(Schedule):
 
     def _follow_path(self, step: int) -> None:
         options = self.options
-        way = min(1.0, max(0.0, (step - options.begin) / (options.steps - options.begin)))
-        wanted = self.initial + (self.target - self.initial) * way
+        wanted = self._size_on_path(step)
         error = self._bonds.size() / wanted - 1.0
         if step >= options.begin:
             rate = options.price_rate * options.interval / (options.steps - options.begin)
@@ -264,5 +333,9 @@ class PaperSchedule(Schedule):
             self.late.fill_(True)
 
 
-SCHEDULES: dict[str, type[Schedule]] = {"controlled": ControlledSchedule, "paper": PaperSchedule}
+SCHEDULES: dict[str, type[Schedule]] = {
+    "importance": ImportanceSchedule,
+    "controlled": ControlledSchedule,
+    "paper": PaperSchedule,
+}
 """By their names in the options."""

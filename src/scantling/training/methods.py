@@ -48,6 +48,9 @@ class Method:
         """
         return loss
 
+    def see_gradient(self, parameter: torch.Tensor) -> None:
+        """Called with each parameter whose gradient is complete, where it is stepped and freed in the backward pass."""
+
     def after_step(self, step: int, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> bool:
         """Called after the optimizer's update; whether parameters have other shapes than before.
 

@@ -6,6 +6,8 @@ the device each time, it is found when the step is over, and before anything is 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -18,12 +20,16 @@ class GradientRelease:
 
     Args:
         optimizer: CAME, over parameters of the model.
+        looks: called with each parameter while its gradient is there.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, looks: Sequence[Callable[[Tensor], None]] = ()
+    ) -> None:
         assert isinstance(optimizer, CAME), "a checked recipe asks for this with came only"
         self._model, self._optimizer = model, optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._looks = looks
         self._norms: dict[str, Tensor] = {}  # in the order of the backward pass
         self._step = 0
 
@@ -55,6 +61,8 @@ class GradientRelease:
         self._norms[name] = torch.linalg.vector_norm(parameter.grad)
         if parameter.device.type == "cpu":
             self._check(name, self._norms[name])
+        for look in self._looks:
+            look(parameter)
 
     def _check(self, name: str, norm: Tensor) -> None:
         if torch.isfinite(norm):

@@ -290,6 +290,8 @@ def build_loop(
         recipe.optim.name, groups, lr=recipe.optim.lr, weight_decay=recipe.optim.weight_decay, **options
     )
     _seed_generators(settings.seed + 1 + place.rank)  # dropout differs between ranks, weights do not
+    looks = [method.see_gradient for method in methods]
+    release = GradientRelease(model, optimizer, looks) if recipe.optim.release_gradients else None
     stepper = Stepper(
         model,
         task,
@@ -299,7 +301,7 @@ def build_loop(
         methods=methods,
         clip=settings.clip if recipe.comm.name == "allreduce" else None,
         compute=recipe.precision.autocast(place.device.type),
-        release=GradientRelease(model, optimizer) if recipe.optim.release_gradients else None,
+        release=release,
         graph=settings.graph,
     )
     batch_size = recipe.batch_size

@@ -57,6 +57,10 @@ class TensorMethod(Method):
     def extra_loss(self, loss: torch.Tensor, share: float) -> torch.Tensor:
         return loss if self.adapter is None else self.adapter.objective(loss, share)
 
+    def see_gradient(self, parameter: torch.Tensor) -> None:
+        if self.adapter is not None:
+            self.adapter.see_gradient(parameter)
+
     def after_step(self, step: int, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> bool:
         adapter = self.adapter
         if adapter is None:

@@ -1,0 +1,102 @@
+"""How much the loss depends on each rank: what it changes by, to first order, if the control of the rank becomes 0.
+
+    I_j = mean over recent steps of (d_j dL/dd_j)^2
+
+with the control as the gate of what it lets through (Molchanov et al., arXiv 1906.10771, eq. 8 and section 3.2). Unlike
+the norm of a weight it tells layers that the loss does without from those it needs. It costs one number for each rank
+of a bond and reads the gradients that the optimizer steps with: replicas that average them decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from scantling.errors import UserError
+
+
+class Importance:
+    """The mean squares of the gradients of rank controls.
+
+    What cuts parameters cuts it along, as one more holder of their state.
+
+    Args:
+        memory: share of the mean that is kept from one step to the next.
+    """
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._controls: list[Tensor] = []
+        self._places: dict[int, int] = {}
+        self._squares: Tensor | None = None  # (ranks of all bonds)
+        self._freed: dict[int, Tensor] = {}
+
+    def follow(self, controls: Sequence[Tensor]) -> None:
+        """Take the controls of all bonds, in order; those that were cut since have been cut here, too."""
+        self._controls = list(controls)
+        self._places = {id(control): place for place, control in enumerate(controls)}
+        if self._squares is not None and controls:
+            self._squares = self._squares.to(controls[0].device)
+
+    @torch.no_grad()
+    def keep(self, control: Tensor) -> None:
+        """Remember the gradient of a control, which is freed before the step is over; of nothing else."""
+        place = self._places.get(id(control))
+        if place is not None and control.grad is not None:
+            self._freed[place] = control.grad.detach().clone()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the gradients of a step; of one that has none, nothing was learnt of any rank.
+
+        A control without a gradient beside others that have one did not act on the loss. What is not finite is left
+        out: nobody steps with it.
+        """
+        gradients = [self._freed.get(place, control.grad) for place, control in enumerate(self._controls)]
+        self._freed.clear()
+        if all(gradient is None for gradient in gradients):
+            return
+        found = torch.cat(
+            [
+                torch.zeros_like(control) if gradient is None else gradient.to(control.dtype)
+                for control, gradient in zip(self._controls, gradients, strict=True)
+            ]
+        ).square()
+        if self._squares is None:
+            self._squares = torch.zeros_like(found)
+        found = torch.where(torch.isfinite(found), found, self._squares)
+        self._squares.lerp_(found, 1.0 - self._memory)
+
+    def of(self, values: Tensor) -> Tensor | None:
+        """The importance of all ranks at these values of the controls, (ranks of all bonds); None without any step.
+
+        All are too small by one factor, as means that began at 0 are; only how they compare matters.
+        """
+        return None if self._squares is None else self._squares * values.square()
+
+    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
+        """Keep only some ranks of a bond, 1-D int64, before its control is cut; of other parameters nothing is kept."""
+        place = self._places.get(id(param))
+        if place is None or self._squares is None:
+            return
+        parts = list(torch.split(self._squares, [len(control) for control in self._controls]))
+        parts[place] = parts[place][index]
+        self._squares = torch.cat(parts)
+
+    def values(self) -> list[float] | None:
+        """What a resumed run needs."""
+        return None if self._squares is None else self._squares.tolist()
+
+    def load_values(self, values: Sequence[float] | None) -> None:
+        """Go on from the values; the controls have been cut to the ranks they had then.
+
+        Raises:
+            UserError: of another number of ranks.
+        """
+        ranks = sum(map(len, self._controls))
+        if values is not None and len(values) != ranks:
+            raise UserError(f"the state of the RankAdapter knows the importance of {len(values)} ranks, not of {ranks}")
+        self._freed.clear()
+        self._squares = None if values is None else torch.cat([*self._controls]).detach().new_tensor(values)
