@@ -162,8 +162,11 @@ def trivial_line(spec: Spec) -> Line:
 
 
 def heldout_error(line: Line) -> float | None:
-    """The share of the pairs held out of training that a run has wrong at its end; None where it failed."""
-    return 1.0 - float(line["accuracy"][-1][1]) if "accuracy" in line else None
+    """The share of the pairs held out of training that a run has wrong at its end; None where it failed.
+
+    So few pairs give ties. A loss, too small to change anything else, decides between them.
+    """
+    return 1.0 - float(line["accuracy"][-1][1]) + 1e-9 * float(line["eval_loss"]) if "accuracy" in line else None
 
 
 def swept(lines: dict[str, Line], row: str, steps: int) -> list[float | None]:

@@ -13,17 +13,19 @@ Aims, at width 768 and honestly counted by numel(): 44.9 times fewer parameters 
 0.2, 320 times in the layers that are cores and 80 times in all; a step 3 times as fast as dense; at batch 1, 9 times
 less peak training memory than GaLore and twice its speed. At width 256: accuracy within 1 point of dense.
 
-Accuracy is measured at width 256 (a full-size epoch takes hours on two cores) on the pairs of SCANTLING_DATA/nli, whose
-test sets share no premise with what is trained on. The ranks are the paper's there too, so that layers a third as wide
-shrink less than those of the paper: with a third of the ranks a model learns nothing for so many passes that accuracies
-say nothing. All runs take two passes, under autocast to bf16 and with pairs of like length in a batch. Rates are chosen
-in runs as long as those compared (in shorter ones a rate too high for cores looks best), by the accuracy on pairs held
-out of training: in the second pass the dense model begins to fit its training pairs alone, and its loss on others rises
-while its accuracy does not fall. Embeddings that stay embeddings learn at one rate in all rows. A target takes the rate
-of the cores it starts from. GaLore has a quarter of the width as its rank, as its authors train Llamas; for speed and
-memory also 30, the rank of the cores, and for memory, beside the aim, also their form that steps each parameter in the
-backward pass and frees its gradient. Its SVD, every 200 steps, is in the first step alone: `speed` leaves it out of the
-step and tells a 200th of it apart; `memory` has it in.
+Accuracy is measured at width 256 (a full-size epoch takes hours on two cores) on the pairs of SCANTLING_DATA/nli,
+whose test sets share no premise with what is trained on. The ranks are the paper's there too, so that layers a third
+as wide shrink less than those of the paper: with a third of the ranks a model learns nothing for so many passes that
+accuracies say nothing. All runs take four passes, under autocast to bf16 and with pairs of like length in a batch.
+Rates are chosen in runs of two (in runs of less than one a rate too high for cores looks best), by the accuracy on
+pairs held out of training: in the second pass the dense model begins to fit its training pairs alone, and its loss on
+others rises while its accuracy does not fall. Embeddings that stay embeddings learn at one rate in all rows. A target
+takes the rate of the cores it starts from; ranks come down in the third pass, after a model has learnt what they are
+worth. `cores-0.2-price` has them follow a controlled price in place of their importance. GaLore has a quarter of the
+width as its rank, as its authors train Llamas; for speed and memory also 30, the rank of the cores, and for memory,
+beside the aim, also their form that steps each parameter in the backward pass and frees its gradient. Its SVD, every
+200 steps, is in the first step alone: `speed` leaves it out of the step and tells a 200th of it apart; `memory` has
+it in.
 
 In bf16 on a CPU, and with much of it at once, the step of a small model is mostly what it shares with the dense one:
 drawing dropout masks, attention, and page faults, since glibc unmaps blocks of more than 32 MiB when they are freed.

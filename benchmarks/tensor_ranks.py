@@ -60,7 +60,7 @@ STARTS = (
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 SMALL_RANKS = {0.5: 16, 0.2: 9}  # equal ranks whose cores hold as many numbers, next above
 LATE = {"schedule": "paper", "early_steps": 75, "beta": 1e-4}
-KEPT = {"size_target": 0.99, "adapter": {"price": 0.0}}
+KEPT = {"size_target": 0.99, "adapter": {"schedule": "controlled", "price": 0.0}}
 """Rank controls that are there, and nothing that would shut them."""
 CONTROLLED = {"schedule": "controlled"}
 SCHEDULES: dict[str, dict[str, Any]] = {

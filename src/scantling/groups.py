@@ -63,9 +63,8 @@ def param_groups(
         embedding_core_lr: of the cores of embeddings, likewise. Rows of a table begin small beside matrices, and each
             is met now and then, so that they want a higher rate, as dense tables do. Default: `core_lr`.
         control_lr: learning rate of the rank controls of a `RankAdapter`, likewise. A control begins at 1 and an
-            optimizer that normalises moves it by at most its rate a step, so that the rates of a run have to add up to
-            more than 1 where ranks are to close by themselves; ten times that of the optimizer is a good start in runs
-            of hundreds of steps. Default: that of the optimizer.
+            optimizer that normalises moves it by at most its rate a step; ten times that of the optimizer is a good
+            start in runs of hundreds of steps. Default: that of the optimizer.
         embedding_lr: learning rate of parameters of the role `embedding` that are no cores, likewise. T5 begins with
             entries of 1 where its matrices have a tenth and less, and learns faster with ten times the rate there.
 

@@ -212,6 +212,38 @@ def test_ranks_of_cores_are_removed_from_its_state(options: dict[str, Any]) -> N
     assert all(param.isfinite().all() for param in layer.parameters())
 
 
+@pytest.mark.parametrize("compat", [None, "paper"])
+def test_replicas_choose_the_same_ranks(compat: Any) -> None:
+    """Each sees other data; which ranks matter is told by gradients that all of them step with."""
+
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layer = sc.TTLinear(64, 64, rank=16, num_modes=2, bias=False)
+        adapter = sc.RankAdapter(layer, size_target=0.4, steps=12, interval=2)
+        options = {} if compat else {"dense": "bf16"}
+        optimizer = DeMo(sc.param_groups(layer), lr=1e-3, topk=8, chunk=16, compat=compat, **options)
+        made.append((layer, adapter, optimizer))
+
+    def work(link: ThreadLink) -> Any:
+        layer, adapter, optimizer = made[link.rank]
+        optimizer.exchange.link = link
+        for number in range(16):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * link.rank + number))
+            adapter.loss((layer(x) - x).square().mean()).backward()
+            optimizer.step()
+            assert all(control.grad is not None for control in layer.controls or ())
+            optimizer.zero_grad()
+            if number % 4 == 3:
+                adapter.truncate(optimizer)
+        return adapter.ranks(), [param.detach() for param in layer.parameters()]
+
+    (ranks, params), (others, other_params) = together(2, work)
+    assert ranks == others
+    assert max(ranks[""]) > 1
+    assert all(map(torch.equal, params, other_params))
+
+
 def test_the_loss_falls() -> None:
     torch.manual_seed(0)
     target, start = nn.Linear(64, 64, bias=False).requires_grad_(False), nn.Linear(64, 64, bias=False)

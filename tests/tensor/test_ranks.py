@@ -212,15 +212,21 @@ def test_targets_in_other_units(unit: Any) -> None:
     assert RankAdapter(model, size_target=wanted, unit=unit, tokens=64).target == wanted
 
 
-@pytest.mark.parametrize("width", [256, 768])
-@pytest.mark.parametrize("target", [0.5, 0.25])
-def test_a_target_of_flops_holds_where_ranks_fall_at_once(width: int, target: float) -> None:
+@pytest.mark.parametrize(
+    ("width", "rank", "target", "tokens"),
+    [
+        *((width, 30, target, 64) for width in (256, 768) for target in (0.5, 0.25)),
+        *((256, 16, target, 4096) for target in (0.8, 0.6)),
+        *((64, 16, target, 4096) for target in (0.8, 0.6)),
+    ],
+)
+def test_a_target_of_flops_holds_where_ranks_fall_at_once(width: int, rank: int, target: float, tokens: int) -> None:
     """With fewer ranks another order of contraction is the best: what counts is the one that will be taken."""
-    model = nn.Sequential(sc.TTLinear(width, width, 30), sc.TTLinear(width, width, 30))
-    adapter = RankAdapter(model, size_target=target, unit="flops", steps=20, tokens=64)
+    model = nn.Sequential(sc.TTLinear(width, width, rank), sc.TTLinear(width, width, rank))
+    adapter = RankAdapter(model, size_target=target, unit="flops", steps=20, tokens=tokens)
     wanted = adapter.target
     adapter.finish()
-    costs = [flops_of(layer, 64) for layer in model]
+    costs = [flops_of(layer, tokens) for layer in model]
     assert sum(costs) == pytest.approx(wanted, rel=0.02)
     assert adapter.size() == pytest.approx(sum(costs))
 
@@ -406,6 +412,20 @@ def test_a_dead_bond_of_a_table_leaves_zeros(kind: Any, modes: int) -> None:
             rows = table(torch.randint(300, (numbers, 2)))
             assert rows.shape[-1] == 64
             assert not rows.any()
+
+
+@pytest.mark.parametrize("schedule", ["importance", "controlled", "paper"])
+def test_a_control_that_is_nan_is_never_written_over(schedule: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, steps=6, interval=1, schedule=schedule, hold=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    steps(model, adapter, optimizer, range(2))
+    control = next(iter(model.first.controls or ()))
+    with torch.no_grad():
+        control[0] = torch.nan
+    with pytest.raises(UserError, match=r"a rank control of '.*' is NaN or Inf"):
+        steps(model, adapter, optimizer, range(2, 10), cut_every=10)
+    assert control[0].isnan()
 
 
 def test_nothing_is_removed_where_a_control_is_nan() -> None:

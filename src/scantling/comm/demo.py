@@ -34,7 +34,7 @@ from scantling.comm.link import Link, link_to
 from scantling.comm.momentum import MomentumExchange
 from scantling.comm.options import Exchange, Rounds, check_given, check_group, check_groups, check_options
 from scantling.comm.residuals import KEYS, Format, num_rows
-from scantling.comm.shards import local
+from scantling.comm.shards import as_gradient, local
 from scantling.comm.values import Values
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
@@ -199,6 +199,9 @@ class DeMo(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Exchange, and take the step with what came of it.
 
+        Gradients of vectors are then what was exchanged, the same on all replicas, as `MomentumExchange.exchange`
+        leaves them: what looks at gradients to decide something, such as a `RankAdapter`, decides alike.
+
         Collectives: those of `MomentumExchange.exchange`.
 
         Raises:
@@ -233,6 +236,9 @@ class DeMo(torch.optim.Optimizer):
             triples = [
                 triple for triple in zip(group["params"], values, matrices, strict=True) if triple[0].requires_grad
             ]
+            for param, value, _ in triples:
+                if param.ndim < 2:
+                    param.grad = as_gradient(value, param)
             _step_matrices(group, [(param, value) for param, value, is_matrix in triples if is_matrix])
             self._step_dense(group, [(param, value) for param, value, is_matrix in triples if not is_matrix])
         return None

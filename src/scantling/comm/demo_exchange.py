@@ -20,6 +20,19 @@ _PENDING = "pending/"
 """Before the names of what a delay holds back; no parameter has a slash in its name."""
 
 
+def exchange_groups(model: nn.Module, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of a model for an exchange with these options of `MomentumExchange`.
+
+    Rank controls of layers of cores, which are few, never travel as signs: these have one size in all gradients of a
+    row, and would not tell a `RankAdapter` how much each rank matters.
+    """
+    groups = param_groups(model, control_lr=0.0)  # a rate, so that they have groups of their own
+    for group in groups:
+        if group.pop("lr", None) is not None and options.get("dense") == "sign":
+            group["dense"] = "int8"
+    return groups
+
+
 class DemoExchange(GradientExchange):
     """Local gradients go into residuals, and each `.grad` becomes the momentum that all processes decode alike.
 
@@ -45,7 +58,7 @@ class DemoExchange(GradientExchange):
         return f"{inner}\n  exchange by {inner.way} among {inner.link.size} processes"
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        inner = MomentumExchange(param_groups(model), **self.options)
+        inner = MomentumExchange(exchange_groups(model, self.options), **self.options)
         if self._inner is not None:  # parameters have other shapes than before, or some are gone
             inner.take_over(self._inner)
         self._inner, self._model = inner, model

@@ -20,8 +20,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from scantling.comm import MomentumExchange
+from scantling.comm.demo_exchange import exchange_groups
 from scantling.errors import UserError
-from scantling.groups import param_groups
 
 FILE = "exchange-rank{}.pt"
 
@@ -42,7 +42,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self._trainer
         self._keep_gradients_local(trainer.model_wrapped)
-        self.exchange = MomentumExchange(param_groups(trainer.model), **self._options)
+        self.exchange = MomentumExchange(exchange_groups(trainer.model, self._options), **self._options)
         if state.global_step and self.checkpoint is not None:
             file = self.checkpoint / FILE.format(self.exchange.link.rank)
             if not file.is_file():

@@ -236,7 +236,7 @@ class TensorSection(Section):
     """Learning rate of the cores of embeddings as a multiple of `optim.lr`. Default: `lr_scale`."""
     control_lr_scale: float = Field(default=10.0, gt=0.0, allow_inf_nan=False)
     """Learning rate of the rank controls as a multiple of `optim.lr`. They begin at 1 and move by their rate a step at
-    most: ranks close by themselves only where the rates up to then add up to more than 1."""
+    most."""
     size_target: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """What the cores are to come down to: up to 1 a share of their size, above 1 a size in `unit`. Default: none."""
     unit: Literal["parameters", "flops", "bytes"] = "parameters"

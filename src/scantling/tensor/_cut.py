@@ -20,7 +20,11 @@ class StateHolder(Protocol):
 
 @torch.no_grad()
 def cut_parameter(
-    param: nn.Parameter, dim: int, index: Tensor, optimizer: torch.optim.Optimizer | None, *holders: StateHolder
+    param: nn.Parameter,
+    dim: int,
+    index: Tensor,
+    optimizer: torch.optim.Optimizer | None,
+    *holders: StateHolder | torch.optim.Optimizer,
 ) -> None:
     """Keep only some positions of one dim of a parameter, in place: the optimizer and the module keep their object.
 
@@ -34,7 +38,10 @@ def cut_parameter(
         holders: of more that belongs to the parameter.
     """
     for holder in holders:
-        holder.slice_state(param, dim, index)
+        if isinstance(holder, torch.optim.Optimizer):
+            _cut_state(holder, param, dim, index)
+        else:
+            holder.slice_state(param, dim, index)
     if optimizer is not None:
         _cut_state(optimizer, param, dim, index)
     grad = param.grad

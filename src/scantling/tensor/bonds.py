@@ -9,13 +9,13 @@ chain on either side: a function of the parameters alone, so that replicas decid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
-from math import inf
+from itertools import islice, zip_longest
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.tensor.choose import nearest
 from scantling.tensor.layer import CoreLayer, gate
@@ -30,6 +30,8 @@ _MARGIN = 5.0
 """How far from the threshold, in thresholds, a control is put that is shut or opened: not to flip back at once."""
 _MOST_ORDERS = 8
 """Of contraction that are tried to bring FLOPs to a size."""
+_MOST_HALVINGS = 20
+"""Of the FLOPs asked for, where the orders do not lead to the size."""
 
 
 class Bonds:
@@ -73,8 +75,13 @@ class Bonds:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the model has gone to another device since the last `refresh`."""
-        return bool(self.controls) and self.controls[0].device != self.device
+        """Whether the model has gone to another device, or got other controls, since the last `refresh`."""
+        if not self.controls:
+            return False
+        now = (control for layer in self._layers.values() for control in layer.controls or ())
+        return self.controls[0].device != self.device or any(
+            own is not control for own, control in zip_longest(self.controls, now)
+        )
 
     def cores(self) -> list[Tensor]:
         """Of all layers."""
@@ -126,7 +133,11 @@ class Bonds:
         Args:
             wanted: the size, in the unit of the target.
             scores: of the ranks of all bonds in order, at least 0; default what each contributes.
+
+        Raises:
+            UserError: a control is not finite; nothing has changed.
         """
+        self.check_finite()
         threshold, tolerance = self._options.threshold, self._options.tolerance
         margin = _MARGIN * threshold
         for control in self.controls:
@@ -142,22 +153,47 @@ class Bonds:
         def ranks() -> Tensor:
             return torch.zeros(len(self.controls), dtype=torch.float64).index_add(0, bond_of, tried.double())
 
-        least_off = inf
+        def size_now() -> float:
+            return float(self._counted_at(ranks())(ranks()))
+
+        least_off = abs(size_now() - wanted)
         for _ in range(_MOST_ORDERS):
             alive = ranks().clamp(min=1.0)
             counted = self._counted_at(alive)
             value = share / counted.slopes(alive)[bond_of].clamp(min=1e-30)
             tried = nearest(counted, tried, bond_of, value, wanted, tolerance)
-            off = abs(float(self._counted_at(ranks())(ranks())) - wanted)
+            off = abs(size_now() - wanted)
             if off >= least_off:
                 break
             live, least_off = tried, off
             if off <= tolerance * wanted or counted is self._counted:  # which does not change with ranks
                 break
+        if least_off > tolerance * wanted and counted is not self._counted:
+            # the best order changes on the way: halve the size that is asked for in the order there is now
+            tried = before
+            alive = ranks().clamp(min=1.0)
+            counted = self._counted_at(alive)
+            value = share / counted.slopes(alive)[bond_of].clamp(min=1e-30)
+            low, high = 0.0, max(2.0 * wanted, float(counted(alive)))
+            for _ in range(_MOST_HALVINGS):
+                tried = nearest(counted, before, bond_of, value, 0.5 * (low + high), tolerance)
+                now = size_now()
+                if abs(now - wanted) < least_off:
+                    live, least_off = tried, abs(now - wanted)
+                low, high = (0.5 * (low + high), high) if now < wanted else (low, 0.5 * (low + high))
         lengths = [len(control) for control in self.controls]
         opened, shut = (torch.split(mask, lengths) for mask in (live & ~before, before & ~live))
         for control, wide, closed in zip(self.controls, opened, shut, strict=True):
             control.masked_fill_(wide.to(control.device), margin).masked_fill_(closed.to(control.device), -margin)
+
+    def check_finite(self) -> None:
+        """Raise a UserError where a control is NaN or Inf."""
+        for name, layer in self._layers.items():
+            if not all(bool(torch.isfinite(control).all()) for control in layer.controls or ()):
+                raise UserError(
+                    f"a rank control of '{name}' is NaN or Inf, after a step with such a loss or gradient: "
+                    "go on from a checkpoint before it"
+                )
 
     @torch.no_grad()
     def contributions(self) -> Iterator[Tensor]:

@@ -44,9 +44,13 @@ def nearest(
     start = counts()
     shuts = float(size(start)) > wanted
     if shuts:
-        best = torch.full((num_bonds,), -torch.inf, dtype=torch.float64)
-        best = best.scatter_reduce(0, bond_of, value.masked_fill(~live, -torch.inf), "amax")
-        movable = live & (value < best[bond_of])  # the best of its bond stays
+        # the best of its bond stays, one where several are alike
+        by_value = value.masked_fill(~live, -torch.inf).argsort(descending=True, stable=True)
+        by_bond = by_value[bond_of[by_value].argsort(stable=True)]
+        is_first = torch.ones_like(live)
+        is_first[1:] = bond_of[by_bond][1:] != bond_of[by_bond][:-1]
+        movable = live.clone()
+        movable[by_bond[is_first]] = False
         order = value.masked_fill(~movable, torch.inf).argsort()[: int(movable.sum())]
     else:
         order = value.masked_fill(live, -torch.inf).argsort(descending=True)[: int((~live).sum())]

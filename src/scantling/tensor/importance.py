@@ -10,11 +10,10 @@ of a bond and reads the gradients that the optimizer steps with: replicas that a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from scantling.errors import UserError
 
 
 class Importance:
@@ -37,8 +36,13 @@ class Importance:
         """Take the controls of all bonds, in order; those that were cut since have been cut here, too."""
         self._controls = list(controls)
         self._places = {id(control): place for place, control in enumerate(controls)}
-        if self._squares is not None and controls:
-            self._squares = self._squares.to(controls[0].device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_places": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.follow(self._controls)  # a copy has controls of its own
 
     @torch.no_grad()
     def keep(self, control: Tensor) -> None:
@@ -49,10 +53,10 @@ class Importance:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the gradients of a step; of one that has none, nothing was learnt of any rank.
+        """Take in the gradients of a step.
 
-        A control without a gradient beside others that have one did not act on the loss. What is not finite is left
-        out: nobody steps with it.
+        A control without a gradient beside others that have one did not act on the loss. Where none has one, or all
+        are 0, they were freed, and nothing is learnt. What is not finite is left out: nobody steps with it.
         """
         gradients = [self._freed.get(place, control.grad) for place, control in enumerate(self._controls)]
         self._freed.clear()
@@ -64,39 +68,34 @@ class Importance:
                 for control, gradient in zip(self._controls, gradients, strict=True)
             ]
         ).square()
-        if self._squares is None:
-            self._squares = torch.zeros_like(found)
-        found = torch.where(torch.isfinite(found), found, self._squares)
-        self._squares.lerp_(found, 1.0 - self._memory)
+        known = torch.zeros_like(found) if self._squares is None else self._squares.to(found)
+        found = torch.where(torch.isfinite(found), found, known)
+        self._squares = torch.where(found.any(), known.lerp(found, 1.0 - self._memory), known)
 
     def of(self, values: Tensor) -> Tensor | None:
         """The importance of all ranks at these values of the controls, (ranks of all bonds); None without any step.
 
         All are too small by one factor, as means that began at 0 are; only how they compare matters.
         """
-        return None if self._squares is None else self._squares * values.square()
+        return None if self._squares is None else self._squares.to(values) * values.square()
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         """Keep only some ranks of a bond, 1-D int64, before its control is cut; of other parameters nothing is kept."""
         place = self._places.get(id(param))
-        if place is None or self._squares is None:
+        if place is None:
             return
-        parts = list(torch.split(self._squares, [len(control) for control in self._controls]))
-        parts[place] = parts[place][index]
-        self._squares = torch.cat(parts)
+        if place in self._freed:
+            self._freed[place] = self._freed[place][index]
+        if self._squares is not None:
+            parts = list(torch.split(self._squares, [len(control) for control in self._controls]))
+            parts[place] = parts[place][index]
+            self._squares = torch.cat(parts)
 
     def values(self) -> list[float] | None:
         """What a resumed run needs."""
         return None if self._squares is None else self._squares.tolist()
 
     def load_values(self, values: Sequence[float] | None) -> None:
-        """Go on from the values; the controls have been cut to the ranks they had then.
-
-        Raises:
-            UserError: of another number of ranks.
-        """
-        ranks = sum(map(len, self._controls))
-        if values is not None and len(values) != ranks:
-            raise UserError(f"the state of the RankAdapter knows the importance of {len(values)} ranks, not of {ranks}")
+        """Go on from the values, one for each rank there is."""
         self._freed.clear()
         self._squares = None if values is None else torch.cat([*self._controls]).detach().new_tensor(values)

@@ -1,7 +1,7 @@
 """RankAdapter: ranks that come down to a size target while the model trains.
 
-Every inner bond gets controls, one number a rank (`layer.py`). A schedule puts a price on the size they span, and shuts
-or opens ranks (`schedules.py`); what the size is and which ranks contribute least to it, `bonds.py` knows. Here is what
+Every inner bond gets controls, one number a rank (`layer.py`). A schedule shuts or opens ranks, and may put a price on
+the size they span (`schedules.py`); what the size is and which ranks are worth least, `bonds.py` knows. Here is what
 ties them to a training loop: the objective, the count of steps, the removal of ranks, and going on from a state.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -180,13 +180,21 @@ class RankAdapter:
         self._seen, self._is_fresh = self._versions(), True
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a step of an optimizer that holds controls; only the first one after an objective counts."""
+        """After a step of an optimizer that holds controls; only the first one after an objective counts.
+
+        Where each parameter has an optimizer of its own, stepped within the backward pass, the gradients of the other
+        controls come later, and are known at the next step.
+        """
         self._passed_by = 0
         if not self._knows_decay:
             self._knows_decay = True
             self._look_for_decay(optimizer)
         if self._is_fresh:
             self._count()
+        elif self._schedule.importance is not None:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    self._schedule.importance.keep(param)
 
     def _look_for_decay(self, optimizer: torch.optim.Optimizer) -> None:
         """Say if an optimizer decays the controls, which is a price on ranks that no target knows of."""
@@ -236,7 +244,9 @@ class RankAdapter:
         return tuple(version_of(control) for control in self._bonds.controls)
 
     @torch.no_grad()
-    def truncate(self, optimizer: torch.optim.Optimizer | None = None, *holders: StateHolder) -> int:
+    def truncate(
+        self, optimizer: torch.optim.Optimizer | None = None, *holders: StateHolder | torch.optim.Optimizer
+    ) -> int:
         """Remove the ranks that are shut from cores, controls, gradients and the optimizer's state.
 
         What the model computes changes by rounding alone. Parameters stay the objects they are, with new shapes: a
@@ -245,7 +255,8 @@ class RankAdapter:
         Args:
             optimizer: that steps the model; anything with `slice_state(param, dim, index)`, or any other whose state
                 has the shape of its parameter.
-            holders: what else keeps something for each number of a parameter, such as a `MomentumExchange`.
+            holders: what else keeps something for each number of a parameter: a `MomentumExchange`, or further
+                optimizers where cores and controls have one each.
 
         Returns:
             How many ranks were removed.
@@ -254,13 +265,8 @@ class RankAdapter:
             UserError: an optimizer that does not hold the controls, LBFGS, or a control that is not finite; nothing has
                 been removed.
         """
-        self._check_optimizer(optimizer)
-        for name, layer in self.layers.items():
-            if not all(bool(torch.isfinite(control).all()) for control in layer.controls or ()):
-                raise UserError(
-                    f"a rank control of '{name}' is NaN or Inf, after a step with such a loss or gradient: "
-                    "go on from a checkpoint before it"
-                )
+        self._check_optimizers([each for each in (optimizer, *holders) if isinstance(each, torch.optim.Optimizer)])
+        self._bonds.check_finite()
         before, is_seen = sum(map(len, self._bonds.controls)), self._seen == self._versions()
         known = [] if self._schedule.importance is None else [self._schedule.importance]
         for layer in self.layers.values():
@@ -365,9 +371,15 @@ class RankAdapter:
         missing = sorted({*self.state_dict()} - {*state})
         if missing:
             raise UserError(f"this is no state of a RankAdapter, or one of another version: it lacks '{missing[0]}'")
+        if not self.is_attached:
+            raise UserError(
+                "this RankAdapter is detached from its model: the controls are in the cores, none can go on"
+            )
         if state["ranks"].keys() != self.layers.keys():
             other = sorted(state["ranks"].keys() ^ self.layers.keys())
             raise UserError(f"the state of the RankAdapter is one of other layers; '{other[0]}' is in one alone")
+        ranks = sum(rank for layer in state["ranks"].values() for rank in layer[1:-1])
+        self._schedule.check_values(state["values"], ranks)
         for name in _AGREED:
             given, own = state[name], getattr(self.options, name)
             if given != own:
@@ -388,15 +400,15 @@ class RankAdapter:
         self._seen = None
         self._refresh()
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is None or not self._bonds.controls:
+    def _check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if not optimizers or not self._bonds.controls:
             return
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise UserError(
                 "LBFGS keeps one history for all parameters, from which no rank can be cut; take an optimizer that "
                 "keeps its state by parameter"
             )
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        held = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
         missing = [
             name
             for name, layer in self.layers.items()
@@ -406,5 +418,5 @@ class RankAdapter:
         if missing:
             raise UserError(
                 f"the optimizer does not step the rank controls of '{missing[0]}'; attach the RankAdapter before the "
-                "optimizer is built"
+                "optimizer is built, and give every optimizer that steps cores or controls"
             )

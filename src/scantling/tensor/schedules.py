@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scantling.errors import UserError
 from scantling.tensor.bonds import Bonds
 from scantling.tensor.importance import Importance
 from scantling.tensor.options import RankOptions
 
 _SHUT = -1.0
 """What the controls that are shut at the end become: too far from the threshold ever to come back."""
+_LITTLE = 1e-6
+"""Weight of what ranks contribute beside their importance: it decides between those that the loss does not need."""
 _MOST = 1000.0
 """Times the price at the start that a price may be."""
 
@@ -97,6 +100,16 @@ class Schedule(nn.Module):
         buffers = {name: buffer.item() for name, buffer in self.state_dict().items()}
         return {"initial": self.initial, "target": self.target, **buffers}
 
+    def check_values(self, values: dict[str, Any], ranks: int) -> None:
+        """See that the values are those of such a schedule over so many ranks.
+
+        Raises:
+            UserError: they are not.
+        """
+        missing = sorted({*self.values()} - {*values})
+        if missing:
+            raise UserError(f"the state of the RankAdapter is of another schedule or version: it lacks '{missing[0]}'")
+
     @torch.no_grad()
     def load_values(self, values: dict[str, Any], step: int) -> None:
         """Go on from the values after a step."""
@@ -125,7 +138,8 @@ class Schedule(nn.Module):
             self.bring_to_target()
             lowest = threshold
         for control in self._bonds.controls:
-            control.copy_(torch.where(control > lowest, control.clamp(min=2.0 * threshold), _SHUT))
+            shut = torch.where(control.isnan(), control, _SHUT)  # a NaN stays to be seen
+            control.copy_(torch.where(control > lowest, control.clamp(min=2.0 * threshold), shut))
 
     def _keep_to(self, wanted: float) -> None:
         """Shut or open ranks where the size is off."""
@@ -184,6 +198,12 @@ class ImportanceSchedule(Schedule):
     def values(self) -> dict[str, Any]:
         return {**super().values(), "importance": self._importance.values()}
 
+    def check_values(self, values: dict[str, Any], ranks: int) -> None:
+        super().check_values(values, ranks)
+        known = values["importance"]
+        if known is not None and len(known) != ranks:
+            raise UserError(f"the state of the RankAdapter knows the importance of {len(known)} ranks, not of {ranks}")
+
     def load_values(self, values: dict[str, Any], step: int) -> None:
         super().load_values(values, step)
         self._importance.load_values(values["importance"])
@@ -192,7 +212,12 @@ class ImportanceSchedule(Schedule):
         self._keep_to(self._size_on_path(step))
 
     def _scores(self) -> Tensor | None:
-        return self._importance.of(self._bonds.values())
+        known = self._importance.of(self._bonds.values())
+        if known is None:
+            return None
+        contributed = torch.cat(list(self._bonds.contributions())).to(known.dtype)
+        mean = known.mean()
+        return known + torch.where(mean > 0.0, _LITTLE * mean, 1.0) * contributed
 
 
 class ControlledSchedule(Schedule):
