@@ -765,6 +765,17 @@ def test_a_state_is_loaded_where_the_model_has_gone(schedule: str) -> None:
     assert adapter.loss(torch.zeros((), device="meta")).device.type == "meta"
 
 
+def test_controls_without_an_adapter_and_weights_without_values_are_refused() -> None:
+    model = net()
+    RankAdapter(model)
+    with pytest.raises(UserError, match="table: the checkpoint was saved while ranks adapted"):
+        net().load_state_dict(model.state_dict(), strict=False)
+    with torch.device("meta"):
+        empty = net()
+    with pytest.raises(UserError, match="on the meta device"):
+        RankAdapter(empty, size_target=0.5).finish()
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="Linear has no layer of cores"):
         RankAdapter(nn.Linear(3, 3))

@@ -97,7 +97,13 @@ class Bonds:
         return found
 
     def size(self) -> float:
-        """The size at the live ranks."""
+        """The size at the live ranks.
+
+        Raises:
+            UserError: the controls are on the meta device.
+        """
+        if self.controls and self.device.type == "meta":
+            raise UserError("which ranks are live is not known on the meta device; load the cores and controls first")
         live = self._live().cpu()
         return float(self._counted_at(live)(live))
 

@@ -289,6 +289,11 @@ class CoreLayer(nn.Module):
                 f"{where}: the checkpoint holds a dense weight, this layer cores; load it into a dense model and call "
                 "scantling.tensorize after that, with init='svd' to keep what it computes"
             )
+        if self.controls is None and f"{prefix}controls.0" in state_dict:
+            raise UserError(
+                f"{where}: the checkpoint was saved while ranks adapted, and holds rank controls, which this layer has "
+                "not; attach a RankAdapter first, or call adapter.finish() before the model is saved"
+            )
         for place, core in enumerate(self.cores):
             given = state_dict.get(f"{prefix}cores.{place}")
             if given is not None and given.shape != core.shape:
