@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,13 @@ def test_a_training_that_ends_too_early_says_so(tmp_path: Path, caplog: pytest.L
     assert adapter.is_attached
 
 
-def test_gradients_that_are_still_scaled_are_refused(tmp_path: Path) -> None:
-    made, _ = trainer(tmp_path)
+@pytest.mark.parametrize(
+    ("options", "adds"), [({}, False), ({"beta": 0.1}, True), ({"schedule": "controlled"}, True)], ids=str
+)
+def test_what_would_be_added_to_scaled_gradients_is_refused(tmp_path: Path, options: Any, adds: bool) -> None:
+    made, _ = trainer(tmp_path, **options)
     made.args.fp16, made.args.max_grad_norm = True, 0.0
     callback = next(each for each in made.callback_handler.callbacks if isinstance(each, sc.hf.RankCallback))
-    with pytest.raises(UserError, match="set max_grad_norm above 0"):
+    refused = pytest.raises(UserError, match="set max_grad_norm above 0") if adds else nullcontext()
+    with refused:
         callback.on_train_begin(made.args, made.state, made.control)

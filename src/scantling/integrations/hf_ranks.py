@@ -32,7 +32,8 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             late stage, which weighs the loss of the task.
 
     Raises:
-        UserError: an adapter with a late stage; when the training begins, fp16 without clipping.
+        UserError: an adapter with a late stage; when the training begins, fp16 without clipping, where the schedule
+            adds a price or a norm to the loss.
 
     Example:
         >>> adapter = sc.RankAdapter(sc.tensorize(model, rank=32), size_target=0.2, steps=500)  # doctest: +SKIP
@@ -49,10 +50,13 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.adapter = adapter
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if args.fp16 and not args.max_grad_norm:
+        options = self.adapter.options
+        adds = options.schedule != "importance" or options.beta > 0.0
+        if adds and args.fp16 and not args.max_grad_norm:
             raise UserError(
                 "RankCallback: with fp16 the Trainer takes the loss scale out of the gradients when it clips them, and "
-                f"the price is added after that; set max_grad_norm above 0, or take bf16. Given {args.max_grad_norm}"
+                "what the schedule adds comes after that; set max_grad_norm above 0, or take bf16. Given "
+                f"{args.max_grad_norm}"
             )
         saved = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and saved is not None:
