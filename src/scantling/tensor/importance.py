@@ -2,9 +2,10 @@
 
     I_j = mean over recent steps of (d_j dL/dd_j)^2
 
-with the control as the gate of what it lets through (Molchanov et al., arXiv 1906.10771, eq. 8 and section 3.2). Unlike
-the norm of a weight it tells layers that the loss does without from those it needs. It costs one number for each rank
-of a bond and reads the gradients that the optimizer steps with: replicas that average them decide alike.
+with the control as the gate of what it lets through (the first-order Taylor criterion of Molchanov et al., arXiv
+1906.10771). Unlike the norm of a weight it tells layers that the loss does without from those it needs. It costs one
+number for each rank of a bond and reads the gradients that the optimizer steps with: replicas that average them decide
+alike.
 """
 
 from __future__ import annotations
