@@ -146,6 +146,7 @@ def finished(run_dir: Path) -> Line:
         "training_state_bytes": sum(last[f"{part}_bytes"] for part in ("weight", "gradient", "optimizer_state")),
         "core_numbers": sum(core.numel() for layer in layers for core in layer.cores),
         "dense_numbers": sum(rows * cols for rows, cols in sizes),
+        "ranks": {name: module.ranks for name, module in model.named_modules() if isinstance(module, CoreLayer)},
     }
 
 
