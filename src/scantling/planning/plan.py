@@ -207,7 +207,7 @@ def plan(
         notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, where they are released")
     num_parameters, num_trainable = (sum(p.numel() for p in each) for each in (parameters, trainable))
     groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
-    of_exchange = exchange_groups(model, recipe.comm.demo_options)
+    of_exchange = exchange_groups(model, recipe.comm.demo_options) if recipe.comm.name == "demo" else None
     roles: dict[str, int] = {}
     for group in groups:
         roles[group["role"]] = roles.get(group["role"], 0) + sum(p.numel() for _, p in group["params"])
@@ -233,7 +233,7 @@ def plan(
     temporary = None if working is None else working - max(passes.activation_bytes or 0, gradient_bytes)
     kept = 0 if on_gpu else None if working is None else allocator_bytes(working)
     wire, residuals = allreduce_wire_bytes(sum(p.nbytes for p in trainable), world_size), 0
-    if recipe.comm.name == "demo":
+    if of_exchange is not None:
         exchange = MomentumExchange(of_exchange, **recipe.comm.demo_options)
         wire, residuals = round(exchange.planned_wire_bytes_a_step(world_size)), exchange.planned_state_bytes()
     held = None if state is None else base + weight_bytes + state + residuals

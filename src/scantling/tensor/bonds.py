@@ -58,7 +58,7 @@ class Bonds:
 
     def refresh(self) -> None:
         """After shapes or device have changed: the controls in one row, and the size as a function of the ranks."""
-        self.controls = [control for layer in self._layers.values() for control in layer.controls or ()]
+        self.controls = list(self._controls_now())
         if self.controls:
             self.device = self.controls[0].device
         counts = torch.tensor([len(control) for control in self.controls])
@@ -78,9 +78,8 @@ class Bonds:
         """Whether the model has gone to another device, or got other controls, since the last `refresh`."""
         if not self.controls:
             return False
-        now = (control for layer in self._layers.values() for control in layer.controls or ())
         return self.controls[0].device != self.device or any(
-            own is not control for own, control in zip_longest(self.controls, now)
+            own is not control for own, control in zip_longest(self.controls, self._controls_now())
         )
 
     def cores(self) -> list[Tensor]:
@@ -162,11 +161,17 @@ class Bonds:
         def size_now() -> float:
             return float(self._counted_at(ranks())(ranks()))
 
+        def alive() -> Tensor:
+            return ranks().clamp(min=1.0)
+
+        def valued() -> tuple[SizePolynomial, Tensor]:
+            """The size as a function of the ranks near those that are tried, and what each rank is worth there."""
+            counted = self._counted_at(alive())
+            return counted, share / counted.slopes(alive())[bond_of].clamp(min=1e-30)
+
         least_off = abs(size_now() - wanted)
         for _ in range(_MOST_ORDERS):
-            alive = ranks().clamp(min=1.0)
-            counted = self._counted_at(alive)
-            value = share / counted.slopes(alive)[bond_of].clamp(min=1e-30)
+            counted, value = valued()
             tried = nearest(counted, tried, bond_of, value, wanted, tolerance)
             off = abs(size_now() - wanted)
             if off >= least_off:
@@ -177,16 +182,15 @@ class Bonds:
         if least_off > tolerance * wanted and counted is not self._counted:
             # the best order changes on the way: halve the size that is asked for in the order there is now
             tried = before
-            alive = ranks().clamp(min=1.0)
-            counted = self._counted_at(alive)
-            value = share / counted.slopes(alive)[bond_of].clamp(min=1e-30)
-            low, high = 0.0, max(2.0 * wanted, float(counted(alive)))
+            counted, value = valued()
+            low, high = 0.0, max(2.0 * wanted, float(counted(alive())))
             for _ in range(_MOST_HALVINGS):
-                tried = nearest(counted, before, bond_of, value, 0.5 * (low + high), tolerance)
-                now = size_now()
-                if abs(now - wanted) < least_off:
-                    live, least_off = tried, abs(now - wanted)
-                low, high = (0.5 * (low + high), high) if now < wanted else (low, 0.5 * (low + high))
+                asked = 0.5 * (low + high)
+                tried = nearest(counted, before, bond_of, value, asked, tolerance)
+                off = size_now() - wanted
+                if abs(off) < least_off:
+                    live, least_off = tried, abs(off)
+                low, high = (asked, high) if off < 0.0 else (low, asked)
         lengths = [len(control) for control in self.controls]
         opened, shut = (torch.split(mask, lengths) for mask in (live & ~before, before & ~live))
         for control, wide, closed in zip(self.controls, opened, shut, strict=True):
@@ -229,6 +233,12 @@ class Bonds:
     def values(self) -> Tensor:
         """The controls of all bonds in a row; of ranks that are shut what they would be if they opened."""
         return self._flat().detach().clamp(min=self._options.threshold)
+
+    def _controls_now(self) -> Iterator[Tensor]:
+        """Those that the layers have, in order: in every step, so not by way of `ParameterList`, which is slow."""
+        for layer in self._layers.values():
+            if layer.controls is not None:
+                yield from (control for control in layer.controls._parameters.values() if control is not None)
 
     def _flat(self) -> Tensor:
         return torch.cat(list(self.controls))

@@ -99,4 +99,4 @@ class Importance:
     def load_values(self, values: Sequence[float] | None) -> None:
         """Go on from the values, one for each rank there is."""
         self._freed.clear()
-        self._squares = None if values is None else torch.cat([*self._controls]).detach().new_tensor(values)
+        self._squares = None if values is None else self._controls[0].new_tensor(values)
