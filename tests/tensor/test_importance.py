@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -292,7 +293,8 @@ def test_states_that_do_not_fit_change_nothing() -> None:
         other.load_state_dict(state)
 
 
-def test_cores_and_controls_may_have_an_optimizer_each() -> None:
+@pytest.mark.parametrize("end", [RankAdapter.truncate, RankAdapter.finish])
+def test_cores_and_controls_may_have_an_optimizer_each(end: Callable[..., object]) -> None:
     model = two_ways()
     adapter = RankAdapter(model, size_target=0.5, steps=6, interval=1)
     cores = [param for name, param in model.named_parameters() if "cores" in name]
@@ -304,9 +306,11 @@ def test_cores_and_controls_may_have_an_optimizer_each() -> None:
         for optimizer in (one, two):
             optimizer.step()
             optimizer.zero_grad()
+    before = sum(core.numel() for core in cores)
     with pytest.raises(UserError, match="give every optimizer"):
-        adapter.truncate(one)
-    assert adapter.truncate(one, two) > 0
+        end(adapter, one)
+    end(adapter, one, two)
+    assert sum(core.numel() for core in cores) < 0.6 * before
     for optimizer in (one, two):
         for param, state in optimizer.state.items():
             assert state["exp_avg"].shape == param.shape

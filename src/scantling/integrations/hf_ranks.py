@@ -50,9 +50,7 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.adapter = adapter
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        options = self.adapter.options
-        adds = options.schedule != "importance" or options.beta > 0.0
-        if adds and args.fp16 and not args.max_grad_norm:
+        if self.adapter.adds_to_loss and args.fp16 and not args.max_grad_norm:
             raise UserError(
                 "RankCallback: with fp16 the Trainer takes the loss scale out of the gradients when it clips them, and "
                 "what the schedule adds comes after that; set max_grad_norm above 0, or take bf16. Given "

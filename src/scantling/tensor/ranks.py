@@ -289,24 +289,31 @@ class RankAdapter:
             layer.fold_controls()
         self._bonds.controls = []
 
-    def finish(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def finish(
+        self, optimizer: torch.optim.Optimizer | None = None, *holders: StateHolder | torch.optim.Optimizer
+    ) -> None:
         """Bring the size to the target, remove what is shut, and detach: the end of a run that is not to go on.
 
         Args:
-            optimizer: as of `truncate`, if its state is still wanted. For more steps build a new one: the controls are
-                parameters that the model has no longer.
+            optimizer, holders: as of `truncate`, where their state is still wanted. For more steps build new ones: the
+                controls are parameters that the model has no longer.
         """
         self._follow()
         if self.is_attached and self._schedule.holds:
             self.step = max(self.step, self.options.steps)
             self._schedule.bring_to_target()
-        self.truncate(optimizer)
+        self.truncate(optimizer, *holders)
         self.detach()
 
     @property
     def is_attached(self) -> bool:
         """Whether the layers have controls."""
         return bool(self._bonds.controls)
+
+    @property
+    def adds_to_loss(self) -> bool:
+        """Whether the schedule ever adds something to the loss of the task."""
+        return self._schedule.adds_to_loss
 
     @property
     def device(self) -> torch.device:

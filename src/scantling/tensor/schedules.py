@@ -63,6 +63,11 @@ class Schedule(nn.Module):
         """Of the whole size in units of the loss."""
         raise NotImplementedError
 
+    @property
+    def adds_to_loss(self) -> bool:
+        """Whether the objective ever is more than the loss of the task."""
+        return True
+
     def objective(self, task_loss: Tensor, share: float) -> Tensor:
         """The loss of the task, 0-D, and what the schedule adds to it, of which this share is wanted."""
         raise NotImplementedError
@@ -179,6 +184,10 @@ class ImportanceSchedule(Schedule):
     @property
     def current_price(self) -> float:
         return 0.0
+
+    @property
+    def adds_to_loss(self) -> bool:
+        return self.options.beta > 0.0
 
     @property
     def importance(self) -> Importance:
