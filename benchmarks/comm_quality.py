@@ -27,6 +27,7 @@ are lines of results/comm-quality.jsonl; none is made twice.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -257,6 +258,8 @@ def replica(rank: int, spec: Spec, port: int, out: str) -> None:
         }
         Path(out).write_text(json.dumps(found))
     dist.barrier()
+    del trained
+    gc.collect()  # freed after its group, DistributedDataParallel can wait for gloo's thread with the GIL for ever
     dist.destroy_process_group()
 
 
