@@ -84,7 +84,7 @@ WORKS = {
         steps=300,
         dense_lr=8e-3,
     ),
-    "digits": Work({"preset": "vit-digits"}, {"images": "digits", "heldout": 0.2}, batch=64, steps=300, dense_lr=2e-3),
+    "digits": Work({"preset": "vit-digits"}, {"images": "digits", "heldout": 0.2}, batch=64, steps=300, dense_lr=1e-3),
     "llama-10m": Work(
         {"preset": "llama-10m"},
         {**text("novels"), "seq_len": 128},
