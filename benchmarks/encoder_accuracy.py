@@ -135,18 +135,18 @@ def finished(run_dir: Path) -> Line:
         assert abs(bits.mean() - tests[test]) < 1e-9
         right[test], pairs[test] = np.packbits(bits).tobytes().hex(), len(bits)
     last = read_records(run_dir / "metrics.jsonl")[-1]
-    layers = [module for module in model.modules() if isinstance(module, CoreLayer)]
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, CoreLayer)}
     dense = {TTLinear: ("in_features", "out_features"), TTMEmbedding: ("num_embeddings", "embedding_dim")}
-    sizes = [[getattr(layer, side) for side in dense[type(layer)]] for layer in layers]
+    sizes = [[getattr(layer, side) for side in dense[type(layer)]] for layer in layers.values()]
     return {
         "tests": tests,
         "right": right,
         "pairs": pairs,
         "num_parameters": sum(param.numel() for param in model.parameters()),
         "training_state_bytes": sum(last[f"{part}_bytes"] for part in ("weight", "gradient", "optimizer_state")),
-        "core_numbers": sum(core.numel() for layer in layers for core in layer.cores),
+        "core_numbers": sum(core.numel() for layer in layers.values() for core in layer.cores),
         "dense_numbers": sum(rows * cols for rows, cols in sizes),
-        "ranks": {name: module.ranks for name, module in model.named_modules() if isinstance(module, CoreLayer)},
+        "ranks": {name: layer.ranks for name, layer in layers.items()},
     }
 
 
