@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,6 +62,20 @@ class Replica:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         return loss.detach()
+
+
+@contextmanager
+def group(address: str, rank: int, count: int) -> Iterator[None]:
+    """A process group, until all are done with it.
+
+    What is wrapped in DistributedDataParallel belongs into a function that is called within: freed after its group,
+    it can wait for gloo's thread, which waits for the GIL, for ever.
+    """
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=count)
+    yield
+    dist.barrier()
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def numel(model: nn.Module) -> int:

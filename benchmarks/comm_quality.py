@@ -27,7 +27,6 @@ are lines of results/comm-quality.jsonl; none is made twice.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import socket
@@ -82,7 +81,7 @@ WORKS = {
         {**text("novels"), "tokenizer": {"bpe": 512}, "seq_len": 128},
         batch=16,
         steps=300,
-        dense_lr=8e-3,
+        dense_lr=2e-3,
     ),
     "digits": Work({"preset": "vit-digits"}, {"images": "digits", "heldout": 0.2}, batch=64, steps=300, dense_lr=1e-3),
     "llama-10m": Work(
@@ -90,7 +89,7 @@ WORKS = {
         {**text("novels"), "seq_len": 128},
         batch=8,
         steps=300,
-        dense_lr=2e-3,
+        dense_lr=5e-4,
         methods=(
             *("ddp fp32", "ddp, one rate"),
             *("powersgd r1", "powersgd r4"),
@@ -195,7 +194,18 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
 def replica(rank: int, spec: Spec, port: int, out: str) -> None:
     """One of the processes of a run; the first one writes the outcome."""
     import torch
-    import torch.distributed as dist
+    from comm_methods import group
+
+    torch.set_num_threads(1)
+    with group(f"127.0.0.1:{port}", rank, spec["replicas"]):
+        found = trained(rank, spec)
+        if rank == 0:
+            Path(out).write_text(json.dumps(found))
+
+
+def trained(rank: int, spec: Spec) -> dict[str, Any]:
+    """Train in the process group that there is, and return losses and bytes."""
+    import torch
     from comm_methods import METHODS as KNOWN
     from comm_methods import numel
 
@@ -209,9 +219,7 @@ def replica(rank: int, spec: Spec, port: int, out: str) -> None:
     from scantling.training.run import build_run_model, recipe_task, run_evaluation
     from scantling.training.schedule import lr_factor
 
-    torch.set_num_threads(1)
     world = spec["replicas"]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     recipe = load_recipe(recipe_of(spec))
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=0)
@@ -221,20 +229,20 @@ def replica(rank: int, spec: Spec, port: int, out: str) -> None:
     if start := warm_up_steps(spec["method"], spec["steps"]):
         options["start"] = start
     method = METHODS[0] if spec["method"] == ONE_RATE[0] else spec["method"]
-    trained = KNOWN[method](model, spec["lr"], **options, **spec["options"])
+    replica = KNOWN[method](model, spec["lr"], **options, **spec["options"])
     sampler = Sampler(len(data.train), batch_size=work.batch, seed=spec["seed"], lengths=data.lengths)
     share = work.batch // world
     batches = BatchSource(data.train, data.collate, sampler, micro_batch_size=share, rank=rank, world_size=world)
     place = Place(rank, world, torch.device("cpu"))
-    rates = [group["lr"] for group in trained.optimizer.param_groups]
+    rates = [group["lr"] for group in replica.optimizer.param_groups]
     losses, heldout, figures = [], [], {}
     for step in range(1, spec["steps"] + 1):
         factor = lr_factor(step, steps=spec["steps"], schedule="cosine", warmup=0.05)
-        for group, rate in zip(trained.optimizer.param_groups, rates, strict=True):
+        for group, rate in zip(replica.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor
         (batch,) = batches.next_step()
         try:
-            loss = trained.step(lambda called, batch=batch: task.loss(called, batch).loss / batch.num_targets)
+            loss = replica.step(lambda called, batch=batch: task.loss(called, batch).loss / batch.num_targets)
         except NonFiniteError as error:  # on all replicas at once
             figures = {"eval_loss": None, "failure": str(error)}
             break
@@ -243,24 +251,17 @@ def replica(rank: int, spec: Spec, port: int, out: str) -> None:
             figures = run_evaluation(recipe, model, task, data, place)
             heldout.append([step, figures["eval_loss"]])
             model.train()
-    if rank == 0:
-        dense = float(allreduce_wire_bytes(4 * numel(model), world))
-        sent, early = trained.computed_bytes(), options.get("start", 0) / spec["steps"]
-        found = {
-            "eval_loss": figures.get("eval_loss"),
-            "heldout": heldout,
-            **{name: figures[name] for name in ("failure",) if name in figures},
-            **{name: figures[name] for name in ("accuracy",) if name in figures},
-            "train_loss": sum(losses[-20:]) / max(1, len(losses[-20:])),
-            "computed_bytes": sent,
-            "bytes_over_the_run": early * dense + (1.0 - early) * sent,
-            "num_parameters": numel(model),
-        }
-        Path(out).write_text(json.dumps(found))
-    dist.barrier()
-    del trained
-    gc.collect()  # freed after its group, DistributedDataParallel can wait for gloo's thread with the GIL for ever
-    dist.destroy_process_group()
+    dense = float(allreduce_wire_bytes(4 * numel(model), world))
+    sent, early = replica.computed_bytes(), options.get("start", 0) / spec["steps"]
+    return {
+        "eval_loss": figures.get("eval_loss"),
+        "heldout": heldout,
+        **{name: figures[name] for name in ("failure", "accuracy") if name in figures},
+        "train_loss": sum(losses[-20:]) / max(1, len(losses[-20:])),
+        "computed_bytes": sent,
+        "bytes_over_the_run": early * dense + (1.0 - early) * sent,
+        "num_parameters": numel(model),
+    }
 
 
 def run_one(spec: Spec) -> Line:

@@ -212,14 +212,20 @@ def sent_bytes() -> int:
 def worker(rank: int, options: argparse.Namespace) -> None:
     """One replica, in its namespace: a line of JSON on stdout."""
     import torch
-    import torch.distributed as dist
-    from comm_methods import METHODS
+    from comm_methods import group
 
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    init = f"tcp://{address(0)}:{PORT + 1}"
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=options.replicas)
+    with group(f"{address(0)}:{PORT + 1}", rank, options.replicas):
+        print(json.dumps({"rank": rank, **steps_of(rank, options)}), flush=True)
+
+
+def steps_of(rank: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Bytes and times of the steps of one replica, in the process group that there is."""
+    import torch
+    from comm_methods import METHODS
+
     torch.manual_seed(0)
     model, examples = workload(options, torch.Generator().manual_seed(rank))
     replica = METHODS[options.method](model, 1e-3)
@@ -238,8 +244,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     began = time.perf_counter()
     total = measured(lambda: times.extend(one() for _ in range(options.steps)))
     took = time.perf_counter() - began
-    line = {
-        "rank": rank,
+    return {
         "sent_bytes": (total - idle * took) / options.steps,
         "computed_bytes": replica.computed_bytes(),
         "published_bytes": replica.published_bytes,
@@ -249,9 +254,6 @@ def worker(rank: int, options: argparse.Namespace) -> None:
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "num_parameters": sum(param.numel() for param in replica.model.parameters()),
     }
-    print(json.dumps(line), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def workload(options: argparse.Namespace, generator: Any) -> tuple[Any, Callable[[], dict[str, Any]]]:
