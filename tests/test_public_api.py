@@ -19,6 +19,7 @@ PUBLIC = [
     "TTLinear",
     "TTMEmbedding",
     "TTMEmbeddingBag",
+    "comm",
     "densify",
     "hf",
     "laws",

@@ -12,7 +12,7 @@ from scantling.lazy_names import lazy_names
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from scantling import laws, precision
+    from scantling import comm, laws, precision
     from scantling.comm.demo import DeMo
     from scantling.comm.momentum import MomentumExchange
     from scantling.groups import param_groups
@@ -48,7 +48,12 @@ _HOMES = {
     "train": "scantling.training.run",
 }
 
-_MODULES = {"hf": "scantling.integrations.hf", "laws": "scantling.laws", "precision": "scantling.precision"}
+_MODULES = {
+    "comm": "scantling.comm",
+    "hf": "scantling.integrations.hf",
+    "laws": "scantling.laws",
+    "precision": "scantling.precision",
+}
 
 __all__ = [
     "CAME",
@@ -60,6 +65,7 @@ __all__ = [
     "TTLinear",
     "TTMEmbedding",
     "TTMEmbeddingBag",
+    "comm",
     "densify",
     "hf",
     "laws",

@@ -189,6 +189,55 @@ def test_a_gradient_that_comes_again_after_it_left_is_an_error() -> None:
             loss.backward()
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_one_process_goes_on_after_an_error_in_the_backward_pass(delay: int) -> None:
+    net, x = network(0)
+    made = MomentumExchange(sc.param_groups(net), overlap=True, bucket_mb=0.02, delay=delay)
+    done = []
+    for step in range(4):
+        net.zero_grad()
+        try:
+            with made.overlapped():
+                (net(x).square().mean() * (torch.nan if step == 2 else 1.0)).backward()
+                if step == 2:
+                    raise NonFiniteError("of the loop, where the exchange raises none before it is asked")
+            done.append(made.exchange())
+        except NonFiniteError:
+            assert step == 2
+    assert done == [not delay, True, True]
+    assert all(bool(torch.isfinite(param.grad).all()) for param in net.parameters())
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_an_error_in_the_backward_pass_of_one_replica_hangs_none(left: bool) -> None:
+    first_network()
+
+    def work(link: ThreadLink) -> list[Tensor]:
+        net, x = network(link.rank)
+        made = MomentumExchange(sc.param_groups(net), topk=8, chunk=16, overlap=True, bucket_mb=0.02)
+        made.link = link
+
+        def backward(fails: bool) -> None:
+            net.zero_grad()
+            with made.overlapped():
+                (net[4].bias.sum() if fails and not left else net(x).square().mean()).backward()
+                if fails:
+                    raise MemoryError
+
+        for step in range(3):
+            if step == 1 and link.rank == 1:
+                with pytest.raises(MemoryError) as caught:
+                    backward(fails=True)
+                assert bool(getattr(caught.value, "__notes__", [])) == left
+            if not (step == 1 and link.rank == 1 and left):
+                backward(fails=False)
+            assert made.exchange()
+        return [param.grad for param in net.parameters()]
+
+    one, other = together(2, work)
+    assert all(map(torch.equal, one, other))
+
+
 def test_nan_in_one_bucket_leaves_a_replica_out_of_that_bucket_alone() -> None:
     def work(link: ThreadLink) -> tuple[list[int], list[Tensor]]:
         net, x = network(link.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -188,7 +189,7 @@ def test_nan_between_exchanges_is_told(caplog: pytest.LogCaptureFixture) -> None
 def test_large_gradients_are_finite_and_a_residual_that_overflows_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
     param = nn.Parameter(torch.zeros(64, 64))
     made = MomentumExchange([param], topk=8, decay=1.0)
-    param.grad = torch.full((64, 64), 1e36)
+    param.grad = torch.full((64, 64), 1e34)
     assert made.exchange()
     assert made.left_out == []
     with caplog.at_level(logging.WARNING):
@@ -324,12 +325,16 @@ def test_a_grad_scaler_steps_as_without_one() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_an_overflow_under_a_grad_scaler_leaves_a_step_out(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("clips", [False, True])
+def test_an_overflow_under_a_grad_scaler_leaves_a_step_out(caplog: pytest.LogCaptureFixture, clips: bool) -> None:
     params = params_of()
     before = [param.detach().clone() for param in params]
     optimizer = demo_of(None, params)
     scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
     scaler.scale(sum((param * 1e3).sum() for param in params)).backward()
+    if clips:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(params, 1.0)
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == pytest.approx(5e37)
@@ -339,6 +344,34 @@ def test_an_overflow_under_a_grad_scaler_leaves_a_step_out(caplog: pytest.LogCap
         param.grad = torch.full_like(param, torch.inf)
     with pytest.raises(NonFiniteError):
         optimizer.step()
+
+
+@pytest.mark.parametrize("size", [1e37, 3.4e38])
+@pytest.mark.parametrize("dense", ["bf16", "int8", "int4", "sign"])
+def test_a_gradient_too_large_for_its_way_is_left_out(dense: Any, size: float) -> None:
+    params = params_of()
+    optimizer = demo_of(None, params, dense=dense, values="sign")
+    for param in params:
+        param.grad = torch.full_like(param, size)
+    with pytest.raises(NonFiniteError):
+        optimizer.step()
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all(bool(torch.isfinite(param).all()) for param in params)
+
+
+def test_a_replica_with_other_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = threading.local()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: here.threads)
+
+    def work(link: ThreadLink) -> None:
+        here.threads = 4 if link.rank == 2 else 1
+        optimizer = demo_of(link, params_of())
+        with pytest.raises(UserError, match=r"rank 2 .* it has PyTorch .* 4 threads; they have .* OMP_NUM_THREADS"):
+            optimizer.step()
+
+    together(3, work)
 
 
 def test_a_grad_scaler_beside_an_exchange_keeps_replicas_alike() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,12 +13,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 import scantling as sc
-from scantling.comm import load_rank_tensors, rank_tensors, refuse_reduction
+from scantling.comm import load_rank_tensors, rank_tensors, refuse_reduction, sparseloco
 from scantling.comm.agreement import SKETCH
 from scantling.comm.link import Link
 from scantling.comm.silence import named
@@ -34,12 +34,14 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(70, 130), nn.Tanh(), nn.Linear(130, 33), nn.LayerNorm(33))
 
 
-def train(net: nn.Module, optimizer: sc.DeMo, replica: int, steps: range) -> None:
+def train(net: nn.Module, optimizer: Any, replica: int, steps: range, schedule: LRScheduler | None = None) -> None:
     for step in steps:
         x = torch.randn(8, 70, generator=torch.Generator().manual_seed(1000 * replica + step))
         optimizer.zero_grad()
         (net(x) - x[:, :33]).square().mean().backward()
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
 
 
 def assert_alike(net: nn.Module) -> None:
@@ -96,6 +98,31 @@ def many_steps(way: str, sync_every: int) -> None:
         assert_alike(net)
 
 
+def shard(net: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+
+
+def a_nan_in_a_shard() -> None:
+    """The local step of a replica is left out on all processes that hold its shards."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    net = model()
+    shard(net, mesh["shard"])
+    inner = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = sparseloco(inner, sc.param_groups(net), sync_every=4, process_group=mesh["replicate"])
+    train(net, optimizer, 0, range(2))
+    if dist.get_rank() == 0:
+        hook = net[0].weight.register_post_accumulate_grad_hook(lambda param: param.grad.to_local().fill_(torch.nan))
+    train(net, optimizer, 0, range(2, 3))
+    assert {int(state["step"]) for state in inner.state.values()} == {2}
+    if dist.get_rank() == 0:
+        hook.remove()
+    train(net, optimizer, 0, range(3, 8))
+    assert {int(state["step"]) for state in inner.state.values()} == {7}
+
+
 def replicas_of_shards() -> None:
     """Two replicas of two shards, everything sent, against two replicas that each hold all."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -104,11 +131,8 @@ def replicas_of_shards() -> None:
     plain = model()
     first = sc.DeMo(sc.param_groups(plain, weight_decay=0.1), process_group=mesh["replicate"], **options)
     train(plain, first, replica, range(4))
-    sharded = copy.deepcopy(model())
-    for layer in sharded:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(sharded, mesh=mesh["shard"])
+    sharded = model()
+    shard(sharded, mesh["shard"])
     second = sc.DeMo(sc.param_groups(sharded, weight_decay=0.1), process_group=mesh["replicate"], **options)
     train(sharded, second, replica, range(4))
     for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
@@ -130,28 +154,28 @@ def goes_on_from_a_distributed_checkpoint(folder: str, sharded: bool, half: int)
     mesh = init_device_mesh("cpu", (2, 2) if sharded else (2,), mesh_dim_names=("replicate", "shard")[: 1 + sharded])
     replica = mesh.get_local_rank("replicate") if sharded else dist.get_rank()
 
-    def begin() -> tuple[nn.Module, sc.DeMo]:
+    def begin() -> tuple[nn.Module, sc.DeMo, LRScheduler]:
         net = model()
         if sharded:
-            for layer in net:
-                if isinstance(layer, nn.Linear):
-                    fully_shard(layer, mesh=mesh["shard"])
-            fully_shard(net, mesh=mesh["shard"])
+            shard(net, mesh["shard"])
         options: dict[str, Any] = {"topk": 4, "dense": "sign", "residual": "int8", "delay": int(not sharded)}
         group = mesh["replicate"] if sharded else None
-        return net, sc.DeMo(sc.param_groups(net, weight_decay=0.1), lr=1e-3, process_group=group, **options)
+        made = sc.DeMo(sc.param_groups(net, weight_decay=0.1), lr=1e-3, process_group=group, **options)
+        return net, made, CosineAnnealingLR(made, 2 * half)
 
-    straight, optimizer = begin()
-    train(straight, optimizer, replica, range(half))
+    straight, optimizer, schedule = begin()
+    train(straight, optimizer, replica, range(half), schedule)
+    of_schedule = schedule.state_dict()
     state = {"model": get_model_state_dict(straight), "optimizer": rank_tensors(optimizer)}
     dcp.save(state, checkpoint_id=folder)
-    train(straight, optimizer, replica, range(half, 2 * half))
-    again, second = begin()
+    train(straight, optimizer, replica, range(half, 2 * half), schedule)
+    again, second, schedule = begin()
     state = {"model": get_model_state_dict(again), "optimizer": rank_tensors(second)}
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(again, state["model"])
     load_rank_tensors(second, state["optimizer"])
-    train(again, second, replica, range(half, 2 * half))
+    schedule.load_state_dict(of_schedule)
+    train(again, second, replica, range(half, 2 * half), schedule)
     for one, other in zip(straight.parameters(), again.parameters(), strict=True):
         parts = [part.to_local() if isinstance(part, DTensor) else part for part in (one, other)]
         assert torch.equal(*parts)
@@ -280,3 +304,7 @@ def test_messages_go_beside_the_training() -> None:
 
 def test_shards_are_exchanged_between_replicas_alone() -> None:
     run(4, replicas_of_shards)
+
+
+def test_a_nan_in_one_shard_leaves_out_the_local_step_of_all() -> None:
+    run(2, a_nan_in_a_shard)

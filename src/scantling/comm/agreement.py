@@ -2,7 +2,8 @@
 
 Replicas that start from other weights, or cut blocks otherwise, would train on without an error. They are compared
 before the first exchange: a hash of the options, and one of every parameter. Where something differs, the message names
-the tensor and the rank.
+the tensor and the rank. So are the version of PyTorch and the number of threads on a CPU: with others, the
+products that decode the same bytes end in other last bits.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from scantling.numerics.checksum import checksum
 logger = logging.getLogger(__name__)
 
 SKETCH = 256
+_OF_THE_LAST_BITS = (
+    ". The same bytes would decode to other last bits: install one version on all, and set OMP_NUM_THREADS, or call "
+    "torch.set_num_threads, alike"
+)
 
 
 def check_alike(link: Link, described: Sequence[str], names: Sequence[str], params: Sequence[Tensor]) -> int:
@@ -40,11 +45,13 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
     Raises:
         UserError: something differs; on all ranks alike.
     """
-    texts = [f"{name}: {text}" for name, text in zip(names, described, strict=True)]
+    device = params[0].device
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    texts = [f"PyTorch {torch.__version__}{threads}"]
+    texts += [f"{name}: {text}" for name, text in zip(names, described, strict=True)]
     own = zlib.crc32("\n".join(texts).encode())
     if link.is_alone:
         return own
-    device = params[0].device
     hashes = [int(each) for each in torch.stack(link.all_gather(torch.tensor([own], device=device))).flatten()]
     if len(set(hashes)) > 1:
         everywhere = link.gather_texts(texts, device)
@@ -52,9 +59,10 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
         rank = next(rank for rank, theirs in enumerate(everywhere) if tuple(theirs) != usual)
         theirs = everywhere[rank]
         if len(theirs) != len(usual):
-            raise UserError(f"rank {rank} exchanges {len(theirs)} parameters, others {len(usual)}")
-        one, other = next((a, b) for a, b in zip(theirs, usual, strict=True) if a != b)
-        raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}")
+            raise UserError(f"rank {rank} exchanges {len(theirs) - 1} parameters, others {len(usual) - 1}")
+        place, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(theirs, usual, strict=True)) if a != b)
+        advice = "" if place else _OF_THE_LAST_BITS
+        raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{advice}")
     differing = unlike(link, params)
     if differing is not None:
         rank, place, _ = differing

@@ -32,7 +32,7 @@ from torch.optim.adamw import adamw
 from scantling.comm.blocks import Grid
 from scantling.comm.link import Link, link_to
 from scantling.comm.momentum import MomentumExchange
-from scantling.comm.options import Exchange, Rounds, check_given, check_group, check_groups, check_options
+from scantling.comm.options import Exchange, Rounds, check_given, check_group, check_groups, check_options, check_real
 from scantling.comm.residuals import KEYS, Format, num_rows
 from scantling.comm.shards import as_gradient, local
 from scantling.comm.values import Values
@@ -77,7 +77,8 @@ class DeMo(torch.optim.Optimizer):
     """DeMo (Peng et al., arXiv 2411.19870) as a plain `torch.optim.Optimizer`; it replaces the gradient all-reduce.
 
     Gradients must not have been averaged over the replicas: no DistributedDataParallel, or every backward pass in its
-    `no_sync()`. Works unchanged on one process, and with `torch.amp.GradScaler.step`. Frozen parameters are left alone.
+    `no_sync()`. Works unchanged on one process, and with `torch.amp.GradScaler.step`. Frozen parameters are left alone;
+    one without a gradient counts as if that were zero: what is in its residual still travels, and it decays.
 
     Args:
         params: parameters, named parameters or groups; from `scantling.param_groups(model)` also what is an embedding.
@@ -180,7 +181,7 @@ class DeMo(torch.optim.Optimizer):
         """Add a group; its keys override the defaults.
 
         Raises:
-            UserError: a value out of range, or a parameter given twice; the group is not added.
+            UserError: a value out of range, a parameter given twice, or a complex one; the group is not added.
         """
         check_group(param_group)
         group = {**self.defaults, **param_group}
@@ -190,9 +191,13 @@ class DeMo(torch.optim.Optimizer):
             raise UserError(f"compat must be the same in all groups; given {group['compat']!r} beside {known!r}")
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
-        if len(set(map(id, params))) < len(params):
+        try:
+            check_real(params)
+            if len(set(map(id, params))) < len(params):
+                raise UserError("a parameter is given twice in one group; each must be in one group once")
+        except UserError:
             self.param_groups.pop()
-            raise UserError("a parameter is given twice in one group; each must be in one group once")
+            raise
         _set_dense_ratio(self.param_groups[-1])
 
     @torch.no_grad()
@@ -220,7 +225,7 @@ class DeMo(torch.optim.Optimizer):
         try:
             decoded = self.exchange.decoded()
         except NonFiniteError as error:
-            if getattr(self, "grad_scale", None) is None:
+            if getattr(self, "found_inf", None) is None:
                 raise
             logger.warning("%s; the step is left out, and the scaler lowers its scale", error)
             decoded = None
@@ -344,7 +349,7 @@ class DeMo(torch.optim.Optimizer):
             for key, entries in whole["state"].items()
         }
         groups = [{key: value for key, value in group.items() if key not in REPLICA} for group in whole["param_groups"]]
-        return {"state": {key: entries for key, entries in state.items() if entries}, "groups": groups}
+        return copy.deepcopy({"state": {key: entries for key, entries in state.items() if entries}, "groups": groups})
 
     def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `shared_state_dict` gave on any replica; residuals stay.

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from scantling.comm.momentum import MomentumExchange
-from scantling.comm.shards import all_finite, as_gradient, local
+from scantling.comm.shards import all_agree, all_finite, as_gradient, local
 from scantling.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -99,12 +99,14 @@ class LocalSteps:
     def step(self) -> None:
         """A step of the inner optimizer; every H-th time replicas come together after it.
 
-        Collectives: those of `MomentumExchange.exchange`, every H-th time.
+        Collectives: those of `MomentumExchange.exchange`, every H-th time; of sharded parameters one all-reduce of 4
+        bytes for each dim of their mesh.
 
         Raises:
             UserError, NonFiniteError, PayloadError: as of `MomentumExchange.exchange`.
         """
-        if all_finite(local(param.grad) for param in self._params if param.grad is not None):
+        finite = all_finite(local(param.grad) for param in self._params if param.grad is not None)
+        if all_agree(self._params, finite):
             self.inner.step()
         else:
             logger.warning("local step %d is left out: a gradient of this replica is NaN or Inf", self.steps + 1)

@@ -31,7 +31,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from scantling.comm.agreement import spread, unlike, warn_if_averaged
 from scantling.comm.auto_off import WARM_UP, measured
@@ -254,6 +253,9 @@ class MomentumExchange(Replica):
 
         Without `overlap` it does nothing. Gradients must be as they are to be exchanged: no clipping by a norm of all.
 
+        After an error in it the next backward pass begins anew, unless gradients have left to other replicas: then
+        the step has to be ended as it is on them, by `exchange`, before that.
+
         Raises:
             UserError: in the backward pass, a gradient that comes a second time after it has left.
         """
@@ -261,7 +263,7 @@ class MomentumExchange(Replica):
             yield
             return
         with torch.no_grad():
-            self._opened = self._opened or self._open()
+            opened = self._opened = self._opened or self._open()
         hooks = [
             param.register_post_accumulate_grad_hook(partial(self._ready, place))  # type: ignore[no-untyped-call]
             for place, param in enumerate(self._parameters())
@@ -269,6 +271,18 @@ class MomentumExchange(Replica):
         ]
         try:
             yield
+        except BaseException as error:
+            if opened.next == 0:
+                opened.waiting = _waiting(self._laid_out())
+            elif self.link.is_alone:  # what has left stays in the residuals
+                self._opened, self._sent = None, []
+                self._set_pending(opened.before)
+            else:
+                error.add_note(
+                    "gradients have left already, and the other replicas wait for the rest: end this step with "
+                    "exchange(), or step() of DeMo, before the next backward pass"
+                )
+            raise
         finally:
             for hook in hooks:
                 hook.remove()
@@ -296,7 +310,11 @@ class MomentumExchange(Replica):
             return
         found = self._arrived()
         self._settled = self.wire_bytes, self.left_out
-        for param, value in zip(self._parameters(), found or [], strict=False):
+        self._set_pending(found)
+
+    def _set_pending(self, result: list[Tensor] | None) -> None:
+        """Keep the result of an exchange in the state, for the next call with `delay`."""
+        for param, value in zip(self._parameters(), result or [], strict=False):
             self.state.setdefault(param, {})["pending"] = value
 
     def drop(self) -> None:
@@ -330,7 +348,7 @@ class MomentumExchange(Replica):
             self._line = self.link.apart() if in_thread else self.link
             self._background = Background() if in_thread else None
         self._line.start()
-        return Opened(before, [set(bucket.params) for bucket in layout.buckets], self.rounds.is_due(self.step))
+        return Opened(before, _waiting(layout), self.rounds.is_due(self.step))
 
     def _begun(self) -> Layout:
         """The layout of a step that begins, after everything about which replicas speak before it."""
@@ -450,13 +468,7 @@ class MomentumExchange(Replica):
         """
         valid = all_finite(gradient for gradient in gradients.values() if gradient is not None)
         params = self._parameters()
-        return self._all_agree([params[place] for place in gradients], valid)
-
-    def _all_agree(self, params: Sequence[Tensor], value: bool) -> bool:
-        """Whether it is so on all processes that share parameters of this replica."""
-        for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
-            value = all_agree(mesh, value)
-        return value
+        return all_agree([params[place] for place in gradients], valid)
 
     @property
     def way(self) -> Way:
@@ -529,7 +541,7 @@ class MomentumExchange(Replica):
 
         whole = channels_in(buckets_of(self.param_groups, replace(self.rounds, exchange="whole")))
         trial = measured(self.link, layout, whole, held, self.step)
-        is_whole = self._all_agree(params, trial.is_whole)
+        is_whole = all_agree(params, trial.is_whole)
         self.decided = is_whole, self.link.size
         if self.link.rank == 0:
             logger.log(logging.WARNING if is_whole else logging.INFO, "step %d: %s", self.step, trial)
@@ -643,6 +655,11 @@ def _tensors(found: Found) -> Iterator[Tensor]:
     for outcome in found[0]:
         for part in (outcome.mean, outcome.accepted, outcome.gained):
             yield from (tensor for tensor in part or () if tensor is not None)
+
+
+def _waiting(layout: Layout) -> list[set[int]]:
+    """Of each bucket the positions of all its parameters."""
+    return [set(bucket.params) for bucket in layout.buckets]
 
 
 def _filled(found: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:

@@ -146,13 +146,18 @@ def as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
     return groups
 
 
+def check_real(params: Iterable[Tensor]) -> None:
+    """Raise a UserError for a complex parameter."""
+    for param in params:
+        if param.is_complex():
+            raise UserError(f"a parameter of shape {tuple(param.shape)} is complex; exchange its real view instead")
+
+
 def check_groups(groups: Sequence[Group], rounds: Rounds) -> None:
     """Raise a UserError for the first option out of range, or that does not go with those of other groups."""
     for group in groups:
         check_options(group)
-        for param in group["params"]:
-            if param.is_complex():
-                raise UserError(f"a parameter of shape {tuple(param.shape)} is complex; exchange its real view instead")
+        check_real(group["params"])
     if not any(group["params"] for group in groups):
         raise UserError("the groups hold no parameter; at least one is needed")
     if len({group["compat"] for group in groups}) > 1:

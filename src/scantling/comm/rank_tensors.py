@@ -13,6 +13,7 @@ holds its shards: here every tensor has the rank of its process in its name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from scantling.comm.shards import local
 from scantling.errors import UserError
 
 _PROCESSES = "processes"
+_SCHEDULED = ("lr", "dense_lr", "dense_ratio", "weight_decay", "decay", "alpha")
+"""Options of a group that may change while a run goes on."""
 
 
 @torch.no_grad()
@@ -47,6 +50,7 @@ def rank_tensors(optimizer: DeMo | MomentumExchange) -> dict[str, Tensor]:
     params, names = parameters_of(exchange.param_groups), names_of(exchange.param_groups)
     has_result = any("pending" in exchange.state.get(param, {}) for param in params)
     found[f"{prefix}/has_result"] = torch.tensor([has_result])
+    found |= {name: torch.tensor(float(group[key]), dtype=torch.float64) for name, group, key in _scheduled(exchange)}
     if exchange.rounds.auto_off:
         found[f"{prefix}/decided"] = torch.tensor(exchange.decided or (False, 0), dtype=torch.int64)
     for channel in channels_in(buckets_of(exchange.param_groups, exchange.rounds)):
@@ -89,9 +93,15 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
     step = int(tensors[f"{prefix}/step"])
     is_whole, processes = tensors.get(f"{prefix}/decided", torch.zeros(2, dtype=torch.int64)).tolist()
     exchange.step, exchange.decided = step, (bool(is_whole), processes) if processes else None
+    for name, group, key in _scheduled(exchange):
+        if isinstance(group[key], Tensor):
+            group[key].fill_(tensors[name])
+        else:
+            group[key] = float(tensors[name])
     if isinstance(optimizer, DeMo):
         for group in optimizer.param_groups:
             group["steps"], group["decided"] = exchange.step, exchange.decided
+            group["dense_set"] = group["dense_lr"]
     names = names_of(exchange.param_groups)
     residuals = {name: tensors[f"{prefix}/{name}/residual"] for name in names if f"{prefix}/{name}/residual" in wanted}
     exchange.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
@@ -111,6 +121,16 @@ def _exchange_of(optimizer: DeMo | MomentumExchange) -> MomentumExchange:
     if not isinstance(optimizer, DeMo):
         raise UserError(f"rank_tensors are those of a DeMo or a MomentumExchange; given a {type(optimizer).__name__}")
     return optimizer.exchange
+
+
+def _scheduled(exchange: MomentumExchange) -> list[tuple[str, dict[str, Any], str]]:
+    """The numbers among the options of groups: their names here, the groups and the keys."""
+    return [
+        (f"rank{_rank()}/group{number}/{key}", group, key)
+        for number, group in enumerate(exchange.param_groups)
+        for key in _SCHEDULED
+        if group.get(key) is not None
+    ]
 
 
 def _processes() -> int:

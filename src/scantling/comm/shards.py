@@ -1,13 +1,12 @@
-"""The part of a tensor that this process holds, and whether it is finite."""
+"""The part of a tensor that this process holds, and whether it can be sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from scantling.comm.silence import named
@@ -51,23 +50,38 @@ def check_meshes(params: Iterable[Tensor], ranks: Iterable[int]) -> None:
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:
-    """Whether no number is NaN or Inf: by sums first, which is several times as fast as to look at each."""
+    """Whether no number is NaN or Inf, nor the sum of all magnitudes of a tensor.
+
+    What is finite but as large as that becomes Inf on its way, in a mean or in the rounding to fewer bits.
+    """
     filled = [value for value in values if value.numel() and value.is_floating_point()]
-    sums = [value.sum(dtype=torch.float32) for value in filled]
-    if not sums or bool(torch.isfinite(torch.stack(sums)).all()):
+    return _norms_at_most(filled, 2, float("inf")) or _norms_at_most(filled, 1, torch.finfo(torch.bfloat16).max)
+
+
+def _norms_at_most(values: Sequence[Tensor], order: int, most: float) -> bool:
+    """Whether all norms are finite and at most so large; that of order 2 is several times as fast as others."""
+    norms = [
+        torch.linalg.vector_norm(value, order, dtype=None if value.dtype == torch.float64 else torch.float32).float()
+        for value in values
+    ]
+    if not norms:
         return True
-    return all(bool(torch.isfinite(value).all()) for value in filled)  # a sum of large numbers may overflow
+    found = torch.stack(norms)
+    return bool((torch.isfinite(found) & (found <= most)).all())
 
 
-def all_agree(mesh: DeviceMesh, value: bool) -> bool:
-    """Whether it is so on all processes of a mesh. Collectives: one all-reduce of 4 bytes for each of its dims.
+def all_agree(params: Iterable[Tensor], value: bool) -> bool:
+    """Whether it is so on all processes that share parameters of this replica.
+
+    Collectives: of sharded parameters, one all-reduce of 4 bytes for each dim of their mesh.
 
     Raises:
         SilentPeerError: one of them does not answer.
     """
-    found = torch.tensor([float(value)], device=mesh.device_type)
-    for group in mesh.get_all_groups():
-        with named(group):
-            dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-            value = bool(found)  # a GPU is waited for here, so that its errors come here too
+    for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
+        found = torch.tensor([float(value)], device=mesh.device_type)
+        for group in mesh.get_all_groups():
+            with named(group):
+                dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+                value = bool(found)  # a GPU is waited for here, so that its errors come here too
     return value
