@@ -125,6 +125,12 @@ def test_gradients_are_differences(law: Law, variables: dict[str, object]) -> No
         assert slope * values[name] == pytest.approx(rise, rel=1e-6, abs=1e-9), name
 
 
+def test_where_training_diverges_there_is_no_gradient() -> None:
+    law = PrecisionLaw.published()
+    slopes = law.gradient([1e8, 1e8], 1e10, weights=[3.0, 16.0], activations=[3.0, 16.0])
+    assert all(np.isnan(each[0]) and np.isfinite(each[1]) for each in slopes.values())
+
+
 @pytest.mark.parametrize(("law", "variables"), EVERY, ids=IDS)
 def test_units_are_a_change_of_numbers_only(law: Law, variables: dict[str, object]) -> None:
     whole = law._variables(variables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +117,27 @@ def with_one(name: str, value: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("runs", "words"),
     [
+        (with_one("loss", 0.1), "some are perplexities"),
+        (with_one("D", RUNS["D"][19] * 1e3), "no D lies between .*units are mixed"),
+    ],
+)
+def test_runs_that_look_odd_are_said(runs: Any, words: str, caplog: pytest.LogCaptureFixture) -> None:
+    read_runs(runs, ChinchillaLaw)
+    assert re.search(words, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
         (with_one("loss", np.nan), "loss of run 4 is nan.*Leave out runs that diverged"),
         (with_one("loss", -1), "loss of run 4 is -1"),
         (with_one("loss", 400), "is it a perplexity"),
+        (with_one("loss", 16), "is it a perplexity"),
         (with_one("N", np.inf), "N of run 4 is inf"),
         (with_one("N", 60), "N goes from 60 to .*units mixed"),
         (changed(N=RUNS["N"] / 1e6), "N goes from 20 to 600.*units mixed"),
         (changed(D=RUNS["D"] / 1e9), "D goes from .*units mixed"),
-        (changed(N=RUNS["D"] * 1e3, D=RUNS["N"]), "different units, or swapped"),
+        (changed(N=RUNS["D"] * 10, D=RUNS["N"]), "different units, or swapped"),
         (changed(N=RUNS["N"][:3]), "differ in length"),
         (changed(loss=["low"] * 20), "'low' is no number"),
         ({"N": RUNS["N"], "D": RUNS["D"], "los": RUNS["loss"]}, "no column 'loss'.*did you mean 'los'"),

@@ -97,6 +97,20 @@ def test_the_gradient_reaches_clipped_values() -> None:
     assert torch.equal(x.grad, torch.ones(256))
 
 
+@pytest.mark.parametrize(("size", "count"), [(1.0, 0), (100.0, 1), (40.0, 20)])
+@pytest.mark.parametrize("fmt", ["int2", "int3", "int4"])
+def test_the_clip_is_near_the_best_with_outliers_too(fmt: str, size: float, count: int) -> None:
+    x = torch.cat([torch.randn(20000, generator=torch.Generator().manual_seed(0)), torch.full((count,), size)])
+    quantizer = Quantizer.of(fmt)
+
+    def lost(end: float) -> float:
+        scale = end / quantizer.format.largest
+        return float((quantizer.format.round(x / scale) * scale - x).square().sum())
+
+    best = min(lost(float(x.abs().max()) * 0.99**power) for power in range(500))
+    assert float((fake_quantize(x, fmt, clip="mse") - x).square().sum()) < 1.02 * best
+
+
 def test_stochastic_rounding_is_unbiased_and_repeats_with_the_seed() -> None:
     x = torch.rand(100_000)
     torch.manual_seed(1)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tensor.families import made
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import CLIPConfig, CLIPModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import scantling as sc
 from scantling.errors import UserError
@@ -232,6 +232,95 @@ def test_other_models_of_the_same_configuration_stay_as_they_are() -> None:
         sc.quantize_training(first, kv_cache="int8")
     sc.precision.restore(first)
     assert torch.equal(first(INPUT).logits, before)
+
+
+def test_a_model_of_a_quantized_models_configuration_is_quantized_and_can_be_restored() -> None:
+    first = sc.quantize_training(llama(), kv_cache="int2")
+    second = LlamaForCausalLM(first.config)
+    with pytest.raises(UserError, match="quantized already"):
+        sc.quantize_training(second, kv_cache="int4")
+    low = first(INPUT).logits
+    sc.precision.restore(second)
+    assert second.config._attn_implementation == "sdpa"
+    assert torch.equal(first(INPUT).logits, low)
+    sc.quantize_training(second, kv_cache="int4")
+
+
+def clip_model() -> CLIPModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text, vision = {**sizes, "vocab_size": 99}, {**sizes, "image_size": 8, "patch_size": 4}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+
+
+def test_parts_with_an_attention_of_their_own_get_it_back() -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register("mine", sdpa_attention_forward)  # and no function for masks
+    model = clip_model()
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "mine"})
+
+    def names() -> list[str]:
+        config = model.config
+        return [each._attn_implementation for each in (config, config.text_config, config.vision_config)]
+
+    before = names()
+    assert before[1:] == ["sdpa", "mine"]
+    sc.quantize_training(model, kv_cache="int4")
+    assert all("int4" in name for name in names())
+    restore(model)
+    assert names() == before
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
+    with pytest.raises(UserError, match="attention 'eager' belongs to each model"):
+        sc.quantize_training(model, kv_cache="int4")
+
+
+def test_attention_that_loads_its_kernel_by_its_name_is_refused() -> None:
+    model = llama()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UserError, match="'flash_attention_2' loads its kernel by its own name"):
+        sc.quantize_training(model, kv_cache="int4")
+
+
+def test_a_padded_encoder_of_torch_is_computed_layer_by_layer() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    sc.quantize_training(model, weights="int4", activations="int8")
+    padded = torch.zeros(2, 8, dtype=torch.bool)
+    padded[1, 5:] = True
+    x = torch.randn(2, 8, 32)
+    expected = model(x, src_key_padding_mask=padded)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, src_key_padding_mask=padded), expected)
+    assert restore(model).use_nested_tensor
+
+
+def test_tables_have_no_activations() -> None:
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
+    sc.quantize_training(model, activations="int4", filter_fn=lambda *_: True)
+    assert [type(layer) for layer in model] == [nn.Embedding, QuantizedLinear]
+
+
+def test_rows_share_their_gradient_by_how_often_they_were_looked_up() -> None:
+    indices = torch.tensor([3, 3, 5])
+    grads = []
+    for given in (None, "int8"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 8, scale_grad_by_freq=True))
+        if given is not None:
+            settings = {"format": given, "granularity": "tensor"}
+            sc.quantize_training(model, weights=settings, filter_fn=lambda *_: True)
+        model(indices).sum().backward()
+        grads.append(model[0].weight.grad)
+    assert torch.equal(*grads)
+
+
+def test_products_are_differentiated_once() -> None:
+    model = sc.quantize_training(nn.Sequential(nn.Linear(8, 6)), weights="int8", activations="int8", compute="int8")
+    x = torch.randn(3, 8, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
 
 
 def test_formats_of_attention_that_differ_in_their_scales_alone() -> None:

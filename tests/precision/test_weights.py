@@ -284,6 +284,11 @@ def test_weights_that_were_changed_are_found() -> None:
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-6
     with pytest.raises(UserError, match=r"up_proj\.weight was changed after it was quantised"):
         quantized_weights(model)
+    sc.quantize_weights(model, "int3", filter_fn=lambda name, _: "down_proj" in name)
+    names = quantized_weights(model)
+    assert "model.layers.0.mlp.up_proj.weight" not in names
+    assert names["model.layers.0.mlp.gate_proj.weight"].packed.format == "int4"
+    assert names["model.layers.0.mlp.down_proj.weight"].packed.format == "int3"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -127,7 +127,7 @@ def _table(fitted: Fit, found: dict[str, Any]) -> Table:
 
 
 def _lines(fitted: Fit, found: dict[str, Any]) -> list[str]:
-    from scantling.reporting.format import format_number, format_percent
+    from scantling.reporting.format import format_percent
 
     held_out = found["hold_out"]
     reasons = {name: row["not_identified"] for name, row in found["constants"].items() if row["not_identified"]}
@@ -137,7 +137,8 @@ def _lines(fitted: Fit, found: dict[str, Any]) -> list[str]:
         mean, worst = (format_percent(held_out[key], 2) for key in ("mean", "worst"))
         lines.append(f"hold-out    {mean} in the mean, {worst} at worst, each size predicted from the others")
     lines += [f"hold-out    {size} parameters not left out: {reason}" for size, reason in held_out["skipped"].items()]
-    lines.append(f"condition   {format_number(found['condition_number'])} (of the constants in the middle of the runs)")
+    condition = "infinite" if found["condition_number"] is None else f"{found['condition_number']:.1e}"
+    lines.append(f"condition   {condition} (of the constants in the middle of the runs)")
     return lines
 
 

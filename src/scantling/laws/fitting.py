@@ -61,7 +61,7 @@ class Problem:
 
     def signed(self, place: int) -> bool:
         """Whether a coordinate is the constant itself, not its logarithm."""
-        return self.names[place] in self.law.SIGNED
+        return self.names[place] in self.law.OFFSETS
 
     def constants(self, theta: Any) -> dict[str, Any]:
         """Constants at coordinates, the last axis of which is that of `names`."""

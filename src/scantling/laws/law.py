@@ -90,8 +90,8 @@ class Law(ABC):
     """What else the loss depends on, each with its default."""
     PARTS: ClassVar[tuple[str, ...]] = ()
     """Those of the variables that are the bits of a part of the model in training."""
-    SIGNED: ClassVar[tuple[str, ...]] = ()
-    """Constants that may be negative."""
+    OFFSETS: ClassVar[Mapping[str, str]] = {}
+    """Constants that may be negative, each with the one it says nothing without."""
     HELD: ClassVar[tuple[str, ...]] = ("power",)
     """Constants that a fit leaves alone unless told to free them."""
     UNITS: ClassVar[Mapping[str, str]] = {
@@ -193,7 +193,7 @@ class Law(ABC):
             variables: as `loss` takes them.
 
         Returns:
-            The derivatives by name, shaped as the loss.
+            The derivatives by name, shaped as the loss; NaN where that is infinite.
         """
         given = self._variables(variables)
         N, D = np.asarray(N, float), np.asarray(D, float)
@@ -207,7 +207,8 @@ class Law(ABC):
         for name, value in given.items():
             if not isinstance(value, str) and np.isfinite(value).all():
                 found[name] = _slope(self.evaluate(N, D, {**given, name: value + 1j * _STEP}))
-        return {name: _plain(value) for name, value in found.items()}
+        finite = np.isfinite(self.loss(N, D, **variables))
+        return {name: _plain(np.where(finite, value, np.nan)) for name, value in found.items()}
 
     def optimum(
         self,

@@ -75,7 +75,7 @@ class PrecisionLaw(Law):
         "post": math.inf,
     }
     PARTS: ClassVar[tuple[str, ...]] = ("weights", "activations", "kv_cache")
-    SIGNED: ClassVar[tuple[str, ...]] = ("n_w", "n_a", "n_kv", "n_post")
+    OFFSETS: ClassVar[Mapping[str, str]] = {f"n_{x}": f"gamma_{x}" for x in ("w", "a", "kv", "post")}
     HELD: ClassVar[tuple[str, ...]] = ("power", "n_post", "C_w", "C_a", "C_kv")
     UNITS: ClassVar[Mapping[str, str]] = {
         **Law.UNITS,

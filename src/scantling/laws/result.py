@@ -220,6 +220,9 @@ class Fit:
                 words = (f"{SHIFT:g} more", f"{SHIFT:g} less") if signed else (f"× {FACTOR:g}", f"÷ {FACTOR:g}")
                 also = " and ".join(word for word, open_ in zip(words, (more, less), strict=True) if open_)
                 found[name] = f"the runs fit as well with it {also}{self._partner(place)}"
+        for offset, scale in self.law.OFFSETS.items():
+            if scale in found and offset in self.names:
+                found[offset] = f"it stands beside {scale}, which the runs do not tell"
         if "E" in self.names and _VANISHED * self.runs["loss"].min() > self.law.E:
             for name in {"E", "alpha", "beta"} & set(self.names):
                 found[name] = "E has gone to 0, and the exponents stand in for it"

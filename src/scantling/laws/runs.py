@@ -26,10 +26,11 @@ WHOLE = 16
 _PARTS = ("weights", "activations", "kv_cache")
 _SECTION = "precision."
 """Before their names in the tables that `scantling sweep` writes."""
-_MOST_NATS = 25.0
+_MOST_NATS, _MOST_APART = 15.0, 4.0
+"""Nats a token, of chance with a million tokens; and how many times as large one loss is as another. As trained."""
 _FEWEST = {"N": 1e3, "D": 1e4}
-_GAP = 1e4
-_RATIOS = (1e-3, 1e7)
+_GAP, _WIDE_GAP = 1e4, 500.0
+_RATIOS = (0.01, 1e7)
 
 
 @dataclass(frozen=True)
@@ -247,9 +248,16 @@ def _check(runs: Runs, law: type[Law]) -> None:
     for name in law.VARIABLES:
         if name != "scheme" and not (runs[name] > 0).all():
             raise UserError(f"{name} is in bits, above 0, or empty where unquantised; given {runs[name].min():g}")
-    if runs["loss"].max() > _MOST_NATS:
+    trained = runs["loss"][np.isinf(runs["post"])] if "post" in runs else runs["loss"]
+    smallest, largest = trained.min(initial=np.inf), trained.max(initial=0.0)
+    if largest > _MOST_NATS:
         raise UserError(
-            f"a loss of {runs['loss'].max():g} is no loss in nats a token (is it a perplexity? then give its logarithm)"
+            f"a loss of {largest:g} is no loss in nats a token (is it a perplexity? then give its logarithm)"
+        )
+    if largest > _MOST_APART * smallest:
+        logger.warning(
+            "losses go from %.4g to %.4g: look whether some are perplexities; a law takes nats a token",
+            *(smallest, largest),
         )
     for name, fewest in _FEWEST.items():
         values = np.sort(runs[name])
@@ -258,6 +266,11 @@ def _check(runs: Runs, law: type[Law]) -> None:
             raise UserError(
                 f"{name} goes from {values[0]:.4g} to {values[-1]:.4g}: are the units mixed, or millions or billions? "
                 f"{name} is a plain count, such as 1.25e8"
+            )
+        if jumps.max(initial=1.0) >= _WIDE_GAP:
+            logger.warning(
+                "no %s lies between %.4g and %.4g: look whether the units are mixed",
+                *(name, values[jumps.argmax()], values[jumps.argmax() + 1]),
             )
     ratio = runs["D"] / runs["N"]
     if ratio.min() < _RATIOS[0] or ratio.max() > _RATIOS[1]:

@@ -1,10 +1,11 @@
 """Keys, values and queries in few bits, inside the attention of transformers models.
 
 The attention functions of transformers are looked up by the name that `model.config._attn_implementation` holds
-(`AttentionInterface`). A function of the same kind that rounds its arguments first is registered beside the one in use,
-and the model is told to take it, by a configuration of its own: other models, made of the same one, stay as they are.
-Keys are rounded after their rotation, with what is in the cache already: what a cache in this format would hold. The
-name is not saved with the model.
+(`AttentionInterface`); parts of a model may have configurations of their own. A function of the same kind that rounds
+its arguments first is registered beside each in use, and the model is told to take it, by a configuration of its own:
+other models, made of the same one before, stay as they are. What is made of the model's configuration afterwards has
+the same attention, until `restore_attention`. Keys are rounded after their rotation, with what is in the cache already:
+what a cache in this format would hold. The name is not saved with the model.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from scantling.errors import UserError
 from scantling.precision.quantizer import Quantizer
 
 _ATTRIBUTE = "_attention_in_few_bits"
+_REGISTERED: dict[str, _Registered] = {}
+"""By name, in this process."""
 
 
 class _Registered:
@@ -35,9 +38,11 @@ class _Registered:
 
         self.base, self._given = base, (base, kv_cache, queries)
         self.name = f"{base}, keys and values {kv_cache}, queries {queries}".replace(" None", " whole")
-        if self.name not in ALL_ATTENTION_FUNCTIONS:
+        if self.name not in _REGISTERED:
             AttentionInterface.register(self.name, _rounding(ALL_ATTENTION_FUNCTIONS[base], kv_cache, queries))
-            AttentionMaskInterface.register(self.name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+            if base in ALL_MASK_ATTENTION_FUNCTIONS:  # without, transformers gives a function the mask as it is
+                AttentionMaskInterface.register(self.name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+            _REGISTERED[self.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Registered, self._given
@@ -60,41 +65,49 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
             f"the attention of this model's {type(part).__name__} takes keys, values or queries in few bits already; "
             "call sc.precision.restore first"
         )
-    base = implementation(model)
-    if base is None:
+    if not _can_be_set(model):
         raise UserError(
             f"kv_cache and queries are quantized in the attention of transformers models; this {type(model).__name__} "
             "has none that can be set by name"
         )
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if base not in ALL_ATTENTION_FUNCTIONS:
-        raise UserError(
-            f"attention {base!r} belongs to each model and cannot be wrapped; call "
-            "model.set_attn_implementation('sdpa') first"
-        )
-    registered = _Registered(base, kv_cache, queries)
-    _own_config(model)
-    model.set_attn_implementation(registered.name)  # type: ignore[operator]
-    setattr(model, _ATTRIBUTE, registered)
+    for base in _names(model.config):
+        _check(base)
+    registered = {base: _Registered(base, kv_cache, queries) for base in _names(model.config)}
+    _set(model, lambda base: registered[base].name)
+    setattr(model, _ATTRIBUTE, list(registered.values()))  # so that they are registered where the model is unpickled
 
 
 def restore_attention(model: nn.Module) -> None:
     """Give a model and its parts the attention that they had before `quantize_attention`."""
-    for part in list(_quantized_parts(model)):
-        part.set_attn_implementation(vars(part)[_ATTRIBUTE].base)  # type: ignore[operator]
+    for part in _quantized_parts(model):
+        _set(part, lambda name: _REGISTERED[name].base if name in _REGISTERED else name)
     for module in model.modules():
         vars(module).pop(_ATTRIBUTE, None)
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether `quantize_attention` is in force."""
-    registered = vars(model).get(_ATTRIBUTE)
-    return registered is not None and implementation(model) == registered.name
+    """Whether the attention of a model takes its arguments in few bits."""
+    return _can_be_set(model) and any(name in _REGISTERED for name in _names(model.config))
 
 
 def _quantized_parts(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if is_quantized(module))
+
+
+def _check(base: str) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    advice = "call model.set_attn_implementation('sdpa') first"
+    if base not in ALL_ATTENTION_FUNCTIONS:
+        raise UserError(f"attention {base!r} belongs to each model and cannot be wrapped; {advice}")
+    if "flash" in base:
+        raise UserError(f"attention {base!r} loads its kernel by its own name and cannot be wrapped; {advice}")
+
+
+def _set(model: nn.Module, name_of: Callable[[str], str]) -> None:
+    """Set the attention of a model and its parts by what each has, in configurations that are theirs alone."""
+    _own_config(model)
+    model.set_attn_implementation(_renamed(model.config, name_of))  # type: ignore[operator]
 
 
 def _own_config(model: nn.Module) -> None:
@@ -107,12 +120,29 @@ def _own_config(model: nn.Module) -> None:
                 setattr(module, name, copies[id(value)])
 
 
-def implementation(model: nn.Module) -> str | None:
-    """The name of a model's attention function; None where it has none."""
-    if not hasattr(model, "set_attn_implementation") or not model._can_set_attn_implementation():  # type: ignore[operator]
-        return None
-    name: str | None = model.config._attn_implementation  # type: ignore[union-attr,assignment]
-    return name
+def _can_be_set(model: nn.Module) -> bool:
+    return hasattr(model, "set_attn_implementation") and bool(model._can_set_attn_implementation())  # type: ignore[operator]
+
+
+def _parts(config: Any) -> dict[str, Any]:
+    """Configurations within one that name an attention, by their keys."""
+    found = {key: getattr(config, key, None) for key in config.sub_configs}
+    return {key: part for key, part in found.items() if getattr(part, "_attn_implementation", None) is not None}
+
+
+def _names(config: Any) -> list[str]:
+    """The attention functions that a configuration names."""
+    own = config._attn_implementation
+    return list(dict.fromkeys([own, *(name for part in _parts(config).values() for name in _names(part))]))
+
+
+def _renamed(config: Any, name_of: Callable[[str], str]) -> str | dict[str, Any]:
+    """The same functions by other names, as `set_attn_implementation` takes them."""
+    names = _names(config)
+    if len(names) == 1:
+        return name_of(names[0])
+    parts = {key: _renamed(part, name_of) for key, part in _parts(config).items()}
+    return {"": name_of(config._attn_implementation), **parts}
 
 
 def _rounding(function: Any, kv_cache: Quantizer | None, queries: Quantizer | None) -> Callable[..., Any]:

@@ -82,7 +82,9 @@ class LayerFormats:
             return y
         return _RoundedGradient.apply(y, self.gradients)  # type: ignore[no-any-return,no-untyped-call]
 
-    def rows(self, table: Tensor, indices: Tensor, found: Tensor, padding_idx: int | None) -> Tensor:
+    def rows(
+        self, table: Tensor, indices: Tensor, found: Tensor, padding_idx: int | None, scale_grad_by_freq: bool
+    ) -> Tensor:
         """Rows of a table that were looked up, quantised as the whole table would be.
 
         Args:
@@ -90,11 +92,13 @@ class LayerFormats:
             indices: of the rows.
             found: the rows, (..., embedding_dim).
             padding_idx: the row that does not learn.
+            scale_grad_by_freq: whether the gradient of a row is divided by how often it was looked up.
         """
         if self.weights is None:
             return found
         if self.weights.granularity == "tensor" or self.weights.scales == "fp8":  # a scale of all rows
-            return nn.functional.embedding(indices, self.matrix(table), padding_idx)
+            whole = self.matrix(table)
+            return nn.functional.embedding(indices, whole, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
         by_row = self.weights if self.weights.granularity == "group" else self.weights.by("token")
         return by_row(found)
 
@@ -119,7 +123,8 @@ class QuantizedEmbedding(nn.Embedding):
     formats: LayerFormats
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.formats.rows(self.weight, input, super().forward(input), self.padding_idx)
+        found = super().forward(input)
+        return self.formats.rows(self.weight, input, found, self.padding_idx, self.scale_grad_by_freq)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {described(self.formats)}"

@@ -36,7 +36,7 @@ def to_patterns(values: Tensor, format: Format) -> Tensor:
         whole: Tensor = values.to(torch.int32) + 2 ** (format.bits - 1)
         return whole
     magnitudes = _magnitudes(format).nan_to_num(torch.inf).to(values)
-    places: Tensor = torch.searchsorted(magnitudes, values.abs(), out_int32=True)
+    places: Tensor = torch.searchsorted(magnitudes, values.abs().contiguous(), out_int32=True)
     return places + (values < 0) * len(magnitudes)
 
 

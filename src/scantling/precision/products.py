@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from scantling.errors import UserError
 from scantling.numerics.formats import FloatFormat, Format, IntFormat
@@ -148,6 +149,7 @@ class _Product(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         codes_x, scale_x, codes_weight, scale_weight = ctx.saved_tensors

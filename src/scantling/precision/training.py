@@ -41,6 +41,11 @@ Weights: TypeAlias = Literal["master", "rounded"]
 
 _WHOLE_SHARE = 0.1
 """Of the numbers in matrices within a model: when more of them stay whole, something says so."""
+_FAST_PATHS: dict[type, tuple[str, Any]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+"""Modules of torch that may pass over their submodules: what says so, and the value with which they do not."""
 
 
 def quantize_training(
@@ -105,7 +110,7 @@ def quantize_training(
         raise UserError("quantize_training: the model is quantized already; call scantling.precision.restore first")
     if formats.multiply is not None:
         _check_products(model, formats, formats.multiply)
-    chosen = _chosen(model, filter_fn) if of_layers else {}
+    chosen = _chosen(model, filter_fn, with_embeddings=formats.weights is not None) if of_layers else {}
     if of_layers and not chosen:
         raise UserError(_nothing(model, filter_fn))
     if of_attention != (None, None):
@@ -113,7 +118,7 @@ def quantize_training(
     for module in chosen.values():
         _quantize(module, formats)
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and any(map(_is_quantized, module.modules())):
+        if isinstance(module, tuple(_FAST_PATHS)) and any(map(_is_quantized, module.modules())):
             _set_fast_path(module, on=False)
     if of_layers and filter_fn is None:
         _warn_of_the_rest(model, list(chosen.values()))
@@ -140,7 +145,7 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
     rounded: set[int] = set()
     merged = 0
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
+        if isinstance(module, tuple(_FAST_PATHS)):
             _set_fast_path(module, on=True)
         if not _is_quantized(module):
             continue
@@ -183,12 +188,14 @@ def _quantize(module: nn.Module, formats: LayerFormats) -> None:
     module.formats = formats  # type: ignore[assignment]
 
 
-def _chosen(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
-    """The layers to quantize, by name."""
+def _chosen(model: nn.Module, filter_fn: Filter | None, *, with_embeddings: bool) -> dict[str, nn.Module]:
+    """The layers to quantize, by name; embeddings have nothing but weights to quantize."""
     check_filter(filter_fn)
     heads = {id(head) for head in output_layers(model)}
     chosen = {}
     for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and not with_embeddings:
+            continue
         if not _can_be_quantized(module):
             if filter_fn is not None and isinstance(module, nn.Linear | nn.Embedding) and filter_fn(name, module):
                 logger.warning("quantize_training: %s stays whole: no %s is quantized", name, type(module).__name__)
@@ -239,13 +246,17 @@ def _plain_class(kind: type) -> type:
     return type(kind.__name__.replace("Quantized", ""), bases, rest)
 
 
-def _set_fast_path(layer: nn.TransformerEncoderLayer, *, on: bool) -> None:
-    """Whether torch may compute a layer in one go, without its submodules: it would take the weights as they are."""
-    known: dict[str, Any] = vars(layer)
+def _set_fast_path(module: nn.Module, *, on: bool) -> None:
+    """Whether torch may compute layers in one go, without their submodules: it would take the weights as they are.
+
+    Encoders of them pack what is padded into nested tensors for it, which nothing else takes.
+    """
+    known: dict[str, Any] = vars(module)
+    name, off = next(way for kind, way in _FAST_PATHS.items() if isinstance(module, kind))
     if on and "_fast_path" in known:
-        layer.activation_relu_or_gelu = known.pop("_fast_path")
+        known[name] = known.pop("_fast_path")
     elif not on:
-        known["_fast_path"], layer.activation_relu_or_gelu = layer.activation_relu_or_gelu, 0
+        known["_fast_path"], known[name] = known[name], off
 
 
 def _warn_of_the_rest(model: nn.Module, chosen: list[nn.Module]) -> None:

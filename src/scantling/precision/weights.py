@@ -109,6 +109,8 @@ def quantize_weights(
         calibrated = Calibration(model, matrices, calibration)
     _stop_rounding(model, matrices)
     kept = vars(model).setdefault(_ATTRIBUTE, {})
+    for name in dict(_not_any_more(model, kept)):
+        del kept[name]
 
     def put(matrix: Matrix, encoded: Encoded, used: Method, hessian: Tensor | None = None) -> None:
         before, packed = matrix.read().clone(), PackedMatrix.of(encoded, quantizer)
@@ -163,15 +165,22 @@ def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
         UserError: one that holds something else by now.
     """
     kept: dict[str, QuantizedWeight] = vars(model).get(_ATTRIBUTE, {})
+    for name, what in _not_any_more(model, kept):
+        raise UserError(f"{name} {what}; quantise the model again")
+    return dict(kept)
+
+
+def _not_any_more(model: nn.Module, kept: Mapping[str, QuantizedWeight]) -> Iterator[tuple[str, str]]:
+    """The names of weights that were quantised and hold something else by now, and what happened to them."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in kept.items():
         parameter = parameters.get(name)
         if parameter is None:
-            raise UserError(f"{name} was quantised, and is not in the model any more; quantise the model again")
+            yield name, "was quantised, and is not in the model any more"
+            continue
         rows = as_matrix(parameter, weight.channels_last).shape if parameter.ndim > 1 else ()
         if tuple(rows) != weight.packed.shape or not torch.equal(weight.values(parameter), parameter.detach().cpu()):
-            raise UserError(f"{name} was changed after it was quantised; quantise the model again")
-    return dict(kept)
+            yield name, "was changed after it was quantised"
 
 
 def _stop_rounding(model: nn.Module, matrices: list[Matrix]) -> None:
