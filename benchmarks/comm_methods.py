@@ -227,6 +227,10 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     **{f"powersgd r{rank}": partial(power_sgd, rank=rank) for rank in (1, 4, 16)},
     **{f"diloco h{every}": partial(local_steps, make=diloco, every=every) for every in (30, 100)},
     "sparseloco h30": partial(local_steps, make=partial(sparseloco, dense="sign"), every=30),
+    **{
+        f"ours k64 h5 {way}": partial(local_steps, make=partial(sparseloco, dense="int4", exchange=way), every=5)
+        for way in ("all_gather", "owner")
+    },
     **{f"demo paper k{k}": partial(demo, compat="paper", topk=k) for k in (1, 2, 4, 8, 16, 32)},
     "demo paper k32 decay 0.95": partial(demo, compat="paper", topk=32, decay=0.95),
     **{

@@ -14,7 +14,8 @@ scikit-learn's digits; with `--data llama-10m` the preset of that name, on bytes
 network.py times. Two replicas are two processes, each with half of every batch; with four and eight, each has less, at
 the rates that are best with two, and AdamW under DDP is that of two, which computes the same. Replicas that take steps
 of their own have come together at the end of a run, which is a multiple of theirs; where the curve has points in
-between, these are means over models that differ. Bytes are those of the formulas, which benchmarks/network.py holds to
+between, these are means over models that differ. `ours k64 h5` takes five steps of AdamW between exchanges, in which
+the 64 largest of 4,096 numbers travel in 4 bits. Bytes are those of the formulas, which benchmarks/network.py holds to
 what an interface counts; `over the run` has in it the steps that PowerSGD begins with, a tenth of all, as its
 documentation advises.
 
@@ -93,8 +94,9 @@ WORKS = {
         methods=(
             *("ddp fp32", "ddp, one rate"),
             *("powersgd r1", "powersgd r4"),
-            *("diloco h30", "diloco h100"),
-            *("ours k8 all_gather", "ours k2 owner"),
+            *("diloco h30", "diloco h100", "sparseloco h30"),
+            *("ours k8 all_gather", "ours k2 owner", "ours k64 h5 all_gather", "ours k64 h5 owner"),
+            "exchange k8, adamw beta1 0",
         ),
         eval_samples=200,
     ),
@@ -117,13 +119,15 @@ METHODS = (
     "ours k8 all_gather",
     "ours k8 owner",
     "ours k2 owner",
+    "ours k64 h5 all_gather",
+    "ours k64 h5 owner",
     *(f"exchange k8, {name}" for name in ("adamw", "adamw beta1 0", "came beta1 0")),
 )
 ONE_RATE = ("ddp, one rate", "ddp sgd", "demo paper")
 """How methods begin whose rate is that of all parameters; the others sweep that of the matrices."""
-OURS = "ours k8 all_gather"
-MAIN = ("ddp fp32", OURS, "ours k2 owner")
-"""With all seeds. At 8 replicas only few components by way of owners stay 200 times below 16-bit gradients."""
+OURS, LOCAL = "ours k8 all_gather", "ours k64 h5 all_gather"
+MAIN = ("ddp fp32", OURS, LOCAL, "ours k64 h5 owner")
+"""With all seeds. At 8 replicas only what goes by way of owners stays 200 times below 16-bit gradients."""
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "decay 0.9": (OURS, {"decay": 0.9}),
     "delay 1": (OURS, {"delay": 1}),
@@ -134,8 +138,12 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "values int8": (OURS, {"values": "int8"}),
     "values fp32": (OURS, {"values": "fp32"}),
     "dense bf16": (OURS, {"dense": "bf16"}),
+    "local steps, components of the cosine transform": (LOCAL, {"transform": "dct"}),
+    "local steps, no decay": (LOCAL, {"decay": 1.0}),
+    "local steps, ten between exchanges": (LOCAL, {"every": 10}),
     "chunk 32, topk 2": (OURS, {"chunk": 32, "topk": 2}),
     "residuals averaged every 50": (OURS, {"state_sync_every": 50}),
+    "diloco h30, a plain mean": ("diloco h30", {"outer_lr": 1.0, "outer_momentum": 0.0}),
     "diloco h30, outer rate 0.4": ("diloco h30", {"outer_lr": 0.4}),
     "diloco h30, outer rate 1": ("diloco h30", {"outer_lr": 1.0}),
     "diloco h100, outer rate 1": ("diloco h100", {"outer_lr": 1.0}),
@@ -337,14 +345,14 @@ def row(name: str, found: list[Line | None], control: list[Line | None]) -> None
     done = [line for line in found if line is not None]
     failed = sum(line["eval_loss"] is None for line in done)
     if failed:
-        print(f"{name:32} failed with {failed} of {len(done)} seeds")
+        print(f"{name:48} failed with {failed} of {len(done)} seeds")
     if not done or failed:
         return
     pairs = [(a, b) for a, b in zip(found, control, strict=False) if a is not None and b is not None]
     sent, whole = done[0]["computed_bytes"], done[0]["bytes_over_the_run"]
     dense = next((line["computed_bytes"] for line in control if line is not None), sent)
     mean, _ = interval([line["eval_loss"] for line in done])
-    parts = [f"{name:32} {mean:.4f} ({len(done)} seeds)  {sent / 1e3:9.2f} kB a step, {dense / sent:7.1f} x fewer"]
+    parts = [f"{name:48} {mean:.4f} ({len(done)} seeds)  {sent / 1e3:9.2f} kB a step, {dense / sent:7.1f} x fewer"]
     if whole > 1.01 * sent:
         parts.append(f"over the run {dense / whole:.1f} x")
     if "accuracy" in done[0]:
