@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scantling as sc
-from scantling.tensor.contraction import Chain, Step, best_plan, contract, in_blocks, merged, orders, plan_of
+from scantling.tensor.contraction import (
+    MOST_OVER,
+    Chain,
+    Step,
+    best_plan,
+    contract,
+    in_blocks,
+    merged,
+    orders,
+    plan_of,
+)
 from scantling.tensor.cores import dense
 
 
@@ -80,9 +90,19 @@ def test_no_order_is_cheaper_than_the_best(chain: Chain, num_tokens: int) -> Non
 def test_the_order_for_a_number_of_tokens_is_looked_up(chain: Chain) -> None:
     known = orders(chain)
     assert [limit for limit, _ in known] == sorted({limit for limit, _ in known})
-    for num_tokens in (1, 2, 3, 7, 20, 100, 4096, 1 << 20):
+    for num_tokens in (1, 2, 3, 7, 20, 100, 4096, 1 << 20, *(limit for limit, _ in known)):
         steps = next(steps for limit, steps in known if num_tokens <= limit)
-        assert plan_of(chain, num_tokens, steps).macs == best_plan(chain, num_tokens).macs
+        found = plan_of(chain, num_tokens, steps)
+        assert found.macs <= MOST_OVER * found.naive_macs
+        if num_tokens.bit_count() == 1 or num_tokens in dict(known):
+            assert found.macs == best_plan(chain, num_tokens).macs
+
+
+def test_an_order_that_is_best_between_two_powers_alone_is_not_looked_for() -> None:
+    chain = Chain((1, 2, 3, 1, 4), (1, 1, 3, 1, 2, 1), 4)
+    steps = {num_tokens: best_plan(chain, num_tokens).steps for num_tokens in (2, 3, 4)}
+    assert steps[2] == steps[4] != steps[3]
+    assert next(found for limit, found in orders(chain) if limit >= 3) == steps[4]
 
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(1, 0.08e6), (32, 2.01e6), (4096, 190.2e6)])

@@ -279,7 +279,9 @@ def orders(chain: Network, merges: float = 1.0) -> Orders:
         chain: modes and ranks.
         merges: as of `best_plan`.
 
-    The powers of 2 are tried, and where two neighbours differ, what lies between them is halved.
+    The powers of 2 are tried, and where two neighbours differ, what lies between them is halved. Which ways are allowed
+    depends on the tokens, so that one may be best between two powers alone: it is not looked for, and the one that
+    stands there is allowed, too.
     """
     ways = _ways(chain)
 
