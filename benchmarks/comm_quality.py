@@ -1,8 +1,8 @@
 """What fewer bytes cost in loss: every way to exchange, from the same weights and the same order of data.
 
     python benchmarks/comm_quality.py sweep      one grid of learning rates for every method, seed 0
-    python benchmarks/comm_quality.py seeds      each at its best rate, the same data order: AdamW and MAIN with seeds
-                                                 1 to 8, the others with 1 to 3; `--replicas 4` and 8 with more replicas
+    python benchmarks/comm_quality.py seeds      each at its best rate, the same data order: AdamW and MAIN with 8 seeds
+                                                 (5 of the long runs), the others with 3; `--replicas 4` and 8 with more
     python benchmarks/comm_quality.py settings   ours with other coefficients, decay, alpha, formats; DiLoCo with other
                                                  outer rates
     python benchmarks/comm_quality.py shorter    AdamW under DDP in as few steps as a slow link leaves time for, each
@@ -11,13 +11,13 @@
 
 A decoder of half a million parameters on English novels; with `--data digits` a vision transformer of 0.2 million on
 scikit-learn's digits; with `--data llama-10m` the preset of that name, on bytes of the novels, in the batches that
-network.py times. Two replicas are two processes, each with half of every batch; with four and eight, each has less, at
-the rates that are best with two, and AdamW under DDP is that of two, which computes the same. Replicas that take steps
-of their own have come together at the end of a run, which is a multiple of theirs; where the curve has points in
-between, these are means over models that differ. `ours k64 h5` takes five steps of AdamW between exchanges, in which
-the 64 largest of 4,096 numbers travel in 4 bits. Bytes are those of the formulas, which benchmarks/network.py holds to
-what an interface counts; `over the run` has in it the steps that PowerSGD begins with, a tenth of all, as its
-documentation advises.
+network.py times, 300 steps of them, and with `--data llama-10m-long` 1,500. Two replicas are two processes, each with
+half of every batch; with four and eight, each has less, at the rates that are best with two, and AdamW under DDP is
+that of two, which computes the same. Replicas that take steps of their own have come together at the end of a run,
+which is a multiple of theirs; where the curve has points in between, these are means over models that differ. `ours k64
+h5` takes five steps of AdamW between exchanges, in which the 64 largest of 4,096 numbers travel in 4 bits. Bytes are
+those of the formulas, which benchmarks/network.py holds to what an interface counts; `over the run` has in it the 30
+steps that PowerSGD begins with, a tenth of 300, as its documentation advises.
 
 In all methods but SGD, DeMo as published and `ddp, one rate`, embeddings and vectors learn by AdamW at the rate that
 is best for AdamW alone, which is swept first, and what is swept is the rate of the matrices: the AdamW in DeMo has a
@@ -48,7 +48,7 @@ from small_models import facts, printed, text
 REPLICAS = 2
 ALSO = (4, 8)
 """Replicas of further runs."""
-SEEDS, FEW_SEEDS = range(1, 9), range(1, 4)
+FEW_SEEDS = range(1, 4)
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
 GRID = Grid(RATES, start=4, least=4)  # from 2e-3 on
 STARTS = {"ddp sgd": 10}
@@ -65,6 +65,8 @@ class Work:
         dense_lr: of embeddings and vectors, by AdamW in all methods but ONE_RATE: what the sweep of the first finds.
         methods: what is compared; all unless given.
         eval_samples: held out.
+        grid: of learning rates.
+        seeds: of AdamW and MAIN.
     """
 
     model: dict[str, Any]
@@ -74,6 +76,8 @@ class Work:
     dense_lr: float
     methods: tuple[str, ...] = ()
     eval_samples: int = 400
+    grid: Grid = GRID
+    seeds: range = range(1, 9)
 
 
 WORKS = {
@@ -101,6 +105,13 @@ WORKS = {
         eval_samples=200,
     ),
 }
+WORKS["llama-10m-long"] = replace(
+    WORKS["llama-10m"],
+    steps=1500,
+    methods=("ddp fp32", "powersgd r4", "diloco h30", "ours k8 all_gather", "ours k64 h5 all_gather"),
+    grid=Grid(RATES, start=3, least=3),
+    seeds=range(1, 6),
+)
 METHODS = (
     "ddp fp32",
     "ddp, one rate",
@@ -149,7 +160,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "diloco h100, outer rate 1": ("diloco h100", {"outer_lr": 1.0}),
 }
 """By name a method, at its best rate, and what of it is changed."""
-SHORTER = (4, 8, 16, 32, 64, 128)
+SHORTER = (16, 32, 64, 128, 256)
 """Steps of the phase `shorter`."""
 Lines = dict[str, Line]
 
@@ -163,9 +174,10 @@ def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLI
     return {**named, "method": method, "lr": lr, "seed": seed, "steps": steps, "replicas": replicas, "options": options}
 
 
-def grid_of(method: str) -> Grid:
+def grid_of(data: str, method: str) -> Grid:
     """The learning rates of a method, from where its own are to be expected."""
-    return replace(GRID, start=STARTS.get(method, GRID.start))
+    grid = WORKS[data].grid
+    return replace(grid, start=STARTS.get(method, grid.start))
 
 
 def shorter_spec(data: str, lr: float, seed: int, steps: int) -> Spec:
@@ -175,7 +187,7 @@ def shorter_spec(data: str, lr: float, seed: int, steps: int) -> Spec:
 
 def warm_up_steps(method: str, steps: int) -> int:
     """Steps in which a method averages everything before it begins."""
-    return steps // 10 if method.startswith("powersgd") else 0
+    return min(30, steps // 10) if method.startswith("powersgd") else 0
 
 
 def work_of(spec: Spec) -> Work:
@@ -294,15 +306,15 @@ def swept(lines: Lines, data: str, method: str) -> list[float | None]:
 
 def best_rate(lines: Lines, data: str, method: str) -> float | None:
     """None while the sweep has not ended, or where every run failed."""
-    return grid_of(method).best(swept(lines, data, method))
+    return grid_of(data, method).best(swept(lines, data, method))
 
 
 def methods_of(data: str) -> tuple[str, ...]:
     return WORKS[data].methods or METHODS
 
 
-def seeds_of(method: str) -> range:
-    return SEEDS if method in MAIN else FEW_SEEDS
+def seeds_of(data: str, method: str) -> range:
+    return WORKS[data].seeds if method in MAIN else FEW_SEEDS
 
 
 def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
@@ -324,11 +336,11 @@ def report(lines: Lines, data: str) -> None:
     one = best_rate(lines, data, ONE_RATE[0])
     if one is not None and one != WORKS[data].dense_lr:
         print(f"AdamW of one rate is best at {one:g}, but embeddings learn at {WORKS[data].dense_lr:g}: set it")
-    control = [lines.get(key_of(run_spec(data, METHODS[0], base, seed))) for seed in SEEDS]
+    control = [lines.get(key_of(run_spec(data, METHODS[0], base, seed))) for seed in WORKS[data].seeds]
     for replicas, method in product((REPLICAS, *ALSO), methods_of(data)):
         rate = best_rate(lines, data, method)
         if rate is not None:
-            found = [lines.get(key_of(run_spec(data, method, rate, seed, replicas))) for seed in seeds_of(method)]
+            found = [lines.get(key_of(run_spec(data, method, rate, seed, replicas))) for seed in seeds_of(data, method)]
             row(f"{method} at {rate:g}" + ("" if replicas == REPLICAS else f", {replicas} replicas"), found, control)
     for name, (method, options) in SETTINGS.items():
         rate = best_rate(lines, data, method)
@@ -382,17 +394,17 @@ def main() -> int:
         report(ledger.lines(), options.data)
     elif options.phase == "sweep":
         for method in methods:
-            grid_of(method).sweep(
+            grid_of(options.data, method).sweep(
                 ledger, lambda rate, method=method: run_spec(options.data, method, rate, 0), "eval_loss"
             )
     elif options.phase == "seeds":
         lines = ledger.lines()
-        for seed in SEEDS:
+        for seed in (seeds := WORKS[options.data].seeds):
             for method in methods:
                 rate = best_rate(lines, options.data, method)
-                if rate is not None and seed in seeds_of(method):
+                if rate is not None and seed in seeds_of(options.data, method):
                     ledger.run(run_spec(options.data, method, rate, seed, options.replicas))
-                elif rate is None and seed == SEEDS[0]:
+                elif rate is None and seed == seeds[0]:
                     print(f"{method}: its sweep has not ended")
     elif options.phase == "shorter":
         rate = best_rate(ledger.lines(), options.data, METHODS[0])

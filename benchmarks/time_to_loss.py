@@ -2,8 +2,8 @@
 
     python benchmarks/time_to_loss.py benchmarks/results/network-2-100mbit-*.json
 
-The losses by step are those of `comm_quality.py --data llama-10m`; what a step takes is what `network.py` measured of
-the same model and the same batch on a link. A time to a loss is the product of the two: to what AdamW under DDP ends
+The losses by step are those of `comm_quality.py --data llama-10m-long`; what a step takes is what `network.py` measured
+of the same model and the same batch on a link. A time to a loss is the product of the two: to what AdamW under DDP ends
 at, and to 0.01 nats above it, since runs of one method differ by as much from seed to seed. Steps in which PowerSGD
 still averages everything take as long as those of DDP.
 
@@ -27,7 +27,7 @@ from dated import RESULTS
 from network import step_of
 from resumable import Ledger, Line, key_of, steps_to_reach
 
-DATA = "llama-10m"
+DATA, PRESET = "llama-10m-long", "llama-10m"
 BASE = "ddp fp32"
 ALONE = "alone"
 TOLERANCE = 0.01
@@ -39,7 +39,9 @@ def trained(lines: quality.Lines, method: str) -> dict[int, Line]:
     rate = quality.best_rate(lines, DATA, method)
     if rate is None:
         return {}
-    found = {seed: lines.get(key_of(quality.run_spec(DATA, method, rate, seed))) for seed in quality.seeds_of(method)}
+    found = {
+        seed: lines.get(key_of(quality.run_spec(DATA, method, rate, seed))) for seed in quality.seeds_of(DATA, method)
+    }
     done = {seed: line for seed, line in found.items() if line is not None}
     return {} if any(line["eval_loss"] is None for line in done.values()) else done
 
@@ -154,7 +156,7 @@ def main() -> int:
         link = json.loads(path.read_text(encoding="utf-8"))
         work = quality.WORKS[DATA]
         told = tuple(link.get(key) for key in ("preset", "batch", "length", "replicas", "with_times"))
-        if told != (DATA, work.batch // quality.REPLICAS, work.data["seq_len"], quality.REPLICAS, True):
+        if told != (PRESET, work.batch // quality.REPLICAS, work.data["seq_len"], quality.REPLICAS, True):
             raise SystemExit(f"{path.name}: other steps than those that were trained, or of an older form: {told}")
         step_s = {
             method: float(np.median([step_of(rows, method) for rows in rounds]))
