@@ -1,7 +1,7 @@
 """What fewer bytes cost in loss: every way to exchange, from the same weights and the same order of data.
 
     python benchmarks/comm_quality.py sweep      one grid of learning rates for every method, seed 0
-    python benchmarks/comm_quality.py seeds      each at its best rate, the same data order: AdamW and MAIN with 8 seeds
+    python benchmarks/comm_quality.py seeds      each at its best rate, the same data order: MAIN with 8 seeds
                                                  (5 of the long runs), the others with 3; `--replicas 4` and 8 with more
     python benchmarks/comm_quality.py settings   ours with other coefficients, decay, alpha, formats; DiLoCo with other
                                                  outer rates
@@ -11,13 +11,14 @@
 
 A decoder of half a million parameters on English novels; with `--data digits` a vision transformer of 0.2 million on
 scikit-learn's digits; with `--data llama-10m` the preset of that name, on bytes of the novels, in the batches that
-network.py times, 300 steps of them, and with `--data llama-10m-long` 1,500. Two replicas are two processes, each with
-half of every batch; with four and eight, each has less, at the rates that are best with two, and AdamW under DDP is
-that of two, which computes the same. Replicas that take steps of their own have come together at the end of a run,
-which is a multiple of theirs; where the curve has points in between, these are means over models that differ. `ours k64
-h5` takes five steps of AdamW between exchanges, in which the 64 largest of 4,096 numbers travel in 4 bits. Bytes are
-those of the formulas, which benchmarks/network.py holds to what an interface counts; `over the run` has in it the 30
-steps that PowerSGD begins with, a tenth of 300, as its documentation advises.
+network.py times, 300 steps of them, and with `--data llama-10m-long` 1,500, multiplied in bf16. Two replicas are two
+processes, each with half of every batch; with four and eight, each has less, at the rates that are best with two, and
+AdamW under DDP is that of two, which computes the same. The seeds of the long runs begin with that of the sweep.
+Replicas that take steps of their own have come together at the end of a run, which is a multiple of theirs; where the
+curve has points in between, these are means over models that differ. `ours k64 h5` takes five steps of AdamW between
+exchanges, in which the 64 largest of 4,096 numbers travel in 4 bits. Bytes are those of the formulas, which
+benchmarks/network.py holds to what an interface counts; `over the run` has in it the 30 steps that PowerSGD begins
+with, a tenth of 300, as its documentation advises.
 
 In all methods but SGD, DeMo as published and `ddp, one rate`, embeddings and vectors learn by AdamW at the rate that
 is best for AdamW alone, which is swept first, and what is swept is the rate of the matrices: the AdamW in DeMo has a
@@ -48,7 +49,6 @@ from small_models import facts, printed, text
 REPLICAS = 2
 ALSO = (4, 8)
 """Replicas of further runs."""
-FEW_SEEDS = range(1, 4)
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
 GRID = Grid(RATES, start=4, least=4)  # from 2e-3 on
 STARTS = {"ddp sgd": 10}
@@ -67,6 +67,8 @@ class Work:
         eval_samples: held out.
         grid: of learning rates.
         seeds: of AdamW and MAIN.
+        few_seeds: of the others.
+        compute: format of matrix products.
     """
 
     model: dict[str, Any]
@@ -78,6 +80,8 @@ class Work:
     eval_samples: int = 400
     grid: Grid = GRID
     seeds: range = range(1, 9)
+    few_seeds: range = range(1, 4)
+    compute: str = "fp32"
 
 
 WORKS = {
@@ -95,22 +99,21 @@ WORKS = {
         batch=8,
         steps=300,
         dense_lr=5e-4,
-        methods=(
-            *("ddp fp32", "ddp, one rate"),
-            *("powersgd r1", "powersgd r4"),
-            *("diloco h30", "diloco h100", "sparseloco h30"),
-            *("ours k8 all_gather", "ours k2 owner", "ours k64 h5 all_gather", "ours k64 h5 owner"),
-            "exchange k8, adamw beta1 0",
-        ),
+        methods=("ddp fp32", "ddp, one rate", "ours k8 all_gather", "ours k64 h5 all_gather"),
         eval_samples=200,
     ),
 }
 WORKS["llama-10m-long"] = replace(
     WORKS["llama-10m"],
     steps=1500,
-    methods=("ddp fp32", "powersgd r4", "diloco h30", "ours k8 all_gather", "ours k64 h5 all_gather"),
+    methods=(
+        *("ddp fp32", "powersgd r4", "diloco h30"),
+        *("ours k8 all_gather", "ours k64 h5 all_gather", "ours k64 h5 owner"),
+    ),
     grid=Grid(RATES, start=3, least=3),
-    seeds=range(1, 6),
+    seeds=range(5),
+    few_seeds=range(3),
+    compute="bf16",
 )
 METHODS = (
     "ddp fp32",
@@ -167,11 +170,20 @@ Lines = dict[str, Line]
 
 def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLICAS, **options: Any) -> Spec:
     """One run, as plain values."""
+    work = WORKS[data]
     named = {} if data == "novels" else {"data": data}  # as the first lines of the results have it
+    named |= {} if work.compute == "fp32" else {"compute": work.compute}
     if not method.startswith(ONE_RATE):
-        options = {"dense_lr": WORKS[data].dense_lr, **options}
-    steps = WORKS[data].steps
-    return {**named, "method": method, "lr": lr, "seed": seed, "steps": steps, "replicas": replicas, "options": options}
+        options = {"dense_lr": work.dense_lr, **options}
+    return {
+        **named,
+        "method": method,
+        "lr": lr,
+        "seed": seed,
+        "steps": work.steps,
+        "replicas": replicas,
+        "options": options,
+    }
 
 
 def grid_of(data: str, method: str) -> Grid:
@@ -200,6 +212,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
         "name": "comm",
         "model": work.model,
         "data": work.data,
+        "precision": {"compute": work.compute},
         "train": {
             "steps": spec["steps"],
             "batch_size": work.batch,
@@ -233,6 +246,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     from scantling.data.loader import BatchSource
     from scantling.data.sampler import Sampler
     from scantling.errors import NonFiniteError
+    from scantling.numerics.compute import autocast
     from scantling.recipe import load_recipe
     from scantling.tasks import get_task
     from scantling.training.distributed import Place
@@ -256,13 +270,18 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     place = Place(rank, world, torch.device("cpu"))
     rates = [group["lr"] for group in replica.optimizer.param_groups]
     losses, heldout, figures = [], [], {}
+
+    def loss_of(called: torch.nn.Module) -> torch.Tensor:
+        with autocast(work.compute, place.device):
+            return task.loss(called, batch).loss / batch.num_targets
+
     for step in range(1, spec["steps"] + 1):
         factor = lr_factor(step, steps=spec["steps"], schedule="cosine", warmup=0.05)
         for group, rate in zip(replica.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor
         (batch,) = batches.next_step()
         try:
-            loss = replica.step(lambda called, batch=batch: task.loss(called, batch).loss / batch.num_targets)
+            loss = replica.step(loss_of)
         except NonFiniteError as error:  # on all replicas at once
             figures = {"eval_loss": None, "failure": str(error)}
             break
@@ -314,7 +333,7 @@ def methods_of(data: str) -> tuple[str, ...]:
 
 
 def seeds_of(data: str, method: str) -> range:
-    return WORKS[data].seeds if method in MAIN else FEW_SEEDS
+    return WORKS[data].seeds if method in MAIN else WORKS[data].few_seeds
 
 
 def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
@@ -322,7 +341,7 @@ def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
         rate = best_rate(lines, data, method)
         if rate is None:
             raise SystemExit(f"run the sweep of {method} first")
-        yield from (run_spec(data, method, rate, seed, **options) for seed in FEW_SEEDS)
+        yield from (run_spec(data, method, rate, seed, **options) for seed in WORKS[data].few_seeds)
 
 
 def report(lines: Lines, data: str) -> None:
@@ -345,10 +364,10 @@ def report(lines: Lines, data: str) -> None:
     for name, (method, options) in SETTINGS.items():
         rate = best_rate(lines, data, method)
         if rate is not None:
-            found = [lines.get(key_of(run_spec(data, method, rate, seed, **options))) for seed in FEW_SEEDS]
-            row(name, found, [lines.get(key_of(run_spec(data, method, rate, seed))) for seed in FEW_SEEDS])
+            found = [lines.get(key_of(run_spec(data, method, rate, seed, **options))) for seed in WORKS[data].few_seeds]
+            row(name, found, [lines.get(key_of(run_spec(data, method, rate, seed))) for seed in WORKS[data].few_seeds])
     for steps in SHORTER:
-        found = [lines.get(key_of(shorter_spec(data, base, seed, steps))) for seed in FEW_SEEDS]
+        found = [lines.get(key_of(shorter_spec(data, base, seed, steps))) for seed in WORKS[data].few_seeds]
         row(f"ddp fp32 in {steps} steps", found, control)
 
 
@@ -410,7 +429,7 @@ def main() -> int:
         rate = best_rate(ledger.lines(), options.data, METHODS[0])
         if rate is None:
             raise SystemExit(f"run the sweep of {METHODS[0]} first")
-        for seed, steps in product(FEW_SEEDS, SHORTER):
+        for seed, steps in product(WORKS[options.data].few_seeds, SHORTER):
             ledger.run(shorter_spec(options.data, rate, seed, steps))
     else:
         for spec in list(setting_specs(ledger.lines(), options.data)):

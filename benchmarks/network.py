@@ -226,14 +226,21 @@ def steps_of(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from comm_methods import METHODS
 
+    from scantling.numerics.compute import autocast
+
     torch.manual_seed(0)
     model, examples = workload(options, torch.Generator().manual_seed(rank))
     replica = METHODS[options.method](model, 1e-3)
 
+    def loss_of(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        with autocast(options.compute, torch.device("cpu")):
+            loss: torch.Tensor = model(**inputs).loss
+        return loss
+
     def one() -> float:
         inputs = examples()
         began = time.perf_counter()
-        replica.step(lambda model: model(**inputs).loss)
+        replica.step(lambda model: loss_of(model, inputs))
         return time.perf_counter() - began
 
     for _ in range(WARM_UP):
@@ -304,7 +311,7 @@ def run_method(names: Sequence[str], method: str, options: argparse.Namespace) -
     every = exchanges_every(method)
     steps = max(options.steps, every) // every * every
     own = ["--method", method, "--replicas", str(len(names)), "--preset", options.preset, "--steps", str(steps)]
-    own += ["--batch", str(options.batch), "--length", str(options.length)]
+    own += ["--batch", str(options.batch), "--length", str(options.length), "--compute", options.compute]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
@@ -391,6 +398,7 @@ def main() -> int:
     parser.add_argument("--preset", default="llama-10m", help="a model, or novels: the decoder of comm_quality.py")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--compute", choices=["fp32", "bf16"], default="bf16", help="format of matrix products")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--rounds", type=int, default=1, help="how often all methods are gone through")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of one method")
@@ -451,6 +459,7 @@ def main() -> int:
                     preset=options.preset,
                     batch=options.batch,
                     length=options.length,
+                    compute=options.compute,
                     with_times=with_times,
                     failures=failures,
                     methods=found,

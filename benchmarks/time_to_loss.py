@@ -155,8 +155,9 @@ def main() -> int:
     for path in options.links:
         link = json.loads(path.read_text(encoding="utf-8"))
         work = quality.WORKS[DATA]
-        told = tuple(link.get(key) for key in ("preset", "batch", "length", "replicas", "with_times"))
-        if told != (PRESET, work.batch // quality.REPLICAS, work.data["seq_len"], quality.REPLICAS, True):
+        told = tuple(link.get(key) for key in ("preset", "batch", "length", "compute", "replicas", "with_times"))
+        trained_on = (work.batch // quality.REPLICAS, work.data["seq_len"], work.compute, quality.REPLICAS)
+        if told != (PRESET, *trained_on, True):
             raise SystemExit(f"{path.name}: other steps than those that were trained, or of an older form: {told}")
         step_s = {
             method: float(np.median([step_of(rows, method) for rows in rounds]))
