@@ -18,7 +18,7 @@ from torch import Tensor
 from scantling.errors import PayloadError
 from scantling.numerics.checksum import checksum
 
-MAGIC, VERSION = b"SCTL", 1
+MAGIC, VERSION = b"SCTL", 2
 _FORMAT = struct.Struct("<4sHHIIII")
 HEADER_BYTES = _FORMAT.size + 8
 _ALONE = (

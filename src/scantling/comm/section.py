@@ -1,7 +1,8 @@
 """Blocks of one kind as bytes: which of their numbers are sent, and these numbers in few bits.
 
-A section is the indices of all blocks, then their values. Sparse blocks send `kept` of their `size` numbers, dense ones
-all, and then no indices. Sections have a length that is known beforehand, so that no sizes need be exchanged.
+A section is the indices of all blocks (numerics/subsets.py), then their values. Sparse blocks send `kept` of their
+`size` numbers, dense ones all, and then no indices. Sections have a length that is known beforehand, so that no sizes
+need be exchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from scantling.comm.values import Values, dequantise, quantise, quantised_bytes
 from scantling.errors import PayloadError
-from scantling.numerics.bits import pack, packed_bytes, unpack, width_for
+from scantling.numerics.subsets import pack_subsets, subsets_bytes, unpack_subsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,12 @@ class Section:
     def is_dense(self) -> bool:
         return self.kept == self.size
 
-    @property
-    def index_bits(self) -> int:
-        return 0 if self.is_dense else width_for(self.size)
-
     def num_bytes(self, count: int) -> int:
         """Bytes of so many blocks."""
-        return packed_bytes(count * self.kept, self.index_bits) + quantised_bytes(count, self.kept, self.values)
+        return self._index_bytes(count) + quantised_bytes(count, self.kept, self.values)
+
+    def _index_bytes(self, count: int) -> int:
+        return 0 if self.is_dense else subsets_bytes(count, self.kept, self.size)
 
     def select(self, blocks: Tensor) -> tuple[Tensor | None, Tensor]:
         """The largest numbers of blocks, and where they are.
@@ -49,17 +49,17 @@ class Section:
             blocks: (count, size).
 
         Returns:
-            Index (count, kept) int64, None where all are kept; values (count, kept).
+            Index (count, kept) int64 in ascending order, None where all are kept; values (count, kept).
         """
         if self.is_dense:
             return None, blocks
-        index = blocks.abs().topk(self.kept, dim=1, sorted=False).indices
+        index = blocks.abs().topk(self.kept, dim=1, sorted=False).indices.sort(dim=1).values
         return index, blocks.gather(1, index)
 
     def pack(self, index: Tensor | None, values: Tensor) -> Tensor:
         """Bytes of blocks: (`num_bytes(count)`,) uint8."""
         coded = quantise(values, self.values)
-        return coded if index is None else torch.cat([pack(index.flatten(), self.index_bits), coded])
+        return coded if index is None else torch.cat([pack_subsets(index, self.size), coded])
 
     def unpack(self, packed: Tensor, count: int) -> tuple[Tensor | None, Tensor]:
         """What the sender of blocks meant: index and values, as `select` gives them.
@@ -69,12 +69,11 @@ class Section:
         """
         if packed.numel() != self.num_bytes(count):
             raise PayloadError(f"{count} blocks take {self.num_bytes(count)} bytes; {packed.numel()} came")
-        cut = packed_bytes(count * self.kept, self.index_bits)
+        cut = self._index_bytes(count)
         values = dequantise(packed[cut:], count, self.kept, self.values)
         if self.is_dense:
             return None, values
-        index = unpack(packed[:cut], count * self.kept, self.index_bits).view(count, self.kept).long()
-        return index.clamp(max=self.size - 1), values  # no bytes whatever reach beyond a block
+        return unpack_subsets(packed[:cut], count, self.kept, self.size), values
 
     def add(self, index: Tensor | None, values: Tensor, to: Tensor) -> None:
         """Add what blocks sent to what is there: (count, size). No two places of a block are the same."""
