@@ -25,6 +25,9 @@ CLIP = 1.0
 """Largest norm of what AdamW and SGD step on; the sign of DeMo does not need it."""
 OURS = {"values": "sign", "dense": "sign", "decay": 0.95}
 
+LOCAL = {"topk": 112, "dense": "sign", "outer_lr": 1.3}
+"""Of the sparse exchange after every five steps of AdamW."""
+
 
 @dataclass
 class Replica:
@@ -228,7 +231,7 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     **{f"diloco h{every}": partial(local_steps, make=diloco, every=every) for every in (30, 100)},
     "sparseloco h30": partial(local_steps, make=partial(sparseloco, dense="sign"), every=30),
     **{
-        f"ours k64 h5 {way}": partial(local_steps, make=partial(sparseloco, dense="int4", exchange=way), every=5)
+        f"ours k112 h5 {way}": partial(local_steps, make=partial(sparseloco, exchange=way, **LOCAL), every=5)
         for way in ("all_gather", "owner")
     },
     **{f"demo paper k{k}": partial(demo, compat="paper", topk=k) for k in (1, 2, 4, 8, 16, 32)},
