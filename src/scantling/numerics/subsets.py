@@ -20,10 +20,8 @@ from scantling.numerics.bits import pack, packed_bytes, unpack, width_for
 
 def subsets_bytes(count: int, kept: int, size: int) -> int:
     """Bytes of so many subsets."""
-    low = _low_bits(kept, size)
-    if low is None:
-        return packed_bytes(count * kept, width_for(size))
-    return packed_bytes(count * kept, low) + packed_bytes(count * _row(kept, size, low), 1)
+    low, row = _layout(kept, size)
+    return packed_bytes(count * kept, low) + packed_bytes(count * row, 1)
 
 
 def pack_subsets(index: Tensor, size: int) -> Tensor:
@@ -37,12 +35,13 @@ def pack_subsets(index: Tensor, size: int) -> Tensor:
         (`subsets_bytes(count, kept, size)`,) uint8.
     """
     count, kept = index.shape
-    low = _low_bits(kept, size)
-    if low is None:
-        return pack(index.flatten(), width_for(size))
-    bits = torch.zeros(count, _row(kept, size, low), dtype=torch.uint8, device=index.device)
+    low, row = _layout(kept, size)
+    packed = pack(index.flatten(), low)
+    if not row:
+        return packed
+    bits = torch.zeros(count, row, dtype=torch.uint8, device=index.device)
     bits.scatter_(1, (index >> low) + torch.arange(kept, device=index.device), 1)
-    return torch.cat([pack(index.flatten(), low), pack(bits.flatten(), 1)])
+    return torch.cat([packed, pack(bits.flatten(), 1)])
 
 
 def unpack_subsets(packed: Tensor, count: int, kept: int, size: int) -> Tensor:
@@ -50,28 +49,23 @@ def unpack_subsets(packed: Tensor, count: int, kept: int, size: int) -> Tensor:
 
     Any bytes of the right number give indices from 0 to size - 1.
     """
-    low = _low_bits(kept, size)
-    if low is None:
-        index = unpack(packed, count * kept, width_for(size)).view(count, kept).long()
-    else:
-        cut = packed_bytes(count * kept, low)
+    low, row = _layout(kept, size)
+    cut = packed_bytes(count * kept, low)
+    index = unpack(packed[:cut], count * kept, low).view(count, kept).long()
+    if row:
         rank = torch.arange(kept, device=packed.device)
-        length = _row(kept, size, low)
-        ones = unpack(packed[cut:], count * length, 1).view(count, length).cumsum(1, dtype=torch.int32)
+        ones = unpack(packed[cut:], count * row, 1).view(count, row).cumsum(1, dtype=torch.int32)
         place = torch.searchsorted(ones, (rank + 1).to(torch.int32).expand(count, -1).contiguous())
-        index = ((place - rank) << low) + unpack(packed[:cut], count * kept, low).view(count, kept)
+        index += (place - rank) << low
     return index.clamp(0, size - 1)
 
 
-def _row(kept: int, size: int, low: int) -> int:
-    """Bits of the high parts of one subset."""
-    return kept + ((size - 1) >> low)
-
-
 @cache
-def _low_bits(kept: int, size: int) -> int | None:
-    """How many bits of an index stand as they are; None where the whole index does."""
+def _layout(kept: int, size: int) -> tuple[int, int]:
+    """How many bits of an index stand as they are, and the bits of the row of one subset: the shortest of all.
+
+    No row where the whole index stands.
+    """
     width = width_for(size)
-    length = {low: kept * low + _row(kept, size, low) for low in range(width)}
-    low = min(length, key=lambda each: (length[each], each), default=0)
-    return low if length and length[low] < kept * width else None
+    layouts = [(width, 0), *((low, kept + ((size - 1) >> low)) for low in range(width))]
+    return min(layouts, key=lambda layout: kept * layout[0] + layout[1])
