@@ -52,6 +52,9 @@ ALSO = (4, 8)
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
 GRID = Grid(RATES, start=4, least=4)  # from 2e-3 on
 STARTS = {"ddp sgd": 10}
+OURS = "ours k8 all_gather"
+LOCAL, LOCAL_OWNER = (f"ours k112 h5 {way}" for way in ("all_gather", "owner"))
+"""With an exchange after every five steps of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +102,14 @@ WORKS = {
         batch=8,
         steps=300,
         dense_lr=5e-4,
-        methods=("ddp fp32", "ddp, one rate", "ours k8 all_gather", "ours k112 h5 all_gather"),
+        methods=("ddp fp32", "ddp, one rate", OURS, LOCAL),
         eval_samples=200,
     ),
 }
 WORKS["llama-10m-long"] = replace(
     WORKS["llama-10m"],
     steps=1500,
-    methods=(
-        *("ddp fp32", "powersgd r4", "diloco h30"),
-        *("ours k8 all_gather", "ours k112 h5 all_gather", "ours k112 h5 owner"),
-    ),
+    methods=("ddp fp32", "powersgd r4", "diloco h30", OURS, LOCAL, LOCAL_OWNER),
     grid=Grid(RATES, start=3, least=3),
     seeds=range(5),
     few_seeds=range(3),
@@ -130,17 +130,16 @@ METHODS = (
     "demo paper k32 decay 0.95",
     "ours whole",
     "ours k32 all_gather",
-    "ours k8 all_gather",
+    OURS,
     "ours k8 owner",
     "ours k2 owner",
-    "ours k112 h5 all_gather",
-    "ours k112 h5 owner",
+    LOCAL,
+    LOCAL_OWNER,
     *(f"exchange k8, {name}" for name in ("adamw", "adamw beta1 0", "came beta1 0")),
 )
 ONE_RATE = ("ddp, one rate", "ddp sgd", "demo paper")
 """How methods begin whose rate is that of all parameters; the others sweep that of the matrices."""
-OURS, LOCAL = "ours k8 all_gather", "ours k112 h5 all_gather"
-MAIN = ("ddp fp32", OURS, LOCAL, "ours k112 h5 owner")
+MAIN = ("ddp fp32", OURS, LOCAL, LOCAL_OWNER)
 """With all seeds. At 8 replicas only what goes by way of owners stays 200 times below 16-bit gradients."""
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "decay 0.9": (OURS, {"decay": 0.9}),
