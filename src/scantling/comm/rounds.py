@@ -172,9 +172,7 @@ def cheaper_way(channels: Sequence[Channel], num_processes: int) -> Way:
 
 def _back(section: Section) -> Section:
     """How an owner tells the mean: a sign alone would say too little of a mean of many."""
-    if section.values != "sign":
-        return section
-    return Section(section.size, section.kept, "int4" if section.is_dense else "int8")
+    return section if section.values != "sign" else Section(section.size, section.kept, "int4")
 
 
 def _share(channel: Channel, num_processes: int) -> int:
