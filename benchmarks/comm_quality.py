@@ -16,9 +16,9 @@ processes, each with half of every batch; with four and eight, each has less, at
 AdamW under DDP is that of two, which computes the same. The seeds of the long runs begin with that of the sweep.
 Replicas that take steps of their own have come together at the end of a run, which is a multiple of theirs; where the
 curve has points in between, these are means over models that differ. `ours k192 h5` takes five steps of AdamW between
-exchanges, in which the signs of the 192 largest of 4,096 numbers travel. Bytes are those of the formulas, which
-benchmarks/network.py holds to what an interface counts; `over the run` has in it the 30 steps that PowerSGD begins
-with, a tenth of 300, as its documentation advises.
+exchanges, in which the signs of the 192 largest of 4,096 numbers travel, by way of owners of 144. Bytes are those of
+the formulas, which benchmarks/network.py holds to what an interface counts; `over the run` has in it the 30 steps that
+PowerSGD begins with, a tenth of 300, as its documentation advises.
 
 In all methods but SGD, DeMo as published and `ddp, one rate`, embeddings and vectors learn by AdamW at the rate that
 is best for AdamW alone, which is swept first, and what is swept is the rate of the matrices: the AdamW in DeMo has a

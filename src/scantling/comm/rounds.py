@@ -17,7 +17,7 @@ exactly what was applied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -172,7 +172,7 @@ def cheaper_way(channels: Sequence[Channel], num_processes: int) -> Way:
 
 def _back(section: Section) -> Section:
     """How an owner tells the mean: a sign alone would say too little of a mean of many."""
-    return section if section.values != "sign" else Section(section.size, section.kept, "int4")
+    return replace(section, values="int4") if section.values == "sign" else section
 
 
 def _share(channel: Channel, num_processes: int) -> int:
