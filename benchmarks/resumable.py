@@ -2,7 +2,8 @@
 
 A run is a specification of plain values. Its result is one line of a JSON-lines file, known by the hash of the
 specification, so that a script can be stopped at any time and started again. A script keeps to this form by having a
-command `one SPEC` that prints the line of a specification; each run is a process of its own.
+command `one SPEC` that prints the line of a specification; each run is a process of its own. Where a run starts
+processes anyway, the ledger may make its line itself.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class Ledger:
         path: one JSON object a line.
         script: its command `one` takes a specification and prints the line of it last.
         threads: of each run.
+        make: makes the line of a specification in this process, in place of the script.
     """
 
     path: Path
     script: Path
     threads: int = 1
+    make: Callable[[Spec], Line] | None = None
 
     def lines(self) -> dict[str, Line]:
         """All results by their keys."""
@@ -58,19 +61,25 @@ class Ledger:
         """Run a specification that has no line yet and append its line; False when its process failed."""
         if key_of(spec) in self.lines():
             return True
+        try:
+            found = self._by_script(spec) if self.make is None else self.make(spec)
+        except Exception as error:
+            print(f"failed: {spec}\n{str(error)[-2000:]}", flush=True)
+            return False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+        print(f"{spec} -> {found.get('eval_loss')} in {found.get('seconds')} s", flush=True)
+        return True
+
+    def _by_script(self, spec: Spec) -> Line:
         command = [sys.executable, str(self.script), "one", json.dumps(spec)]
         settings = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
         finished = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
         if finished.returncode:
-            print(f"failed: {spec}\n{finished.stderr[-2000:]}", flush=True)
-            return False
-        line = finished.stdout.splitlines()[-1]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
-        found = json.loads(line)
-        print(f"{spec} -> {found.get('eval_loss')} in {found.get('seconds')} s", flush=True)
-        return True
+            raise RuntimeError(finished.stderr)
+        found: Line = json.loads(finished.stdout.splitlines()[-1])
+        return found
 
 
 @dataclass(frozen=True)
