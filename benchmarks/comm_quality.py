@@ -51,7 +51,7 @@ REPLICAS = 2
 ALSO = (4, 8)
 """Replicas of further runs."""
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
-GRID = Grid(RATES, start=4, least=4)  # from 2e-3 on
+GRID = Grid(RATES, start=4, least=3)  # from 2e-3 on
 STARTS = {"ddp sgd": 10}
 OURS = "ours k8 all_gather"
 LOCAL, LOCAL_OWNER = "ours k192 h5 all_gather", "ours k144 h5 owner"
