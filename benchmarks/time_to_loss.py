@@ -46,15 +46,15 @@ def trained(lines: quality.Lines, method: str) -> dict[int, Line]:
     return {} if any(line["eval_loss"] is None for line in done.values()) else done
 
 
-def seconds_of(method: str, steps: float, step_s: dict[str, float]) -> float:
+def seconds_of(data: str, method: str, steps: float, step_s: dict[str, float]) -> float:
     """What so many steps from the beginning take."""
-    dense = min(steps, quality.warm_up_steps(method, quality.WORKS[DATA].steps))
+    dense = min(steps, quality.warm_up_steps(method, quality.WORKS[data].steps))
     return dense * step_s[BASE] + (steps - dense) * step_s[method]
 
 
-def steps_in(method: str, seconds: float, step_s: dict[str, float]) -> float:
+def steps_in(data: str, method: str, seconds: float, step_s: dict[str, float]) -> float:
     """How many steps that time is enough for."""
-    dense = quality.warm_up_steps(method, quality.WORKS[DATA].steps)
+    dense = quality.warm_up_steps(method, quality.WORKS[data].steps)
     if seconds <= dense * step_s[BASE]:
         return seconds / step_s[BASE]
     return dense + (seconds - dense * step_s[BASE]) / step_s[method]
@@ -88,7 +88,7 @@ def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[s
         return {}
     shared = [seed for seed in runs[BASE] if all(seed in found for found in runs.values())]
     steps = quality.WORKS[DATA].steps
-    end = min(seconds_of(method, steps, step_s) for method in runs)
+    end = min(seconds_of(DATA, method, steps, step_s) for method in runs)
     result: dict[str, dict[str, Any]] = {}
     for method, found in runs.items():
         times: dict[str, list[float]] = {"exact": [], "near": []}
@@ -97,8 +97,8 @@ def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[s
             curve, goal = found[seed]["heldout"], runs[BASE][seed]["heldout"][-1][1]
             for name, above in (("exact", 0.0), ("near", TOLERANCE)):
                 reached = steps_to_reach(curve, goal + above)
-                times[name].append(float("inf") if reached is None else seconds_of(method, reached, step_s))
-            done = steps_in(method, end, step_s)
+                times[name].append(float("inf") if reached is None else seconds_of(DATA, method, reached, step_s))
+            done = steps_in(DATA, method, end, step_s)
             known = [loss_after(curve, done)]
             if method == BASE:
                 known += [loss for short, loss in shorter_losses(lines, seed).items() if short <= done]

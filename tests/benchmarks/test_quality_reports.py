@@ -161,11 +161,51 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at least 10 times DDP: MISSED" in printed
     warm_up = 30  # in which PowerSGD averages everything
     step_s = {"ddp fp32": 4.0, "powersgd r4": 1.0}
-    assert time_to_loss.seconds_of("powersgd r4", steps, step_s) == 4.0 * warm_up + steps - warm_up
-    assert time_to_loss.steps_in("powersgd r4", 4.0 * warm_up + 7.0, step_s) == warm_up + 7.0
+    took = 4.0 * warm_up + steps - warm_up
+    assert time_to_loss.seconds_of(time_to_loss.DATA, "powersgd r4", steps, step_s) == took
+    assert time_to_loss.steps_in(time_to_loss.DATA, "powersgd r4", 4.0 * warm_up + 7.0, step_s) == warm_up + 7.0
     shorter = quality.shorter_spec(time_to_loss.DATA, work.grid.rates[start], 1, 64)
     lines[key_of(shorter)] = {**shorter, "eval_loss": 3.5}
     assert time_to_loss.shorter_losses(lines, 1) == {64: 3.5}
+
+
+def test_tables_of_the_exchanges() -> None:
+    """Ours loses 0.25 and sends a hundredth; a step of it takes a quarter of the time at 100 Mbit/s."""
+    import comm_quality as quality
+    import comm_table
+    from resumable import key_of
+
+    lines: dict[str, dict[str, Any]] = {}
+    start, steps = quality.GRID.start, quality.WORKS["digits"].steps
+    for name, worse in (("ddp fp32", 0.0), ("ours k8 owner", 0.25)):
+        for seed, replicas in ((0, 2), (1, 2), (2, 2), (3, 2), (1, 4)):
+            for index in (start - 1, start, start + 1):
+                spec = quality.run_spec("digits", name, quality.GRID.rates[index], seed, replicas)
+                last = 0.1 + seed / 100 + worse + abs(index - start)
+                curve = [[part * steps // 10, last + 1.0 - part / 10] for part in range(1, 11)]
+                lines[key_of(spec)] = {**spec, "eval_loss": last, "heldout": curve, "accuracy": 0.9}
+    found = comm_table.loss_table(lines, "digits").splitlines()
+    assert found[2] == ("| ddp fp32 | 0.002 | 3 | 0.120 ± 0.025 | – | 300 | 90.0 ± 0.0 | 0.110 | +0.000 |")
+    assert found[3] == (
+        "| ours k8 owner | 0.002 | 3 | 0.370 ± 0.025 | +0.250 ± 0.000 | never | 90.0 ± 0.0 | 0.360 | +0.250 |"
+    )
+
+    def link(scale: float, seconds: float) -> dict[str, Any]:
+        def rounds(sent: float, step_s: float) -> list[list[dict[str, Any]]]:
+            return [[{"sent_bytes": 1.1 * sent, "computed_bytes": sent, "step_s": [step_s], "cpu_s": step_s / 2}]]
+
+        return {
+            "methods": {
+                "alone": rounds(0.0, 0.5),
+                "ddp fp32": rounds(scale * 8e5, 4.0 * seconds),
+                "ours k8 owner": rounds(scale * 8e3, seconds),
+            }
+        }
+
+    links = {(2, "100mbit"): link(1.0, 1.0), (2, "1gbit"): link(1.0, 0.5), (8, "100mbit"): link(2.0, 1.0)}
+    found = comm_table.link_table(lines, "digits", links).splitlines()
+    assert found[2] == "| ddp fp32 | 880.0 | 1.100 | 1 | – | 1760.0 | 4000 | 2000 | – | +1750 | 0.870 |"
+    assert found[3] == "| ours k8 owner | 8.8 | 1.100 | 100 | – | 17.6 | 1000 | 500 | – | +250 | 0.370 |"
 
 
 def test_a_step_of_few_exchanges_is_the_mean() -> None:

@@ -1,0 +1,172 @@
+"""The tables of docs/network.md, in Markdown: what ways to exchange cost in loss, and what they send and take.
+
+    python benchmarks/comm_table.py --data novels benchmarks/results/network-*-novels-*.json
+
+The losses are lines of results/comm-quality.jsonl, at each method's best rate; bytes and times are those of files of
+network.py, which are measured on the same model and batch. Differences are paired by seed, with 95 % intervals. The
+loss at equal time is what a method has when the first of them has done all its steps, from its own curve: that of a run
+that had not ended, whose rate is still high.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import comm_quality as quality
+import numpy as np
+from dated import RESULTS
+from network import cpu_of, step_of
+from resumable import Ledger, Line, interval, key_of, steps_to_reach
+from time_to_loss import ALONE, BASE, loss_after, seconds_of, steps_in
+
+Link = dict[str, Any]
+RATES = ("100mbit", "1gbit", "uncapped")
+NONE = "–"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def runs_of(lines: quality.Lines, data: str, method: str, replicas: int) -> dict[int, Line]:
+    """Runs that ended at a method's best rate, by seed."""
+    rate = quality.best_rate(lines, data, method)
+    if rate is None:
+        return {}
+    seeds = range(quality.WORKS[data].seeds.stop)
+    found = {seed: lines.get(key_of(quality.run_spec(data, method, rate, seed, replicas))) for seed in seeds}
+    return {
+        seed: line
+        for seed, line in found.items()
+        if line is not None and line["eval_loss"] is not None and seed in quality.seeds_of(data, method)
+    }
+
+
+def of_seeds(runs: dict[int, Line], value: str, scale: float = 1.0, digits: int = 3) -> str:
+    if not runs:
+        return NONE
+    mean, width = interval([scale * line[value] for line in runs.values()])
+    return f"{mean:.{digits}f}" + ("" if len(runs) < 2 else f" ± {width:.{digits}f}")
+
+
+def difference(runs: dict[int, Line], control: dict[int, Line], digits: int = 3) -> str:
+    shared = [seed for seed in runs if seed in control]
+    if not shared or runs is control:
+        return NONE
+    mean, width = interval([runs[seed]["eval_loss"] - control[seed]["eval_loss"] for seed in shared])
+    return f"{mean:+.{digits}f}" + ("" if len(shared) < 2 else f" ± {width:.{digits}f}")
+
+
+def reached(runs: dict[int, Line], control: dict[int, Line]) -> str:
+    """Steps to the last loss of the control: the median over the seeds that have both."""
+    steps = [
+        steps_to_reach(line["heldout"], control[seed]["heldout"][-1][1])
+        for seed, line in runs.items()
+        if seed in control
+    ]
+    middle = float(np.median([float("inf") if step is None else step for step in steps])) if steps else float("inf")
+    return f"{middle:.0f}" if np.isfinite(middle) else "never"
+
+
+def loss_table(lines: quality.Lines, data: str) -> str:
+    """Rates, losses and differences to AdamW under DDP, with two replicas and with four."""
+    work = quality.WORKS[data]
+    control = runs_of(lines, data, BASE, quality.REPLICAS)
+    right = any("accuracy" in line for line in control.values())
+    more = quality.ALSO[0]
+    header = ["exchange", "rate", "seeds", "held-out loss", "to AdamW", "steps to its loss"]
+    header += ["% right"] if right else []
+    header += [f"{more} replicas: loss", "to AdamW"]
+    rows = []
+    for method in quality.methods_of(data):
+        rate = quality.best_rate(lines, data, method)
+        runs = control if method == BASE else runs_of(lines, data, method, quality.REPLICAS)
+        if rate is None or not runs:
+            continue
+        others = runs_of(lines, data, method, more)
+        row = [method, f"{rate:g}", str(len(runs)), of_seeds(runs, "eval_loss"), difference(runs, control)]
+        row += [f"{work.steps}" if runs is control else reached(runs, control)]
+        row += [of_seeds(runs, "accuracy", 100.0, 1)] if right else []
+        rows.append([*row, of_seeds(others, "eval_loss"), difference(others, control)])
+    return markdown(header, rows)
+
+
+def sent(link: Link | None, method: str) -> tuple[float, float] | None:
+    """Bytes of a step, counted and by formula, of the replica that sends most."""
+    rounds = link["methods"].get(method) if link else None
+    if not rounds:
+        return None
+    rows = [row for each in rounds for row in each]
+    return max(row["sent_bytes"] for row in rows), max(row["computed_bytes"] for row in rows)
+
+
+def link_table(lines: quality.Lines, data: str, links: dict[tuple[int, str], Link]) -> str:
+    """Bytes with 2, 4 and 8 replicas, and times of a step with two.
+
+    Args:
+        lines: of comm_quality.py.
+        data: what the losses are of.
+        links: by replicas and rate.
+    """
+    slow = links[quality.REPLICAS, RATES[0]]
+    step_s = {
+        name: float(np.median([step_of(rows, name) for rows in rounds])) for name, rounds in slow["methods"].items()
+    }
+    runs = {method: runs_of(lines, data, method, quality.REPLICAS) for method in step_s}
+    timed = {method: found for method, found in runs.items() if found}
+    end = min((seconds_of(data, method, quality.WORKS[data].steps, step_s) for method in timed), default=0.0)
+    header = ["exchange", "kB counted", "of the formula", "× fewer than fp32"]
+    header += [f"kB, {count} replicas" for count in quality.ALSO]
+    header += [f"ms at {rate}" for rate in RATES] + ["ms of a core", "loss at equal time"]
+    whole = sent(slow, BASE)
+    rows = []
+    for method in slow["methods"]:
+        counted = sent(slow, method)
+        if method == ALONE or counted is None or whole is None:
+            continue
+        row = [method, f"{counted[0] / 1e3:.1f}", f"{counted[0] / counted[1]:.3f}", f"{whole[0] / counted[0]:.0f}"]
+        for count in quality.ALSO:
+            other = next(
+                (found for (number, _), link in links.items() if number == count and (found := sent(link, method))),
+                None,
+            )
+            row.append(NONE if other is None else f"{other[0] / 1e3:.1f}")
+        for rate in RATES:
+            link = links.get((quality.REPLICAS, rate))
+            rounds = link["methods"].get(method) if link else None
+            row.append(f"{1e3 * float(np.median([step_of(each, method) for each in rounds])):.0f}" if rounds else NONE)
+        row.append(f"{1e3 * (cpu_of(slow['methods'][method]) - cpu_of(slow['methods'][ALONE])):+.0f}")
+        found = [
+            loss_after(line["heldout"], steps_in(data, method, end, step_s)) for line in timed.get(method, {}).values()
+        ]
+        told = [loss for loss in found if loss is not None]
+        rows.append([*row, f"{np.mean(told):.3f}" if told and len(told) == len(found) else NONE])
+    return markdown(header, rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("links", type=Path, nargs="*", help="files of network.py, of one model; a later one counts")
+    parser.add_argument("--data", choices=list(quality.WORKS), default="novels")
+    parser.add_argument("--results", type=Path, default=RESULTS / "comm-quality.jsonl", help="of comm_quality.py")
+    options = parser.parse_args()
+    lines = Ledger(options.results, Path(quality.__file__)).lines()
+    print(loss_table(lines, options.data))
+    links: dict[tuple[int, str], Link] = {}
+    for path in sorted(options.links):
+        link = json.loads(path.read_text(encoding="utf-8"))
+        if not link["emulated_round_trip"]:
+            links[link["replicas"], link["rate"]] = link
+    if (quality.REPLICAS, RATES[0]) in links:
+        print(f"\n{link_table(lines, options.data, links)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
