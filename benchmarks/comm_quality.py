@@ -111,7 +111,7 @@ WORKS["llama-10m-long"] = replace(
     WORKS["llama-10m"],
     steps=1500,
     methods=("ddp fp32", "powersgd r4", "diloco h30", OURS, LOCAL, LOCAL_OWNER),
-    grid=Grid(RATES, start=2, least=3),
+    grid=replace(GRID, start=2),
     seeds=range(5),
     few_seeds=range(3),
     compute="bf16",

@@ -20,9 +20,9 @@ from typing import Any
 import comm_quality as quality
 import numpy as np
 from dated import RESULTS
-from network import cpu_of, step_of
-from resumable import Ledger, Line, interval, key_of, steps_to_reach
-from time_to_loss import ALONE, BASE, loss_after, seconds_of, steps_in
+from network import cpu_of
+from resumable import Ledger, Line, interval, steps_to_reach
+from time_to_loss import ALONE, BASE, loss_after, seconds_of, steps_in, steps_on, trained
 
 Link = dict[str, Any]
 RATES = ("100mbit", "1gbit", "uncapped")
@@ -34,33 +34,25 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def runs_of(lines: quality.Lines, data: str, method: str, replicas: int) -> dict[int, Line]:
-    """Runs that ended at a method's best rate, by seed."""
-    rate = quality.best_rate(lines, data, method)
-    if rate is None:
-        return {}
-    seeds = range(quality.WORKS[data].seeds.stop)
-    found = {seed: lines.get(key_of(quality.run_spec(data, method, rate, seed, replicas))) for seed in seeds}
-    return {
-        seed: line
-        for seed, line in found.items()
-        if line is not None and line["eval_loss"] is not None and seed in quality.seeds_of(data, method)
-    }
-
-
-def of_seeds(runs: dict[int, Line], value: str, scale: float = 1.0, digits: int = 3) -> str:
-    if not runs:
+def told(values: Sequence[float], form: str) -> str:
+    """A mean and, of several values, its 95 % interval."""
+    if not values:
         return NONE
-    mean, width = interval([scale * line[value] for line in runs.values()])
-    return f"{mean:.{digits}f}" + ("" if len(runs) < 2 else f" ± {width:.{digits}f}")
+    mean, width = interval(values)
+    return f"{mean:{form}}" + ("" if len(values) < 2 else f" ± {width:{form.lstrip('+')}}")
 
 
-def difference(runs: dict[int, Line], control: dict[int, Line], digits: int = 3) -> str:
-    shared = [seed for seed in runs if seed in control]
-    if not shared or runs is control:
+def of_seeds(runs: dict[int, Line], value: str, form: str = ".3f", scale: float = 1.0) -> str:
+    return told([scale * line[value] for line in runs.values()], form)
+
+
+def difference(runs: dict[int, Line], control: dict[int, Line]) -> str:
+    """To the control, paired by seed."""
+    if runs is control:
         return NONE
-    mean, width = interval([runs[seed]["eval_loss"] - control[seed]["eval_loss"] for seed in shared])
-    return f"{mean:+.{digits}f}" + ("" if len(shared) < 2 else f" ± {width:.{digits}f}")
+    return told(
+        [line["eval_loss"] - control[seed]["eval_loss"] for seed, line in runs.items() if seed in control], "+.3f"
+    )
 
 
 def reached(runs: dict[int, Line], control: dict[int, Line]) -> str:
@@ -77,7 +69,7 @@ def reached(runs: dict[int, Line], control: dict[int, Line]) -> str:
 def loss_table(lines: quality.Lines, data: str) -> str:
     """Rates, losses and differences to AdamW under DDP, with two replicas and with four."""
     work = quality.WORKS[data]
-    control = runs_of(lines, data, BASE, quality.REPLICAS)
+    control = trained(lines, data, BASE, quality.REPLICAS)
     right = any("accuracy" in line for line in control.values())
     more = quality.ALSO[0]
     header = ["exchange", "rate", "seeds", "held-out loss", "to AdamW", "steps to its loss"]
@@ -86,13 +78,13 @@ def loss_table(lines: quality.Lines, data: str) -> str:
     rows = []
     for method in quality.methods_of(data):
         rate = quality.best_rate(lines, data, method)
-        runs = control if method == BASE else runs_of(lines, data, method, quality.REPLICAS)
+        runs = control if method == BASE else trained(lines, data, method, quality.REPLICAS)
         if rate is None or not runs:
             continue
-        others = runs_of(lines, data, method, more)
+        others = trained(lines, data, method, more)
         row = [method, f"{rate:g}", str(len(runs)), of_seeds(runs, "eval_loss"), difference(runs, control)]
         row += [f"{work.steps}" if runs is control else reached(runs, control)]
-        row += [of_seeds(runs, "accuracy", 100.0, 1)] if right else []
+        row += [of_seeds(runs, "accuracy", ".1f", 100.0)] if right else []
         rows.append([*row, of_seeds(others, "eval_loss"), difference(others, control)])
     return markdown(header, rows)
 
@@ -115,10 +107,9 @@ def link_table(lines: quality.Lines, data: str, links: dict[tuple[int, str], Lin
         links: by replicas and rate.
     """
     slow = links[quality.REPLICAS, RATES[0]]
-    step_s = {
-        name: float(np.median([step_of(rows, name) for rows in rounds])) for name, rounds in slow["methods"].items()
-    }
-    runs = {method: runs_of(lines, data, method, quality.REPLICAS) for method in step_s}
+    step_s = steps_on(slow)
+    times = {rate: steps_on(links[key]) for rate in RATES if (key := (quality.REPLICAS, rate)) in links}
+    runs = {method: trained(lines, data, method, quality.REPLICAS) for method in step_s}
     timed = {method: found for method, found in runs.items() if found}
     end = min((seconds_of(data, method, quality.WORKS[data].steps, step_s) for method in timed), default=0.0)
     header = ["exchange", "kB counted", "of the formula", "× fewer than fp32"]
@@ -138,15 +129,14 @@ def link_table(lines: quality.Lines, data: str, links: dict[tuple[int, str], Lin
             )
             row.append(NONE if other is None else f"{other[0] / 1e3:.1f}")
         for rate in RATES:
-            link = links.get((quality.REPLICAS, rate))
-            rounds = link["methods"].get(method) if link else None
-            row.append(f"{1e3 * float(np.median([step_of(each, method) for each in rounds])):.0f}" if rounds else NONE)
+            seconds = times.get(rate, {}).get(method)
+            row.append(NONE if seconds is None else f"{1e3 * seconds:.0f}")
         row.append(f"{1e3 * (cpu_of(slow['methods'][method]) - cpu_of(slow['methods'][ALONE])):+.0f}")
         found = [
             loss_after(line["heldout"], steps_in(data, method, end, step_s)) for line in timed.get(method, {}).values()
         ]
-        told = [loss for loss in found if loss is not None]
-        rows.append([*row, f"{np.mean(told):.3f}" if told and len(told) == len(found) else NONE])
+        known = [loss for loss in found if loss is not None]
+        rows.append([*row, f"{np.mean(known):.3f}" if known and len(known) == len(found) else NONE])
     return markdown(header, rows)
 
 

@@ -34,16 +34,25 @@ TOLERANCE = 0.01
 OF_THE_BOUND, AT_TEN_MBIT = 0.8, 10.0
 
 
-def trained(lines: quality.Lines, method: str) -> dict[int, Line]:
+def trained(lines: quality.Lines, data: str, method: str, replicas: int = quality.REPLICAS) -> dict[int, Line]:
     """The runs of a method at its best rate, by seed; none where one of them failed."""
-    rate = quality.best_rate(lines, DATA, method)
+    rate = quality.best_rate(lines, data, method)
     if rate is None:
         return {}
     found = {
-        seed: lines.get(key_of(quality.run_spec(DATA, method, rate, seed))) for seed in quality.seeds_of(DATA, method)
+        seed: lines.get(key_of(quality.run_spec(data, method, rate, seed, replicas)))
+        for seed in quality.seeds_of(data, method)
     }
     done = {seed: line for seed, line in found.items() if line is not None}
     return {} if any(line["eval_loss"] is None for line in done.values()) else done
+
+
+def steps_on(link: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step by method, in a file of network.py: the median over its rounds."""
+    return {
+        method: float(np.median([step_of(rows, method) for rows in rounds]))
+        for method, rounds in link["methods"].items()
+    }
 
 
 def seconds_of(data: str, method: str, steps: float, step_s: dict[str, float]) -> float:
@@ -83,7 +92,7 @@ def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[s
         lines: of comm_quality.py.
         step_s: seconds of a step by method, of those that were measured.
     """
-    runs = {method: found for method in step_s if (found := trained(lines, method))}
+    runs = {method: found for method in step_s if (found := trained(lines, DATA, method))}
     if BASE not in runs:
         return {}
     shared = [seed for seed in runs[BASE] if all(seed in found for found in runs.values())]
@@ -159,10 +168,7 @@ def main() -> int:
         trained_on = (work.batch // quality.REPLICAS, work.data["seq_len"], work.compute, quality.REPLICAS)
         if told != (PRESET, *trained_on, True):
             raise SystemExit(f"{path.name}: other steps than those that were trained, or of an older form: {told}")
-        step_s = {
-            method: float(np.median([step_of(rows, method) for rows in rounds]))
-            for method, rounds in link["methods"].items()
-        }
+        step_s = steps_on(link)
         delay = ", emulated" if link["emulated_round_trip"] else ""
         print(f"{path.name}: {link['rate']}, a round trip of {link['round_trip_ms']:.1f} ms{delay}")
         found = compared(lines, step_s)
