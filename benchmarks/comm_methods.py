@@ -111,9 +111,9 @@ def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True)
 
 
-def reduced(model: nn.Module) -> DistributedDataParallel:
+def reduced(model: nn.Module, **options: Any) -> DistributedDataParallel:
     """DDP as it is fastest: no broadcast of buffers, which nothing changes, and no copy of the gradients."""
-    return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True, **options)
 
 
 def alone(model: nn.Module, lr: float) -> Replica:
@@ -139,8 +139,12 @@ def ddp(
 
 
 def power_sgd(model: nn.Module, lr: float, *, rank: int, start: int = 2, **rates: Any) -> Replica:
-    """PyTorch's own PowerSGD, after some steps of plain averaging, which its formula leaves out."""
-    wrapped = reduced(model)
+    """PyTorch's own PowerSGD, after some steps of plain averaging, which its formula leaves out.
+
+    In one bucket: its hook begins a second collective where the first has ended, and those of two buckets come in
+    another order on each process, which gloo does not bear.
+    """
+    wrapped = reduced(model, bucket_cap_mb=2 * (4 * numel(model) >> 20) + 2)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
@@ -196,14 +200,14 @@ def published_bytes(exchange: sc.MomentumExchange) -> int:
 
 
 def exchanged(
-    model: nn.Module, lr: float, *, came: bool = False, beta1: float, dense_lr: float | None = None
+    model: nn.Module, lr: float, *, came: bool = False, beta1: float, dense_lr: float | None = None, **options: Any
 ) -> Replica:
     """sc.MomentumExchange, and an optimizer that steps matrices by the decoded momentum with a first beta of its own.
 
     Embeddings and vectors, whose gradients are synchronised and no momentum, keep the first beta of 0.9.
     """
     groups = sc.param_groups(model, weight_decay=0.1)
-    exchange = sc.MomentumExchange(groups, topk=8, exchange="all_gather", **OURS)
+    exchange = sc.MomentumExchange(groups, **{**OURS, "topk": 8, "exchange": "all_gather", **options})
     make = partial(sc.CAME, debias=True, confidence=False) if came else torch.optim.AdamW
     rest = (0.98, 0.995) if came else (0.98,)
     own = [
