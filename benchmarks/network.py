@@ -24,6 +24,7 @@ import argparse
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import socket
@@ -348,7 +349,8 @@ def step_of(rows: Sequence[dict[str, Any]], method: str) -> float:
 
 def exchanges_every(method: str) -> int:
     """Steps from one exchange to the next."""
-    return int(method.rpartition(" h")[2]) if " h" in method else 1
+    found = re.search(r" h(\d+)\b", method)
+    return int(found[1]) if found else 1
 
 
 def cpu_of(rounds: Sequence[Sequence[dict[str, Any]]]) -> float:

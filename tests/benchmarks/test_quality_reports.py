@@ -210,10 +210,14 @@ def test_tables_of_the_exchanges() -> None:
 
 def test_a_step_of_few_exchanges_is_the_mean() -> None:
     import network
+    from comm_methods import METHODS
 
     rows = [{"step_s": [1.0] * 29 + [31.0]}, {"step_s": [1.0] * 30}]
     assert network.step_of(rows, "diloco h30") == 2.0
     assert network.step_of(rows, "ours k8 owner") == 1.0
+    every = {method: count for method in METHODS if (count := network.exchanges_every(method)) != 1}
+    local = {"ours k192 h5 all_gather": 5, "ours k144 h5 owner": 5}
+    assert every == {"diloco h30": 30, "diloco h100": 100, "sparseloco h30": 30, **local}
     assert [network.mbit_of(rate) for rate in ("100mbit", "1gbit", "uncapped")] == [100.0, 1000.0, inf]
     with pytest.raises(argparse.ArgumentTypeError, match="given 10mbps"):
         network.mbit_of("10mbps")
