@@ -2,8 +2,7 @@
 
     python benchmarks/comm_quality.py sweep      one grid of learning rates for every method, seed 0
     python benchmarks/comm_quality.py seeds      each at its best rate, the same data order: MAIN with 8 seeds
-                                                 (5 of the long runs), the others, and all on novels, with 3;
-                                                 `--replicas 4` and 8 with more
+                                                 (5 of the long runs), the others with 3; `--replicas 4` and 8 with more
     python benchmarks/comm_quality.py settings   ours with other coefficients, decay, alpha, formats; DiLoCo with other
                                                  outer rates
     python benchmarks/comm_quality.py shorter    AdamW under DDP in as few steps as a slow link leaves time for, each
@@ -96,7 +95,6 @@ WORKS = {
         batch=16,
         steps=300,
         dense_lr=2e-3,
-        seeds=range(1, 4),
     ),
     "digits": Work({"preset": "vit-digits"}, {"images": "digits", "heldout": 0.2}, batch=64, steps=300, dense_lr=1e-3),
     "llama-10m": Work(
