@@ -144,7 +144,7 @@ def power_sgd(model: nn.Module, lr: float, *, rank: int, start: int = 2, **rates
     In one bucket: its hook begins a second collective where the first has ended, and those of two buckets come in
     another order on each process, which gloo does not bear.
     """
-    wrapped = reduced(model, bucket_cap_mb=2 * (4 * numel(model) >> 20) + 2)
+    wrapped = reduced(model, bucket_cap_mb=(4 * numel(model) >> 20) + 1)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
@@ -200,14 +200,14 @@ def published_bytes(exchange: sc.MomentumExchange) -> int:
 
 
 def exchanged(
-    model: nn.Module, lr: float, *, came: bool = False, beta1: float, dense_lr: float | None = None, **options: Any
+    model: nn.Module, lr: float, *, came: bool = False, beta1: float, dense_lr: float | None = None
 ) -> Replica:
     """sc.MomentumExchange, and an optimizer that steps matrices by the decoded momentum with a first beta of its own.
 
     Embeddings and vectors, whose gradients are synchronised and no momentum, keep the first beta of 0.9.
     """
     groups = sc.param_groups(model, weight_decay=0.1)
-    exchange = sc.MomentumExchange(groups, **{**OURS, "topk": 8, "exchange": "all_gather", **options})
+    exchange = sc.MomentumExchange(groups, topk=8, exchange="all_gather", **OURS)
     make = partial(sc.CAME, debias=True, confidence=False) if came else torch.optim.AdamW
     rest = (0.98, 0.995) if came else (0.98,)
     own = [

@@ -61,17 +61,14 @@ class LocalSteps:
         sync_every: int,
         outer_lr: float,
         outer_momentum: float = 0.0,
-        local_start: int = 0,
     ) -> None:
         if not isinstance(sync_every, int) or sync_every < 1:
             raise UserError(f"sync_every must be a whole number from 1 on; given {sync_every!r}")
-        if not isinstance(local_start, int) or local_start < 0:
-            raise UserError(f"local_start must be a whole number from 0 on; given {local_start!r}")
         if not outer_lr > 0.0 or not 0.0 <= outer_momentum < 1.0:
             raise UserError(
                 f"outer_lr must be above 0 and outer_momentum from 0 to below 1; given {outer_lr!r}, {outer_momentum!r}"
             )
-        self.inner, self.exchange, self.sync_every, self.local_start = inner, exchange, sync_every, local_start
+        self.inner, self.exchange, self.sync_every = inner, exchange, sync_every
         self._params = [param for group in exchange.param_groups for param in group["params"]]
         if {id(p) for group in inner.param_groups for p in group["params"]} != {id(p) for p in self._params}:
             raise UserError("the inner optimizer and the exchange must hold the same parameters")
@@ -115,7 +112,7 @@ class LocalSteps:
             logger.warning("local step %d is left out: a gradient of this replica is NaN or Inf", self.steps + 1)
         self.steps += 1
         self.wire_bytes = 0
-        if not self._is_due():
+        if self.steps % self.sync_every:
             return
         for param, anchor in zip(self._params, self._anchors, strict=True):
             part = local(param)
@@ -129,10 +126,6 @@ class LocalSteps:
         self.outer.zero_grad()
         for param, anchor in zip(self._params, self._anchors, strict=True):
             anchor.copy_(local(param))
-
-    def _is_due(self) -> bool:
-        """Whether replicas come together after the step that was just taken."""
-        return self.steps <= self.local_start or (self.steps - self.local_start) % self.sync_every == 0
 
     def state_dict(self) -> dict[str, Any]:
         """All that this replica needs to go on."""
@@ -192,7 +185,6 @@ def sparseloco(
     *,
     sync_every: int = 30,
     outer_lr: float = 1.0,
-    local_start: int = 0,
     **options: Any,
 ) -> LocalSteps:
     """SparseLoCo (arXiv 2508.15706): the 64 largest of 4096 numbers every `sync_every` steps, with error feedback.
@@ -206,7 +198,7 @@ def sparseloco(
     """
     defaults = {"topk": 64, "chunk": 64, "decay": 0.95, "values": "int4", "transform": "none"}
     exchange = MomentumExchange(groups, **{**defaults, **options})
-    return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr, local_start=local_start)
+    return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr)
 
 
 def _groups(given: Iterable[Any]) -> list[dict[str, Any]]:
