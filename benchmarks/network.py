@@ -48,6 +48,7 @@ COPY_S, SLOW_START_S = 6.0, 2.0
 JUMBO = "9000"
 """Bytes of a frame where a process forwards it."""
 SETTLE_S = 0.4
+BURST = 32 << 10
 
 
 def mbit_of(rate: str) -> float:
@@ -59,6 +60,11 @@ def mbit_of(rate: str) -> float:
         return float(rate[:-4]) * units[rate[-4:]]
     except (ValueError, KeyError):
         raise argparse.ArgumentTypeError(f"a number of kbit, mbit or gbit, or uncapped; given {rate}") from None
+
+
+def burst_of(rate: str) -> int:
+    """Bytes that a cap lets through at once: 32 KiB, or what a fast one carries in 2 ms, about a tick of its clock."""
+    return max(BURST, round(2e-3 * mbit_of(rate) * 1e6 / 8))
 
 
 def rate_of(rate: str) -> str:
@@ -123,7 +129,7 @@ def namespaces(count: int, rate: str, round_trip_ms: float = 0.0) -> Iterator[li
             run("ip", "-n", name, "link", "set", "lo", "up")
             if rate != "uncapped":
                 for where, device in ((name, inner), (hub, outer)):
-                    cap = ("tbf", "rate", rate, "burst", "32kb", "latency", "50ms")
+                    cap = ("tbf", "rate", rate, "burst", f"{burst_of(rate)}", "latency", "50ms")
                     run("ip", "netns", "exec", where, "tc", "qdisc", "add", "dev", device, "root", *cap)
         if round_trip_ms:
             for name in names:

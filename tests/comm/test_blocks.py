@@ -34,6 +34,26 @@ def test_what_is_cut_is_pasted_back(data: st.DataObject) -> None:
     assert float(blocks.sum()) == float(value.sum())  # the padding is zero
 
 
+@given(st.data())
+@settings(deadline=None)
+def test_some_numbers_are_added_as_whole_blocks_would_be(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    grid = grid_of(shape, data.draw(st.sampled_from(VIEWS[len(shape)])), data.draw(st.integers(1, 6)))
+    size = grid.height * grid.width
+    kept = data.draw(st.integers(1, size))
+    index = torch.stack([torch.randperm(size)[:kept] for _ in range(grid.count)])
+    values = torch.randn(grid.count, kept)
+    before = torch.randn(shape)
+    wanted = before + grid.paste(
+        torch.zeros(grid.count, size).scatter(1, index, values).view(-1, grid.height, grid.width)
+    )
+    if grid.lies_flat(before):
+        grid.add(index, values, to=before)
+        assert torch.equal(before, wanted)
+    else:
+        assert grid.view not in (((0,), (1,)), ((1,), (2,)), ((0, 1), (2,)), ((0,), (1, 2, 3)))
+
+
 def test_matrices_that_are_not_contiguous_are_cut_alike() -> None:
     value = torch.randn(7, 11).t()
     grid = grid_of((11, 7), ((0,), (1,)), 4)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scantling.comm.payload import HEADER_BYTES, Header, check, seal, unseal
-from scantling.comm.section import Section
+from scantling.comm.section import Section, largest
 from scantling.comm.values import VALUES, Values, dequantise, quantise, quantised_bytes
 from scantling.errors import PayloadError
 
@@ -59,6 +59,12 @@ def test_the_largest_numbers_of_blocks_are_sent(size: int, count: int, data: st.
         whole = torch.zeros(count, size)
         section.add(found_index, found, whole)
         assert torch.equal(whole != 0, whole == blocks)
+
+
+@pytest.mark.parametrize("kept", [1, 8, 192, 1000])
+def test_more_blocks_than_are_selected_from_at_once_are_selected_from(kept: int) -> None:
+    blocks = torch.randn(300, 4096)
+    assert torch.equal(largest(blocks, kept).sort().values, blocks.abs().topk(kept).indices.sort().values)
 
 
 def test_messages_come_back() -> None:

@@ -63,13 +63,21 @@ class Grid:
         named = (*self.view[0], *self.view[1])
         return [*(dim for dim in range(len(self.shape)) if dim not in named), *named]
 
-    def cut(self, value: Tensor) -> Tensor:
-        """The blocks of a tensor of `shape`: (count, height, width)."""
+    @property
+    def is_padded(self) -> bool:
+        return self.down * self.height > self.rows or self.across * self.width > self.cols
+
+    def cut(self, value: Tensor, out: Tensor | None = None) -> Tensor:
+        """The blocks of a tensor of `shape`: (count, height, width), in `out` where that is given, in its dtype."""
+        if out is None:
+            out = value.new_empty(self.count, self.height, self.width)
         matrices = value.permute(self._order).reshape(self.stack, self.rows, self.cols)
-        padding = (0, self.across * self.width - self.cols, 0, self.down * self.height - self.rows)
-        padded = torch.nn.functional.pad(matrices, padding)
-        blocks = padded.view(self.stack, self.down, self.height, self.across, self.width).transpose(2, 3)
-        return blocks.reshape(self.count, self.height, self.width)
+        if self.is_padded:
+            padding = (0, self.across * self.width - self.cols, 0, self.down * self.height - self.rows)
+            matrices = torch.nn.functional.pad(matrices, padding)
+        blocks = matrices.view(self.stack, self.down, self.height, self.across, self.width).transpose(2, 3)
+        out.view(blocks.shape).copy_(blocks)
+        return out
 
     def paste(self, blocks: Tensor) -> Tensor:
         """The tensor of `shape` that blocks are of; what is in the padding is dropped."""
@@ -78,6 +86,28 @@ class Grid:
         order = self._order
         matrices = whole[:, : self.rows, : self.cols].reshape([self.shape[dim] for dim in order])
         return matrices.permute([order.index(dim) for dim in range(len(order))])
+
+    def lies_flat(self, value: Tensor) -> bool:
+        """Whether a tensor of `shape` has the rows of its matrices one after the other in memory."""
+        return value.is_contiguous() and self._order == sorted(self._order)
+
+    def add(self, index: Tensor, values: Tensor, to: Tensor) -> None:
+        """Add some numbers of each block to a tensor of `shape`; what is in the padding is dropped.
+
+        Args:
+            index: (count, k) places in a flattened block, int64, of which no two of a row are the same.
+            values: (count, k).
+            to: a tensor for which `lies_flat`.
+        """
+        block = torch.arange(self.count, device=index.device)[:, None]
+        within, across = block // self.across, block % self.across
+        row = (within % self.down) * self.height + index // self.width
+        column = across * self.width + index % self.width
+        if self.is_padded:
+            values = values * ((row < self.rows) & (column < self.cols))
+            row, column = row.clamp(max=self.rows - 1), column.clamp(max=self.cols - 1)
+        place = ((within // self.down) * self.rows + row) * self.cols + column
+        to.view(-1).scatter_add_(0, place.flatten(), values.flatten())
 
 
 def grid_of(shape: tuple[int, ...], view: MatrixDims, chunk: int, *, divide: bool = False) -> Grid:

@@ -14,7 +14,7 @@ Where everything travels ("whole", see `rounds.py`), blocks are single numbers: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -95,27 +95,63 @@ class Channel:
 
     def cut(self, values: Mapping[int, Tensor]) -> Tensor:
         """Coefficients of the members' tensors, given by position, in fp32: (count, height * width)."""
-        blocks = torch.cat([member.grid.cut(values[member.param]) for member in self.members]).float()
+        device = values[self.members[0].param].device
+        blocks = torch.empty(self.count, self.kind.height, self.kind.width, device=device)
+        for member, part in zip(self.members, self._parts(blocks), strict=True):
+            member.grid.cut(values[member.param], out=part)
         return (dct.forward(blocks) if self.kind.transformed else blocks).flatten(1)
 
     def paste(self, coefficients: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The members' tensors of coefficients, (count, height * width): (position of the parameter, tensor)."""
         blocks = coefficients.view(-1, self.kind.height, self.kind.width)
-        yield from self._parted(dct.inverse(blocks) if self.kind.transformed else blocks)
+        yield from self._pasted(dct.inverse(blocks) if self.kind.transformed else blocks)
 
     def paste_sent(self, index: Tensor | None, values: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """As `paste`, of what a section sent."""
+        """As `paste`, of what a section sent, or of what several did beside each other."""
         height, width = self.kind.height, self.kind.width
         if index is None:
             yield from self.paste(values)
-        elif self.kind.transformed and values.shape[1] <= width // 2:
-            yield from self._parted(dct.inverse_sparse(index, values, height, width))
+        elif not self.kind.transformed:
+            found = {member.param: values.new_zeros(member.grid.shape) for member in self.members}
+            self.add_sent(index, values, 1.0, to=found.__getitem__)
+            yield from found.items()
+        elif values.shape[1] <= width // 2:
+            yield from self._pasted(dct.inverse_sparse(index, values, height, width))
         else:
-            yield from self.paste(values.new_zeros(len(values), height * width).scatter_add_(1, index, values))
+            yield from self.paste(self._filled(index, values))
 
-    def _parted(self, blocks: Tensor) -> Iterator[tuple[int, Tensor]]:
-        parts = torch.split(blocks, [member.grid.count for member in self.members])
-        for member, part in zip(self.members, parts, strict=True):
+    def add_sent(self, index: Tensor | None, values: Tensor, alpha: float, to: Callable[[int], Tensor]) -> None:
+        """Add what `paste_sent` gives, times alpha, to tensors by position."""
+        if index is None or self.kind.transformed:
+            for place, value in self.paste_sent(index, values):
+                to(place).add_(value, alpha=alpha)
+            return
+        scaled = values if alpha == 1.0 else alpha * values
+        for member, places, numbers in zip(self.members, self._parts(index), self._parts(scaled), strict=True):
+            tensor, grid = to(member.param), member.grid
+            if not grid.lies_flat(tensor):
+                tensor.add_(grid.paste(self._filled(places, numbers).view(-1, self.kind.height, self.kind.width)))
+                continue
+            kept = self.kind.section.kept
+            for own, part in zip(
+                torch.split(places, kept, 1), torch.split(numbers, kept, 1), strict=True
+            ):  # one sender at a time
+                grid.add(own, part, to=tensor)
+
+    def _filled(self, index: Tensor, values: Tensor) -> Tensor:
+        """All coefficients of blocks of which some were sent: (count, height * width)."""
+        filled = values.new_zeros(len(values), self.kind.section.size)
+        kept = self.kind.section.kept
+        for own, part in zip(torch.split(index, kept, 1), torch.split(values, kept, 1), strict=True):
+            self.kind.section.add(own, part, to=filled)
+        return filled
+
+    def _parts(self, blocks: Tensor) -> Sequence[Tensor]:
+        """Those of each member."""
+        return torch.split(blocks, [member.grid.count for member in self.members])
+
+    def _pasted(self, blocks: Tensor) -> Iterator[tuple[int, Tensor]]:
+        for member, part in zip(self.members, self._parts(blocks), strict=True):
             yield member.param, member.grid.paste(part)
 
 

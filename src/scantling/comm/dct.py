@@ -13,6 +13,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+AT_ONCE = 64
+"""Blocks that a CPU transforms at once."""
+
 
 @lru_cache(maxsize=256)
 def basis(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -28,13 +31,13 @@ def basis(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 def forward(blocks: Tensor) -> Tensor:
     """The coefficients of blocks, (count, height, width) both."""
     down, across = _bases(blocks)
-    return down @ blocks @ across.t()
+    return _between(down, blocks, across.t())
 
 
 def inverse(coefficients: Tensor) -> Tensor:
     """The blocks of coefficients, (count, height, width) both."""
     down, across = _bases(coefficients)
-    return down.t() @ coefficients @ across
+    return _between(down.t(), coefficients, across)
 
 
 def inverse_sparse(index: Tensor, values: Tensor, height: int, width: int) -> Tensor:
@@ -56,3 +59,13 @@ def inverse_sparse(index: Tensor, values: Tensor, height: int, width: int) -> Te
 def _bases(blocks: Tensor) -> tuple[Tensor, Tensor]:
     height, width = blocks.shape[-2:]
     return basis(height, blocks.device, blocks.dtype), basis(width, blocks.device, blocks.dtype)
+
+
+def _between(left: Tensor, blocks: Tensor, right: Tensor) -> Tensor:
+    """left B right of each block B; on a CPU of as many at a time as its cache has room for."""
+    if blocks.device.type != "cpu":
+        return left @ blocks @ right
+    out = torch.empty_like(blocks)
+    for part, room in zip(torch.split(blocks, AT_ONCE), torch.split(out, AT_ONCE), strict=True):
+        torch.matmul(left, part @ right, out=room)
+    return out

@@ -626,13 +626,16 @@ class MomentumExchange(Replica):
             return
         params, groups, kept = self._parameters(), groups_of(self.param_groups), self.residuals
         changed: dict[int, Tensor] = {}
-        pairs: list[tuple[Sparse | None, float]] = [(outcome.accepted, -1.0), (outcome.gained, 1.0)]
-        for part, sign in pairs:
+
+        def read(place: int) -> Tensor:
+            if place not in changed:
+                changed[place] = kept.read(params[place], local(params[place]))
+            return changed[place]
+
+        alpha = channel.kind.alpha
+        for part, share in ((outcome.accepted, -alpha), (outcome.gained, alpha)):
             if part is not None:
-                for place, value in channel.paste_sent(*part):
-                    if place not in changed:
-                        changed[place] = kept.read(params[place], value)
-                    changed[place].add_(value, alpha=sign * channel.kind.alpha)
+                channel.add_sent(*part, share, to=read)
         for place, residual in changed.items():
             self._keep(params[place], groups[place], residual, _seed(step, 1, place))
 

@@ -196,7 +196,8 @@ def _left_out(headers: Sequence[Header]) -> list[int]:
 
 def _mean(kind: Kind, parts: Sequence[Sparse], *, by_senders: bool) -> Sparse:
     section = kind.section
-    if not by_senders and kind.transformed and not section.is_dense and len(parts) * section.kept <= kind.width // 2:
+    few = kind.width // 2 if kind.transformed else section.size // 4
+    if not by_senders and not section.is_dense and len(parts) * section.kept <= few:
         places = torch.cat([index for index, _ in parts if index is not None], dim=1)
         return places, torch.cat([values for _, values in parts], dim=1) / len(parts)
     total = parts[0][1].new_zeros(len(parts[0][1]), section.size)
@@ -205,7 +206,7 @@ def _mean(kind: Kind, parts: Sequence[Sparse], *, by_senders: bool) -> Sparse:
         section.add(index, values, to=total)
         if senders is not None:
             section.add(index, torch.ones_like(values), to=senders)
-    return None, total / (len(parts) if senders is None else senders.clamp(min=1.0))
+    return None, total.div_(len(parts) if senders is None else senders.clamp_(min=1.0))
 
 
 def _parted(selected: Sparse, share: int, num_processes: int) -> list[Sparse]:
