@@ -49,6 +49,7 @@ def test_the_largest_numbers_of_blocks_are_sent(size: int, count: int, data: st.
     packed = section.pack(index, values)
     assert packed.numel() == section.num_bytes(count)
     found_index, found = section.unpack(packed, count)
+    assert torch.equal(section.as_received(index, values)[1], found)
     if index is None:
         assert found_index is None
     else:

@@ -82,8 +82,12 @@ def exchange(
     found = [torch.split(bodies[rank], sizes) for rank in valid]
     outcomes = []
     for place, channel in enumerate(channels):
-        parts = [channel.kind.section.unpack(body[place], channel.count) for body in found]
-        accepted = parts[valid.index(header.rank)] if header.rank in valid else None
+        section = channel.kind.section
+        accepted = section.as_received(*selected[place]) if header.rank in valid else None
+        parts = [
+            accepted if rank == header.rank and accepted is not None else section.unpack(body[place], channel.count)
+            for rank, body in zip(valid, found, strict=True)
+        ]
         outcomes.append(Outcome(_mean(channel.kind, parts, by_senders=by_senders), accepted))
     return outcomes, _left_out(headers)
 
@@ -136,7 +140,7 @@ def _by_owners(
         gained[header.rank] = len(valid) * (exact[place] - parts[header.rank][1])
         accepted = None
         if header.rank in valid:
-            accepted = _accepted(channel.kind.section, _as_received(channel, selected[place]), index)
+            accepted = _accepted(channel.kind.section, channel.kind.section.as_received(*selected[place]), index)
         outcomes.append(Outcome((index, values), accepted, (index, gained.flatten(0, 1)[: channel.count])))
     return outcomes, _left_out(headers)
 
@@ -224,12 +228,6 @@ def _joined(parts: Sequence[Sparse], count: int) -> Sparse:
     values = torch.cat([values for _, values in parts])[:count]
     indices = [index for index, _ in parts if index is not None]
     return (torch.cat(indices)[:count] if indices else None), values
-
-
-def _as_received(channel: Channel, selected: Sparse) -> Sparse:
-    """What the others make of the coefficients of this process, after their way through few bits."""
-    section = channel.kind.section
-    return section.unpack(section.pack(*selected), channel.count)
 
 
 def _accepted(section: Section, sent: Sparse, told: Tensor | None) -> Sparse:

@@ -66,6 +66,11 @@ class Section:
         coded = quantise(values, self.values)
         return coded if index is None else torch.cat([pack_subsets(index, self.size), coded])
 
+    def as_received(self, index: Tensor | None, values: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What `unpack` makes of what `pack` makes of it: places as they are, values after their way in few bits."""
+        count, length = values.shape
+        return index, dequantise(quantise(values, self.values), count, length, self.values)
+
     def unpack(self, packed: Tensor, count: int) -> tuple[Tensor | None, Tensor]:
         """What the sender of blocks meant: index and values, as `select` gives them.
 
