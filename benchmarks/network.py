@@ -129,7 +129,7 @@ def namespaces(count: int, rate: str, round_trip_ms: float = 0.0) -> Iterator[li
             run("ip", "-n", name, "link", "set", "lo", "up")
             if rate != "uncapped":
                 for where, device in ((name, inner), (hub, outer)):
-                    cap = ("tbf", "rate", rate, "burst", f"{burst_of(rate)}", "latency", "50ms")
+                    cap = ("tbf", "rate", rate, "burst", str(burst_of(rate)), "latency", "50ms")
                     run("ip", "netns", "exec", where, "tc", "qdisc", "add", "dev", device, "root", *cap)
         if round_trip_ms:
             for name in names:

@@ -219,5 +219,6 @@ def test_a_step_of_few_exchanges_is_the_mean() -> None:
     local = {"ours k192 h5 all_gather": 5, "ours k144 h5 owner": 5}
     assert every == {"diloco h30": 30, "diloco h100": 100, "sparseloco h30": 30, **local}
     assert [network.mbit_of(rate) for rate in ("100mbit", "1gbit", "uncapped")] == [100.0, 1000.0, inf]
+    assert [network.burst_of(rate) for rate in ("10mbit", "100mbit", "1gbit")] == [32768, 32768, 250000]
     with pytest.raises(argparse.ArgumentTypeError, match="given 10mbps"):
         network.mbit_of("10mbps")

@@ -7,6 +7,7 @@ largest divisor up to the chunk, which gives blocks of one number where the leng
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 
 from scantling.groups import MatrixDims
+
+CACHED = 1 << 18
+"""Numbers of blocks that a CPU's cache has room for beside what is made of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +136,9 @@ def even_side(length: int, chunk: int) -> int:
 def divisor_side(length: int, chunk: int) -> int:
     """The largest divisor of a length that is at most the chunk."""
     return next(side for side in range(min(length, chunk), 0, -1) if length % side == 0) if length else 0
+
+
+def slices(blocks: Tensor) -> Sequence[Tensor]:
+    """Blocks, counted by the first dim, as many at a time as a CPU's cache holds; all at once on other devices."""
+    size = max(1, blocks.shape[1:].numel())
+    return torch.split(blocks, max(1, CACHED // size)) if blocks.device.type == "cpu" else [blocks]

@@ -96,7 +96,7 @@ class Channel:
     def cut(self, values: Mapping[int, Tensor]) -> Tensor:
         """Coefficients of the members' tensors, given by position, in fp32: (count, height * width)."""
         device = values[self.members[0].param].device
-        blocks = torch.empty(self.count, self.kind.height, self.kind.width, device=device)
+        blocks = torch.empty(self.count, self.kind.height, self.kind.width, dtype=torch.float32, device=device)
         for member, part in zip(self.members, self._parts(blocks), strict=True):
             member.grid.cut(values[member.param], out=part)
         return (dct.forward(blocks) if self.kind.transformed else blocks).flatten(1)

@@ -13,8 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-AT_ONCE = 64
-"""Blocks that a CPU transforms at once."""
+from scantling.comm.blocks import slices
 
 
 @lru_cache(maxsize=256)
@@ -62,10 +61,8 @@ def _bases(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _between(left: Tensor, blocks: Tensor, right: Tensor) -> Tensor:
-    """left B right of each block B; on a CPU of as many at a time as its cache has room for."""
-    if blocks.device.type != "cpu":
-        return left @ blocks @ right
+    """left B right of each block B."""
     out = torch.empty_like(blocks)
-    for part, room in zip(torch.split(blocks, AT_ONCE), torch.split(out, AT_ONCE), strict=True):
+    for part, room in zip(slices(blocks), slices(out), strict=True):
         torch.matmul(left, part @ right, out=room)
     return out

@@ -116,9 +116,7 @@ class LocalSteps:
             return
         for param, anchor in zip(self._params, self._anchors, strict=True):
             part = local(param)
-            seen = None if param.grad is None else local(param.grad)  # no more needed, but for its memory
-            is_like = seen is not None and (seen.dtype, seen.layout) == (part.dtype, part.layout)
-            moved = torch.sub(anchor, part, out=seen if is_like else None)
+            moved = anchor - part
             part.copy_(anchor)  # what replicas compare, and where the outer step begins
             param.grad = None
             param.grad = as_gradient(moved, param)

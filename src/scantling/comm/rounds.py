@@ -83,11 +83,11 @@ def exchange(
     outcomes = []
     for place, channel in enumerate(channels):
         section = channel.kind.section
-        accepted = section.as_received(*selected[place]) if header.rank in valid else None
         parts = [
-            accepted if rank == header.rank and accepted is not None else section.unpack(body[place], channel.count)
+            section.as_received(*selected[place]) if rank == header.rank else section.unpack(body[place], channel.count)
             for rank, body in zip(valid, found, strict=True)
         ]
+        accepted = parts[valid.index(header.rank)] if header.rank in valid else None
         outcomes.append(Outcome(_mean(channel.kind, parts, by_senders=by_senders), accepted))
     return outcomes, _left_out(headers)
 

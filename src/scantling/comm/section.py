@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from scantling.comm.blocks import slices
 from scantling.comm.values import Values, dequantise, quantise, quantised_bytes
 from scantling.errors import PayloadError
 from scantling.numerics.subsets import pack_subsets, subsets_bytes, unpack_subsets
 
 GROUP = 4
 """Numbers of a block of which the largest stands for all, where a CPU selects."""
-AT_ONCE = 1 << 19
-"""Numbers that a CPU selects from at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +96,23 @@ def largest(blocks: Tensor, kept: int) -> Tensor:
     """Where the numbers of the largest magnitude are: (count, kept) int64, in any order.
 
     On a CPU, where the time of a selection is that of what it selects from, only among the groups of `GROUP` numbers
-    that have the largest maxima: `kept` groups hold them all. It is done for as many blocks at a time as fit the cache.
+    that have the largest maxima: `kept` groups hold them all.
 
     Args:
         blocks: (count, size).
         kept: how many of each block, at most its size.
     """
-    size = blocks.shape[1]
-    if blocks.device.type != "cpu":
-        return blocks.abs().topk(kept, dim=1, sorted=False).indices
-    return torch.cat([_largest(part, kept) for part in torch.split(blocks, max(1, AT_ONCE // size))])
+    return torch.cat([_largest(part.abs(), kept) for part in slices(blocks)])
 
 
-def _largest(blocks: Tensor, kept: int) -> Tensor:
-    magnitudes, groups = blocks.abs(), blocks.shape[1] // GROUP
-    if blocks.shape[1] % GROUP or 4 * kept > 3 * groups:
-        return magnitudes.topk(kept, dim=1, sorted=False).indices
-    group = magnitudes.view(-1, GROUP, groups).amax(1).topk(kept, dim=1, sorted=False).indices
+def _largest(magnitudes: Tensor, kept: int) -> Tensor:
+    groups, left = divmod(magnitudes.shape[1], GROUP)
+    if magnitudes.device.type != "cpu" or left or 4 * kept > 3 * groups:
+        return _top(magnitudes, kept)
+    group = _top(magnitudes.view(-1, GROUP, groups).amax(1), kept)
     places = (group[:, None] + groups * torch.arange(GROUP)[:, None]).flatten(1)
-    return places.gather(1, magnitudes.gather(1, places).topk(kept, dim=1, sorted=False).indices)
+    return places.gather(1, _top(magnitudes.gather(1, places), kept))
+
+
+def _top(values: Tensor, kept: int) -> Tensor:
+    return values.topk(kept, dim=1, sorted=False).indices
