@@ -1,6 +1,7 @@
 """The tables of docs/network.md, in Markdown: what ways to exchange cost in loss, and what they send and take.
 
     python benchmarks/comm_table.py --data novels benchmarks/results/network-*-novels-*.json
+    python benchmarks/comm_table.py --times benchmarks/results/network-2-10*mbit-*.json     a column a link
 
 The losses are lines of results/comm-quality.jsonl, at each method's best rate; bytes and times are those of files of
 network.py, which are measured on the same model and batch. Differences are paired by seed, with 95 % intervals. The
@@ -140,12 +141,34 @@ def link_table(lines: quality.Lines, data: str, links: dict[tuple[int, str], Lin
     return markdown(header, rows)
 
 
+def times_table(links: Sequence[Link]) -> str:
+    """Milliseconds of a step, and how often as fast as DDP it is: a column a link, the methods that all have."""
+    columns = [steps_on(link) for link in links]
+    header = ["exchange"]
+    for link in links:
+        trip = f", {link['round_trip_ms']:.0f} ms there and back" if link["emulated_round_trip"] else ""
+        header += [f"{link['rate']}{trip}", "faster than DDP"]
+    rows = []
+    for method in columns[0]:
+        if not all(method in times for times in columns):
+            continue
+        row = [method]
+        for times in columns:
+            row += [f"{1e3 * times[method]:.0f}", f"{times[BASE] / times[method]:.1f} ×"]
+        rows.append(row)
+    return markdown(header, rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("links", type=Path, nargs="*", help="files of network.py, of one model; a later one counts")
     parser.add_argument("--data", choices=list(quality.WORKS), default="novels")
+    parser.add_argument("--times", action="store_true", help="times of steps alone, a column a link")
     parser.add_argument("--results", type=Path, default=RESULTS / "comm-quality.jsonl", help="of comm_quality.py")
     options = parser.parse_args()
+    if options.times:
+        print(times_table([json.loads(path.read_text(encoding="utf-8")) for path in options.links]))
+        return 0
     lines = Ledger(options.results, Path(quality.__file__)).lines()
     print(loss_table(lines, options.data))
     links: dict[tuple[int, str], Link] = {}

@@ -207,6 +207,13 @@ def test_tables_of_the_exchanges() -> None:
     assert found[2] == "| ddp fp32 | 880.0 | 1.100 | 1 | – | 1760.0 | 4000 | 2000 | – | +1750 | 0.870 |"
     assert found[3] == "| ours k8 owner | 8.8 | 1.100 | 100 | – | 17.6 | 1000 | 500 | – | +250 | 0.370 |"
 
+    near = link(1.0, 0.5) | {"rate": "1gbit", "emulated_round_trip": False}
+    far = link(1.0, 1.0) | {"rate": "100mbit", "emulated_round_trip": True, "round_trip_ms": 50.4}
+    del far["methods"]["alone"]
+    found = comm_table.times_table([near, far]).splitlines()
+    assert found[0] == "| exchange | 1gbit | faster than DDP | 100mbit, 50 ms there and back | faster than DDP |"
+    assert found[2:] == ["| ddp fp32 | 2000 | 1.0 × | 4000 | 1.0 × |", "| ours k8 owner | 500 | 4.0 × | 1000 | 4.0 × |"]
+
 
 def test_a_step_of_few_exchanges_is_the_mean() -> None:
     import network
