@@ -22,7 +22,7 @@ import comm_quality as quality
 import numpy as np
 from dated import RESULTS
 from network import cpu_of
-from resumable import Ledger, Line, interval, steps_to_reach
+from resumable import Ledger, Line, interval, key_of, steps_to_reach
 from time_to_loss import ALONE, BASE, loss_after, seconds_of, steps_in, steps_on, trained
 
 Link = dict[str, Any]
@@ -88,6 +88,23 @@ def loss_table(lines: quality.Lines, data: str) -> str:
         row += [of_seeds(runs, "accuracy", ".1f", 100.0)] if right else []
         rows.append([*row, of_seeds(others, "eval_loss"), difference(others, control)])
     return markdown(header, rows)
+
+
+def settings_table(lines: quality.Lines, data: str) -> str:
+    """What other settings lose to those of the method, paired by seed, and how many bytes they send of its."""
+    rows = []
+    for name, (method, options) in quality.SETTINGS.items():
+        rate = quality.best_rate(lines, data, method)
+        if rate is None:
+            continue
+        own = trained(lines, data, method)
+        seeds = quality.WORKS[data].few_seeds
+        specs = {seed: quality.run_spec(data, method, rate, seed, **options) for seed in seeds}
+        runs = {seed: line for seed, spec in specs.items() if (line := lines.get(key_of(spec))) is not None}
+        if runs and all(line["eval_loss"] is not None for line in runs.values()):
+            share = np.mean([line["computed_bytes"] / own[seed]["computed_bytes"] for seed, line in runs.items()])
+            rows.append([name, method, of_seeds(runs, "eval_loss"), difference(runs, own), f"{share:.2f}"])
+    return markdown(["setting", "of", "held-out loss", "to the method's own", "bytes of its"], rows) if rows else ""
 
 
 def sent(link: Link | None, method: str) -> tuple[float, float] | None:
@@ -171,6 +188,8 @@ def main() -> int:
         return 0
     lines = Ledger(options.results, Path(quality.__file__)).lines()
     print(loss_table(lines, options.data))
+    if settings := settings_table(lines, options.data):
+        print(f"\n{settings}")
     links: dict[tuple[int, str], Link] = {}
     for path in sorted(options.links):
         link = json.loads(path.read_text(encoding="utf-8"))

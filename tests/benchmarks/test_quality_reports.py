@@ -190,6 +190,18 @@ def test_tables_of_the_exchanges() -> None:
         "| ours k8 owner | 0.002 | 3 | 0.370 ± 0.025 | +0.250 ± 0.000 | never | 90.0 ± 0.0 | 0.360 | +0.250 |"
     )
 
+    assert comm_table.settings_table(lines, "digits") == ""
+    for index in (start - 1, start, start + 1):
+        spec = quality.run_spec("digits", quality.OURS, quality.GRID.rates[index], 0)
+        lines[key_of(spec)] = {**spec, "eval_loss": 1.0 + abs(index - start)}
+    for seed in (1, 2, 3):
+        spec = quality.run_spec("digits", quality.OURS, quality.GRID.rates[start], seed)
+        lines[key_of(spec)] = {**spec, "eval_loss": 0.2, "computed_bytes": 100.0}
+        spec = quality.run_spec("digits", quality.OURS, quality.GRID.rates[start], seed, delay=1)
+        lines[key_of(spec)] = {**spec, "eval_loss": 0.3, "computed_bytes": 50.0}
+    found = comm_table.settings_table(lines, "digits").splitlines()
+    assert found[2:] == [f"| delay 1 | {quality.OURS} | 0.300 ± 0.000 | +0.100 ± 0.000 | 0.50 |"]
+
     def link(scale: float, seconds: float) -> dict[str, Any]:
         def rounds(sent: float, step_s: float) -> list[list[dict[str, Any]]]:
             return [[{"sent_bytes": 1.1 * sent, "computed_bytes": sent, "step_s": [step_s], "cpu_s": step_s / 2}]]
