@@ -1,7 +1,7 @@
-"""The tables of docs/network.md, in Markdown: what ways to exchange cost in loss, and what they send and take.
+"""The tables of docs/network-measured.md, in Markdown: what ways to exchange cost in loss, and what they send and take.
 
     python benchmarks/comm_table.py --data novels benchmarks/results/network-*-novels-*.json
-    python benchmarks/comm_table.py --times benchmarks/results/network-2-10*mbit-*.json     a column a link
+    python benchmarks/comm_table.py --times benchmarks/results/network-2-10mbit-*.json      a column a link
 
 The losses are lines of results/comm-quality.jsonl, at each method's best rate; bytes and times are those of files of
 network.py, which are measured on the same model and batch. Differences are paired by seed, with 95 % intervals. The
@@ -22,7 +22,7 @@ import comm_quality as quality
 import numpy as np
 from dated import RESULTS
 from network import cpu_of
-from resumable import Ledger, Line, interval, key_of, steps_to_reach
+from resumable import Ledger, Line, interval, steps_to_reach
 from time_to_loss import ALONE, BASE, loss_after, seconds_of, steps_in, steps_on, trained
 
 Link = dict[str, Any]
@@ -94,16 +94,10 @@ def settings_table(lines: quality.Lines, data: str) -> str:
     """What other settings lose to those of the method, paired by seed, and how many bytes they send of its."""
     rows = []
     for name, (method, options) in quality.SETTINGS.items():
-        rate = quality.best_rate(lines, data, method)
-        if rate is None:
-            continue
-        own = trained(lines, data, method)
-        seeds = quality.WORKS[data].few_seeds
-        specs = {seed: quality.run_spec(data, method, rate, seed, **options) for seed in seeds}
-        runs = {seed: line for seed, spec in specs.items() if (line := lines.get(key_of(spec))) is not None}
-        if runs and all(line["eval_loss"] is not None for line in runs.values()):
-            share = np.mean([line["computed_bytes"] / own[seed]["computed_bytes"] for seed, line in runs.items()])
-            rows.append([name, method, of_seeds(runs, "eval_loss"), difference(runs, own), f"{share:.2f}"])
+        own, runs = trained(lines, data, method), trained(lines, data, method, **options)
+        shares = [runs[seed]["computed_bytes"] / own[seed]["computed_bytes"] for seed in runs if seed in own]
+        if shares:
+            rows.append([name, method, of_seeds(runs, "eval_loss"), difference(runs, own), f"{np.mean(shares):.2f}"])
     return markdown(["setting", "of", "held-out loss", "to the method's own", "bytes of its"], rows) if rows else ""
 
 
@@ -183,16 +177,16 @@ def main() -> int:
     parser.add_argument("--times", action="store_true", help="times of steps alone, a column a link")
     parser.add_argument("--results", type=Path, default=RESULTS / "comm-quality.jsonl", help="of comm_quality.py")
     options = parser.parse_args()
+    read: dict[Path, Link] = {path: json.loads(path.read_text(encoding="utf-8")) for path in options.links}
     if options.times:
-        print(times_table([json.loads(path.read_text(encoding="utf-8")) for path in options.links]))
+        print(times_table(list(read.values())))
         return 0
     lines = Ledger(options.results, Path(quality.__file__)).lines()
     print(loss_table(lines, options.data))
     if settings := settings_table(lines, options.data):
         print(f"\n{settings}")
     links: dict[tuple[int, str], Link] = {}
-    for path in sorted(options.links):
-        link = json.loads(path.read_text(encoding="utf-8"))
+    for _, link in sorted(read.items()):
         if not link["emulated_round_trip"]:
             links[link["replicas"], link["rate"]] = link
     if (quality.REPLICAS, RATES[0]) in links:

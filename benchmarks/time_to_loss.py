@@ -1,6 +1,6 @@
 """How long each way to exchange takes to a loss on a slow link: what was trained, with the times of steps there.
 
-    python benchmarks/time_to_loss.py benchmarks/results/network-2-100mbit-*.json
+    python benchmarks/time_to_loss.py benchmarks/results/network-2-10mbit-*.json
 
 The losses by step are those of `comm_quality.py --data llama-10m-long`; what a step takes is what `network.py` measured
 of the same model and the same batch on a link. A time to a loss is the product of the two: to what AdamW under DDP ends
@@ -34,15 +34,15 @@ TOLERANCE = 0.01
 OF_THE_BOUND, AT_TEN_MBIT = 0.8, 10.0
 
 
-def trained(lines: quality.Lines, data: str, method: str, replicas: int = quality.REPLICAS) -> dict[int, Line]:
-    """The runs of a method at its best rate, by seed; none where one of them failed."""
+def trained(
+    lines: quality.Lines, data: str, method: str, replicas: int = quality.REPLICAS, **options: Any
+) -> dict[int, Line]:
+    """The runs of a method at its best rate, or of it with other options, by seed; none where one of them failed."""
     rate = quality.best_rate(lines, data, method)
     if rate is None:
         return {}
-    found = {
-        seed: lines.get(key_of(quality.run_spec(data, method, rate, seed, replicas)))
-        for seed in quality.seeds_of(data, method)
-    }
+    seeds = quality.WORKS[data].few_seeds if options else quality.seeds_of(data, method)
+    found = {seed: lines.get(key_of(quality.run_spec(data, method, rate, seed, replicas, **options))) for seed in seeds}
     done = {seed: line for seed, line in found.items() if line is not None}
     return {} if any(line["eval_loss"] is None for line in done.values()) else done
 
