@@ -7,7 +7,9 @@
                                                  outer rates
     python benchmarks/comm_quality.py shorter    AdamW under DDP in as few steps as a slow link leaves time for, each
                                                  with a schedule of its own; for time_to_loss.py
-    python benchmarks/comm_quality.py report     loss, bytes, paired differences to AdamW, and steps to AdamW's loss
+    python benchmarks/comm_quality.py report     the sweep as it stands
+
+comm_table.py makes tables of the lines, with differences paired by seed, and time_to_loss.py times of them on a link.
 
 A decoder of half a million parameters on English novels; with `--data digits` a vision transformer of 0.2 million on
 scikit-learn's digits; with `--data llama-10m-long` the preset llama-10m, on bytes of the novels, in the batches that
@@ -44,7 +46,7 @@ from typing import Any
 
 from dated import RESULTS
 from optim_quality import MODEL
-from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, steps_to_reach
+from resumable import Grid, Ledger, Line, Spec, command_line, key_of
 from small_models import facts, printed, text
 
 REPLICAS = 2
@@ -356,56 +358,13 @@ def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
 
 
 def report(lines: Lines, data: str) -> None:
-    """The sweep, then each method at its best rate beside AdamW under DDP, with 2, 4 and 8 replicas."""
+    """The sweep: losses by learning rate."""
     print(f"{data}: held-out nats a target by learning rate, seed 0\n{GRID.header()}")
     for method in methods_of(data):
         print(GRID.row(method[:24], swept(lines, data, method)))
-    base = best_rate(lines, data, METHODS[0])
-    if base is None:
-        return
     one = best_rate(lines, data, ONE_RATE[0])
     if one is not None and one != WORKS[data].dense_lr:
         print(f"AdamW of one rate is best at {one:g}, but embeddings learn at {WORKS[data].dense_lr:g}: set it")
-    control = [lines.get(key_of(run_spec(data, METHODS[0], base, seed))) for seed in WORKS[data].seeds]
-    for replicas, method in product((REPLICAS, *ALSO), methods_of(data)):
-        rate = best_rate(lines, data, method)
-        if rate is not None:
-            found = [lines.get(key_of(run_spec(data, method, rate, seed, replicas))) for seed in seeds_of(data, method)]
-            row(f"{method} at {rate:g}" + ("" if replicas == REPLICAS else f", {replicas} replicas"), found, control)
-    for name, (method, options) in SETTINGS.items():
-        rate = best_rate(lines, data, method)
-        if rate is not None:
-            found = [lines.get(key_of(run_spec(data, method, rate, seed, **options))) for seed in WORKS[data].few_seeds]
-            row(name, found, [lines.get(key_of(run_spec(data, method, rate, seed))) for seed in WORKS[data].few_seeds])
-    for steps in SHORTER:
-        found = [lines.get(key_of(shorter_spec(data, base, seed, steps))) for seed in WORKS[data].few_seeds]
-        row(f"ddp fp32 in {steps} steps", found, control)
-
-
-def row(name: str, found: list[Line | None], control: list[Line | None]) -> None:
-    """Loss, bytes and differences of one kind of runs to those of another, paired by seed."""
-    done = [line for line in found if line is not None]
-    failed = sum(line["eval_loss"] is None for line in done)
-    if failed:
-        print(f"{name:48} failed with {failed} of {len(done)} seeds")
-    if not done or failed:
-        return
-    pairs = [(a, b) for a, b in zip(found, control, strict=False) if a is not None and b is not None]
-    sent, whole = done[0]["computed_bytes"], done[0]["bytes_over_the_run"]
-    dense = next((line["computed_bytes"] for line in control if line is not None), sent)
-    mean, _ = interval([line["eval_loss"] for line in done])
-    parts = [f"{name:48} {mean:.4f} ({len(done)} seeds)  {sent / 1e3:9.2f} kB a step, {dense / sent:7.1f} x fewer"]
-    if whole > 1.01 * sent:
-        parts.append(f"over the run {dense / whole:.1f} x")
-    if "accuracy" in done[0]:
-        right, width = interval([100 * line["accuracy"] for line in done])
-        parts.append(f"{right:.2f} ± {width:.2f} % right")
-    if pairs and found is not control:
-        difference, width = interval([a["eval_loss"] - b["eval_loss"] for a, b in pairs])
-        parts.append(f"{difference:+.4f} ± {width:.4f}")
-        reached = [steps_to_reach(a["heldout"], b["heldout"][-1][1]) for a, b in pairs]
-        parts.append("reaches its loss at " + ", ".join("never" if step is None else f"{step:.0f}" for step in reached))
-    print("  ".join(parts))
 
 
 def main() -> int:

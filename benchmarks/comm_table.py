@@ -68,25 +68,27 @@ def reached(runs: dict[int, Line], control: dict[int, Line]) -> str:
 
 
 def loss_table(lines: quality.Lines, data: str) -> str:
-    """Rates, losses and differences to AdamW under DDP, with two replicas and with four."""
+    """Rates, losses and differences to AdamW under DDP, with two replicas and with more where there are runs."""
     work = quality.WORKS[data]
     control = trained(lines, data, BASE, quality.REPLICAS)
     right = any("accuracy" in line for line in control.values())
-    more = quality.ALSO[0]
+    methods = quality.methods_of(data)
+    more = [count for count in quality.ALSO if any(trained(lines, data, method, count) for method in methods)]
     header = ["exchange", "rate", "seeds", "held-out loss", "to AdamW", "steps to its loss"]
     header += ["% right"] if right else []
-    header += [f"{more} replicas: loss", "to AdamW"]
+    header += [title for count in more for title in (f"{count} replicas: loss", "to AdamW")]
     rows = []
-    for method in quality.methods_of(data):
+    for method in methods:
         rate = quality.best_rate(lines, data, method)
         runs = control if method == BASE else trained(lines, data, method, quality.REPLICAS)
         if rate is None or not runs:
             continue
-        others = trained(lines, data, method, more)
         row = [method, f"{rate:g}", str(len(runs)), of_seeds(runs, "eval_loss"), difference(runs, control)]
         row += [f"{work.steps}" if runs is control else reached(runs, control)]
         row += [of_seeds(runs, "accuracy", ".1f", 100.0)] if right else []
-        rows.append([*row, of_seeds(others, "eval_loss"), difference(others, control)])
+        for others in (trained(lines, data, method, count) for count in more):
+            row += [of_seeds(others, "eval_loss"), difference(others, control)]
+        rows.append(row)
     return markdown(header, rows)
 
 

@@ -143,7 +143,9 @@ def show(found: dict[str, dict[str, Any]], alone_s: float | None, sending_s: flo
             f"{method:22} {1e3 * row['step_s']:9.1f} ms a step  to the loss {reached[0]:>8}, to {TOLERANCE:g} above it "
             f"{reached[1]:>8}  at equal time {'not evaluated yet' if loss is None else f'{loss:.4f}'}"
         )
-    ours = max(times for method, times in faster.items() if method.startswith("ours"))
+    ours = max((times for method, times in faster.items() if method.startswith("ours")), default=None)
+    if ours is None:
+        return
     others = [times for method, times in faster.items() if method.startswith(("powersgd", "diloco"))]
     if alone_s is not None:
         for name, bound in (("measured", base["step_s"] / alone_s), ("computed", 1.0 + sending_s / alone_s)):
