@@ -202,7 +202,7 @@ class Replicas:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 240  # starting a process takes a minute on a busy machine
         while not condition():
             assert time.monotonic() < until, {name: self.lines(name)[-3:] for name in self.processes}
             time.sleep(0.05)
