@@ -7,6 +7,8 @@
                                                  outer rates
     python benchmarks/comm_quality.py shorter    AdamW under DDP in as few steps as a slow link leaves time for, each
                                                  with a schedule of its own; for time_to_loss.py
+    python benchmarks/comm_quality.py longer     five local steps in as many more steps as end where AdamW under DDP
+                                                 does, each with a schedule of its own; for time_to_loss.py
     python benchmarks/comm_quality.py report     the sweep as it stands
 
 comm_table.py makes tables of the lines, with differences paired by seed, and time_to_loss.py times of them on a link.
@@ -168,8 +170,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "diloco h100, outer rate 1": ("diloco h100", {"outer_lr": 1.0}),
 }
 """By name a method, at its best rate, and what of it is changed."""
-SHORTER = (16, 32, 64, 128, 256)
-"""Steps of the phase `shorter`."""
+SHORTER, LONGER = (16, 32, 64, 128, 256), (2600,)
+"""Steps of the phases of these names: of METHODS[0], and of LOCAL on `llama-10m-long`."""
 Lines = dict[str, Line]
 
 
@@ -197,9 +199,9 @@ def grid_of(data: str, method: str) -> Grid:
     return replace(grid, start=STARTS.get(method, grid.start))
 
 
-def shorter_spec(data: str, lr: float, seed: int, steps: int) -> Spec:
-    """One run of the phase `shorter`."""
-    return {**run_spec(data, METHODS[0], lr, seed), "steps": steps}
+def length_spec(data: str, method: str, lr: float, seed: int, steps: int) -> Spec:
+    """One run of the phases `shorter` and `longer`."""
+    return {**run_spec(data, method, lr, seed), "steps": steps}
 
 
 def warm_up_steps(method: str, steps: int) -> int:
@@ -368,7 +370,7 @@ def report(lines: Lines, data: str) -> None:
 
 
 def main() -> int:
-    phases = ["sweep", "seeds", "settings", "shorter", "report"]
+    phases = ["sweep", "seeds", "settings", "shorter", "longer", "report"]
     parser = command_line(__doc__, phases, RESULTS / "comm-quality.jsonl")
     parser.add_argument("--data", choices=list(WORKS), default="novels", help="what is trained on; novels unless given")
     parser.add_argument("--only", nargs="*", help="sweep and seeds: these methods")
@@ -395,12 +397,14 @@ def main() -> int:
                     ledger.run(run_spec(options.data, method, rate, seed, options.replicas))
                 elif rate is None and seed == seeds[0]:
                     print(f"{method}: its sweep has not ended")
-    elif options.phase == "shorter":
-        rate = best_rate(ledger.lines(), options.data, METHODS[0])
+    elif options.phase in ("shorter", "longer"):
+        method, lengths = (METHODS[0], SHORTER) if options.phase == "shorter" else (LOCAL, LONGER)
+        rate = best_rate(ledger.lines(), options.data, method)
         if rate is None:
-            raise SystemExit(f"run the sweep of {METHODS[0]} first")
-        for seed, steps in product(WORKS[options.data].few_seeds, SHORTER):
-            ledger.run(shorter_spec(options.data, rate, seed, steps))
+            raise SystemExit(f"run the sweep of {method} first")
+        seeds = WORKS[options.data].few_seeds if options.phase == "shorter" else WORKS[options.data].seeds
+        for seed, steps in product(seeds, lengths):
+            ledger.run(length_spec(options.data, method, rate, seed, steps))
     else:
         for spec in list(setting_specs(ledger.lines(), options.data)):
             ledger.run(spec)

@@ -4,8 +4,9 @@
 
 The losses by step are those of `comm_quality.py --data llama-10m-long`; what a step takes is what `network.py` measured
 of the same model and the same batch on a link. A time to a loss is the product of the two: to what AdamW under DDP ends
-at, and to 0.01 nats above it, since runs of one method differ by as much from seed to seed. Steps in which PowerSGD
-still averages everything take as long as those of DDP.
+at, and to 0.01 nats above it, since runs of one method differ by as much from seed to seed. A method that does not get
+there in as many steps may in a longer run, whose learning rate decays later. Steps in which PowerSGD still averages
+everything take as long as those of DDP.
 
 `bound` is what an exchange that takes no time would be faster than DDP by, at equal steps: of measured steps, and of
 computing and then sending all gradients. The loss at equal time is that of every method when the first of them has
@@ -75,14 +76,14 @@ def loss_after(curve: Sequence[Sequence[float]], steps: float) -> float | None:
     return None if steps < at[0] else float(np.interp(steps, at, losses))
 
 
-def shorter_losses(lines: quality.Lines, seed: int) -> dict[int, float]:
-    """What DDP ends at in fewer steps, by these."""
-    rate = quality.best_rate(lines, DATA, BASE)
-    found = {
-        steps: lines.get(key_of(quality.shorter_spec(DATA, rate, seed, steps)))
-        for steps in (quality.SHORTER if rate is not None else ())
-    }
-    return {steps: line["eval_loss"] for steps, line in found.items() if line is not None and line["eval_loss"]}
+def other_lengths(lines: quality.Lines, method: str, seed: int) -> list[Line]:
+    """The runs of a method in fewer or more steps than the others."""
+    rate = quality.best_rate(lines, DATA, method)
+    found = [
+        lines.get(key_of(quality.length_spec(DATA, method, rate, seed, steps)))
+        for steps in ((*quality.SHORTER, *quality.LONGER) if rate is not None else ())
+    ]
+    return [line for line in found if line is not None and line["eval_loss"]]
 
 
 def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[str, Any]]:
@@ -104,13 +105,13 @@ def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[s
         losses: list[float | None] = []
         for seed in shared:
             curve, goal = found[seed]["heldout"], runs[BASE][seed]["heldout"][-1][1]
+            others = other_lengths(lines, method, seed)
             for name, above in (("exact", 0.0), ("near", TOLERANCE)):
-                reached = steps_to_reach(curve, goal + above)
-                times[name].append(float("inf") if reached is None else seconds_of(DATA, method, reached, step_s))
+                all_reached = [steps_to_reach(each, goal + above) for each in (curve, *(o["heldout"] for o in others))]
+                took = [seconds_of(DATA, method, reached, step_s) for reached in all_reached if reached is not None]
+                times[name].append(min(took, default=float("inf")))
             done = steps_in(DATA, method, end, step_s)
-            known = [loss_after(curve, done)]
-            if method == BASE:
-                known += [loss for short, loss in shorter_losses(lines, seed).items() if short <= done]
+            known = [loss_after(curve, done), *(other["eval_loss"] for other in others if other["steps"] <= done)]
             losses.append(min((loss for loss in known if loss is not None), default=None))
         told = [loss for loss in losses if loss is not None]
         result[method] = {
