@@ -187,7 +187,7 @@ def test_ctrl_c_leaves_all_in_order_and_the_same_command_goes_on(tmp_path: Path)
     process = start_scantling("sweep", path)
     wait_for_step(folder / "metrics.jsonl", 3, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
     assert "stopping: each run saves" in output
     assert "go on with the same command" in output

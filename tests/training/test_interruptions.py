@@ -46,7 +46,7 @@ def test_signal_saves_after_the_step_and_exits_with_3(tmp_path: Path, number: si
     process = start_scantling("train", path, "--run-dir", run)
     wait_for_step(run / "metrics.jsonl", 3, process)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
     assert "--resume" in output
     assert "Traceback" not in output
@@ -152,7 +152,7 @@ def test_full_disk_keeps_the_checkpoint_before(tmp_path: Path, small_disk: Path)
     again = start_scantling("train", run, "--resume")
     wait_for_step(run / "metrics.jsonl", 150, again)
     again.send_signal(signal.SIGTERM)
-    output, _ = again.communicate(timeout=240)
+    output, _ = again.communicate(timeout=60)
     assert again.returncode == 3, output
 
 
@@ -163,7 +163,7 @@ def test_signal_to_the_whole_group_reaches_no_data_worker(tmp_path: Path) -> Non
     process = start_scantling("train", path, "--run-dir", run)
     wait_for_step(run / "metrics.jsonl", 3, process)
     os.killpg(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
     assert damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
 
@@ -248,7 +248,7 @@ def test_interrupt_during_preparation_loses_nothing(tmp_path: Path) -> None:
     process = start_scantling("train", path, "--run-dir", tmp_path / "run", SCANTLING_CACHE=str(cache))
     wait_for(lambda: any(cache.glob("*/*")), process)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert "interrupted" in output
     assert "Traceback" not in output

@@ -199,7 +199,7 @@ def on_a_terminal(arguments: list[str | Path], **environment: str) -> tuple[int,
             break
         written += part
     os.close(parent)
-    return process.wait(timeout=240), written.decode()
+    return process.wait(timeout=60), written.decode()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo-terminal")
