@@ -22,8 +22,8 @@ The seeds of the long runs begin with that of the sweep. Replicas that take step
 end of a run, which is a multiple of theirs; where the curve has points in between, these are means over models that
 differ. `ours k192 h5` takes five steps of AdamW between exchanges, in which the signs of the 192 largest of 4,096
 numbers travel, by way of owners of 144. Bytes are those of the formulas, which benchmarks/network.py holds to what an
-interface counts; `over the run` has in it the 30 steps that PowerSGD begins with, a tenth of 300, as its documentation
-advises.
+interface counts; `bytes_over_the_run` has in it the 30 steps that PowerSGD begins with, a tenth of 300, as its
+documentation advises.
 
 In all methods but SGD, DeMo as published and `ddp, one rate`, embeddings and vectors learn by AdamW at the rate that
 is best for AdamW alone, which is swept first, and what is swept is the rate of the matrices: the AdamW in DeMo has a
@@ -398,11 +398,14 @@ def main() -> int:
                 elif rate is None and seed == seeds[0]:
                     print(f"{method}: its sweep has not ended")
     elif options.phase in ("shorter", "longer"):
-        method, lengths = (METHODS[0], SHORTER) if options.phase == "shorter" else (LOCAL, LONGER)
+        work = WORKS[options.data]
+        if options.phase == "shorter":
+            method, lengths, seeds = METHODS[0], SHORTER, work.few_seeds
+        else:
+            method, lengths, seeds = LOCAL, LONGER, work.seeds
         rate = best_rate(ledger.lines(), options.data, method)
         if rate is None:
             raise SystemExit(f"run the sweep of {method} first")
-        seeds = WORKS[options.data].few_seeds if options.phase == "shorter" else WORKS[options.data].seeds
         for seed, steps in product(seeds, lengths):
             ledger.run(length_spec(options.data, method, rate, seed, steps))
     else:

@@ -73,7 +73,8 @@ def loss_table(lines: quality.Lines, data: str) -> str:
     control = trained(lines, data, BASE, quality.REPLICAS)
     right = any("accuracy" in line for line in control.values())
     methods = quality.methods_of(data)
-    more = [count for count in quality.ALSO if any(trained(lines, data, method, count) for method in methods)]
+    others = {count: {method: trained(lines, data, method, count) for method in methods} for count in quality.ALSO}
+    more = [count for count, found in others.items() if any(found.values())]
     header = ["exchange", "rate", "seeds", "held-out loss", "to AdamW", "steps to its loss"]
     header += ["% right"] if right else []
     header += [title for count in more for title in (f"{count} replicas: loss", "to AdamW")]
@@ -86,8 +87,8 @@ def loss_table(lines: quality.Lines, data: str) -> str:
         row = [method, f"{rate:g}", str(len(runs)), of_seeds(runs, "eval_loss"), difference(runs, control)]
         row += [f"{work.steps}" if runs is control else reached(runs, control)]
         row += [of_seeds(runs, "accuracy", ".1f", 100.0)] if right else []
-        for others in (trained(lines, data, method, count) for count in more):
-            row += [of_seeds(others, "eval_loss"), difference(others, control)]
+        for found in (others[count][method] for count in more):
+            row += [of_seeds(found, "eval_loss"), difference(found, control)]
         rows.append(row)
     return markdown(header, rows)
 
