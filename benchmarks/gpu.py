@@ -36,19 +36,21 @@ def parts(out: Path) -> list[Part]:
     shape = ("--presets", "llama-130m", "--batch-size", "16", "--seq-len", "1024", "--rounds", "1")
     baseline = (str(ROOT / "benchmarks/baseline.py"), "--device", "cuda", "--compute", "bf16", "--blocks", *shape)
     optim, tensor, comm = (str(ROOT / f"benchmarks/{name}_gpu.py") for name in ("optim", "tensor", "comm"))
+
+    def alone(name: str, seconds: int, *arguments: str) -> Part:
+        """A part of optim_gpu.py."""
+        return Part(name, seconds, (optim, *arguments, "--out", str(out / f"gpu-{name}.json")))
+
     precision = (str(ROOT / "benchmarks/low_precision.py"), "--device", "cuda", "--rounds", "30")
     return [
-        Part("tests", 120, ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests"))),
-        *(
-            Part(name, seconds, (optim, *arguments, "--out", str(out / f"gpu-{name}.json")))
-            for name, seconds, arguments in (
-                ("optim-step-350m", 90, ("--size", "350m")),
-                ("optim-step-1.3b", 100, ("--size", "1.3b", "--rounds", "30")),
-                ("optim-tokens-350m", 120, ("--size", "350m", "--end-to-end", "--rounds", "20")),
-            )
+        Part(
+            "tests", 120, ("-m", "pytest", "-q", "-m", "gpu", "-n", "4", "-p", "no:cacheprovider", str(ROOT / "tests"))
         ),
+        alone("optim-step-350m", 90, "--size", "350m"),
         Part("comm-codec-1.3b", 100, (comm, "--out", str(out / "gpu-comm-codec-1.3b.json"))),
         Part("tensor-steps", 240, (tensor, "steps", "--out", str(out / "gpu-tensor-steps.json"))),
+        alone("optim-tokens-350m", 120, "--size", "350m", "--end-to-end", "--rounds", "20"),
+        alone("optim-step-1.3b", 100, "--size", "1.3b", "--rounds", "30"),
         Part("low-precision", 90, (*precision, "--out", str(out / "gpu-low-precision.json"))),
         Part("tensor-lookup", 60, (tensor, "lookup", "--out", str(out / "gpu-tensor-lookup.json"))),
         Part(
@@ -61,14 +63,7 @@ def parts(out: Path) -> list[Part]:
             80,
             (*baseline, "--steps", "40", "--out", str(out / "gpu-baseline-eager.json")),
         ),
-        Part(
-            "optim-tokens-1.3b",
-            150,
-            (
-                *(optim, "--size", "1.3b", "--end-to-end", "--rounds", "10"),
-                *("--out", str(out / "gpu-optim-tokens-1.3b.json")),
-            ),
-        ),
+        alone("optim-tokens-1.3b", 150, "--size", "1.3b", "--end-to-end", "--rounds", "10"),
     ]
 
 

@@ -109,11 +109,17 @@ class Clock:
 
 
 def captured(step: Callable[[], Any]) -> Callable[[], Any]:
+    """Replays of a step; what it reads, such as a batch, lives as long."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    kept = graph, step
+
+    def replay() -> None:
+        kept[0].replay()
+
+    return replay
 
 
 def prepare(

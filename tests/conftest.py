@@ -13,6 +13,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whatever test that is
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -27,11 +32,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked `gpu` where there is none."""
-    if item.get_closest_marker("gpu") is not None:
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("there is no NVIDIA GPU here")
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("there is no NVIDIA GPU here")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scantling.errors import UserError
-from scantling.numerics.bits import pack, packed_bytes, unpack, width_for
+from scantling.numerics.bits import _pack_bits, _unpack_bits, pack, packed_bytes, unpack, width_for
 
 
 @given(st.integers(0, 24), st.integers(0, 40), st.integers(1, 3), st.integers(0, 2**31))
@@ -19,6 +19,16 @@ def test_what_is_packed_comes_back(width: int, count: int, rows: int, seed: int)
     assert packed.dtype == torch.uint8
     assert packed.shape == (rows, packed_bytes(count, width))
     assert torch.equal(unpack(packed, count, width).long(), values)
+
+
+@given(st.integers(0, 24), st.integers(0, 40), st.integers(1, 3), st.integers(0, 2**31))
+@settings(deadline=None)
+def test_bit_by_bit_it_is_the_same(width: int, count: int, rows: int, seed: int) -> None:
+    """As devices other than CPUs do it."""
+    values = torch.randint(0, 1 << 24, (rows, count), generator=torch.Generator().manual_seed(seed))
+    packed = pack(values, width)
+    assert torch.equal(_pack_bits(values, width, packed.shape[-1]), packed)
+    assert torch.equal(_unpack_bits(packed, count, width), unpack(packed, count, width))
 
 
 def test_the_layout_is_little_endian_without_gaps() -> None:

@@ -466,13 +466,16 @@ def test_products_of_the_hardware_are_the_simulated_ones(
         y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(device))
         results.append((y.detach(), leaf.grad, model[0].weight.grad, model[0].bias.grad))
     y, of_x, of_weight, of_bias = zip(*results, strict=True)
-    torch.testing.assert_close(*y)
+    tolerance: dict[str, float] = {}
+    if compute == "fp8" and device == "cuda":
+        tolerance = {"rtol": 1e-3, "atol": 1e-3}  # Hopper's instructions keep about 14 bits of a sum
+    torch.testing.assert_close(*y, **tolerance)
     for one, other in (of_x, of_weight):
         if gradients_too:  # rounded with other scales
             cosine = torch.cosine_similarity(one.flatten(), other.flatten(), dim=0)
             assert cosine > (0.999 if compute == "int8" else 0.99)
         else:
-            torch.testing.assert_close(one, other)
+            torch.testing.assert_close(one, other, **tolerance)
     torch.testing.assert_close(*of_bias)
 
 

@@ -170,5 +170,8 @@ def test_a_replayed_run_is_the_run_without_on_a_gpu(tmp_path: Path, compute: str
     plain = sc.train(given, run_dir=tmp_path / "plain")
     captured = sc.train(given, run_dir=tmp_path / "captured", train={"graph": True})
     for ours, theirs in zip(followed(captured.run_dir), followed(plain.run_dir), strict=True):
-        assert ours[2:4] == theirs[2:4]
+        if compute == "fp32":
+            assert ours[2:4] == theirs[2:4]
+        else:  # what falls below a threshold a step earlier is gone a step earlier
+            assert ours[2:4] == pytest.approx(theirs[2:4], rel=2e-2)
         assert ours[:2] == pytest.approx(theirs[:2], rel=1e-3 if compute == "fp32" else 2e-2)

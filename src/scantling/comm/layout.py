@@ -25,6 +25,10 @@ from scantling.comm.shards import local
 
 logger = logging.getLogger(__name__)
 
+MOST_BUCKETS = 8
+"""Messages of an exchange, about. Each costs rounds and hundreds of launches, and the last one, which nothing hides, is
+an eighth of all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -97,8 +101,9 @@ def buckets_of(groups: Sequence[Group], rounds: Rounds) -> list[Bucket]:
     params, each_group = parameters_of(groups), groups_of(groups)
     runs: list[list[int]] = [[]]
     size = 0
+    least = max(rounds.bucket_mb * 2**20, sum(local(param).nbytes for param in params) / MOST_BUCKETS)
     for position in reversed([place for place, param in enumerate(params) if param.requires_grad]):
-        if rounds.overlap and size >= rounds.bucket_mb * 2**20:
+        if rounds.overlap and size >= least:
             runs.append([])
             size = 0
         runs[-1].append(position)

@@ -132,7 +132,7 @@ class MomentumExchange(Replica):
         delay: calls from an exchange to its result, 0 or 1. With 1 the network has the time of a whole step, and the
             first call has no result.
         overlap: whether what is ready leaves during the backward pass, in a context of `overlapped`.
-        bucket_mb: with overlap, MiB of parameters that share a message, at least.
+        bucket_mb: with overlap, MiB of parameters that share a message, at least; there are about eight at most.
         residual: format of the residuals of matrices: "fp32", or "int8" with stochastic rounding, 1.03 bytes a number.
         auto_off: whether it is measured, once after a few calls, if everything would travel in less time, as with
             `exchange="whole"`; where it would, it does. What a run sends and computes then depends on a clock.

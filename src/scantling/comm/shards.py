@@ -60,13 +60,10 @@ def all_finite(values: Iterable[Tensor]) -> bool:
 
 def _norms_at_most(values: Sequence[Tensor], order: int, most: float) -> bool:
     """Whether all norms are finite and at most so large; that of order 2 is several times as fast as others."""
-    norms = [
-        torch.linalg.vector_norm(value, order, dtype=None if value.dtype == torch.float64 else torch.float32).float()
-        for value in values
-    ]
-    if not norms:
+    if not values:
         return True
-    found = torch.stack(norms)
+    dtype = None if any(value.dtype == torch.float64 for value in values) else torch.float32
+    found = torch.stack([norm.float() for norm in torch._foreach_norm(list(values), order, dtype)])
     return bool((torch.isfinite(found) & (found <= most)).all())
 
 

@@ -45,6 +45,8 @@ def pack(values: Tensor, width: int) -> Tensor:
     size = packed_bytes(count, width)
     if width == 8:
         return values.to(torch.uint8)
+    if values.device.type != "cpu":
+        return _pack_bits(values, width, size)
     group, group_bytes = _group(width)
     groups = -(-count // group)
     padded = torch.nn.functional.pad(values.to(torch.int32), (0, groups * group - count))
@@ -76,6 +78,8 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
         raise UserError(f"{count} numbers of {width} bits take {size} bytes; given {packed.shape[-1]}")
     if width == 8:
         return packed.to(torch.int32)
+    if packed.device.type != "cpu":
+        return _unpack_bits(packed, count, width)
     group, group_bytes = _group(width)
     groups = -(-count // group)
     padded = torch.nn.functional.pad(packed, (0, groups * group_bytes - size)).to(torch.int32)
@@ -85,6 +89,25 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
         value = padded[..., byte]
         out[..., place] |= value >> shift if shift >= 0 else value << -shift
     return (out & ((1 << width) - 1)).flatten(-2)[..., :count]
+
+
+def _pack_bits(values: Tensor, width: int, size: int) -> Tensor:
+    """As `pack`, bit by bit."""
+    bits = (values.to(torch.int32)[..., None] >> _places(width, values)).bitwise_and_(1).to(torch.uint8).flatten(-2)
+    padded = torch.nn.functional.pad(bits, (0, 8 * size - bits.shape[-1])).view(*values.shape[:-1], size, 8)
+    return (padded << _places(8, padded)).sum(-1, dtype=torch.uint8)
+
+
+def _unpack_bits(packed: Tensor, count: int, width: int) -> Tensor:
+    """As `unpack`, bit by bit."""
+    bits = (packed[..., None] >> _places(8, packed)).bitwise_and_(1).flatten(-2)[..., : count * width]
+    numbers = bits.to(torch.int32).reshape(*packed.shape[:-1], count, width)
+    return (numbers << _places(width, numbers)).sum(-1, dtype=torch.int32)
+
+
+def _places(count: int, like: Tensor) -> Tensor:
+    dtype = torch.uint8 if like.dtype == torch.uint8 else torch.int32
+    return torch.arange(count, dtype=dtype, device=like.device)
 
 
 def _group(width: int) -> tuple[int, int]:

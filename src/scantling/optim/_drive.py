@@ -1,4 +1,4 @@
-"""Who takes the step of which parameter: C on a CPU, compiled kernels on a GPU, tiles of PyTorch operations else.
+"""Who takes the step of which parameter: C on a CPU, Triton's kernels on a GPU, tiles of PyTorch operations else.
 
 All follow the order and the mathematics of `_eager.py` and `_update.py`.
 """
@@ -7,30 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scantling.optim import _compiled, _eager, _native
+from scantling.optim import _eager, _grouped, _native
 from scantling.optim._eager import Job
 
 
-def step_all(jobs: Sequence[Job], total_bytes: int) -> None:
-    """Take the step of each parameter; they do not depend on each other.
-
-    Args:
-        jobs: the parameters.
-        total_bytes: of all parameters of the optimizer on this rank, which say how much scratch there may be.
-    """
+def step_all(jobs: Sequence[Job]) -> None:
+    """Take the step of each parameter; they do not depend on each other."""
     native: list[Job] = []
-    compiled: list[Job] = []
+    grouped: list[Job] = []
     rest: list[Job] = []
     for job in jobs:
         if job.hyper.foreach is False:
             rest.append(job)
         elif _native.can_step(job):
             native.append(job)
-        elif _compiled.can_step(job, total_bytes):
-            compiled.append(job)
+        elif _grouped.can_step(job):
+            grouped.append(job)
         else:
             rest.append(job)
     _native.step(native)
-    rest += _compiled.step(compiled)
+    _grouped.step(grouped)
     for job in rest:
         _eager.step(job)

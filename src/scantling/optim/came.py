@@ -112,7 +112,7 @@ class CAME(torch.optim.Optimizer):
         maximize: ascend.
         foreach: False takes one parameter after the other in PyTorch operations, which is slower and the plainest.
             Otherwise all parameters on a CPU that the step in C knows go through it together, see `_native.py`, and
-            on a GPU each goes through a compiled step, see `_compiled.py`.
+            on a GPU through Triton's kernels, see `_grouped.py`.
         capturable: keep `lr` in a tensor, so that a CUDA graph that captured `step` follows a schedule; schedulers of
             torch write into it. Nothing else in a step needs the host.
 
@@ -169,13 +169,12 @@ class CAME(torch.optim.Optimizer):
                 "out, or give betas[0] above 0; a group may have 0 beside others that keep their momentum in few bits"
             )
         self._places: dict[int, tuple[int, int]] | None = None
-        self._param_bytes = 0  # of all, from when the places were noted
         self.released: set[int] = set()  # ids of parameters that the backward pass steps
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._places, self._param_bytes = None, 0  # of the parameters' ids, which a copy does not share
+        self._places = None  # of the parameters' ids, which a copy does not share
         self.released = set()
         for group in self.param_groups:
             for key, default in self.defaults.items():
@@ -243,7 +242,7 @@ class CAME(torch.optim.Optimizer):
                 if self._takes_part(param):
                     jobs.append(self.job(group, param, ordinal, hyper))
                 ordinal += 1
-        _take(jobs, self.parameter_bytes())
+        _take(jobs)
         return loss
 
     @_disable_dynamo
@@ -259,7 +258,7 @@ class CAME(torch.optim.Optimizer):
         """
         check_grads([{"params": params}])
         placed = [(param, *self._place(param)) for param in params if param.grad is not None and param.numel()]
-        _take([self.job(group, param, ordinal) for param, group, ordinal in placed], self._param_bytes)
+        _take([self.job(group, param, ordinal) for param, group, ordinal in placed])
 
     def _takes_part(self, param: Tensor) -> bool:
         """Whether a step is taken for a parameter: for a sharded one on all ranks alike, gradient or not."""
@@ -273,10 +272,6 @@ class CAME(torch.optim.Optimizer):
         """All parameters, group by group."""
         for group in self.param_groups:
             yield from group["params"]
-
-    def parameter_bytes(self) -> int:
-        """Bytes of all parameters on this rank."""
-        return sum(local(param).nbytes for param in self.parameters())
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         """Keep only some positions of one dim of a parameter's state, because the parameter keeps only those.
@@ -331,7 +326,6 @@ class CAME(torch.optim.Optimizer):
             owners = (number for number, group in enumerate(self.param_groups) for _ in group["params"])
             pairs = zip(self.parameters(), owners, strict=True)
             self._places = {id(other): (number, ordinal) for ordinal, (other, number) in enumerate(pairs)}
-            self._param_bytes = self.parameter_bytes()
         if id(param) not in self._places:
             raise UserError(f"a parameter of shape {tuple(param.shape)} is not in this optimizer")
         number, ordinal = self._places[id(param)]
@@ -385,8 +379,8 @@ class CAME(torch.optim.Optimizer):
             self.released = released
 
 
-def _take(jobs: Sequence[Job], total_bytes: int) -> None:
-    step_all([job for job in jobs if not job.plan.cuts], total_bytes)
+def _take(jobs: Sequence[Job]) -> None:
+    step_all([job for job in jobs if not job.plan.cuts])
     step_sharded([job for job in jobs if job.plan.cuts])
 
 

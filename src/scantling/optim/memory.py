@@ -7,6 +7,7 @@ what it does; only what cannot run there is counted by formula.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scantling.groups import MatrixDims
-from scantling.optim import _compiled, _native
+from scantling.optim import _grouped, _native
 from scantling.optim._eager import CPU_TILE, DEVICE_TILE, step
 from scantling.optim._shardplan import local
 from scantling.optim.came import CAME
@@ -141,17 +142,20 @@ class ScratchMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _came_scratch_bytes(optimizer: CAME, tile: int) -> int:
     """What one parameter's step takes, the largest of them: each kind of parameter is stepped once."""
+    counts: Counter[tuple[Any, ...]] = Counter()
     kinds = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.numel():
-                kinds[tuple(param.shape), param.dtype, id(group)] = group, param
+                key = tuple(param.shape), param.dtype, id(group)
+                kinds[key] = group, param
+                counts[key] += 1
     jobs = [optimizer.job(group, param, 0) for group, param in kinds.values()]
     if tile == CPU_TILE:
         otherwise = _native.scratch_bytes(jobs)
     else:
-        allowed = _compiled.allowed_scratch_bytes(optimizer.parameter_bytes())
-        otherwise = max((size for size in map(_compiled.scratch_bytes, jobs) if size <= allowed), default=0)
+        pairs = zip(jobs, counts.values(), strict=True)
+        otherwise = _grouped.scratch_bytes([job for job, count in pairs for _ in range(count)])
     with torch.no_grad(), ScratchMeter(optimizer) as meter:
         for job in jobs:
             step(job, tile=tile)
