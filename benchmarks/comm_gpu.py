@@ -33,6 +33,7 @@ from optim_gpu import SIZES, in_turns
 from torch import Tensor, nn
 
 import scantling as sc
+from scantling.comm import fused
 from scantling.comm.layout import buckets_of, channels_in
 from scantling.comm.momentum import MomentumExchange
 from scantling.comm.payload import Header, seal, unseal
@@ -95,23 +96,34 @@ class Codec:
     """The parts of an exchange, one after the other, on what a process holds.
 
     Args:
-        made: after a few calls; its residuals are only read.
+        made: after a few calls; its residuals are copied.
     """
 
     def __init__(self, made: MomentumExchange, gradients: list[Tensor]) -> None:
         self.made, self.gradients, self.params = made, gradients, parameters(made)
         self.channels = channels_in(buckets_of(made.param_groups, made.rounds))
+        self.residuals: list[Tensor] = []
+        self.begin()
         self.selected = self.encode()
         self.messages = [self.pack(rank) for rank in range(REPLICAS)]
 
+    def begin(self) -> None:
+        """Take the residuals as they are."""
+        self.residuals = [self.made.residuals.read(param, param).clone() for param in self.params]
+
     @torch.no_grad()
     def encode(self) -> list[Sparse]:
-        found = []
+        """Change the residuals, as an exchange does."""
+        found: list[Sparse] = []
         for channel in self.channels:
-            values = {}
-            for place in (member.param for member in channel.members):
-                residual = self.made.residuals.read(self.params[place], self.params[place])
-                values[place] = torch.add(self.gradients[place], residual, alpha=channel.kind.decay)
+            places = [member.param for member in channel.members]
+            residuals, gradients = ([each[place] for place in places] for each in (self.residuals, self.gradients))
+            if fused.can_select(channel, residuals, gradients):
+                found.append(fused.select(channel, residuals, gradients))
+                continue
+            for residual, gradient in zip(residuals, gradients, strict=True):
+                torch.add(gradient, residual, alpha=channel.kind.decay, out=residual)
+            values = dict(zip(places, residuals, strict=True))
             found.append(channel.kind.section.select(channel.cut(values)))
         return found
 
@@ -139,6 +151,7 @@ class Codec:
         """Whether the same numbers give the same bytes, and the same bytes the same numbers."""
         packed = []
         for _ in range(2):
+            self.begin()
             self.selected = self.encode()
             packed.append(self.pack())
         decoded = self.decode()

@@ -169,6 +169,7 @@ from triton.compiler import ASTSource
 from scantling.optim import _grouped
 from scantling.optim.kernels import came_gpu as kernels
 
+SUMS = ("row", "row_part", "across", "rows")
 TYPES = {"table": "*i64", "owners": "*i32", "firsts": "*i32"}
 
 def build(kernel, capability, **constants):
@@ -188,8 +189,8 @@ for capability in (80, 90):
         build(kernels.apply, capability, **bf16, **kept, **tile, rounding=rounding, confidence=True, decays=True)
     build(kernels.square_parts, capability, grad=tl.bfloat16, **tile)
     build(kernels.whitened_squares, capability, grad=tl.float32, **tile)
-    for kernel, name in ((kernels.add_rows, "row"), (kernels.add_cols, "col")):
-        build(kernel, capability, field=_grouped.FIELDS.index(name), first_value=0, size=128)
+    places = dict(zip(("field", "first_part", "count", "length"), map(_grouped.FIELDS.index, SUMS), strict=True))
+    build(kernels.add_sums, capability, **places, first_value=0, weight=2, size=128)
     build(kernels.root_means, capability, field=_grouped.FIELDS.index("row"), size=1024)
     build(kernels.clip_factors, capability, maximize=False, size=1024)
     build(kernels.moment_squares, capability, grad=tl.bfloat16, aligned=True, size=4096)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scantling.comm import dct
+from scantling.comm import dct, fused
 from scantling.comm.blocks import Grid, even_side, grid_of
 from scantling.comm.section import Section
 from scantling.comm.values import Values
@@ -34,6 +34,8 @@ ROW = 128
 """Longest row of a dense channel that has a scale of its own."""
 MOST_NUMBERS = 1 << 24
 """Of one channel, so that what is held beside the residuals stays small; a larger parameter has one to itself."""
+MOST_ON_DEVICE = 1 << 26
+"""The same where launches cost more than memory does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,14 @@ class Channel:
         height, width = self.kind.height, self.kind.width
         if index is None:
             yield from self.paste(values)
-        elif not self.kind.transformed:
+            return
+        if values.device.type in fused.DEVICES:
+            found = {member.param: values.new_empty(member.grid.shape) for member in self.members}
+            if fused.can_add(self, values, list(found.values())):
+                fused.add(self, index, values, 1.0, list(found.values()), begins=True)
+                yield from found.items()
+                return
+        if not self.kind.transformed:
             found = {member.param: values.new_zeros(member.grid.shape) for member in self.members}
             self.add_sent(index, values, 1.0, to=found.__getitem__)
             yield from found.items()
@@ -122,6 +131,11 @@ class Channel:
 
     def add_sent(self, index: Tensor | None, values: Tensor, alpha: float, to: Callable[[int], Tensor]) -> None:
         """Add what `paste_sent` gives, times alpha, to tensors by position."""
+        if index is not None and values.device.type in fused.DEVICES:
+            tensors = [to(member.param) for member in self.members]
+            if fused.can_add(self, values, tensors):
+                fused.add(self, index, values, alpha, tensors)
+                return
         if index is None or self.kind.transformed:
             for place, value in self.paste_sent(index, values):
                 to(place).add_(value, alpha=alpha)
@@ -194,6 +208,7 @@ def channels_of(
     groups: Sequence[dict[str, Any]],
     *,
     whole: bool = False,
+    most: int = MOST_NUMBERS,
 ) -> list[Channel]:
     """The channels of parameters, in an order that depends on shapes and options alone.
 
@@ -202,6 +217,7 @@ def channels_of(
         numels: of the whole parameters.
         groups: of all parameters.
         whole: whether everything travels.
+        most: numbers of a channel.
     """
     open_ones: dict[Kind, list[Member]] = {}
     found: list[Channel] = []

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from scantling.comm.agreement import check_alike
-from scantling.comm.channels import Channel, channels_of, kind_and_grid
+from scantling.comm.channels import MOST_NUMBERS, MOST_ON_DEVICE, Channel, channels_of, kind_and_grid
 from scantling.comm.link import Link
 from scantling.comm.options import OPTIONS, Group, Rounds
 from scantling.comm.residuals import Format, residual_bytes
@@ -113,7 +113,8 @@ def buckets_of(groups: Sequence[Group], rounds: Rounds) -> list[Bucket]:
         positions = sorted(run)
         shapes = {position: tuple(local(params[position]).shape) for position in positions}
         numels = {position: params[position].numel() for position in positions}
-        channels = channels_of(shapes, numels, each_group, whole=rounds.exchange == "whole")
+        most = MOST_ON_DEVICE if params and params[0].device.type == "cuda" else MOST_NUMBERS
+        channels = channels_of(shapes, numels, each_group, whole=rounds.exchange == "whole", most=most)
         found.append(Bucket(tuple(positions), tuple(channels)))
     return found
 

@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from scantling.comm import fused
 from scantling.comm.agreement import spread, unlike, warn_if_averaged
 from scantling.comm.auto_off import WARM_UP, measured
 from scantling.comm.background import Background
@@ -402,6 +403,9 @@ class MomentumExchange(Replica):
                 blocks = channel.cut(_filled_up(channel, gradients, params)) if valid else _zeros(channel, params)
                 selected.append((None, blocks.to(DTYPES[channel.kind.section.values])))
                 continue
+            if opened.is_due and valid and (at_once := self._selected_at_once(channel, gradients)) is not None:
+                selected.append(at_once)
+                continue
             values = self._accumulated(channel, gradients, valid=valid)
             if opened.is_due:
                 blocks = channel.cut(values) if valid else _zeros(channel, params)
@@ -603,6 +607,23 @@ class MomentumExchange(Replica):
             else:
                 residual.mul_(channel.kind.decay).add_(gradient, alpha=scale)
             self._keep(params[place], group, residual, _seed(self.step, 0, place))
+        return found
+
+    def _selected_at_once(self, channel: Channel, gradients: Mapping[int, Tensor | None]) -> Sparse | None:
+        """What `_accumulated` and a selection do, by one kernel; None where there is none that does."""
+        params, groups = self._parameters(), groups_of(self.param_groups)
+        places = [member.param for member in channel.members]
+        if local(params[places[0]]).device.type not in fused.DEVICES or not keeps_residuals(channel, self.rounds):
+            return None
+        if any(groups[place]["compat"] == "paper" or groups[place]["residual"] != "fp32" for place in places):
+            return None
+        residuals = [self.residuals.read(params[place], local(params[place])) for place in places]
+        given = [gradient for place in places if (gradient := gradients[place]) is not None]
+        if len(given) < len(places) or not fused.can_select(channel, residuals, given):
+            return None
+        found = fused.select(channel, residuals, given)
+        for place, residual in zip(places, residuals, strict=True):
+            self._keep(params[place], groups[place], residual, 0)
         return found
 
     def _followed(self, channel: Channel, place: int, mean: Tensor, step: int) -> Tensor:

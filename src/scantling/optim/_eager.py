@@ -27,9 +27,7 @@ from scantling.optim._rounding import Rounding
 from scantling.optim._shardplan import ShardPlan
 from scantling.optim._state import kept_averages
 from scantling.optim._update import (
-    Number,
     add_means,
-    add_scaled,
     apply_update,
     begin_mean,
     bias_correction,
@@ -56,14 +54,14 @@ Tile = tuple[slice, ...]
 class Hyper:
     """The hyper-parameters of a group."""
 
-    lr: Number
-    beta1: Number
-    beta2: Number
-    beta3: Number
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    beta3: float
     eps1: float
     eps2: float
     clip_threshold: float
-    weight_decay: Number
+    weight_decay: float
     debias: bool
     maximize: bool
     momentum: Momentum | None
@@ -94,8 +92,6 @@ class Hyper:
 
     def decay(self, like: Tensor) -> Tensor | None:
         """-lr * weight_decay: 0-D, or None where there is none."""
-        if isinstance(self.weight_decay, Tensor):
-            return (-self.weight_decay * self.lr).to(like.dtype)
         return like.new_full((), -self.weight_decay).mul_(self.lr) if self.weight_decay else None
 
 
@@ -119,7 +115,7 @@ class Job:
     state: dict[str, Tensor]
     hyper: Hyper
     view: MatrixDims | None
-    ordinal: int | Tensor
+    ordinal: int
     plan: ShardPlan
     has_grad: bool = True
 
@@ -130,7 +126,7 @@ class Job:
     def scalar(self, value: float) -> Tensor:
         return torch.full((), value, dtype=self.dtype, device=self.param.device)
 
-    def correction(self, beta: Number) -> Tensor:
+    def correction(self, beta: float) -> Tensor:
         return bias_correction(self.state["step"], beta, self.dtype)
 
     def place_of(self, tile: Tile) -> tuple[int, tuple[int, ...]]:
@@ -266,13 +262,13 @@ class _Factored:
     def _statistics(self, row: str, col: str) -> tuple[Tensor, Tensor]:
         return self._job.state[row], self._job.state[col]
 
-    def _weights(self, weight: Number) -> tuple[Number, Number]:
+    def _weights(self, weight: float) -> tuple[float, float]:
         return weight / self._num_cols, weight / self._num_rows
 
     def _whitened(self, tile: Tile) -> Tensor:
         return whiten(cut(self._job.grad, tile), cut(self._a, tile), cut(self._b, tile))
 
-    def _begin(self, row: Tensor, col: Tensor, beta: Number, eps: float) -> None:
+    def _begin(self, row: Tensor, col: Tensor, beta: float, eps: float) -> None:
         """Of the ranks that hold an average alike, one carries it into their sum and the others begin at 0."""
         rows, cols = self._view
         for average, summed in ((row, cols), (col, rows)):
@@ -320,7 +316,7 @@ class _Full:
         self._total = job.scalar(0.0)
         for tile in self._tiles:
             v = cut(self._moment, tile)
-            add_scaled(v, cut(job.grad, tile).to(job.dtype).square(), 1.0 - hyper.beta2)
+            v.add_(cut(job.grad, tile).to(job.dtype).square(), alpha=1.0 - hyper.beta2)
             self._total.add_(square_sum(v.rsqrt().mul_(cut(job.grad, tile))))
         return [(self._total, job.plan.groups(range(job.param.ndim)))]
 

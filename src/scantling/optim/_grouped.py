@@ -10,9 +10,7 @@ Where there is no Triton, or where SCANTLING_NATIVE=0 says so, the tiles of `_ea
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.groups import MatrixDims
+from scantling.numerics.tables import Table, has_kernels, owners_of
 from scantling.optim._eager import Job
 from scantling.optim._random import seed_of
 
@@ -52,13 +51,10 @@ _LINE = 128
 _MATRIX = 1024
 """Numbers that a program which sums over many reads at a time."""
 
-_captured: list[Any] = []
-"""What CUDA graphs read when they are replayed."""
-
 
 def can_step(job: Job) -> bool:
     """Whether the kernels know this parameter: fp32, bf16 or fp16, rows before columns, all of it contiguous."""
-    if job.param.device.type not in DEVICES or job.plan.cuts or not _available():
+    if job.param.device.type not in DEVICES or job.plan.cuts or not has_kernels():
         return False
     if not {job.param.dtype, job.grad.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
         return False
@@ -126,7 +122,7 @@ def _kind_of(job: Job) -> _Kind:
         confidence=is_factored and hyper.confidence,
         debias=hyper.debias,
         maximize=hyper.maximize,
-        decays=bool(hyper.weight_decay),
+        decays=hyper.weight_decay != 0,
         is_aligned=_sizes(job)[2] % 16 == 0
         and all(each.data_ptr() % 16 == 0 for each in (param, job.grad, *_moved(state))),
         lr=id(hyper.lr) if isinstance(hyper.lr, Tensor) else None,
@@ -207,9 +203,10 @@ class _Layout:
             "col_part": _before(col_parts),
         }
         lines = [-(-(matrices * each) // _LINE) for each in (rows, cols)]
-        maps = [np.repeat(np.arange(len(sizes)), each) for each in (tiles, *lines, matrices)]
-        found = [torch.from_numpy(each.astype(np.int32)).to(device) for each in (*maps, *map(_before, lines))]
-        self.tiles, self.rows, self.cols, self.matrices, self.first_rows, self.first_cols = found
+        owners = [owners_of(counts, device) for counts in (tiles, *lines, matrices)]
+        self.tiles, self.rows, self.cols, self.matrices = owners
+        firsts = [torch.from_numpy(_before(counts).astype(np.int32)).to(device) for counts in lines]
+        self.first_rows, self.first_cols = firsts
         self.row_parts, self.col_parts = int(row_parts.sum()), int(col_parts.sum())
 
 
@@ -218,47 +215,15 @@ def _before(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.cumsum(counts) - counts  # type: ignore[no-any-return]
 
 
-class _Sent:
-    """A table on the device that is sent again when it has changed."""
-
-    def __init__(self) -> None:
-        self._last: np.ndarray[Any, Any] | None = None
-        self._table = torch.empty(0)
-        self._spare: Tensor | None = None
-
-    def send(self, table: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-        """The table on the device, without waiting for it. A captured copy reads from memory that is kept."""
-        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self._last is None or not np.array_equal(self._last, table):
-            source = self._spare if is_captured else None
-            if source is None or source.shape != table.shape:
-                source = torch.empty(table.shape, dtype=_torch_dtype(table), pin_memory=device.type == "cuda")
-            source.copy_(torch.from_numpy(table))
-            self._table = source.to(device, non_blocking=True) if device.type == "cuda" else source
-            self._last = table
-            if is_captured:
-                _captured.append(source)
-                self._spare = self._last = None
-            elif self._spare is None or self._spare.shape != table.shape:
-                self._spare = torch.empty_like(source, pin_memory=device.type == "cuda")
-        if is_captured:
-            _captured.append(self._table)
-        return self._table
-
-
-def _torch_dtype(table: np.ndarray[Any, Any]) -> torch.dtype:
-    return torch.float64 if table.dtype == np.float64 else torch.int64
-
-
 class _Tables(NamedTuple):
     layout: _Layout
-    fields: _Sent
-    values: _Sent
+    fields: Table
+    values: Table
 
 
 @lru_cache(maxsize=512)
 def _tables_of(kind: _Kind, sizes: tuple[tuple[int, int, int], ...], tile: tuple[int, int]) -> _Tables:
-    return _Tables(_Layout(sizes, tile, kind.device), _Sent(), _Sent())
+    return _Tables(_Layout(sizes, tile, kind.device), Table(), Table())
 
 
 _ADDRESSES = {
@@ -303,7 +268,7 @@ def _tables(kind: _Kind, jobs: Sequence[Job], tile: tuple[int, int]) -> tuple[_L
 def _numbers(job: Job) -> tuple[float, ...]:
     """A row of the table of floats as it is sent, with what `_finished` needs."""
     hyper, (_, rows, cols) = job.hyper, _sizes(job)
-    beta1, beta2, beta3 = (float(beta) for beta in (hyper.beta1, hyper.beta2, hyper.beta3))
+    beta1, beta2, beta3 = hyper.beta1, hyper.beta2, hyper.beta3
     lr = 1.0 if isinstance(hyper.lr, Tensor) else hyper.lr
     second = [beta2, (1.0 - beta2) * hyper.eps1]
     second += [(1.0 - beta2) / cols, (1.0 - beta2) / rows] if job.view is not None else [1.0 - beta2, 0.0]
@@ -311,7 +276,7 @@ def _numbers(job: Job) -> tuple[float, ...]:
     return (
         *second,
         *(beta3, (1.0 - beta3) * hyper.eps2, third / cols, third / rows),
-        *(1.0 - beta1, -lr * float(hyper.weight_decay), -lr, 1.0),
+        *(1.0 - beta1, -lr * hyper.weight_decay, -lr, 1.0),
         *(job.param.numel() * hyper.clip_threshold**2, 0.0, 0.0),
         *(math.log(beta) if beta else -math.inf for beta in (beta1, beta2, beta3)),
     )
@@ -355,13 +320,17 @@ def _step_factored(kind: _Kind, jobs: Sequence[Job]) -> None:
     kept = {"momentum": kind.momentum, "bytes": kind.scale_bytes}
 
     def average(row: str, col: str, first: str, means: Tensor) -> None:
-        numbers = VALUES.index(first)
-        for kernel, owners, firsts, parts, name in (
-            (kernels.add_rows, layout.rows, layout.first_rows, row_parts, row),
-            (kernels.add_cols, layout.cols, layout.first_cols, col_parts, col),
+        for weight, (owners, firsts, parts, *fields) in enumerate(
+            (
+                (layout.rows, layout.first_rows, row_parts, row, "row_part", "across", "rows"),
+                (layout.cols, layout.first_cols, col_parts, col, "col_part", "down", "cols"),
+            ),
+            start=2,
         ):
-            place = FIELDS.index(name)
-            kernel[(len(owners),)](table, values, owners, firsts, parts, place, numbers, _LINE)
+            places = map(FIELDS.index, fields)
+            kernels.add_sums[(len(owners),)](
+                *(table, values, owners, firsts, parts, *places, VALUES.index(first), weight, _LINE)
+            )
         kernels.root_means[(num_matrices,)](table, layout.matrices, means, FIELDS.index(row), _MATRIX)
 
     tiles, own = layout.tiles, (num_tiles,)
@@ -414,12 +383,3 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor._is_zerotensor()
     )
-
-
-def _available() -> bool:
-    return os.environ.get("SCANTLING_NATIVE", "1") != "0" and _has_triton()
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -8,40 +8,26 @@ Each stage works on one tile of a parameter and changes what it is handed; `_eag
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from scantling.groups import MatrixDims
 
-Number: TypeAlias = float | Tensor
-"""A hyper-parameter: a float, or 0-D fp64 where a compiled step must not be compiled again when it changes."""
 
-
-def bias_correction(step: Tensor, beta: Number, dtype: torch.dtype) -> Tensor:
+def bias_correction(step: Tensor, beta: float, dtype: torch.dtype) -> Tensor:
     """1 - beta^t, without the cancellation that makes it useless in fp32 for beta near 1."""
-    if isinstance(beta, Tensor):
-        return -torch.expm1(step * beta.log()).to(dtype)
     if beta == 0.0:
         return torch.ones_like(step, dtype=dtype)
     return -torch.expm1(step.to(dtype) * math.log(beta))
 
 
-def add_scaled(total: Tensor, part: Tensor, weight: Number) -> None:
-    """total += weight * part."""
-    if isinstance(weight, Tensor):
-        total.add_(part * weight)
-    else:
-        total.add_(part, alpha=weight)
-
-
-def begin_mean(average: Tensor, beta: Number, eps: float) -> None:
+def begin_mean(average: Tensor, beta: float, eps: float) -> None:
     """avg <- beta * avg + (1 - beta) * eps: what the moving average of (x + eps) keeps and what eps adds to it."""
     average.mul_(beta).add_((1.0 - beta) * eps)
 
 
-def add_means(squares: Tensor, row: Tensor, col: Tensor, dims: MatrixDims, weights: tuple[Number, Number]) -> None:
+def add_means(squares: Tensor, row: Tensor, col: Tensor, dims: MatrixDims, weights: tuple[float, float]) -> None:
     """row += w_r * sum over columns, col += w_c * sum over rows.
 
     Args:
@@ -52,8 +38,8 @@ def add_means(squares: Tensor, row: Tensor, col: Tensor, dims: MatrixDims, weigh
         weights: (1 - beta) / C and (1 - beta) / R with the sizes of the whole matrix, times what `squares` still lacks.
     """
     rows, cols = dims
-    add_scaled(row, squares.sum(dim=cols, keepdim=True), weights[0])
-    add_scaled(col, squares.sum(dim=rows, keepdim=True), weights[1])
+    row.add_(squares.sum(dim=cols, keepdim=True), alpha=weights[0])
+    col.add_(squares.sum(dim=rows, keepdim=True), alpha=weights[1])
 
 
 def inverse_root(row: Tensor, col: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,13 +67,13 @@ def clip_factor(total: Tensor, numel: int, threshold: float) -> Tensor:
     return (total / (numel * threshold**2)).sqrt_().clamp_(min=1.0).reciprocal_()
 
 
-def update_momentum(momentum: Tensor, clipped: Tensor, beta1: Number) -> Tensor:
+def update_momentum(momentum: Tensor, clipped: Tensor, beta1: float) -> Tensor:
     """m <- beta1 * m + (1 - beta1) * u.  Returns (u - m) / beta1 with the new m, in the memory of `clipped`.
 
     u - m_t = beta1 * (u - m_(t-1)), so that one difference serves the momentum and the instability.
     """
     difference = clipped.sub_(momentum)
-    add_scaled(momentum, difference, 1.0 - beta1)
+    momentum.add_(difference, alpha=1.0 - beta1)
     return difference
 
 

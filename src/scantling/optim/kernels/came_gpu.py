@@ -161,13 +161,31 @@ def _read_momentum(
         blocks = (num_cols + cols - 1) // cols
         scale = _read_scale(scales, line * blocks + j, row < num_rows, bytes)
         return y / (2.0 - tl.abs(y)) * scale[:, None]
-    place = line[:, None] * ((num_cols + 1) // 2) + (col // 2)[None, :]
-    pair = tl.load(_pointer(table, job, _MOMENTUM, tl.uint8, False) + place, inside, other=136).to(tl.int32)
-    x = (((pair >> (col % 2 * 4).to(tl.int32)[None, :]) & 15) - 8).to(tl.float32) * (1.0 / 7.0)
     half: tl.constexpr = cols // 2
+    place, there = _pairs(line, j, row, num_rows, num_cols, aligned, half)
+    pair = tl.load(_pointer(table, job, _MOMENTUM, tl.uint8, aligned) + place, there, other=136).to(tl.int32)
+    x = (tl.reshape(tl.join(pair & 15, pair >> 4), (rows, 2, half)) - 8).to(tl.float32) * (1.0 / 7.0)
+    place, there = _two_blocks(line, j, row, num_rows, num_cols, half)
+    scale = _read_scale(scales, place, there, bytes)
+    return tl.reshape(x * scale[:, :, None], (rows, cols))
+
+
+@triton.jit
+def _pairs(line, j, row, num_rows, num_cols, aligned: tl.constexpr, half: tl.constexpr):
+    """Bytes of two codes each in this tile, and which there are."""
+    row_bytes = (num_cols + 1) // 2
+    if aligned:
+        row_bytes = tl.multiple_of(row_bytes, 8)
+    pair = j * half + tl.max_contiguous(tl.arange(0, half), half)
+    return line[:, None] * row_bytes + pair[None, :], (row < num_rows)[:, None] & (pair < row_bytes)[None, :]
+
+
+@triton.jit
+def _two_blocks(line, j, row, num_rows, num_cols, half: tl.constexpr):
+    """Scales of this tile's rows, two each, and which there are."""
     blocks = (num_cols + half - 1) // half
-    scale = _read_scale(scales, line[:, None] * blocks + (col // half)[None, :], inside, bytes)
-    return x * scale
+    block = j * 2 + tl.arange(0, 2)
+    return line[:, None] * blocks + block[None, :], (row < num_rows)[:, None] & (block < blocks)[None, :]
 
 
 @triton.jit
@@ -192,21 +210,15 @@ def _write_momentum(
         tl.store(_pointer(table, job, _MOMENTUM, tl.int8, aligned) + place, code.to(tl.int8), inside)
         return
     half: tl.constexpr = cols // 2
-    blocks = (num_cols + half - 1) // half
-    block = j * 2 + tl.arange(0, 2)
-    largest = tl.max(tl.reshape(tl.abs(m), (rows, 2, half)), 2)
-    there = (row < num_rows)[:, None] & (block < blocks)[None, :]
-    scale = _write_scale(scales, line[:, None] * blocks + block[None, :], there, largest, bytes)
-    x = tl.reshape(tl.reshape(m, (rows, 2, half)) / scale[:, :, None], (rows, cols))
-    x = tl.minimum(tl.maximum(x, -1.0), 1.0)
+    blocks = tl.reshape(m, (rows, 2, half))
+    scale_place, there = _two_blocks(line, j, row, num_rows, num_cols, half)
+    scale = _write_scale(scales, scale_place, there, tl.max(tl.abs(blocks), 2), bytes)
+    x = tl.minimum(tl.maximum(tl.reshape(blocks / scale[:, :, None], (rows, cols)), -1.0), 1.0)
     noise = _random_16(values, job, _SEED0, place).to(tl.float32) * (2.0**-16)
     level = tl.minimum(tl.maximum(tl.floor(noise + x * 7.0) + 8.0, 1.0), 15.0)
-    nibble = tl.where(inside, level, 8.0).to(tl.int32)
-    low, high = tl.split(tl.reshape(nibble, (rows, half, 2)))
-    pair = j * half + tl.arange(0, half)
-    row_bytes = (num_cols + 1) // 2
-    target = _pointer(table, job, _MOMENTUM, tl.uint8, False) + line[:, None] * row_bytes + pair[None, :]
-    tl.store(target, (low | (high << 4)).to(tl.uint8), (row < num_rows)[:, None] & (pair < row_bytes)[None, :])
+    low, high = tl.split(tl.reshape(tl.where(inside, level, 8.0).to(tl.int32), (rows, half, 2)))
+    place, there = _pairs(line, j, row, num_rows, num_cols, aligned, half)
+    tl.store(_pointer(table, job, _MOMENTUM, tl.uint8, aligned) + place, (low | (high << 4)).to(tl.uint8), there)
 
 
 # --- the weight ----------------------------------------------------------------------------------------------------
@@ -246,7 +258,7 @@ def _add_parts(squares, table, row_parts, col_parts, job, matrix, i, j, row, col
     """This tile's sums over its rows and columns, each into its own place."""
     fields = table + job * _WIDTH
     down, across = tl.load(fields + _DOWN), tl.load(fields + _ACROSS)
-    row_place = tl.load(fields + _ROW_PART) + (matrix * num_rows + row) * across + j
+    row_place = tl.load(fields + _ROW_PART) + (matrix * across + j) * num_rows + row
     col_place = tl.load(fields + _COL_PART) + (matrix * down + i) * num_cols + col
     tl.store(row_parts + row_place, tl.sum(squares, 1), row < num_rows)
     tl.store(col_parts + col_place, tl.sum(squares, 0), col < num_cols)
@@ -280,42 +292,35 @@ def square_parts(
 
 
 @triton.jit
-def add_rows(table, values, owners, firsts, parts, field: tl.constexpr, first_value: tl.constexpr, size: tl.constexpr):
-    """Row averages from their parts: avg <- beta avg + (1 - beta) eps + w sum."""
+def add_sums(
+    table, values, owners, firsts, parts, field: tl.constexpr, first_part: tl.constexpr, count: tl.constexpr,
+    length: tl.constexpr, first_value: tl.constexpr, weight: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
+    """Averages of rows, or of columns, from their parts: avg <- beta avg + (1 - beta) eps + w sum.
+
+    The parts of all averages of a matrix follow each other, `count` times, and then come those of the next matrix.
+
+    Args:
+        field, first_part, count, length: in the table of int64, of the averages, their first part, how many each has
+            and how many a matrix has.
+        first_value, weight: in the table of floats, of beta, and from there of the weight.
+    """
     program = tl.program_id(0)
     job = tl.load(owners + program)
     fields, numbers = table + job * _WIDTH, values + job * _COUNT + first_value
-    across = tl.load(fields + _ACROSS)
-    total = tl.load(fields + _MATRICES) * tl.load(fields + _NUM_ROWS)
-    line = (program - tl.load(firsts + job)) * size + tl.arange(0, size)
-    part = tl.arange(0, 16)
-    start = parts + tl.load(fields + _ROW_PART) + line[:, None] * across + part[None, :]
-    sums = tl.zeros((size, 16), tl.float32)
-    for j in range(0, across, 16):
-        sums += tl.load(start + j, (line < total)[:, None] & (j + part < across)[None, :], other=0.0)
-    target = _pointer(table, job, field, tl.float32, False) + line
-    kept = tl.load(target, line < total, other=0.0) * tl.load(numbers) + tl.load(numbers + 1)
-    tl.store(target, kept + tl.sum(sums, 1) * tl.load(numbers + 2), line < total)
-
-
-@triton.jit
-def add_cols(table, values, owners, firsts, parts, field: tl.constexpr, first_value: tl.constexpr, size: tl.constexpr):
-    """Column averages from their parts."""
-    program = tl.program_id(0)
-    job = tl.load(owners + program)
-    fields, numbers = table + job * _WIDTH, values + job * _COUNT + first_value
-    down, num_cols = tl.load(fields + _DOWN), tl.load(fields + _NUM_COLS)
-    total = tl.load(fields + _MATRICES) * num_cols
+    num_parts, num_averages = tl.load(fields + count), tl.load(fields + length)
+    total = tl.load(fields + _MATRICES) * num_averages
     place = (program - tl.load(firsts + job)) * size + tl.arange(0, size)
     part = tl.arange(0, 16)
-    start = parts + tl.load(fields + _COL_PART) + place // num_cols * down * num_cols + place % num_cols
+    start = parts + tl.load(fields + first_part) + place // num_averages * num_parts * num_averages
+    start += place % num_averages
     sums = tl.zeros((16, size), tl.float32)
-    for i in range(0, down, 16):
-        there = (i + part < down)[:, None] & (place < total)[None, :]
-        sums += tl.load(start[None, :] + (i + part)[:, None] * num_cols, there, other=0.0)
+    for i in range(0, num_parts, 16):
+        there = (i + part < num_parts)[:, None] & (place < total)[None, :]
+        sums += tl.load(start[None, :] + (i + part)[:, None] * num_averages, there, other=0.0)
     target = _pointer(table, job, field, tl.float32, False) + place
     kept = tl.load(target, place < total, other=0.0) * tl.load(numbers) + tl.load(numbers + 1)
-    tl.store(target, kept + tl.sum(sums, 0) * tl.load(numbers + 3), place < total)
+    tl.store(target, kept + tl.sum(sums, 0) * tl.load(numbers + weight), place < total)
 
 
 @triton.jit

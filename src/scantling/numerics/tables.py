@@ -1,0 +1,72 @@
+"""Tables that kernels on a GPU read, kept on the device from call to call."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_captured: list[Any] = []
+"""What CUDA graphs read when they are replayed."""
+
+
+class Table:
+    """A table on the device that is sent again when it has changed."""
+
+    def __init__(self) -> None:
+        self._last: np.ndarray[Any, Any] | None = None
+        self._table = torch.empty(0)
+        self._spare: Tensor | None = None
+
+    def send(self, table: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+        """The table on the device, without waiting for it.
+
+        A CUDA graph may capture it once it has been called without; what is then copied, and from where, is kept for
+        good.
+
+        Args:
+            table: int64 or float64.
+            device: where kernels read it.
+        """
+        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self._last is None or not np.array_equal(self._last, table):
+            source = self._spare if is_captured else None
+            if source is None or source.shape != table.shape:
+                source = self._pinned(table, device)
+            source.copy_(torch.from_numpy(table))
+            self._table = source.to(device, non_blocking=True) if device.type == "cuda" else source
+            self._last = table
+            if is_captured:
+                _captured.append(source)
+                self._spare = self._last = None
+            elif self._spare is None or self._spare.shape != table.shape:
+                self._spare = self._pinned(table, device)
+        if is_captured:
+            _captured.append(self._table)
+        return self._table
+
+    @staticmethod
+    def _pinned(table: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+        dtype = torch.float64 if table.dtype == np.float64 else torch.int64
+        return torch.empty(table.shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def has_kernels() -> bool:
+    """Whether kernels in Triton can be made: not without the package, nor where SCANTLING_NATIVE=0."""
+    return os.environ.get("SCANTLING_NATIVE", "1") != "0" and _has_triton()
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def owners_of(counts: Any, device: torch.device) -> Tensor:
+    """Of each program the entry that it works on, for so many programs of each: int32."""
+    owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    return torch.from_numpy(owners).to(device)

@@ -1,0 +1,201 @@
+"""The kernels for blocks against the operations: without a GPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scantling.comm import fused
+from scantling.comm.channels import Channel, channels_of
+from scantling.comm.momentum import MomentumExchange
+
+pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which is not installed")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+SHAPES = [(70, 96), (3, 64, 40), (64, 128), (130, 33)]
+
+
+def group_of(**options: Any) -> dict[str, Any]:
+    """The options of a group of matrices."""
+    made = MomentumExchange([nn.Parameter(torch.zeros(64, 64))], **{"values": "fp32", **options})
+    return {**made.param_groups[0], "role": "matrix", "matrix_dims": None}
+
+
+def channels(shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> list[Channel]:
+    group = group_of(**options)
+    places = dict(enumerate(shapes))
+    numels = {place: torch.Size(shape).numel() for place, shape in places.items()}
+    return channels_of(places, numels, [group] * len(shapes))
+
+
+def numbers(seed: int, shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+def of(channel: Channel, tensors: list[Tensor]) -> list[Tensor]:
+    return [tensors[member.param] for member in channel.members]
+
+
+@pytest.fixture(autouse=True)
+def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "DEVICES", (DEVICE,))
+    fused._plan_of.cache_clear()
+
+
+@pytest.mark.parametrize("transform", ["dct", "none"])
+@pytest.mark.parametrize(("topk", "chunk"), [(8, 64), (5, 32), (200, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_selected_is_what_the_operations_select(transform: str, topk: int, chunk: int, dtype: Any) -> None:
+    for channel in channels(transform=transform, topk=topk, chunk=chunk):
+        residuals, gradients = of(channel, numbers(0)), of(channel, numbers(1, dtype=dtype))
+        wanted = [
+            torch.add(gradient, residual, alpha=channel.kind.decay)
+            for residual, gradient in zip(residuals, gradients, strict=True)
+        ]
+        cut = channel.cut({member.param: value for member, value in zip(channel.members, wanted, strict=True)})
+        assert fused.can_select(channel, residuals, gradients)
+        index, values = fused.select(channel, residuals, gradients)
+        for residual, value in zip(residuals, wanted, strict=True):
+            torch.testing.assert_close(residual, value)
+        assert (index[:, 1:] > index[:, :-1]).all()
+        torch.testing.assert_close(values, cut.gather(1, index), rtol=1e-4, atol=1e-5)
+        _, expected = channel.kind.section.select(cut)
+        torch.testing.assert_close(values.abs().sort(1).values, expected.abs().sort(1).values, rtol=1e-4, atol=1e-5)
+
+
+def test_of_equal_numbers_the_first_are_selected() -> None:
+    (channel,) = channels([(64, 64)], transform="none", topk=3)
+    residual, gradient = torch.zeros(64, 64, device=DEVICE), torch.zeros(64, 64, device=DEVICE)
+    assert fused.select(channel, [residual], [gradient])[0].tolist() == [[0, 1, 2]]
+    gradient[5, 6], gradient[1, 2], gradient[40, :] = -2.0, 1.0, 1.0
+    assert fused.select(channel, [residual], [gradient])[0].tolist() == [[64 + 2, 5 * 64 + 6, 40 * 64]]
+
+
+def test_a_number_that_is_none_is_selected_for_others_to_find() -> None:
+    (channel,) = channels([(64, 64)], transform="none", topk=2)
+    gradient = torch.randn(64, 64, device=DEVICE)
+    gradient[7, 7] = torch.nan
+    _, values = fused.select(channel, [torch.zeros(64, 64, device=DEVICE)], [gradient])
+    assert values.isnan().any()
+
+
+@pytest.mark.parametrize("transform", ["dct", "none"])
+@pytest.mark.parametrize("senders", [1, 2])
+def test_what_was_sent_is_added_as_by_the_operations(
+    transform: str, senders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places that several sent are added up."""
+    for channel in channels(transform=transform, topk=8):
+        sent = [
+            channel.kind.section.select(torch.randn(channel.count, channel.kind.section.size, device=DEVICE))
+            for _ in range(senders)
+        ]
+        index = torch.cat([each[0] for each in sent if each[0] is not None], 1)
+        values = torch.cat([each[1] for each in sent], 1)
+        found = {}
+        for name, devices in (("fused", (DEVICE,)), ("plain", ())):
+            monkeypatch.setattr(fused, "DEVICES", devices)
+            tensors = of(channel, numbers(3))
+            by_place = {member.param: value for member, value in zip(channel.members, tensors, strict=True)}
+            channel.add_sent(index, values, -0.5, to=by_place.__getitem__)
+            pasted = dict(channel.paste_sent(index, values))
+            found[name] = [*tensors, *(pasted[member.param] for member in channel.members)]
+        for one, other in zip(found["fused"], found["plain"], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("values", ["fp32", "sign", "int4"])
+@pytest.mark.parametrize("transform", ["dct", "none"])
+def test_an_exchange_is_that_of_the_operations(values: str, transform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Momentum and residuals of four steps; parameters without gradients, of other dtypes and small ones beside it."""
+    kernels: list[str] = []
+    for name in ("select", "add"):
+        plain = getattr(fused, name)
+        monkeypatch.setattr(
+            fused,
+            name,
+            lambda *given, _name=name, _plain=plain, **more: (kernels.append(_name), _plain(*given, **more))[1],
+        )
+
+    def run(devices: tuple[str, ...]) -> list[Tensor]:
+        monkeypatch.setattr(fused, "DEVICES", devices)
+        shapes = [(64, 128), (70, 96), (128,), (64, 64)]
+        params = [nn.Parameter(value) for value in numbers(5, shapes)]
+        made = MomentumExchange(params, topk=16, values=values, transform=transform, check_every=None)
+        found = []
+        for step in range(4):
+            for param, gradient in zip(params, numbers(10 + step, shapes), strict=True):
+                param.grad = gradient
+            if step == 2:
+                params[1].grad = None
+            made.exchange()
+            found += [param.grad.clone() for param in params if param.grad is not None]
+        return found + [made.residuals.read(param, param) for param in params]
+
+    plain = run(())
+    assert not kernels
+    for one, other in zip(run((DEVICE,)), plain, strict=True):
+        near = torch.isclose(one, other, rtol=1e-3, atol=1e-4)
+        assert near.float().mean() > 0.98  # one of two that are nearly as large may be chosen
+    assert {"select", "add"} == set(kernels)
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time() -> None:
+    (channel,) = channels([(4096, 4096)], topk=8, values="sign")
+    found = []
+    for _ in range(2):
+        residuals = numbers(0, [(4096, 4096)])
+        index, values = fused.select(channel, residuals, numbers(1, [(4096, 4096)]))
+        fused.add(channel, index, values, -1.0, residuals)
+        found.append([index, values, *residuals])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the kernels run")
+def test_kernels_compile_for_gpus() -> None:
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=settings, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["sm_80", "sm_90"]
+
+
+COMPILE = """
+import triton.language as tl
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from scantling.comm.kernels import blocks_gpu as kernels
+
+TYPES = {"table": "*i64", "owners": "*i32", "index": "*i64", "kept": "i32", "count": "i32", "first": "i32"}
+TYPES |= {"decay": "fp32", "alpha": "fp32"}
+
+def build(kernel, capability, **constants):
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "*fp32") for name in names}
+    pointers = [name for name in names if signature[name].startswith("*")]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    return compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+
+block = {"height": 64, "width": 64, "down": 64, "across": 64}
+for capability in (80, 90):
+    for transformed in (False, True):
+        ptx = build(kernels.select, capability, gradient=tl.bfloat16, transformed=transformed, precision="tf32",
+                    aligned=True, **block)
+        assert "ld.global.v4.b32" in ptx, "residuals are read one number at a time"
+    for begins in (False, True):
+        build(kernels.add_transformed, capability, begins=begins, precision="ieee", aligned=True, **block)
+    build(kernels.add_numbers, capability, height=64, width=64, size=256)
+    print(f"sm_{capability}")
+"""
