@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from scantling.numerics import tables
 from scantling.optim import CAME, _grouped, _native, release_gradients
 from scantling.optim._rounding import read
 
 pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which is not installed")
+from scantling.numerics.kernels import probe_gpu
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -131,6 +134,26 @@ def test_what_the_kernels_do_not_know_is_stepped_all_the_same(stepped: list[tupl
     optimizer.step()
     assert not stepped
     assert all(not torch.equal(now, then) for now, then in zip((param, double), before, strict=True))
+
+
+def test_without_a_compiler_the_operations_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stepped: list[tuple[int, ...]]
+) -> None:
+    class NoCompiler:
+        def __getitem__(self, grid: Any) -> Any:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify it")
+
+    monkeypatch.setattr(probe_gpu, "add_one", NoCompiler())
+    tables._run_kernels.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            found = trained(torch.float32)
+    finally:
+        tables._run_kernels.cache_clear()
+    assert not stepped
+    assert "Failed to find C compiler" in caplog.text
+    assert len(caplog.records) == 1
+    assert_alike([found, trained(torch.float32, foreach=False)], exact=True)
 
 
 def test_nan_gradients_are_not_hidden() -> None:

@@ -172,7 +172,7 @@ def _knows(channel: Channel, tensors: Sequence[Tensor]) -> bool:
         and max(kind.height, kind.width) <= MOST_SIDE
         and all(tensor.dtype == torch.float32 for tensor in tensors)
         and all(member.grid.lies_flat(tensor) for member, tensor in zip(channel.members, tensors, strict=True))
-        and has_kernels()
+        and has_kernels(tensors[0].device)
     )
 
 
@@ -184,7 +184,7 @@ def _are_aligned(channel: Channel, tensors: Sequence[Tensor]) -> bool:
 
 def _precision(channel: Channel) -> str:
     """Of products: what rounds values to few bits anyway, and loses from the residual what it sent, needs no more."""
-    return "ieee" if channel.kind.section.values in ("fp32", "bf16") else "tf32"
+    return "ieee" if torch.version.hip or channel.kind.section.values in ("fp32", "bf16") else "tf32"
 
 
 def _power_of_2(count: int) -> int:

@@ -1,8 +1,8 @@
-"""Tables that kernels on a GPU read, kept on the device from call to call."""
+"""Whether there are kernels for a GPU, and the tables that they read, kept on the device from call to call."""
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 import os
 from functools import lru_cache
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _captured: list[Any] = []
 """What CUDA graphs read when they are replayed."""
@@ -56,14 +58,26 @@ class Table:
         return torch.empty(table.shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def has_kernels() -> bool:
-    """Whether kernels in Triton can be made: not without the package, nor where SCANTLING_NATIVE=0."""
-    return os.environ.get("SCANTLING_NATIVE", "1") != "0" and _has_triton()
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels in Triton run there: not without the package or a C compiler, nor where SCANTLING_NATIVE=0."""
+    return os.environ.get("SCANTLING_NATIVE", "1") != "0" and _run_kernels(device)
 
 
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+@lru_cache(maxsize=64)
+def _run_kernels(device: torch.device) -> bool:
+    """Tried once, before anything is begun that could end halfway."""
+    try:
+        from scantling.numerics.kernels import probe_gpu
+
+        value = torch.zeros(1, device=device)
+        probe_gpu.add_one[(1,)](value)
+        return bool(value == 1.0)
+    except Exception as error:  # of Triton, its compilers and the driver
+        logger.warning(
+            "no kernels can be made for %s, so that many operations do what they would: %s",
+            *(device, str(error).strip().splitlines()[:1]),
+        )
+        return False
 
 
 def owners_of(counts: Any, device: torch.device) -> Tensor:

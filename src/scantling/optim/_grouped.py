@@ -54,7 +54,7 @@ _MATRIX = 1024
 
 def can_step(job: Job) -> bool:
     """Whether the kernels know this parameter: fp32, bf16 or fp16, rows before columns, all of it contiguous."""
-    if job.param.device.type not in DEVICES or job.plan.cuts or not has_kernels():
+    if job.param.device.type not in DEVICES or job.plan.cuts or not has_kernels(job.param.device):
         return False
     if not {job.param.dtype, job.grad.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
         return False
