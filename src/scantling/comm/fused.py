@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from scantling.comm import dct
-from scantling.numerics.tables import Table, has_kernels, owners_of
+from scantling.numerics.tables import Table, device_of, has_kernels, owners_of
 
 if TYPE_CHECKING:
     from scantling.comm.channels import Channel
@@ -64,14 +64,15 @@ def select(channel: Channel, residuals: Sequence[Tensor], gradients: Sequence[Te
     index = torch.empty(channel.count, kind.section.kept, dtype=torch.int64, device=device)
     values = torch.empty(channel.count, kind.section.kept, device=device)
     table = plan.selecting.send(_fields(channel, residuals, gradients), device)
-    kernels.select[(channel.count,)](
-        *(table, plan.owners, plan.down, plan.across, index, values, kind.section.kept, kind.decay),
-        gradient=_triton_dtype(gradients[0].dtype),
-        transformed=kind.transformed,
-        precision=_precision(channel),
-        aligned=_are_aligned(channel, [*residuals, *gradients]),
-        **_shape(channel),
-    )
+    with device_of(table):
+        kernels.select[(channel.count,)](
+            *(table, plan.owners, plan.down, plan.across, index, values, kind.section.kept, kind.decay),
+            gradient=_triton_dtype(gradients[0].dtype),
+            transformed=kind.transformed,
+            precision=_precision(channel),
+            aligned=_are_aligned(channel, [*residuals, *gradients]),
+            **_shape(channel),
+        )
     return index, values
 
 
@@ -100,22 +101,23 @@ def add(
     table = sent.send(_fields(channel, tensors, ()), device)
     index, values = index.contiguous(), values.contiguous()
     own, count = (channel.count,), values.shape[1]
-    if kind.transformed:
-        kernels.add_transformed[own](
-            *(table, plan.owners, plan.down, plan.across, index, values, count, alpha),
-            begins=begins,
-            precision=_precision(channel),
-            aligned=_are_aligned(channel, tensors),
-            **_shape(channel),
-        )
-        return
-    if begins:
-        torch._foreach_zero_(list(tensors))
-    size = _power_of_2(kind.section.kept)
-    for first in range(0, count, kind.section.kept):  # one sender at a time
-        kernels.add_numbers[own](
-            *(table, plan.owners, index, values, count, first, kind.section.kept, alpha, kind.height, kind.width, size)
-        )
+    with device_of(table):
+        if kind.transformed:
+            kernels.add_transformed[own](
+                *(table, plan.owners, plan.down, plan.across, index, values, count, alpha),
+                begins=begins,
+                precision=_precision(channel),
+                aligned=_are_aligned(channel, tensors),
+                **_shape(channel),
+            )
+            return
+        if begins:
+            torch._foreach_zero_(list(tensors))
+        kept, size = kind.section.kept, _power_of_2(kind.section.kept)
+        for first in range(0, count, kept):  # one sender at a time
+            kernels.add_numbers[own](
+                *(table, plan.owners, index, values, count, first, kept, alpha, kind.height, kind.width, size)
+            )
 
 
 class _Plan(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -70,7 +71,8 @@ def _run_kernels(device: torch.device) -> bool:
         from scantling.numerics.kernels import probe_gpu
 
         value = torch.zeros(1, device=device)
-        probe_gpu.add_one[(1,)](value)
+        with device_of(value):
+            probe_gpu.add_one[(1,)](value)
         return bool(value == 1.0)
     except Exception as error:  # of Triton, its compilers and the driver
         logger.warning(
@@ -78,6 +80,11 @@ def _run_kernels(device: torch.device) -> bool:
             *(device, str(error).strip().splitlines()[:1]),
         )
         return False
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context in which a tensor's device is the current one, which Triton launches on; of a CPU, nothing."""
+    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
 def owners_of(counts: Any, device: torch.device) -> Tensor:

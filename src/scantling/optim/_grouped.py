@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.groups import MatrixDims
-from scantling.numerics.tables import Table, has_kernels, owners_of
+from scantling.numerics.tables import Table, device_of, has_kernels, owners_of
 from scantling.optim._eager import Job
 from scantling.optim._random import seed_of
 
@@ -79,11 +79,12 @@ def step(jobs: Sequence[Job]) -> None:
         kinds.setdefault(_kind_of(job), []).append(job)
     for kind, own in kinds.items():
         torch._foreach_add_([job.state["step"] for job in own], 1.0)
-        for batch in _batches(own):
-            if kind.is_factored:
-                _step_factored(kind, batch)
-            else:
-                _step_moments(kind, batch)
+        with device_of(own[0].param):
+            for batch in _batches(own):
+                if kind.is_factored:
+                    _step_factored(kind, batch)
+                else:
+                    _step_moments(kind, batch)
         # autograd does not see what kernels write: a backward pass that still needs the old weights must be told
         torch.autograd.graph.increment_version([job.param for job in own])
 

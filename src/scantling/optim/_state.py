@@ -12,6 +12,7 @@ low                        the bits of a bf16 weight below bf16, see `_rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, TypeAlias
 
@@ -55,6 +56,7 @@ def view_of(group: dict[str, Any], shape: Sequence[int]) -> MatrixDims | None:
     return matrix_view(tuple(shape), group["factor"], pair, group["role"])
 
 
+@lru_cache(maxsize=4096)
 def state_tensors(
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -64,7 +66,10 @@ def state_tensors(
     rounding: Rounding,
     confidence: bool,
 ) -> Shapes:
-    """(shape, dtype) of the state tensors of one parameter, by their keys in the state dict; no momentum with None."""
+    """(shape, dtype) of the state tensors of one parameter, by their keys in the state dict; no momentum with None.
+
+    The same for all that ask: not to be changed.
+    """
     statistics = statistics_dtype(dtype)
     tensors: Shapes = {"step": ((), torch.float32), **momentum_shapes(shape, view, momentum, statistics)}
     if view is None:

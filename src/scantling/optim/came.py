@@ -57,7 +57,7 @@ at most three all-reduces a step and process group, of the row and column statis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ from scantling.optim._rounding import Rounding
 from scantling.optim._sharded import step_sharded
 from scantling.optim._shardplan import laid_out, local, local_bytes, local_grad, place, plan_of, zeros
 from scantling.optim._slice import cut_state, shape_of
-from scantling.optim._state import averaged_dims, needed_state, view_of
+from scantling.optim._state import Shapes, averaged_dims, needed_state, view_of
 from scantling.optim._validation import (
     check_grads,
     check_hyper,
@@ -348,15 +348,16 @@ class CAME(torch.optim.Optimizer):
     def _state_of(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
         """The state of a parameter, made at its first step."""
         state: dict[str, Tensor] = self.state[param]
+        needed = _needed(group, param)
         if not state:
             check_param(f"a parameter of shape {tuple(param.shape)}", param, group)  # a model may have been converted
             view = view_of(group, param.shape)
-            for key, (size, dtype) in _needed(group, param).items():
+            for key, (size, dtype) in needed.items():
                 state[key] = zeros(param, size, dtype, averaged_dims(key, view))
-        elif {key: (tuple(value.shape), value.dtype) for key, value in state.items()} != _needed(group, param):
+        elif not _fits(state, needed):
             raise UserError(
                 f"the state of a parameter of shape {tuple(param.shape)}, {_short(param.dtype)}, does not fit it any "
-                f"more: it holds {_described(state)}, needed is {_described(_needed(group, param))}. Convert a model, "
+                f"more: it holds {_described(state)}, needed is {_described(needed)}. Convert a model, "
                 "and set momentum, rounding, factor and whether betas[0] is 0, before the optimizer's first step; cut "
                 "a parameter together with `slice_state`"
             )
@@ -384,7 +385,13 @@ def _take(jobs: Sequence[Job]) -> None:
     step_sharded([job for job in jobs if job.plan.cuts])
 
 
-def _needed(group: dict[str, Any], param: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _fits(state: Mapping[str, Tensor], needed: Shapes) -> bool:
+    return state.keys() == needed.keys() and all(
+        value.shape == needed[key][0] and value.dtype == needed[key][1] for key, value in state.items()
+    )
+
+
+def _needed(group: dict[str, Any], param: Tensor) -> Shapes:
     return needed_state(group, param.shape, param.dtype)
 
 
