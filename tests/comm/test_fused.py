@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ from torch import Tensor, nn
 from scantling.comm import fused
 from scantling.comm.channels import Channel, channels_of
 from scantling.comm.momentum import MomentumExchange
+from tests.kernels import compile_for_gpus
 
 pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which is not installed")
 
@@ -162,40 +160,20 @@ def test_the_same_bits_every_time() -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="there the kernels run")
 def test_kernels_compile_for_gpus() -> None:
-    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=settings, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["sm_80", "sm_90"]
+    compile_for_gpus(COMPILE)
 
 
 COMPILE = """
-import triton.language as tl
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from scantling.comm.kernels import blocks_gpu as kernels
 
-TYPES = {"table": "*i64", "owners": "*i32", "index": "*i64", "kept": "i32", "count": "i32", "first": "i32"}
-TYPES |= {"decay": "fp32", "alpha": "fp32"}
-
-def build(kernel, capability, **constants):
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else TYPES.get(name, "*fp32") for name in names}
-    pointers = [name for name in names if signature[name].startswith("*")]
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    return compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", capability, 32)).asm["ptx"]
-
-block = {"height": 64, "width": 64, "down": 64, "across": 64}
-for capability in (80, 90):
-    for transformed in (False, True):
-        ptx = build(kernels.select, capability, gradient=tl.bfloat16, transformed=transformed, precision="tf32",
-                    aligned=True, **block)
-        assert "ld.global.v4.b32" in ptx, "residuals are read one number at a time"
-    for begins in (False, True):
-        build(kernels.add_transformed, capability, begins=begins, precision="ieee", aligned=True, **block)
-    build(kernels.add_numbers, capability, height=64, width=64, size=256)
-    print(f"sm_{capability}")
+types = {"table": "*i64", "owners": "*i32", "index": "*i64", "kept": "i32", "count": "i32", "first": "i32"}
+types |= {"decay": "fp32", "alpha": "fp32"}
+block = {"height": 64, "width": 64, "down": 64, "across": 64, "aligned": True}
+for transformed in (False, True):
+    how = {"gradient": tl.bfloat16, "transformed": transformed, "precision": "tf32"}
+    ptx = build(kernels.select, capability, types, **how, **block)
+    assert "ld.global.v4.b32" in ptx, "residuals are read one number at a time"
+for begins in (False, True):
+    build(kernels.add_transformed, capability, types, begins=begins, precision="ieee", **block)
+build(kernels.add_numbers, capability, types, height=64, width=64, size=256)
 """

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from torch import nn
 from scantling.numerics import tables
 from scantling.optim import CAME, _grouped, _native, release_gradients
 from scantling.optim._rounding import read
+from tests.kernels import compile_for_gpus
 
 pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which is not installed")
 from scantling.numerics.kernels import probe_gpu
@@ -176,50 +174,31 @@ def test_gradient_release_takes_the_kernels(stepped: list[tuple[int, ...]]) -> N
 @pytest.mark.skipif(ON_GPU, reason="there the kernels run")
 def test_kernels_compile_for_gpus() -> None:
     """For an A100 and an H100, by the compiler alone."""
-    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=settings, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["sm_80", "sm_90"]
+    compile_for_gpus(COMPILE)
 
 
 COMPILE = """
-import triton.language as tl
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from scantling.optim import _grouped
 from scantling.optim.kernels import came_gpu as kernels
 
-SUMS = ("row", "row_part", "across", "rows")
-TYPES = {"table": "*i64", "owners": "*i32", "firsts": "*i32"}
-
-def build(kernel, capability, **constants):
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else TYPES.get(name, "*fp32") for name in names}
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name not in constants}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    return compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", capability, 32)).asm["ptx"]
-
+types = {"table": "*i64", "owners": "*i32", "firsts": "*i32"}
 tile = {"aligned": True, "rows": _grouped.ROWS, "cols": _grouped.COLS}
 bf16 = {"param": tl.bfloat16, "grad": tl.bfloat16}
-for capability in (80, 90):
-    for momentum, bytes, rounding in (("int8", 2, "stochastic"), ("int4", 1, "compensated")):
-        kept = {"momentum": momentum, "bytes": bytes}
-        ptx = build(kernels.instability_parts, capability, grad=tl.bfloat16, **kept, **tile)
-        assert "ld.global.v4.b32" in ptx, "gradients are read one at a time"
-        build(kernels.apply, capability, **bf16, **kept, **tile, rounding=rounding, confidence=True, decays=True)
-    build(kernels.square_parts, capability, grad=tl.bfloat16, **tile)
-    build(kernels.whitened_squares, capability, grad=tl.float32, **tile)
-    places = dict(zip(("field", "first_part", "count", "length"), map(_grouped.FIELDS.index, SUMS), strict=True))
-    build(kernels.add_sums, capability, **places, first_value=0, weight=2, size=128)
-    build(kernels.root_means, capability, field=_grouped.FIELDS.index("row"), size=1024)
-    build(kernels.clip_factors, capability, maximize=False, size=1024)
-    build(kernels.moment_squares, capability, grad=tl.bfloat16, aligned=True, size=4096)
-    flat = {"momentum": "fp32", "rounding": "nearest", "decays": True, "aligned": True, "size": 4096}
-    build(kernels.apply_moment, capability, **bf16, **flat)
-    print(f"sm_{capability}")
+for momentum, bytes, rounding in (("int8", 2, "stochastic"), ("int4", 1, "compensated")):
+    kept = {"momentum": momentum, "bytes": bytes}
+    ptx = build(kernels.instability_parts, capability, types, grad=tl.bfloat16, **kept, **tile)
+    assert "ld.global.v4.b32" in ptx, "gradients are read one at a time"
+    build(kernels.apply, capability, types, **bf16, **kept, **tile, rounding=rounding, confidence=True, decays=True)
+build(kernels.square_parts, capability, types, grad=tl.bfloat16, **tile)
+build(kernels.whitened_squares, capability, types, grad=tl.float32, **tile)
+fields = map(_grouped.FIELDS.index, ("row", "row_part", "across", "rows"))
+places = dict(zip(("field", "first_part", "count", "length"), fields, strict=True))
+build(kernels.add_sums, capability, types, **places, first_value=0, weight=2, size=128)
+build(kernels.root_means, capability, types, field=_grouped.FIELDS.index("row"), size=1024)
+build(kernels.clip_factors, capability, types, maximize=False, size=1024)
+build(kernels.moment_squares, capability, types, grad=tl.bfloat16, aligned=True, size=4096)
+flat = {"momentum": "fp32", "rounding": "nearest", "decays": True, "aligned": True, "size": 4096}
+build(kernels.apply_moment, capability, types, **bf16, **flat)
 """
 
 

@@ -123,6 +123,12 @@ class Job:
     def dtype(self) -> torch.dtype:
         return statistics_dtype(self.param.dtype)
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the parameter is a stack of row-major matrices: row dims, after them column dims, and then none."""
+        dims = [] if self.view is None else [*self.view[0], *self.view[1]]
+        return dims == list(range(self.param.ndim - len(dims), self.param.ndim))
+
     def scalar(self, value: float) -> Tensor:
         return torch.full((), value, dtype=self.dtype, device=self.param.device)
 

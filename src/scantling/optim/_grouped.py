@@ -58,11 +58,8 @@ def can_step(job: Job) -> bool:
         return False
     if not {job.param.dtype, job.grad.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
         return False
-    if job.view is not None:
-        rows, cols = job.view
-        dims = list(range(job.param.ndim))
-        if dims[len(dims) - len(rows) - len(cols) :] != [*rows, *cols]:
-            return False
+    if not job.is_stacked:
+        return False
     return all(map(_is_plain, (job.param, job.grad))) and all(map(Tensor.is_contiguous, job.state.values()))
 
 

@@ -55,13 +55,8 @@ def can_step(job: Job) -> bool:
         return False
     if isinstance(job.hyper.lr, Tensor) and job.hyper.lr.device.type != "cpu":
         return False
-    if job.view is not None:
-        rows, cols = job.view
-        dims = list(range(job.param.ndim))
-        if dims[len(dims) - len(rows) - len(cols) :] != [*rows, *cols]:
-            return False
-        if _scratch_bytes(*_sides(job)) > MOST_SCRATCH:
-            return False
+    if not job.is_stacked or (job.view is not None and _scratch_bytes(*_sides(job)) > MOST_SCRATCH):
+        return False
     return all(map(_is_plain, (job.param, job.grad, *job.state.values()))) and _library() is not None
 
 

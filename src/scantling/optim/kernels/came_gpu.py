@@ -432,23 +432,30 @@ def apply(
 
 
 @triton.jit
-def moment_squares(table, values, owners, totals, grad: tl.constexpr, aligned: tl.constexpr, size: tl.constexpr):
-    """(1) without factors, and each tile's sum of squares of the whitened gradient."""
+def _flat_tile(table, owners, aligned: tl.constexpr, size: tl.constexpr):
+    """Of this program: its job, elements and which there are."""
     program = tl.program_id(0)
     job = tl.load(owners + program)
-    fields, numbers = table + job * _WIDTH, values + job * _COUNT
-    place = (program - tl.load(fields + _FIRST)) * size + tl.arange(0, size)
+    fields = table + job * _WIDTH
     count = tl.load(fields + _NUM_COLS)
     if aligned:
         count = tl.multiple_of(count, 16)
-    inside = place < count
+    place = (program - tl.load(fields + _FIRST)) * size + tl.arange(0, size)
+    return job, place, place < count
+
+
+@triton.jit
+def moment_squares(table, values, owners, totals, grad: tl.constexpr, aligned: tl.constexpr, size: tl.constexpr):
+    """(1) without factors, and each tile's sum of squares of the whitened gradient."""
+    job, place, inside = _flat_tile(table, owners, aligned, size)
+    numbers = values + job * _COUNT
     g = tl.load(_pointer(table, job, _GRAD, grad, aligned) + place, inside, other=0.0).to(tl.float32)
     source = _pointer(table, job, _MOMENT, tl.float32, aligned) + place
     v = tl.load(source, inside, other=1.0) * tl.load(numbers + _BETA2) + tl.load(numbers + _BETA2 + 1)
     v += g * g * tl.load(numbers + _BETA2 + 2)
     tl.store(source, v, inside)
     u = tl.rsqrt(v) * g * tl.load(numbers + _SECOND)
-    tl.store(totals + program, tl.sum(u * u, 0))
+    tl.store(totals + tl.program_id(0), tl.sum(u * u, 0))
 
 
 @triton.jit
@@ -457,14 +464,8 @@ def apply_moment(
     rounding: tl.constexpr, decays: tl.constexpr, aligned: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """The parameter and its momentum, without confidence."""
-    program = tl.program_id(0)
-    job = tl.load(owners + program)
-    fields, numbers = table + job * _WIDTH, values + job * _COUNT
-    place = (program - tl.load(fields + _FIRST)) * size + tl.arange(0, size)
-    count = tl.load(fields + _NUM_COLS)
-    if aligned:
-        count = tl.multiple_of(count, 16)
-    inside = place < count
+    job, place, inside = _flat_tile(table, owners, aligned, size)
+    numbers = values + job * _COUNT
     g = tl.load(_pointer(table, job, _GRAD, grad, aligned) + place, inside, other=0.0).to(tl.float32)
     v = tl.load(_pointer(table, job, _MOMENT, tl.float32, aligned) + place, inside, other=1.0)
     m = tl.rsqrt(v) * g * (tl.load(numbers + _SECOND) * tl.load(clips + job))
