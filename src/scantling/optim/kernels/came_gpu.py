@@ -68,7 +68,7 @@ def _pointer(table, job, field: tl.constexpr, kind: tl.constexpr, aligned: tl.co
     if bytes > 1:
         offset = offset // bytes
     if aligned:
-        offset = tl.multiple_of(offset, 16)
+        offset = tl.multiple_of(offset, 16 // bytes)
     return table.to(tl.pointer_type(kind)) + offset
 
 
