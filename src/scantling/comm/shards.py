@@ -62,7 +62,7 @@ def _norms_at_most(values: Sequence[Tensor], order: int, most: float) -> bool:
     """Whether all norms are finite and at most so large; that of order 2 is several times as fast as others."""
     if not values:
         return True
-    dtype = None if any(value.dtype == torch.float64 for value in values) else torch.float32
+    dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
     found = torch.stack([norm.float() for norm in torch._foreach_norm(list(values), order, dtype)])
     return bool((torch.isfinite(found) & (found <= most)).all())
 

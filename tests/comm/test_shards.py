@@ -1,0 +1,14 @@
+"""What is looked for in gradients before they travel."""
+
+from __future__ import annotations
+
+import torch
+
+from scantling.comm.shards import all_finite
+
+
+def test_a_wide_dtype_beside_it_does_not_narrow_the_norm_of_another() -> None:
+    """The norm of these numbers is beyond what fp16 holds."""
+    values = [torch.full((64, 64), 6e4, dtype=torch.float16), torch.ones(3, dtype=torch.float64)]
+    assert all_finite(values)
+    assert not all_finite([*values, torch.tensor([torch.inf])])
