@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from scantling.comm import dct
-from scantling.numerics.tables import Table, device_of, has_kernels, owners_of
+from scantling.numerics.bits import width_for
+from scantling.numerics.tables import FLOATS, Table, device_of, has_kernels, owners_of, triton_dtype
 
 if TYPE_CHECKING:
     from scantling.comm.channels import Channel
@@ -31,19 +32,14 @@ MOST_TERMS = 64
 """Coefficients of a block that are transformed back one by one."""
 _LEAST_SIDE = 16
 """Of the factors of a product."""
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def can_select(channel: Channel, residuals: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
+def can_select(channel: Channel, residuals: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
     """Whether `select` knows these tensors of a channel's members."""
     if not _knows(channel, residuals) or channel.kind.section.is_dense:
         return False
-    dtypes = {None if gradient is None else gradient.dtype for gradient in gradients}
-    return (
-        len(dtypes) == 1
-        and str(dtypes.pop()).removeprefix("torch.") in _DTYPES
-        and all(gradient is not None and gradient.is_contiguous() for gradient in gradients)
-    )
+    dtypes = {gradient.dtype for gradient in gradients}
+    return len(dtypes) == 1 and dtypes <= set(FLOATS) and all(map(Tensor.is_contiguous, gradients))
 
 
 def select(channel: Channel, residuals: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -67,7 +63,7 @@ def select(channel: Channel, residuals: Sequence[Tensor], gradients: Sequence[Te
     with device_of(table):
         kernels.select[(channel.count,)](
             *(table, plan.owners, plan.down, plan.across, index, values, kind.section.kept, kind.decay),
-            gradient=_triton_dtype(gradients[0].dtype),
+            gradient=triton_dtype(gradients[0].dtype),
             transformed=kind.transformed,
             precision=_precision(channel),
             aligned=_are_aligned(channel, [*residuals, *gradients]),
@@ -113,7 +109,7 @@ def add(
             return
         if begins:
             torch._foreach_zero_(list(tensors))
-        kept, size = kind.section.kept, _power_of_2(kind.section.kept)
+        kept, size = kind.section.kept, 1 << width_for(kind.section.kept)
         for first in range(0, count, kept):  # one sender at a time
             kernels.add_numbers[own](
                 *(table, plan.owners, index, values, count, first, kept, alpha, kind.height, kind.width, size)
@@ -148,7 +144,7 @@ def _padded_basis(side: int, room: int, device: torch.device) -> Tensor:
 def _shape(channel: Channel) -> dict[str, int]:
     """Sides of blocks, and powers of 2 that hold them."""
     height, width = channel.kind.height, channel.kind.width
-    down, across = (max(_LEAST_SIDE, _power_of_2(side)) for side in (height, width))
+    down, across = (max(_LEAST_SIDE, 1 << width_for(side)) for side in (height, width))
     return {"height": height, "width": width, "down": down, "across": across}
 
 
@@ -187,13 +183,3 @@ def _are_aligned(channel: Channel, tensors: Sequence[Tensor]) -> bool:
 def _precision(channel: Channel) -> str:
     """Of products: what rounds values to few bits anyway, and loses from the residual what it sent, needs no more."""
     return "ieee" if torch.version.hip or channel.kind.section.values in ("fp32", "bf16") else "tf32"
-
-
-def _power_of_2(count: int) -> int:
-    return 1 << max(0, count - 1).bit_length()
-
-
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return getattr(tl, str(dtype).removeprefix("torch."))

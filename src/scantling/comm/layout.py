@@ -108,12 +108,12 @@ def buckets_of(groups: Sequence[Group], rounds: Rounds) -> list[Bucket]:
             size = 0
         runs[-1].append(position)
         size += local(params[position]).nbytes
+    most = MOST_ON_DEVICE if params and params[0].device.type == "cuda" else MOST_NUMBERS
     found = []
     for run in runs:
         positions = sorted(run)
         shapes = {position: tuple(local(params[position]).shape) for position in positions}
         numels = {position: params[position].numel() for position in positions}
-        most = MOST_ON_DEVICE if params and params[0].device.type == "cuda" else MOST_NUMBERS
         channels = channels_of(shapes, numels, each_group, whole=rounds.exchange == "whole", most=most)
         found.append(Bucket(tuple(positions), tuple(channels)))
     return found

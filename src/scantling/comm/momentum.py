@@ -611,10 +611,11 @@ class MomentumExchange(Replica):
 
     def _selected_at_once(self, channel: Channel, gradients: Mapping[int, Tensor | None]) -> Sparse | None:
         """What `_accumulated` and a selection do, by one kernel; None where there is none that does."""
-        params, groups = self._parameters(), groups_of(self.param_groups)
+        params = self._parameters()
         places = [member.param for member in channel.members]
         if local(params[places[0]]).device.type not in fused.DEVICES or not keeps_residuals(channel, self.rounds):
             return None
+        groups = groups_of(self.param_groups)
         if any(groups[place]["compat"] == "paper" or groups[place]["residual"] != "fp32" for place in places):
             return None
         residuals = [self.residuals.read(params[place], local(params[place])) for place in places]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What kernels read."""
 _captured: list[Any] = []
 """What CUDA graphs read when they are replayed."""
 
@@ -80,6 +82,13 @@ def _run_kernels(device: torch.device) -> bool:
             *(device, str(error).strip().splitlines()[:1]),
         )
         return False
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """One of `FLOATS` as kernels call it."""
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:

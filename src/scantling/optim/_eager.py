@@ -9,6 +9,7 @@ the next, and one tile of scratch would be two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -16,7 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scantling.groups import MatrixDims
 from scantling.optim import _rounding as rounding
@@ -124,6 +125,11 @@ class Job:
         return statistics_dtype(self.param.dtype)
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Number of matrices, rows and columns of each; a vector is one row."""
+        return _sizes_of(self.param.shape, self.view)
+
+    @property
     def is_stacked(self) -> bool:
         """Whether the parameter is a stack of row-major matrices: row dims, after them column dims, and then none."""
         dims = [] if self.view is None else [*self.view[0], *self.view[1]]
@@ -139,6 +145,25 @@ class Job:
         """Place of a tile's first element in the whole parameter, in row-major order, and the strides from there."""
         offset = [part.start for part in tile] + [0] * (self.param.ndim - len(tile))
         return self.plan.index_of(offset), self.plan.strides
+
+
+@lru_cache(maxsize=4096)
+def _sizes_of(shape: torch.Size, view: MatrixDims | None) -> tuple[int, int, int]:
+    if view is None:
+        return 1, 1, prod(shape)
+    rows, cols = (prod(shape[dim] for dim in dims) for dims in view)
+    return prod(shape) // (rows * cols), rows, cols
+
+
+def is_plain(tensor: Tensor, devices: Sequence[str]) -> bool:
+    """Whether what is in memory on such a device, from `data_ptr` on, is the tensor as it reads."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)  # others may wrap tensors, or have no data at all
+        and tensor.device.type in devices
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+    )
 
 
 Partial: TypeAlias = tuple[Tensor, "tuple[ProcessGroup, ...]"]

@@ -13,16 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from scantling.groups import MatrixDims
-from scantling.numerics.tables import Table, device_of, has_kernels, owners_of
-from scantling.optim._eager import Job
+from scantling.numerics.tables import FLOATS, Table, device_of, has_kernels, owners_of, triton_dtype
+from scantling.optim._eager import Job, is_plain
 from scantling.optim._random import seed_of
 
 DEVICES = ("cuda",)
@@ -56,11 +54,11 @@ def can_step(job: Job) -> bool:
     """Whether the kernels know this parameter: fp32, bf16 or fp16, rows before columns, all of it contiguous."""
     if job.param.device.type not in DEVICES or job.plan.cuts or not has_kernels(job.param.device):
         return False
-    if not {job.param.dtype, job.grad.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
+    if not {job.param.dtype, job.grad.dtype} <= set(FLOATS) or not job.is_stacked:
         return False
-    if not job.is_stacked:
-        return False
-    return all(map(_is_plain, (job.param, job.grad))) and all(map(Tensor.is_contiguous, job.state.values()))
+    return all(is_plain(each, DEVICES) for each in (job.param, job.grad)) and all(
+        map(Tensor.is_contiguous, job.state.values())
+    )
 
 
 def scratch_bytes(jobs: Sequence[Job]) -> int:
@@ -121,7 +119,7 @@ def _kind_of(job: Job) -> _Kind:
         debias=hyper.debias,
         maximize=hyper.maximize,
         decays=hyper.weight_decay != 0,
-        is_aligned=_sizes(job)[2] % 16 == 0
+        is_aligned=job.sizes[2] % 16 == 0
         and all(each.data_ptr() % 16 == 0 for each in (param, job.grad, *_moved(state))),
         lr=id(hyper.lr) if isinstance(hyper.lr, Tensor) else None,
     )
@@ -134,21 +132,8 @@ def _moved(state: dict[str, Tensor]) -> Iterator[Tensor]:
             yield state[key]
 
 
-def _sizes(job: Job) -> tuple[int, int, int]:
-    """Number of matrices, rows and columns of each; a vector is one row."""
-    return _sizes_of(job.param.shape, job.view)
-
-
-@lru_cache(maxsize=4096)
-def _sizes_of(shape: torch.Size, view: MatrixDims | None) -> tuple[int, int, int]:
-    if view is None:
-        return 1, 1, prod(shape)
-    rows, cols = (prod(shape[dim] for dim in dims) for dims in view)
-    return prod(shape) // (rows * cols), rows, cols
-
-
 def _parts_bytes(job: Job) -> int:
-    matrices, rows, cols = _sizes(job)
+    matrices, rows, cols = job.sizes
     return 4 * matrices * (rows * -(-cols // COLS) + cols * -(-rows // ROWS))
 
 
@@ -239,7 +224,7 @@ _LOGS = 3
 
 def _tables(kind: _Kind, jobs: Sequence[Job], tile: tuple[int, int]) -> tuple[_Layout, Tensor, Tensor]:
     """Of these parameters the layout, the table of int64 and that of floats."""
-    layout, sent_fields, sent_values = _tables_of(kind, tuple(map(_sizes, jobs)), tile)
+    layout, sent_fields, sent_values = _tables_of(kind, tuple(job.sizes for job in jobs), tile)
     fields = np.zeros((len(jobs), len(FIELDS)), dtype=np.int64)
     for name, column in layout.fields.items():
         fields[:, FIELDS.index(name)] = column
@@ -255,7 +240,7 @@ def _tables(kind: _Kind, jobs: Sequence[Job], tile: tuple[int, int]) -> tuple[_L
             *(state[key].data_ptr() if key in state else 0 for key in _ADDRESSES.values()),
         )
         addresses[FIELDS.index("ordinal")] = job.ordinal
-        key = id(job.hyper), _sizes(job)
+        key = id(job.hyper), job.sizes
         if key not in numbers_of:
             numbers_of[key] = _numbers(job)
         numbers[:] = numbers_of[key]
@@ -265,7 +250,7 @@ def _tables(kind: _Kind, jobs: Sequence[Job], tile: tuple[int, int]) -> tuple[_L
 
 def _numbers(job: Job) -> tuple[float, ...]:
     """A row of the table of floats as it is sent, with what `_finished` needs."""
-    hyper, (_, rows, cols) = job.hyper, _sizes(job)
+    hyper, (_, rows, cols) = job.hyper, job.sizes
     beta1, beta2, beta3 = hyper.beta1, hyper.beta2, hyper.beta3
     lr = 1.0 if isinstance(hyper.lr, Tensor) else hyper.lr
     second = [beta2, (1.0 - beta2) * hyper.eps1]
@@ -313,7 +298,7 @@ def _step_factored(kind: _Kind, jobs: Sequence[Job]) -> None:
     row_parts, col_parts = new(layout.row_parts, dtype=torch.float32), new(layout.col_parts, dtype=torch.float32)
     totals, clips = new(num_tiles, dtype=torch.float32), new(len(jobs), dtype=torch.float32)
     means, res_means = (new(num_matrices, dtype=torch.float32) for _ in range(2))
-    param, grad = map(_triton_dtype, (kind.param, kind.grad))
+    param, grad = map(triton_dtype, (kind.param, kind.grad))
     shape = {"aligned": kind.is_aligned, "rows": tile[0], "cols": tile[1]}
     kept = {"momentum": kind.momentum, "bytes": kind.scale_bytes}
 
@@ -356,28 +341,11 @@ def _step_moments(kind: _Kind, jobs: Sequence[Job]) -> None:
 
     layout, table, values = _tables(kind, jobs, (1, _VECTOR))
     totals, clips = (table.new_empty(size, dtype=torch.float32) for size in (len(layout.tiles), len(jobs)))
-    param, grad = map(_triton_dtype, (kind.param, kind.grad))
+    param, grad = map(triton_dtype, (kind.param, kind.grad))
     shape = {"aligned": kind.is_aligned, "size": _VECTOR}
     own = (len(layout.tiles),)
     kernels.moment_squares[own](table, values, layout.tiles, totals, grad=grad, **shape)
     kernels.clip_factors[(len(jobs),)](table, values, totals, clips, kind.maximize, _MATRIX)
     kernels.apply_moment[own](
         *(table, values, layout.tiles, clips, param, grad, kind.momentum, kind.rounding, kind.decays), **shape
-    )
-
-
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether what is in memory, from `data_ptr` on, is the tensor as it reads."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)  # others may wrap tensors, or have no data at all
-        and tensor.device.type in DEVICES
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor._is_zerotensor()
     )

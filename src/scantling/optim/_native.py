@@ -15,14 +15,13 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from scantling.optim._eager import Job
+from scantling.optim._eager import Job, is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +56,8 @@ def can_step(job: Job) -> bool:
         return False
     if not job.is_stacked or (job.view is not None and _scratch_bytes(*_sides(job)) > MOST_SCRATCH):
         return False
-    return all(map(_is_plain, (job.param, job.grad, *job.state.values()))) and _library() is not None
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether what is in memory on the CPU, from `data_ptr` on, is the tensor as it reads."""
     return (
-        type(tensor) in (Tensor, nn.Parameter)  # others may wrap tensors, or have no data at all
-        and tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor._is_zerotensor()
+        all(is_plain(each, ("cpu",)) for each in (job.param, job.grad, *job.state.values())) and _library() is not None
     )
 
 
@@ -124,7 +114,7 @@ def _described(job: Job) -> _Job:
         _pointer(state, "exp_avg_codes" if "exp_avg_codes" in state else "exp_avg"),
         *(_pointer(state, key) for key in ("exp_avg_scale", "low", "row", "col", "res_row", "res_col", "exp_avg_sq")),
         state["step"].data_ptr(),
-        *_sizes(job),
+        *job.sizes,
         _KINDS[job.param.dtype],
         _KINDS[job.grad.dtype],
         _MOMENTA["fp32" if job.view is None and hyper.momentum is not None else hyper.momentum],
@@ -139,17 +129,9 @@ def _described(job: Job) -> _Job:
     )
 
 
-def _sizes(job: Job) -> tuple[int, int, int]:
-    """Number of matrices, rows and columns of each; a vector is one row."""
-    if job.view is None:
-        return 1, 1, job.param.numel()
-    rows, cols = (prod(job.param.shape[dim] for dim in dims) for dims in job.view)
-    return job.param.numel() // (rows * cols), rows, cols
-
-
 def _sides(job: Job) -> tuple[int, int]:
     """Rows and columns that scratch is made for; a vector goes in pieces, and no piece is below 1024."""
-    _, rows, cols = _sizes(job) if job.view is not None else (1, 1, 1)
+    _, rows, cols = job.sizes if job.view is not None else (1, 1, 1)
     return rows, max(cols, 1024)
 
 

@@ -7,7 +7,6 @@ what it does; only what cannot run there is counted by formula.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -142,20 +141,17 @@ class ScratchMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _came_scratch_bytes(optimizer: CAME, tile: int) -> int:
     """What one parameter's step takes, the largest of them: each kind of parameter is stepped once."""
-    counts: Counter[tuple[Any, ...]] = Counter()
-    kinds = {}
+    kinds: dict[tuple[Any, ...], list[tuple[dict[str, Any], Tensor]]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.numel():
-                key = tuple(param.shape), param.dtype, id(group)
-                kinds[key] = group, param
-                counts[key] += 1
-    jobs = [optimizer.job(group, param, 0) for group, param in kinds.values()]
+                kinds.setdefault((tuple(param.shape), param.dtype, id(group)), []).append((group, param))
+    jobs = [optimizer.job(*alike[0], 0) for alike in kinds.values()]
     if tile == CPU_TILE:
         otherwise = _native.scratch_bytes(jobs)
     else:
-        pairs = zip(jobs, counts.values(), strict=True)
-        otherwise = _grouped.scratch_bytes([job for job, count in pairs for _ in range(count)])
+        pairs = zip(jobs, kinds.values(), strict=True)
+        otherwise = _grouped.scratch_bytes([job for job, alike in pairs for _ in alike])
     with torch.no_grad(), ScratchMeter(optimizer) as meter:
         for job in jobs:
             step(job, tile=tile)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from scantling.comm.fused import FIELDS
+from scantling.numerics.kernels.pointers_gpu import pointer
 
 _WIDTH: tl.constexpr = tl.constexpr(len(FIELDS))
 _TENSOR: tl.constexpr = tl.constexpr(FIELDS.index("tensor"))
@@ -21,15 +22,6 @@ _ROWS: tl.constexpr = tl.constexpr(FIELDS.index("rows"))
 _COLS: tl.constexpr = tl.constexpr(FIELDS.index("cols"))
 _DOWN: tl.constexpr = tl.constexpr(FIELDS.index("down"))
 _ACROSS: tl.constexpr = tl.constexpr(FIELDS.index("across"))
-
-
-@triton.jit
-def _pointer(table, fields, field: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr):
-    """Where a tensor begins: as an offset from the table, whose own address the compiler knows to be aligned."""
-    offset = (tl.load(fields + field) - table.to(tl.int64)) // (kind.primitive_bitwidth // 8)
-    if aligned:
-        offset = tl.multiple_of(offset, 4)
-    return table.to(tl.pointer_type(kind)) + offset
 
 
 @triton.jit
@@ -82,8 +74,8 @@ def select(
         precision: of products, as of `tl.dot`.
     """
     fields, place, inside, i, j = _elements(table, owners, height, width, down, across, aligned)
-    target = _pointer(table, fields, _TENSOR, tl.float32, aligned) + place
-    g = tl.load(_pointer(table, fields, _GRADIENT, gradient, aligned) + place, inside, other=0.0).to(tl.float32)
+    target = pointer(table, fields + _TENSOR, tl.float32, aligned) + place
+    g = tl.load(pointer(table, fields + _GRADIENT, gradient, aligned) + place, inside, other=0.0).to(tl.float32)
     x = g + decay * tl.load(target, inside, other=0.0)
     tl.store(target, x, inside)
     if transformed:
@@ -124,7 +116,7 @@ def add_transformed(
         coefficients += tl.where(here, tl.load(values + first + n), 0.0)
     x = tl.dot(tl.trans(_square(down_basis, down)), coefficients, input_precision=precision)
     x = tl.dot(x, _square(across_basis, across), input_precision=precision) * alpha
-    target = _pointer(table, fields, _TENSOR, tl.float32, aligned) + place
+    target = pointer(table, fields + _TENSOR, tl.float32, aligned) + place
     if not begins:
         x += tl.load(target, inside, other=0.0)
     tl.store(target, x, inside)
@@ -148,5 +140,5 @@ def add_numbers(
     at = tl.load(index + source, n < kept, other=0)
     row, col = first_row + at // width, first_col + at % width
     there = (n < kept) & (row < rows) & (col < cols)
-    target = _pointer(table, fields, _TENSOR, tl.float32, False) + (matrix * rows + row) * cols + col
+    target = pointer(table, fields + _TENSOR, tl.float32, False) + (matrix * rows + row) * cols + col
     tl.store(target, tl.load(target, there) + alpha * tl.load(values + source, there), there)

@@ -1,7 +1,7 @@
 """One step of CAME on a GPU, many parameters in each launch: the equations of came.py, (1) to (10), tile by tile.
 
-Each parameter is a stack of row-major matrices, cut into tiles; a program works on one tile and finds in
-a table which parameter it is of. A tile's part of a sum over a row or a column goes into a place of its own, and the
+Each parameter is a stack of row-major matrices, cut into tiles; a program works on one tile and finds in a table which
+parameter it is of. A tile's part of a sum over a row or a column goes into a place of its own, and the
 parts are added in their order: the same numbers give the same bits, on every rank and in every run. Memory is passed
 through once a stage: the gradient four times, three where there is no confidence, the momentum twice or three times,
 the parameter once.
@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from scantling.numerics.kernels.pointers_gpu import pointer
+from scantling.optim import _codec, _random
 from scantling.optim._grouped import FIELDS, VALUES
 
 _WIDTH: tl.constexpr = tl.constexpr(len(FIELDS))
@@ -46,10 +48,10 @@ _SEED0: tl.constexpr = tl.constexpr(VALUES.index("seed0"))
 _SEED1: tl.constexpr = tl.constexpr(VALUES.index("seed1"))
 _BETA2: tl.constexpr = tl.constexpr(VALUES.index("beta2"))
 
-_SHORT_BIAS: tl.constexpr = tl.constexpr(8 * (127 - 16))
-_TINY: tl.constexpr = tl.constexpr(2.0**-24)
-_MIX_1: tl.constexpr = tl.constexpr(0x7FEB352D)
-_MIX_2: tl.constexpr = tl.constexpr(0x846CA68B)
+_SHORT_BIAS: tl.constexpr = tl.constexpr(_codec._SHORT_BIAS)
+_TINY: tl.constexpr = tl.constexpr(_codec._TINY)
+_MIX_1: tl.constexpr = tl.constexpr(_random._MULTIPLIERS[0])
+_MIX_2: tl.constexpr = tl.constexpr(_random._MULTIPLIERS[1] & 0xFFFFFFFF)
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away again, it rounds to the nearest even
 
 
@@ -58,18 +60,7 @@ _ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken a
 
 @triton.jit
 def _pointer(table, job, field: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr):
-    """Where a tensor of a parameter begins, of numbers of this kind.
-
-    As an offset from the table, whose own address the compiler knows to be aligned: it forgets what it was told of one
-    that is made of an integer, and then reads one number at a time.
-    """
-    bytes: tl.constexpr = kind.primitive_bitwidth // 8
-    offset = tl.load(table + job * _WIDTH + field) - table.to(tl.int64)
-    if bytes > 1:
-        offset = offset // bytes
-    if aligned:
-        offset = tl.multiple_of(offset, 16 // bytes)
-    return table.to(tl.pointer_type(kind)) + offset
+    return pointer(table, table + job * _WIDTH + field, kind, aligned)
 
 
 @triton.jit
@@ -115,26 +106,26 @@ def _random_16(values, job, field: tl.constexpr, place):
 
 
 @triton.jit
-def _read_scale(pointer, place, inside, bytes: tl.constexpr):
+def _read_scale(scales, place, inside, bytes: tl.constexpr):
     if bytes == 2:
-        return tl.load(pointer.to(tl.pointer_type(tl.float16)) + place, inside, other=0.0).to(tl.float32)
-    code = tl.load(pointer.to(tl.pointer_type(tl.uint8)) + place, inside, other=0).to(tl.int32)
+        return tl.load(scales.to(tl.pointer_type(tl.float16)) + place, inside, other=0.0).to(tl.float32)
+    code = tl.load(scales.to(tl.pointer_type(tl.uint8)) + place, inside, other=0).to(tl.int32)
     number = ((code + _SHORT_BIAS) << 20).to(tl.float32, bitcast=True)
     number = tl.where(code == 0, 0.0, number)
     return tl.where(code == 255, float("nan"), number)
 
 
 @triton.jit
-def _write_scale(pointer, place, inside, largest, bytes: tl.constexpr):
+def _write_scale(scales, place, inside, largest, bytes: tl.constexpr):
     """Keep the scale of a block with this largest magnitude; returns what codes are relative to."""
     if bytes == 2:
         half = largest.to(tl.float16)
-        tl.store(pointer.to(tl.pointer_type(tl.float16)) + place, half, inside)
+        tl.store(scales.to(tl.pointer_type(tl.float16)) + place, half, inside)
         number = half.to(tl.float32)
     else:
         code = ((largest.to(tl.int32, bitcast=True) - 1) >> 20) - (_SHORT_BIAS - 1)
         code = tl.minimum(tl.maximum(code, 1), 255)
-        tl.store(pointer.to(tl.pointer_type(tl.uint8)) + place, code.to(tl.uint8), inside)
+        tl.store(scales.to(tl.pointer_type(tl.uint8)) + place, code.to(tl.uint8), inside)
         number = ((code + _SHORT_BIAS) << 20).to(tl.float32, bitcast=True)
         number = tl.where(code == 255, float("nan"), number)
     return tl.where(number < _TINY, _TINY, number)
@@ -149,13 +140,12 @@ def _read_momentum(
     aligned: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr,
 ):  # fmt: skip
     line = matrix * num_rows + row
+    place = _elements(matrix, row, col, num_rows, num_cols)
     if momentum == "fp32" or momentum == "bf16":
         kind: tl.constexpr = tl.float32 if momentum == "fp32" else tl.bfloat16
-        place = line[:, None] * num_cols + col[None, :]
         return tl.load(_pointer(table, job, _MOMENTUM, kind, aligned) + place, inside, other=0.0).to(tl.float32)
     scales = _pointer(table, job, _SCALE, tl.uint8, False)
     if momentum == "int8":
-        place = line[:, None] * num_cols + col[None, :]
         code = tl.load(_pointer(table, job, _MOMENTUM, tl.int8, aligned) + place, inside, other=0)
         y = code.to(tl.float32) * (1.0 / 127.0)
         blocks = (num_cols + cols - 1) // cols
@@ -194,7 +184,7 @@ def _write_momentum(
     bytes: tl.constexpr, aligned: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr,
 ):  # fmt: skip
     line = matrix * num_rows + row
-    place = line[:, None] * num_cols + col[None, :]
+    place = _elements(matrix, row, col, num_rows, num_cols)
     if momentum == "fp32" or momentum == "bf16":
         kind: tl.constexpr = tl.float32 if momentum == "fp32" else tl.bfloat16
         tl.store(_pointer(table, job, _MOMENTUM, kind, aligned) + place, m.to(kind), inside)
