@@ -15,7 +15,8 @@ comm_table.py makes tables of the lines, with differences paired by seed, and ti
 
 A decoder of half a million parameters on English novels; with `--data digits` a vision transformer of 0.2 million on
 scikit-learn's digits; with `--data llama-10m-long` the preset llama-10m, on bytes of the novels, in the batches that
-network.py times, 2,250 steps of them, multiplied in bf16 (`llama-10m` is 300 steps in fp32, of AdamW under DDP alone,
+network.py times, 2,250 steps of them, multiplied in bf16, without instructions for it as in bf16_products.py, which
+`widened` tells of a line (`llama-10m` is 300 steps in fp32, of AdamW under DDP alone,
 which the rate of embeddings is from). Two replicas are two processes, each with half of every batch; with four and
 eight, each has less, at the rates that are best with two, and AdamW under DDP is that of two, which computes the same.
 The seeds of the long runs begin with that of the sweep. Replicas that take steps of their own have come together at the
@@ -234,10 +235,11 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
 def replica(rank: int, spec: Spec, port: int, out: str) -> None:
     """One of the processes of a run; the first one writes the outcome."""
     import torch
+    from bf16_products import bf16_products
     from comm_methods import group
 
     torch.set_num_threads(1)
-    with group(f"127.0.0.1:{port}", rank, spec["replicas"]):
+    with group(f"127.0.0.1:{port}", rank, spec["replicas"]), bf16_products():
         found = trained(rank, spec)
         if rank == 0:
             Path(out).write_text(json.dumps(found))
@@ -253,7 +255,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     from scantling.data.loader import BatchSource
     from scantling.data.sampler import Sampler
     from scantling.errors import NonFiniteError
-    from scantling.numerics.compute import autocast
+    from scantling.numerics.compute import autocast, has_products
     from scantling.recipe import load_recipe
     from scantling.tasks import get_task
     from scantling.training.distributed import Place
@@ -307,6 +309,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
         "computed_bytes": sent,
         "bytes_over_the_run": early * dense + (1.0 - early) * sent,
         "num_parameters": numel(model),
+        **({} if has_products(work.compute, place.device) else {"widened": True}),
     }
 
 

@@ -25,6 +25,7 @@ from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.groups import param_groups
 from scantling.models.build import build_model, checkpoint_activations, convert_model
+from scantling.numerics.compute import warn_of_slow_products
 from scantling.optim.registry import build_optimizer
 from scantling.planning.memory import bytes_of_cores, held_gradient_bytes
 from scantling.planning.plan import check_graph, check_world_size, plan
@@ -269,6 +270,8 @@ def build_loop(
     """Model, optimizer, exchange, batches and schedule from their sections, as one loop at step 0."""
     settings = recipe.train
     check_device(recipe.precision.compute, place.device)
+    if place.rank == 0:
+        warn_of_slow_products(recipe.precision.autocast(place.device.type), place.device)
     methods = build_methods(recipe)
     model = build_run_model(recipe, task, data, methods).to(place.device)
     for method in methods:

@@ -1,0 +1,51 @@
+"""Products in bf16 on a CPU that has no instructions for them, in the time of those in fp32.
+
+PyTorch computes them on such a CPU one by one, ten times as slow. Here factors are widened to fp32, which is exact, and
+results are rounded once to bf16, as by hardware that sums in fp32: what differs is the order of sums, and that
+attention does not round the weights it gives to keys.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from scantling.numerics.compute import has_products
+
+_ATEN = torch.ops.aten
+_ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+_PRODUCTS = {
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN.baddbmm.default,
+    _ATTENTION,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+
+
+def bf16_products() -> AbstractContextManager[Any]:
+    """What to train in; nothing where the CPU multiplies bf16 itself."""
+    return nullcontext() if has_products("bf16", torch.device("cpu")) else Widened()
+
+
+class Widened(TorchDispatchMode):
+    """Computes products of bf16 tensors in fp32, forward and backward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS or args[0].dtype != torch.bfloat16:
+            return func(*args, **kwargs)
+        found = func(*tree_map_only(torch.Tensor, _widen, args), **tree_map_only(torch.Tensor, _widen, kwargs))
+        if func is _ATTENTION:
+            out, log_sum = found
+            return out.bfloat16(), log_sum  # which is in fp32 of bf16 inputs too
+        return tree_map_only(torch.Tensor, torch.Tensor.bfloat16, found)
+
+
+def _widen(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype == torch.bfloat16 else x
