@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -302,3 +305,21 @@ def test_bad_options(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError) as error:
         MomentumExchange([nn.Parameter(torch.ones(4, 4))], **options)
     assert text in str(error.value)
+
+
+def test_threads_end_with_what_they_work_for() -> None:
+    before = set(threading.enumerate())
+
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        for _ in range(3):
+            made = exchange_of(link, params, delay=1)
+            stepped(made, params, link.rank, range(2))
+            made.settle()
+
+    together(2, work)
+    gc.collect()
+    deadline = time.monotonic() + 10.0
+    while left := [thread for thread in set(threading.enumerate()) - before if thread.name == "scantling-exchange"]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)

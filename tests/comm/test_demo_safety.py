@@ -17,6 +17,7 @@ from scantling.comm import LocalSteps
 from scantling.comm.agreement import unlike
 from scantling.comm.link import Link, _warn_without_group
 from scantling.comm.momentum import MomentumExchange
+from scantling.comm.payload import unseal
 from scantling.errors import NonFiniteError, PayloadError, UserError
 from tests.comm.replicas import ThreadLink, together
 from tests.comm.test_momentum import exchange_of, gradient, params_of
@@ -679,3 +680,62 @@ def test_a_state_of_another_kind_is_named() -> None:
     ):
         with pytest.raises(UserError, match=text):
             load(state)
+
+
+LATE = {
+    "lr": (float("nan"), "a", -1.0),
+    "update": ("zz",),
+    "decay": (2.0,),
+    "topk": (0, 10**6),
+    "chunk": (0,),
+    "values": ("zz", 3),
+    "dense_betas": (0.9,),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in LATE.items() for value in values], ids=str)
+def test_an_option_changed_in_training_is_checked(key: str, value: Any) -> None:
+    params = params_of()
+    optimizer = demo_of(None, params)
+    fill(params, 0, 0)
+    optimizer.step()
+    before = [param.clone() for param in params]
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(UserError, match=f"{key} must be"):
+        optimizer.step()
+    assert all(map(torch.equal, before, params))
+
+
+def test_a_schedule_may_end_at_zero() -> None:
+    params = params_of()
+    optimizer = demo_of(None, params, dense_lr=1e-3)
+    for lr in (1e-2, 0.0):
+        optimizer.param_groups[0]["lr"] = lr
+        before = [param.clone() for param in params]
+        fill(params, 0, 0)
+        optimizer.step()
+    assert all(map(torch.equal, before, params))
+
+
+def test_a_pickle_says_that_its_process_group_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = demo_of(Link(), params_of())
+    pickle.loads(pickle.dumps(optimizer))  # noqa: S301
+    copy.deepcopy(optimizer)
+    assert "process group of its own" not in caplog.text
+    optimizer.exchange.link.group = "a group"
+    copy.deepcopy(optimizer)
+    assert "process group of its own" not in caplog.text
+    pickle.loads(pickle.dumps(optimizer))  # noqa: S301
+    assert "process group of its own" in caplog.text
+
+
+def test_states_of_another_kind_are_refused() -> None:
+    optimizer = demo_of(None, params_of())
+    state = optimizer.local_state_dict()
+    for residuals in ([], {"x": 3}):
+        with pytest.raises(UserError, match="residual"):
+            optimizer.load_local_state_dict({**state, "residuals": residuals})
+    with pytest.raises(UserError, match="local_state_dict"):
+        sc.comm.merge_local_states([optimizer.state_dict()])
+    with pytest.raises(PayloadError, match="less than a header"):
+        unseal([torch.zeros(7, dtype=torch.uint8)])

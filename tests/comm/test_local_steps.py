@@ -113,3 +113,53 @@ def test_bad_options() -> None:
     exchange.link.stays = False
     with pytest.raises(UserError, match="local steps are for replicas that stay"):
         LocalSteps(inner, exchange, sync_every=4, outer_lr=1.0)
+
+
+def test_a_scaler_leaves_out_no_step_that_the_others_count() -> None:
+    """Of an overflow on one replica: its own step is left out, and both meet after as many."""
+
+    def work(link: ThreadLink) -> tuple[int, list[Tensor]]:
+        net = copy.deepcopy(START)
+        made = optimizer_of(net, "sparseloco", link, sync_every=4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * link.rank + step))
+            loss = (net(x) - TARGET(x)).square().mean()
+            if link.rank == 1 and step == 1:
+                loss = loss * float("inf")
+            made.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(made)
+            scaler.update()
+        return made.steps, [param.detach() for param in net.parameters()]
+
+    (steps, one), (others, other) = together(2, work)
+    assert steps == others == 4
+    assert all(map(torch.equal, one, other))
+
+
+def test_a_scaled_step_is_the_step() -> None:
+    found = []
+    for scale in (None, 1024.0):
+        net = copy.deepcopy(START)
+        made = sparseloco(torch.optim.SGD(net.parameters(), lr=0.1), sc.param_groups(net), sync_every=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+        scaler.scale((net(x) - TARGET(x)).square().mean()).backward()
+        scaler.step(made)
+        found.append([param.detach() for param in net.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_bad_input_is_named() -> None:
+    net = copy.deepcopy(START)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    for key, value in (("outer_lr", "a"), ("outer_lr", float("inf")), ("outer_momentum", 1.0), ("sync_every", True)):
+        with pytest.raises(UserError, match=f"{key} must be"):
+            diloco(inner, net.parameters(), **{key: value})
+    with pytest.raises(UserError, match="given the model, Sequential"):
+        diloco(inner, net)
+    made = diloco(inner, [{"params": param} for param in net.parameters()])
+    for state in ({}, inner.state_dict()):
+        with pytest.raises(UserError, match="of local steps"):
+            made.load_state_dict(state)

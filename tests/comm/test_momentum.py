@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.comm.channels import kind_and_grid
+from scantling.comm.channels import channels_of, kind_and_grid
 from scantling.comm.momentum import MomentumExchange
 from scantling.comm.values import VALUES
 from scantling.errors import NonFiniteError, PayloadError, ReplicaError, UserError
@@ -156,7 +156,7 @@ def test_other_options_are_named_with_their_rank() -> None:
     def work(link: ThreadLink) -> None:
         exchange_of(link, params_of(), topk=4 if link.rank == 1 else 8).exchange()
 
-    with pytest.raises(UserError, match=r"rank 1 differs from the others: it has square: shape \(70, 130\).*'topk': 4"):
+    with pytest.raises(UserError, match=r"rank 1 differs from the others in square: it has topk 4; they have topk 8$"):
         together(3, work)
 
 
@@ -324,3 +324,70 @@ def test_an_exchange_does_the_same_on_every_device_and_every_time(device: str, v
     if values == "fp32":  # fewer bits may round a coefficient to the neighbouring code
         for one, other in zip(exchanged("cpu", 256), exchanged(device, 256), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_fused_optimizers_step_what_lies_otherwise_in_memory(optimizer: Any) -> None:
+    """They read a gradient in the order in which the numbers of its parameter lie."""
+    generator = torch.Generator().manual_seed(0)
+    transposed = torch.randn(128, 96, generator=generator).t()
+    last = torch.randn(32, 16, 4, 4, generator=generator).to(memory_format=torch.channels_last)
+    found = []
+    for fused in (True, False):
+        params = [nn.Parameter(each.clone()) for each in (transposed, last)]
+        made, stepping = MomentumExchange(params, topk=8), optimizer(params, lr=1e-3, fused=fused)
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(0, step, param.shape)
+            made.exchange()
+            assert all(param.grad is not None and param.grad.stride() == param.stride() for param in params)
+            stepping.step()
+        found.append(params)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("options", [{"topk": 8}, {"topk": 200}, {"topk": 8, "overlap": True}], ids=str)
+def test_autocast_around_a_step_changes_nothing(options: dict[str, Any]) -> None:
+    found = []
+    for enabled in (False, True):
+        (param,) = params = [nn.Parameter(torch.randn(70, 130, generator=torch.Generator().manual_seed(0)))]
+        made = MomentumExchange(params, chunk=16, values="fp32", **options)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            with made.overlapped():
+                (param * gradient(0, 1, param.shape)).sum().backward()
+            made.exchange()
+        found.append(param.grad)
+    assert torch.equal(*found)
+
+
+def test_bytes_of_the_last_step_stay_when_a_delayed_one_is_waited_for() -> None:
+    def work(link: ThreadLink) -> list[int]:
+        params, sent = params_of(), []
+        made = exchange_of(link, params, delay=1, check_every=None)
+        for step in range(5):
+            for param in params:
+                param.grad = gradient(link.rank, step, param.shape)
+            made.exchange()
+            sent.append(made.wire_bytes)
+            if step == 2:
+                made.state_dict()
+                assert made.wire_bytes == sent[-1]
+        assert sent[2:] == [made.planned_wire_bytes()] * 3
+        return sent
+
+    together(2, work)
+
+
+def test_a_channel_holds_as_many_numbers_as_its_device_allows() -> None:
+    groups = [MomentumExchange([nn.Parameter(torch.empty(64, 64))]).param_groups[0]] * 8
+    shapes = dict.fromkeys(range(8), (128, 128))
+    counts = dict.fromkeys(shapes, 128 * 128)
+    for most, wanted in ((2 * 128 * 128, 4), (4 * 128 * 128, 2), (8 * 128 * 128, 1)):
+        assert len(channels_of(shapes, counts, groups, most=most)) == wanted
+
+
+@pytest.mark.parametrize("given", [[3], ["abc"], "abc", 3, [{"params": 3}], [("a", "b", "c")]], ids=repr)
+def test_what_is_no_parameter_is_refused(given: Any) -> None:
+    with pytest.raises(UserError, match=r"parameters are (given as a list|tensors)"):
+        MomentumExchange(given)

@@ -2,8 +2,9 @@
 
 Replicas that start from other weights, or cut blocks otherwise, would train on without an error. They are compared
 before the first exchange: a hash of the options, and one of every parameter. Where something differs, the message names
-the tensor and the rank. So are the version of PyTorch and the number of threads on a CPU: with others, the
-products that decode the same bytes end in other last bits.
+the tensor and the rank. So is what the products that decode the same bytes get their last bits from: the version of
+PyTorch, on a CPU the number of threads, on a GPU the kernels and whether products may be in TF32. Of GPUs of several
+kinds there is a warning.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from scantling.comm.link import Link
 from scantling.comm.shards import all_finite, local
 from scantling.errors import UserError
 from scantling.numerics.checksum import checksum
+from scantling.numerics.tables import has_kernels
 
 logger = logging.getLogger(__name__)
 
 SKETCH = 256
+SEPARATOR = "; "
+"""Of the facts of a parameter in words."""
 _OF_THE_LAST_BITS = (
-    ". The same bytes would decode to other last bits: install one version on all, and set OMP_NUM_THREADS, or call "
-    "torch.set_num_threads, alike"
+    ". The same bytes would decode to other last bits: install the same versions on all, and set OMP_NUM_THREADS (or "
+    "call torch.set_num_threads), SCANTLING_NATIVE and torch.set_float32_matmul_precision alike"
 )
 
 
@@ -46,14 +50,21 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
         UserError: something differs; on all ranks alike.
     """
     device = params[0].device
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    texts = [f"PyTorch {torch.__version__}{threads}"]
-    texts += [f"{name}: {text}" for name, text in zip(names, described, strict=True)]
+    texts = [_decoder(device), *(f"{name}: {text}" for name, text in zip(names, described, strict=True))]
     own = zlib.crc32("\n".join(texts).encode())
     if link.is_alone:
         return own
-    hashes = [int(each) for each in torch.stack(link.all_gather(torch.tensor([own], device=device))).flatten()]
-    if len(set(hashes)) > 1:
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    hashes = torch.stack(link.all_gather(torch.tensor([own, zlib.crc32(kind.encode())], device=device))).tolist()
+    if len({of_kind for _, of_kind in hashes}) > 1:
+        kinds = [each for (each,) in link.gather_texts([kind], device)]
+        if link.rank == 0:
+            logger.warning(
+                "replicas are on GPUs of several kinds (%s), whose products may differ in the last bits: parameters "
+                "are then found to differ after a while. on_mismatch='resync' goes on",
+                ", ".join(dict.fromkeys(kinds)),
+            )
+    if len({of_texts for of_texts, _ in hashes}) > 1:
         everywhere = link.gather_texts(texts, device)
         usual = Counter(map(tuple, everywhere)).most_common(1)[0][0]
         rank = next(rank for rank, theirs in enumerate(everywhere) if tuple(theirs) != usual)
@@ -61,8 +72,11 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
         if len(theirs) != len(usual):
             raise UserError(f"rank {rank} exchanges {len(theirs) - 1} parameters, others {len(usual) - 1}")
         place, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(theirs, usual, strict=True)) if a != b)
-        advice = "" if place else _OF_THE_LAST_BITS
-        raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{advice}")
+        if not place:
+            raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{_OF_THE_LAST_BITS}")
+        name = names[place - 1]
+        pair = _unlike_facts(one.removeprefix(f"{name}: "), other.removeprefix(f"{name}: "))
+        raise UserError(f"rank {rank} differs from the others in {name}: it has {pair[0]}; they have {pair[1]}")
     differing = unlike(link, params)
     if differing is not None:
         rank, place, _ = differing
@@ -71,6 +85,29 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
             "same weights: the same seed, the same checkpoint, or a broadcast from rank 0"
         )
     return own
+
+
+def _decoder(device: torch.device) -> str:
+    """What the last bits of decoded momentum depend on."""
+    found = f"PyTorch {torch.__version__}"
+    if device.type == "cpu":
+        return f"{found}, {torch.get_num_threads()} threads"
+    kernels = "no kernels"
+    if has_kernels(device):
+        import triton
+
+        kernels = f"kernels of Triton {triton.__version__}"
+    return f"{found}, {kernels}, fp32 products of precision {torch.get_float32_matmul_precision()}"
+
+
+def _unlike_facts(one: str, other: str) -> tuple[str, str]:
+    """Of two texts with as many facts those that differ, else the whole texts."""
+    pairs = list(zip(one.split(SEPARATOR), other.split(SEPARATOR), strict=False))
+    if len(pairs) < max(len(text.split(SEPARATOR)) for text in (one, other)):
+        return one, other
+    differing = [pair for pair in pairs if pair[0] != pair[1]] or pairs
+    ours, theirs = (", ".join(facts) for facts in zip(*differing, strict=True))
+    return ours, theirs
 
 
 def warn_if_averaged(link: Link, params: Sequence[Tensor]) -> None:
@@ -112,7 +149,8 @@ def spread(link: Link, values: Sequence[Tensor], seed: int) -> float:
     sketch = torch.zeros(SKETCH, dtype=torch.float64, device=values[0].device)
     for value in values:
         rows = -(-value.numel() // SKETCH)
-        signs = torch.randint(0, 2, (rows, SKETCH), generator=generator, dtype=torch.int8).to(value.device) * 2 - 1
+        drawn = torch.randint(0, 2, (rows, SKETCH), generator=generator, dtype=torch.int8, device="cpu")
+        signs = drawn.to(value.device) * 2 - 1
         flat = torch.nn.functional.pad(value.flatten(), (0, rows * SKETCH - value.numel())).view(rows, SKETCH)
         sketch += (flat * signs).sum(0, dtype=torch.float64)
     all_of_them = torch.stack(link.all_gather(sketch))

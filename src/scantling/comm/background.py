@@ -13,9 +13,10 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,14 +68,20 @@ class Task(Generic[Result]):
         return found
 
 
+Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | None]"
+
+
 class Background:
-    """The thread, which ends with the process, after what it was given or `WAIT_S`."""
+    """The thread, which ends after what it was given: when this is collected, or with the process, within `WAIT_S`."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="scantling-exchange", daemon=True)
-        self._thread.start()
-        atexit.register(self._end)
+        self._tasks: Tasks = queue.SimpleQueue()
+        thread = threading.Thread(target=_run, args=(self._tasks,), name="scantling-exchange", daemon=True)
+        _running[thread] = self._tasks
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)  # before what the process had registered until now
+        thread.start()
+        weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def submit(self, work: Callable[[], Result], device: torch.device) -> Task[Result]:
         """Do something after all that was submitted before.
@@ -87,14 +94,22 @@ class Background:
         self._tasks.put(task)
         return task
 
-    def _run(self) -> None:
-        streams: dict[torch.device, Any] = {}
-        while (task := self._tasks.get()) is not None:
-            device = task._device
-            if device.type == "cuda" and device not in streams:
-                streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            task.run(streams.get(device))
 
-    def _end(self) -> None:
-        self._tasks.put(None)
-        self._thread.join(WAIT_S)
+_running: dict[threading.Thread, Tasks] = {}
+
+
+def _run(tasks: Tasks) -> None:
+    streams: dict[torch.device, Any] = {}
+    while (task := tasks.get()) is not None:
+        device = task._device
+        if device.type == "cuda" and device not in streams:
+            streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        task.run(streams.get(device))
+        del task  # which holds tensors
+    _running.pop(threading.current_thread(), None)
+
+
+def _end_all() -> None:
+    for thread, tasks in list(_running.items()):
+        tasks.put(None)
+        thread.join(WAIT_S)

@@ -227,7 +227,7 @@ def channels_of(
             continue
         members = open_ones.setdefault(kind, [])
         size = kind.height * kind.width
-        if members and size * (grid.count + sum(member.grid.count for member in members)) > MOST_NUMBERS:
+        if members and size * (grid.count + sum(member.grid.count for member in members)) > most:
             found.append(Channel(kind, tuple(members)))
             members.clear()
         members.append(Member(position, grid))

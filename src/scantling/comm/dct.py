@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from scantling.comm.blocks import slices
+from scantling.numerics.compute import without_autocast
 
 
 @lru_cache(maxsize=256)
@@ -52,7 +53,8 @@ def inverse_sparse(index: Tensor, values: Tensor, height: int, width: int) -> Te
     """
     down, across = basis(height, values.device, values.dtype), basis(width, values.device, values.dtype)
     columns = down[index // width] * values.unsqueeze(-1)
-    return columns.transpose(1, 2) @ across[index % width]
+    with without_autocast(values.device):
+        return columns.transpose(1, 2) @ across[index % width]
 
 
 def _bases(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,6 +65,7 @@ def _bases(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _between(left: Tensor, blocks: Tensor, right: Tensor) -> Tensor:
     """left B right of each block B."""
     out = torch.empty_like(blocks)
-    for part, room in zip(slices(blocks), slices(out), strict=True):
-        torch.matmul(left, part @ right, out=room)
+    with without_autocast(blocks.device):
+        for part, room in zip(slices(blocks), slices(out), strict=True):
+            torch.matmul(left, part @ right, out=room)
     return out

@@ -32,13 +32,24 @@ from torch.optim.adamw import adamw
 from scantling.comm.blocks import Grid
 from scantling.comm.link import Link, link_to
 from scantling.comm.momentum import MomentumExchange
-from scantling.comm.options import Exchange, Rounds, check_given, check_group, check_groups, check_options, check_real
+from scantling.comm.options import (
+    Exchange,
+    Rounds,
+    check_given,
+    check_group,
+    check_groups,
+    check_options,
+    check_real,
+    is_number,
+)
 from scantling.comm.residuals import KEYS, Format, num_rows
+from scantling.comm.scaling import scale_of, unscale
 from scantling.comm.shards import as_gradient, local
 from scantling.comm.values import Values
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
 from scantling.loading import check_saved_keys, load_keeping_dtypes
+from scantling.numerics.compute import without_autocast
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +228,7 @@ class DeMo(torch.optim.Optimizer):
         if closure is not None:
             raise UserError("DeMo takes no closure: gradients of a loss that is computed again were not exchanged")
         for group in self.param_groups:
+            _check(group, has_begun=True)
             if group["dense_lr"] != group["dense_set"]:
                 _check(group)
                 _set_dense_ratio(group)
@@ -250,17 +262,14 @@ class DeMo(torch.optim.Optimizer):
 
     def _unscale(self) -> None:
         """Take a GradScaler's factor out of the gradients; it leaves that to the optimizer, and the finiteness too."""
-        scale = getattr(self, "grad_scale", None)
+        scale = scale_of(self)
         if scale is not None:
             if self.exchange.has_begun:
                 raise UserError(
                     "overlap and a GradScaler do not go together: gradients leave in the backward pass, before the "
                     "scale is taken out of them. Use overlap=False, or bfloat16, which needs no scaler"
                 )
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.div_(scale)
+            unscale((param for group in self.param_groups for param in group["params"]), scale)
 
     def _step_dense(self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         pairs = [(param, value) for param, value in pairs if local(param).numel()]
@@ -405,20 +414,27 @@ class DeMo(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._reconnect()
         self.exchange.settle()
-        return {**super().__getstate__(), "_rounds": self._rounds}
+        return {**super().__getstate__(), "_rounds": self._rounds, "_had_group": self.exchange.link.group is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        had_group = state.pop("_had_group", False)
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("dense_set", group["dense_lr"])
         if "exchange" not in self.__dict__:  # not so when a state is loaded, which comes here too
             self._connect(Link())
+            if had_group:
+                logger.warning(
+                    "this DeMo exchanged over a process group of its own, which a pickle does not keep: it now "
+                    "exchanges over the default group. Make a new one with process_group= and load the state_dict of "
+                    "this one"
+                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeMo:
         """A copy between the same processes, which shares no tensor with this one."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        made.__setstate__(copy.deepcopy({**self.__getstate__(), "_had_group": False}, memo))
         made.exchange.link = self.exchange.link
         return made
 
@@ -455,9 +471,10 @@ def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
     tall = rows > cols
     x = x.transpose(1, 2) if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.transpose(1, 2)
-        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    with without_autocast(x.device):
+        for _ in range(5):
+            gram = x @ x.transpose(1, 2)
+            x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
     x = (x.transpose(1, 2) if tall else x) * (0.2 * float(max(rows, cols)) ** 0.5)
     return whole.paste(x.contiguous())
 
@@ -468,15 +485,16 @@ def _set_dense_ratio(group: dict[str, Any]) -> None:
     group["dense_set"] = group["dense_lr"]
 
 
-def _check(group: dict[str, Any]) -> None:
+def _check(group: dict[str, Any], *, has_begun: bool = False) -> None:
+    """Raise a UserError for a value out of range; in the middle of a schedule, `lr` may be 0."""
     check_options(group)
     for key in ("lr", "weight_decay", "dense_eps", "dense_lr"):
         value = group[key]
         if key == "dense_lr" and value is None:
             continue
-        if isinstance(value, Tensor) or not isinstance(value, float | int) or not 0.0 <= value < math.inf:
+        if not is_number(value) or not 0.0 <= value < math.inf:
             raise UserError(f"{key} must be a number of at least 0; given {value!r}")
-    if group["dense_lr"] is not None and not group["lr"]:
+    if group["dense_lr"] is not None and not group["lr"] and not has_begun:
         raise UserError("dense_lr follows the schedule of lr, which must be above 0 when it is set; given 0")
     if group["update"] not in UPDATES:
         raise UserError(f"update must be one of {', '.join(UPDATES)}; given {group['update']!r}")
@@ -485,7 +503,7 @@ def _check(group: dict[str, Any]) -> None:
         raise UserError("compat='paper' accumulates gradients times lr, and update='identity' would take lr once more")
     if group["compat"] == "paper" and group["dense_lr"] is not None:
         raise UserError("with compat='paper' all parameters go by blocks, at lr; leave dense_lr out")
-    numbers = isinstance(betas, tuple | list) and all(isinstance(beta, float | int) for beta in betas)
+    numbers = isinstance(betas, tuple | list) and all(map(is_number, betas))
     if not numbers or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise UserError(f"dense_betas must be two numbers from 0 to below 1; given {betas!r}")
 

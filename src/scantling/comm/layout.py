@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from scantling.comm.agreement import check_alike
+from scantling.comm.agreement import SEPARATOR, check_alike
 from scantling.comm.channels import MOST_NUMBERS, MOST_ON_DEVICE, Channel, channels_of, kind_and_grid
 from scantling.comm.link import Link
-from scantling.comm.options import OPTIONS, Group, Rounds
+from scantling.comm.options import OPTIONS, Group, Rounds, check_groups
 from scantling.comm.residuals import Format, residual_bytes
 from scantling.comm.rounds import Way, cheaper_way, wire_bytes
 from scantling.comm.shards import local
@@ -81,6 +81,7 @@ def laid_out(
     key = (rounds.exchange, link.generation, link.size, link.rank, shapes, options_of)
     if last is not None and last.key == key:
         return last
+    check_groups(groups, rounds)
     if last is not None and last.key[-2:] != key[-2:] and not link.is_alone:
         logger.warning(
             "step %d, rank %d: options, shapes or what is frozen have changed; replicas are compared. If nothing has "
@@ -90,8 +91,8 @@ def laid_out(
     texts = []
     for param, group in zip(params, groups_of(groups), strict=True):
         options = {option: group[option] for option in (*OPTIONS, *also)} | asdict(rounds)
-        frozen = "" if param.requires_grad else ", frozen"
-        texts.append(f"shape {tuple(param.shape)}, {param.dtype}{frozen}, {options}, {step} calls before")
+        facts = {"shape": tuple(param.shape), "dtype": param.dtype, "frozen": not param.requires_grad, **options}
+        texts.append(SEPARATOR.join(f"{name} {value}" for name, value in {**facts, "calls before": step}.items()))
     buckets = buckets_of(groups, rounds)
     return Layout(key, buckets, check_alike(link, texts, names_of(groups), params), way_of(groups, rounds, link.size))
 

@@ -17,12 +17,16 @@ Cost: 4 bytes for each parameter for p0, and those of exchange and outer momentu
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from scantling.comm.momentum import MomentumExchange
+from scantling.comm.options import as_groups, is_number, is_whole
+from scantling.comm.replica import check_kind
+from scantling.comm.scaling import scale_of, unscale
 from scantling.comm.shards import all_agree, all_finite, as_gradient, local
 from scantling.errors import UserError
 
@@ -37,8 +41,8 @@ class LocalSteps:
 
     A step whose gradients are NaN or Inf is left out on its replica.
 
-    It goes where an optimizer goes in a loop: `step()`, `zero_grad()`, `state_dict()`. Schedules of the learning rate
-    belong to the inner optimizer.
+    It goes where an optimizer goes in a loop: `step()`, `zero_grad()`, `state_dict()`, and `torch.amp.GradScaler.step`.
+    Schedules of the learning rate belong to the inner optimizer.
 
     Args:
         inner: steps the parameters of this replica; any optimizer, with gradients that were not averaged.
@@ -53,6 +57,8 @@ class LocalSteps:
         UserError: a value out of range, an exchange over other parameters or at other times, or a `ManagedLink`.
     """
 
+    _step_supports_amp_scaling = True  # so that a scaler leaves out no step, which are counted
+
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -62,12 +68,12 @@ class LocalSteps:
         outer_lr: float,
         outer_momentum: float = 0.0,
     ) -> None:
-        if not isinstance(sync_every, int) or sync_every < 1:
+        if not is_whole(sync_every, least=1):
             raise UserError(f"sync_every must be a whole number from 1 on; given {sync_every!r}")
-        if not outer_lr > 0.0 or not 0.0 <= outer_momentum < 1.0:
-            raise UserError(
-                f"outer_lr must be above 0 and outer_momentum from 0 to below 1; given {outer_lr!r}, {outer_momentum!r}"
-            )
+        if not is_number(outer_lr) or not 0.0 < outer_lr < math.inf:
+            raise UserError(f"outer_lr must be a number above 0; given {outer_lr!r}")
+        if not is_number(outer_momentum) or not 0.0 <= outer_momentum < 1.0:
+            raise UserError(f"outer_momentum must be from 0 to below 1; given {outer_momentum!r}")
         self.inner, self.exchange, self.sync_every = inner, exchange, sync_every
         self._params = [param for group in exchange.param_groups for param in group["params"]]
         if {id(p) for group in inner.param_groups for p in group["params"]} != {id(p) for p in self._params}:
@@ -105,6 +111,8 @@ class LocalSteps:
         Raises:
             UserError, NonFiniteError, PayloadError: as of `MomentumExchange.exchange`.
         """
+        if (scale := scale_of(self)) is not None:
+            unscale(self._params, scale)
         finite = all_finite(local(param.grad) for param in self._params if param.grad is not None)
         if all_agree(self._params, finite):
             self.inner.step()
@@ -138,7 +146,12 @@ class LocalSteps:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave on this replica."""
+        """Take back what `state_dict` gave on this replica.
+
+        Raises:
+            UserError: another kind of state.
+        """
+        check_kind(state_dict, "state_dict of local steps", ("inner", "outer", "exchange", "anchors", "steps"))
         self.inner.load_state_dict(state_dict["inner"])
         self.outer.load_state_dict(state_dict["outer"])
         self.exchange.load_state_dict(state_dict["exchange"])
@@ -173,8 +186,8 @@ def diloco(
             f"diloco exchanges everything, so that {', '.join(unused)} would have no effect: leave them out, or take "
             "sparseloco; the format is dense="
         )
-    pairs = [pair for group in _groups(groups) for pair in group["params"]]
-    whole = [{"params": pairs, "role": "vector"}]
+    kept = ("params", "param_names")
+    whole = [{key: group[key] for key in kept if key in group} | {"role": "vector"} for group in as_groups(groups, {})]
     exchange = MomentumExchange(whole, **{"dense": "fp32", **options})
     return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr, outer_momentum=outer_momentum)
 
@@ -199,8 +212,3 @@ def sparseloco(
     defaults = {"topk": 64, "chunk": 64, "decay": 0.95, "values": "int4", "transform": "none"}
     exchange = MomentumExchange(groups, **{**defaults, **options})
     return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr)
-
-
-def _groups(given: Iterable[Any]) -> list[dict[str, Any]]:
-    items = list(given)
-    return items if items and isinstance(items[0], dict) else [{"params": items}]

@@ -129,7 +129,8 @@ class MomentumExchange(Replica):
         check_every: exchanges after which the parameters of all replicas are compared by hashes, which sends 8 bytes
             for each parameter, and `replica_divergence` is measured; None for never.
         on_mismatch: what is done with parameters that are not alike: "stop" with an error that names tensor and rank,
-            or "resync" with a warning, from the lowest rank that has what most have.
+            or "resync" with a warning, from the lowest rank that has what most have. The state of the optimizer that
+            steps with it is not compared: one whose moments differ, after gradients that did, parts them again.
         delay: calls from an exchange to its result, 0 or 1. With 1 the network has the time of a whole step, and the
             first call has no result.
         overlap: whether what is ready leaves during the backward pass, in a context of `overlapped`.
@@ -309,8 +310,11 @@ class MomentumExchange(Replica):
         """
         if not self._sent:
             return
+        of_last = self.wire_bytes, self.left_out
+        self.wire_bytes, self.left_out = 0, []
         found = self._arrived()
         self._settled = self.wire_bytes, self.left_out
+        self.wire_bytes, self.left_out = of_last
         self._set_pending(found)
 
     def _set_pending(self, result: list[Tensor] | None) -> None:

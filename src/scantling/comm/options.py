@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
@@ -48,14 +49,17 @@ class Rounds:
             raise UserError(f"on_mismatch must be 'stop' or 'resync'; given {self.on_mismatch!r}")
         for key in ("sync_every", "state_sync_every", "check_every"):
             value = getattr(self, key)
-            if not (isinstance(value, int) and value >= 1) and not (value is None and key != "sync_every"):
+            if not is_whole(value, least=1) and not (value is None and key != "sync_every"):
                 raise UserError(f"{key} must be a whole number from 1 on; given {value!r}")
         if self.sync_every > 1 and (self.auto_off or self.exchange == "whole"):
             given = "auto_off" if self.auto_off else "exchange='whole'"
             raise UserError(f"{given} is for an exchange at every call: sync_every must be 1; given {self.sync_every}")
-        if self.delay not in (0, 1):
+        if not is_whole(self.delay, least=0) or self.delay > 1:
             raise UserError(f"delay must be 0 or 1 calls; given {self.delay!r}")
-        if not (isinstance(self.bucket_mb, float | int) and self.bucket_mb > 0.0):
+        for key in ("overlap", "auto_off"):
+            if not isinstance(getattr(self, key), bool):
+                raise UserError(f"{key} must be True or False; given {getattr(self, key)!r}")
+        if not is_number(self.bucket_mb) or not self.bucket_mb > 0.0:
             raise UserError(f"bucket_mb must be above 0 MiB; given {self.bucket_mb!r}")
 
     def is_due(self, step: int) -> bool:
@@ -68,10 +72,20 @@ class Rounds:
         return every is not None and self.is_due(step) and number > 1 and (number - 1) % every == 0
 
 
+def is_whole(value: Any, *, least: int) -> bool:
+    """Whether it is a whole number from `least` on, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number: of Python, or a scalar of NumPy, as some schedules make them."""
+    return isinstance(value, Real)
+
+
 def check_options(group: Group) -> None:
     """Raise a UserError for the first option of a group that is out of range."""
     for key, least in (("chunk", 1), ("topk", 1)):
-        if not isinstance(group[key], int) or isinstance(group[key], bool) or group[key] < least:
+        if not is_whole(group[key], least=least):
             raise UserError(f"{key} must be a whole number from {least} on; given {group[key]!r}")
     if group["topk"] > group["chunk"] ** 2:
         raise UserError(
@@ -80,10 +94,10 @@ def check_options(group: Group) -> None:
     if group["chunk"] > 4096:
         raise UserError(f"chunk must be at most 4096; given {group['chunk']}")
     for key in ("decay", "alpha"):
-        if not isinstance(group[key], float | int) or not 0.0 <= group[key] <= 1.0:
+        if not is_number(group[key]) or not 0.0 <= group[key] <= 1.0:
             raise UserError(f"{key} must be from 0 to 1; given {group[key]!r}")
     for key in ("values", "dense"):
-        if group[key] not in VALUES:
+        if not isinstance(group[key], str) or group[key] not in VALUES:
             raise UserError(f"{key} must be one of {', '.join(VALUES)}; given {group[key]!r}")
     if group["role"] not in ROLES:
         raise UserError(f"role must be one of {', '.join(map(repr, ROLES))}; given {group['role']!r}")
@@ -121,7 +135,7 @@ def check_group(item: Any) -> None:
 def as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
     """Groups with all options; parameters alone, or (name, parameter) pairs, are one group."""
     check_given(given)
-    items = list(given)
+    items = list(_listed(given))
     if not items:
         raise UserError("MomentumExchange needs at least one parameter; given none")
     if not isinstance(items[0], dict):
@@ -130,7 +144,10 @@ def as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
     for item in items:
         check_group(item)
         params = [item["params"]] if isinstance(item["params"], Tensor) else item["params"]
-        pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in params]
+        pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in _listed(params)]
+        for pair in pairs:
+            if len(pair) != 2 or not isinstance(pair[1], Tensor):
+                raise UserError(f"parameters are tensors, or pairs of a name and a tensor; given {pair[-1]!r}")
         group = {**defaults, **item, "params": [param for _, param in pairs]}
         if all(name is not None for name, _ in pairs):
             group["param_names"] = [name for name, _ in pairs]
@@ -144,6 +161,12 @@ def as_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
                 )
             seen.add(id(param))
     return groups
+
+
+def _listed(params: Any) -> Iterable[Any]:
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        raise UserError(f"parameters are given as a list or as groups; given {params!r}")
+    return params
 
 
 def check_real(params: Iterable[Tensor]) -> None:

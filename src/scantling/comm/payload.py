@@ -59,6 +59,9 @@ def unseal(messages: Sequence[Tensor]) -> tuple[list[Header], list[Tensor]]:
     Raises:
         PayloadError: one of them is damaged or no message.
     """
+    for sender, message in enumerate(messages):
+        if message.numel() < HEADER_BYTES:
+            raise PayloadError(f"rank {sender} sent {message.numel()} bytes, which is less than a header. {_ALONE}")
     fronts = [message[: _FORMAT.size] for message in messages]
     bodies = [message[HEADER_BYTES:] for message in messages]
     sums = torch.stack([checksum(torch.cat(parts)) for parts in zip(fronts, bodies, strict=True)])

@@ -65,7 +65,7 @@ class Replica:
         Raises:
             UserError: another kind of state, world size or rank, other parameters or shapes; nothing has been loaded.
         """
-        _check_kind(state_dict, "local_state_dict", ("world_size", "rank", "residuals"))
+        check_kind(state_dict, "local_state_dict", ("world_size", "rank", "residuals"))
         self.drop()
         for key, own in (("world_size", self.link.size), ("rank", self.link.rank)):
             if state_dict[key] not in (None, own):
@@ -73,7 +73,7 @@ class Replica:
                     f"the residuals are those of {key} {state_dict[key]}, this is {key} {own}. Every replica has its "
                     "own; for another number of replicas give each what scantling.comm.merge_local_states makes of all"
                 )
-        self._check_shapes("residual", state_dict["residuals"])
+        self._check_tensors("residual", state_dict["residuals"])
         kept = self.residuals
         groups = groups_of(self.param_groups)
         for name, param, group in zip(names_of(self.param_groups), self._parameters(), groups, strict=True):
@@ -83,9 +83,13 @@ class Replica:
             else:
                 kept.drop(param)
 
-    def _check_shapes(self, what: str, values: Mapping[str, Tensor]) -> None:
+    def _check_tensors(self, what: str, values: Any) -> None:
+        if not isinstance(values, Mapping):
+            raise UserError(f"each {what} is given by the name of its parameter; given {values!r}")
         known = dict(zip(names_of(self.param_groups), self._parameters(), strict=True))
         for name, value in values.items():
+            if not isinstance(value, Tensor):
+                raise UserError(f"the {what} of {name} must be a tensor; given {value!r}")
             if name not in known or tuple(value.shape) != tuple(local(known[name]).shape):
                 shape = tuple(local(known[name]).shape) if name in known else None
                 raise UserError(
@@ -126,10 +130,10 @@ class Replica:
         Raises:
             UserError: another kind of state, other parameters or shapes; nothing has been loaded.
         """
-        _check_kind(state_dict, "shared_state_dict", ("step",))
+        check_kind(state_dict, "shared_state_dict", ("step",))
         self.drop()
         pending = state_dict.get("pending", {})
-        self._check_shapes("momentum", pending)
+        self._check_tensors("momentum", pending)
         self.step, self.decided = int(state_dict["step"]), state_dict.get("decided")
         for name, param in zip(names_of(self.param_groups), self._parameters(), strict=True):
             self.state.get(param, {}).pop("pending", None)
@@ -142,7 +146,7 @@ class Replica:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this replica."""
-        _check_kind(state_dict, "state_dict", ("local", "shared"))
+        check_kind(state_dict, "state_dict", ("local", "shared"))
         self.load_local_state_dict(state_dict["local"])
         self.load_shared_state_dict(state_dict["shared"])
 
@@ -165,7 +169,7 @@ class Replica:
         return parameters_of(self.param_groups)
 
 
-def _check_kind(state: Any, method: str, keys: Sequence[str]) -> None:
+def check_kind(state: Any, method: str, keys: Sequence[str]) -> None:
     """Raise a UserError for a state that another method gave."""
     missing = [key for key in keys if not isinstance(state, Mapping) or key not in state]
     if missing:
@@ -185,6 +189,8 @@ def merge_local_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         UserError: not one of every replica, or residuals of other shapes.
     """
+    for state in states:
+        check_kind(state, "local_state_dict", ("world_size", "rank", "residuals"))
     ranks = sorted(state["rank"] for state in states)
     if not states or ranks != list(range(states[0]["world_size"])):
         raise UserError(f"merge_local_states needs one state of every replica; given those of ranks {ranks}")

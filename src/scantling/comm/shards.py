@@ -19,8 +19,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def as_gradient(value: Tensor, param: Tensor) -> Tensor:
-    """A local tensor as the gradient of a parameter: of its dtype, and placed as it is."""
-    cast = value.to(param.dtype)
+    """A local tensor as the gradient of a parameter: of its dtype, placed as it is, and laid out as it is in memory.
+
+    Fused optimizers read a gradient in the order in which the numbers of its parameter lie.
+    """
+    cast, part = value.to(param.dtype), local(param)
+    if cast.stride() != part.stride():
+        cast = torch.empty_like(part).copy_(cast)
     if isinstance(param, DTensor):
         return DTensor.from_local(
             cast, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False

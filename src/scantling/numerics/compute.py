@@ -17,6 +17,11 @@ def autocast(compute: str, device: torch.device) -> AbstractContextManager[objec
     return nullcontext() if compute == "fp32" else torch.autocast(device.type, dtype=_DTYPES[compute])
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context of products in the dtypes that are given, also in a step or backward pass under autocast."""
+    return torch.autocast(device.type, enabled=False)
+
+
 def has_products(compute: str, device: torch.device) -> bool:
     """Whether a device has instructions for products of a format; a CPU without takes ten times as long as in fp32.
 

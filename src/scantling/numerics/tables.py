@@ -58,7 +58,7 @@ class Table:
     @staticmethod
     def _pinned(table: np.ndarray[Any, Any], device: torch.device) -> Tensor:
         dtype = torch.float64 if table.dtype == np.float64 else torch.int64
-        return torch.empty(table.shape, dtype=dtype, pin_memory=device.type == "cuda")
+        return torch.empty(table.shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def has_kernels(device: torch.device) -> bool:

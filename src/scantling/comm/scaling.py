@@ -1,0 +1,24 @@
+"""A GradScaler's factor, which it leaves to optimizers that see gradients of several replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scantling.comm.shards import local
+
+
+def scale_of(optimizer: Any) -> Tensor | None:
+    """The factor in the gradients of an optimizer within `GradScaler.step`, which has `_step_supports_amp_scaling`."""
+    found: Tensor | None = getattr(optimizer, "grad_scale", None)
+    return found
+
+
+def unscale(params: Iterable[Tensor], scale: Tensor) -> None:
+    """Take the factor out of gradients, in place. What overflowed stays Inf or NaN."""
+    gradients = [local(param.grad) for param in params if param.grad is not None]
+    if gradients:
+        torch._foreach_div_(gradients, scale)
