@@ -1,14 +1,16 @@
-"""Files that are written whole or not at all."""
+"""Files and folders that are written whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scantling.errors import RunError
+from scantling.errors import RunError, UserError
 
 
 def sync(path: Path) -> None:
@@ -42,3 +44,41 @@ def write_whole(path: Path, text: str) -> None:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write strict JSON, in which NaN and Inf have no place."""
     write_whole(path, json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")
+
+
+def check_is_free(folder: Path) -> None:
+    """Raise a UserError for a folder to write that holds something, or is a file."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there and not empty; give a folder that does not exist")
+
+
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name when all of it is on the disk; nothing is left of it after an error.
+
+    Others may read the files that the umask lets them read, also those of safetensors, which asks for less.
+
+    Args:
+        folder: to write; it must not exist or be empty.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    whole = folder.resolve()
+    aside = whole.with_name(f".{whole.name}.scantling")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)  # left by one that was killed
+        aside.mkdir(parents=True)
+        yield aside
+        mode = aside.stat().st_mode & 0o666
+        for path in aside.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
+            sync(path)
+        sync(aside)
+        os.replace(aside, whole)
+        sync(whole.parent)
+    except OSError as error:
+        raise RunError(f"cannot write {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

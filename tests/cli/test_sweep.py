@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -92,3 +93,20 @@ def test_progress_over_the_whole(path: str, terminal: bool) -> None:
         assert re.search(r"all runs .*3/4", text)
         assert "4/8  loss 3.500" in text
         assert progress.share == pytest.approx(1 - 0.5 * middle.work / (ends.work + fails.work + middle.work))
+
+
+@pytest.mark.parametrize(
+    ("after", "code", "words"),
+    [
+        ({"quantize": {"formats": ["INT4"]}}, 2, "did you mean 'int4'"),
+        ({"quantize": {"formats": ["int4.awq"]}}, 2, "method must be rtn or gptq"),
+        ({"quantize": {"formats": ["int4", "int4"]}}, 2, "one is named twice"),
+        ({"minimal_pairs": "nowhere.jsonl"}, 0, "after the runs: "),
+    ],
+)
+def test_a_dry_run_checks_what_comes_after(
+    after: dict[str, Any], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = {"base": tiny_recipe(tmp_path), "axes": {"train.steps": [4]}, "after": after}
+    assert run(["sweep", str(write_recipe(tmp_path / "after.yaml", content)), "--dry-run"]) == code
+    assert words in "".join(capsys.readouterr())

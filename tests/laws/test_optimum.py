@@ -233,6 +233,13 @@ def test_inside_the_range_nothing_is_said() -> None:
         (ChinchillaLaw.published(), {"compute": 1e20, "post": 4}, "leave post out"),
         (EfficiencyLaw.published(), {"compute": 1e20}, "speed={scheme"),
         (KUMAR, {"compute": 1e20, "speed": {"int8": 2.0}}, "law is of bits: speed={bits"),
+        (KUMAR, {"compute": None}, "compute is a positive"),
+        (KUMAR, {"compute": 1e20, "speed": {8: "x"}}, "it gave x for 8"),
+        (KUMAR, {"compute": 1e20, "speed": lambda _: None}, "it gave None"),
+        (EfficiencyLaw.published(), {"compute": 1e20, "speed": {8: 2.0, 16: 1.0}}, "law is of schemes"),
+        (ChinchillaLaw.published(), {"compute": 1e20, "bits": 8}, "does not say what few bits in training cost"),
+        (ChinchillaLaw.published(), {"compute": 1e20, "speed": {8: 2.0, 16: 1.0}}, "leave speed out"),
+        (PostTrainingLaw.published(), {"compute": 1e20, "bits": 4, "post": 4}, "leave bits out"),
     ],
 )
 def test_what_an_optimum_refuses(law: Law, given: dict[str, object], words: str) -> None:
@@ -257,3 +264,13 @@ def test_weights_quantised_afterwards_at_a_given_size_warn_of_the_answer_alone(
     monkeypatch.setattr("scantling.laws.law._SAID", set())
     found = KUMAR.optimum(compute=1e21, post=4, N=1e9)
     assert len(caplog.records) == len(found.warnings)
+
+
+def test_tokens_of_a_training_that_diverges_are_refused() -> None:
+    law = PrecisionLaw.published()
+    with pytest.raises(UserError, match="training diverges there"):
+        law.critical_tokens(N=1e8, post=2, activations=3)
+    with pytest.raises(UserError, match="one number of bits for each part; given several as post"):
+        law.critical_tokens(N=1e8, post=[3, 4])  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"arrays must go together.*N \(2,\), D \(3,\)"):
+        law.loss([1e8, 2e8], [1e9, 2e9, 3e9])

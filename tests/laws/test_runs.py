@@ -14,7 +14,7 @@ import pytest
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.laws import ChinchillaLaw, PostTrainingLaw, PrecisionLaw, simulate
+from scantling.laws import ChinchillaLaw, EfficiencyLaw, PostTrainingLaw, PrecisionLaw, simulate
 from scantling.laws.runs import read_runs
 from scantling.laws.synthetic import kumar_grid
 from tests.laws.worlds import KUMAR, small_grid
@@ -173,6 +173,10 @@ def test_runs_that_are_refused(runs: Any, words: str) -> None:
         ({"law": "efficiency"}, "no column 'scheme'"),
         ({"law": "ouyang"}, "no run was quantised after training.*'post=post"),
         ({"base": "hoffmann"}, "base is a law, or 'fit'"),
+        ({"base": 3}, "base is a law, a fit, or 'fit'; given 3"),
+        ({"law": KUMAR}, "no law 'PrecisionLaw"),
+        ({"columns": ["N"]}, "columns is a mapping of names"),
+        ({"free": "power"}, "free is a list of names"),
         ({"base": ChinchillaLaw}, r"such as ChinchillaLaw.published\(\); given the class"),
         ({"law": "kumar", "base": "fit", "where": {"seed": 0}}, "the base, of 2 runs without few bits: 2 runs are too"),
         ({"delta": 0}, "delta is a positive number"),
@@ -222,3 +226,49 @@ def test_what_is_not_told_apart_is_said(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.text
     sc.laws.fit(RUNS, "kumar")
     assert "no run has anything in few bits: of the kumar law only its base is fitted" in caplog.text
+
+
+def test_rows_with_more_cells_than_names_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text("N,D,loss\n1e8,1e10,3.1\n1e8,2e10,3.0,extra,more\n")
+    with pytest.raises(UserError, match=r"line 3, has more cells"):
+        read_runs(path, ChinchillaLaw)
+    path.write_text(f"N,D,loss,notes\n1e8,1e10,3.1,{'x' * 200_000}\n")
+    with pytest.raises(UserError, match="cannot be read as a table"):
+        read_runs(path, ChinchillaLaw)
+
+
+def test_cells_of_lists_are_no_trouble_where_they_are_not_used() -> None:
+    notes = [[1] * (place % 3) for place in range(20)]
+    assert read_runs(changed(notes=notes), ChinchillaLaw).count == 20
+    with pytest.raises(UserError, match="is no number"):
+        read_runs(changed(loss=notes), ChinchillaLaw)
+
+
+def test_runs_are_chosen_by_number() -> None:
+    for value in (16, 16.0, "16"):
+        found = read_runs(changed(bits=[16.0, 4.0] * 10), ChinchillaLaw, where={"bits": value})
+        assert found.count == 10
+
+
+def test_an_empty_scheme_is_unquantised() -> None:
+    for empty in ("", None, float("nan")):
+        found = read_runs(changed(scheme=[empty, "int4"] * 10), EfficiencyLaw)
+        assert list(found["scheme"][:2]) == ["bf16", "int4"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ({"N": [1e8]}, "D is missing"),
+        ({"N": [1e8], "D": [1e9, 2e9]}, "one length; given N 1, D 2"),
+        ({"N": [1e8], "D": [1e9], "weights": ["a"]}, "columns of numbers"),
+    ],
+)
+def test_grids_that_are_refused(grid: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        simulate(KUMAR, grid)
+
+
+def test_runs_that_would_diverge_have_no_finite_loss() -> None:
+    assert simulate(KUMAR, {"N": [1e8], "D": [1e10], "weights": [0.01]})["loss"] == [np.inf]

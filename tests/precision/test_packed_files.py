@@ -22,7 +22,7 @@ from torch import nn
 import scantling as sc
 from scantling.errors import RunError, UserError
 from scantling.numerics.formats import parse_format
-from scantling.precision import Quantizer, save_quantized
+from scantling.precision import Quantizer, quantized_weights, save_quantized
 from scantling.precision.packing import PackedMatrix, matrix_bytes, to_patterns, values_of
 
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
@@ -69,16 +69,22 @@ def test_matrices_come_back_bit_for_bit(given: Any) -> None:
             assert packed.nbytes == matrix_bytes(7, 37, quantizer)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "gpt-neox", "qwen2-moe", "mixtral", "bert", "t5"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama-tied", "gpt2", "gpt-neox", "qwen2-moe", "mixtral", "bert", "t5", "vit"]
+)
 @pytest.mark.parametrize("format", ["int3", {"format": "int4", "group_size": 12}])
 def test_a_model_comes_back_bit_for_bit(family: str, format: Any, tmp_path: Path) -> None:
     model = made(family).to(torch.bfloat16 if family == "gpt2" else torch.float32)
     sc.quantize_weights(model, format, filter_fn=(lambda *_: True) if family == "llama-tied" else None)
     saved = save_quantized(model, tmp_path / "out")
     assert_same(sc.load(tmp_path / "out"), model)
-    assert saved.written == (tmp_path / "out" / "quantized.safetensors").stat().st_size < saved.plain
+    files = [tmp_path / "out" / name for name in ("quantized.safetensors", "quantized.json")]
+    assert saved.written == sum(file.stat().st_size for file in files)
+    assert files[0].stat().st_size < saved.plain
+    packed = json.loads(files[1].read_text())["tensors"]
+    assert len(packed) == len(quantized_weights(model))
     assert saved.num_numbers == sum(parameter.numel() for parameter in model.parameters())
-    assert not (tmp_path / "out.tmp").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def assert_same(loaded: Any, model: Any) -> None:
@@ -147,8 +153,8 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     model = sc.quantize_weights(made("llama"), "int4")
-    (tmp_path / "out.tmp").mkdir()
-    (tmp_path / "out.tmp" / "left by one that was killed").touch()
+    (tmp_path / ".out.scantling").mkdir()
+    (tmp_path / ".out.scantling" / "left by one that was killed").touch()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
@@ -214,7 +220,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"format": 1}', '{"format": 1, "tensors": {"x": {}}}'):
         index.write_text(text)
         refused("it is damaged")
-    index.write_text(good.replace('"format": 1,', '"format": 2,', 1))
+    index.write_text(good.replace('"format":1,', '"format":2,', 1))
     refused("newer scantling, in format 2; upgrade")
     index.write_text(good)
     os.truncate(tensors, 3000)
@@ -225,7 +231,15 @@ def test_damage_is_found(tmp_path: Path) -> None:
     assert_same(sc.load(tmp_path / "out"), model)
 
 
-def test_files_are_those_of_the_user(tmp_path: Path) -> None:
+def test_a_neighbour_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "mine").touch()
     save_quantized(sc.quantize_weights(made("llama"), "int4"), tmp_path / "out")
+    assert (tmp_path / "out.tmp" / "mine").exists()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_files_are_those_of_the_user(packed: bool, tmp_path: Path) -> None:
+    save_quantized(sc.quantize_weights(made("llama"), "int4"), tmp_path / "out", packed=packed)
     files = [path.stat().st_mode for path in (tmp_path / "out").iterdir()]
     assert len(set(files)) == 1

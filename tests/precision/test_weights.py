@@ -358,3 +358,42 @@ def test_gptq_loses_less_than_the_nearest(bits: int, share: float, trained: tupl
             sc.quantize_weights(rounded, format, method=method, calibration=text[::15].split(32))
             lost[method] += loss(rounded, held) - before
     assert lost["gptq"] < share * lost["rtn"]
+
+
+def test_what_stays_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    sc.quantize_weights(made("llama"), "int4")
+    assert "stay whole" not in caplog.text
+    sc.quantize_weights(made("mixtral"), "int4")
+    assert "quantize_weights: " in caplog.text
+    assert "stay whole, those of layers that are not known: model.layers.0.mlp.gate.weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.full((2, 5), VOCAB), torch.randn(2, 5), {"ids": IDS}], ids=["vocabulary", "floats", "name"]
+)
+def test_a_batch_that_the_model_does_not_take_is_named(batch: Any) -> None:
+    with pytest.raises(UserError, match="calibration: the model does not take a batch"):
+        gptq(made("llama"), batch)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    for call in (sc.precision.restore, lambda each: sc.quantize_weights(each, "int4"), _train):
+        with pytest.raises(UserError, match=r"takes a model, a torch\.nn\.Module; given 'llama'"):
+            call("llama")
+
+
+def _train(model: Any) -> Any:
+    return sc.quantize_training(model, weights="int4")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mxfp4", "block format is mx and a format.*given 'mxfp4'"),
+        ("nvfp8", "did you mean 'nvfp4'"),
+        ("INT4", "did you mean 'int4'"),
+    ],
+)
+def test_formats_that_are_misspelt(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Quantizer.of(name)

@@ -173,6 +173,10 @@ def fit(
     tie: Annotated[
         list[str] | None, typer.Option(metavar="NAME=NAME", help="One constant follows another. Repeatable.")
     ] = None,
+    free: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Fit a constant that is held otherwise, such as power. Repeatable."),
+    ] = None,
     delta: Annotated[float, typer.Option(help="Where Huber's loss turns from square to straight.")] = 1e-3,
     samples: Annotated[int, typer.Option(min=0, help="Bootstraps for the intervals; 0 gives none.")] = 1000,
     out: Annotated[Path, typer.Option(help="Where the constants and the plot go.")] = Path("runs/fit"),
@@ -189,6 +193,7 @@ def fit(
         base=base,
         fixed=fix or [],
         tie=tie or [],
+        free=free or [],
         delta=delta,
         samples=samples,
         out=out,

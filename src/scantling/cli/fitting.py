@@ -29,6 +29,7 @@ def fit(
     base: str | None,
     fixed: Sequence[str],
     tie: Sequence[str],
+    free: Sequence[str],
     delta: float,
     samples: int,
     out: Path,
@@ -47,10 +48,10 @@ def fit(
         where=pairs("--where", where),
         fixed={name: _number(name, value) for name, value in pairs("--fix", fixed).items()},
         tie=pairs("--tie", tie),
+        free=list(free),
         delta=delta,
     )
-    intervals = fitted.bootstrap(samples) if samples else {}
-    found = summary(fitted, intervals)
+    found = summary(fitted, samples)
     name = Path(runs).name.partition(".")[0]
     write_json(out / f"{name}-{law}.json", found)
     write_whole(out / f"{name}-{law}.svg", fit_chart(fitted) + "\n")
@@ -77,26 +78,29 @@ def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in (each.partition("=") for each in given)}
 
 
-def summary(fitted: Fit, intervals: Intervals) -> dict[str, Any]:
-    """What a fit found, for programs. A constant that the runs do not tell has no value, but the reason."""
-    constants = fitted.law.constants()
-    unidentified = fitted.unidentified
-    held = {name: value for name, value in constants.items() if name not in fitted.fitted_constants}
+def summary(fitted: Fit, samples: int) -> dict[str, Any]:
+    """What a fit found, for programs. A constant that the runs do not tell has no value, but the reason.
+
+    Args:
+        fitted: the law.
+        samples: refits for intervals, of the base too; 0 for none.
+    """
+    stages = [fitted] if fitted.base is None else [fitted, fitted.base]
+    told = [_constants(stage, stage.bootstrap(samples) if samples else {}) for stage in stages]
+    unknown = {name for constants in told for name, row in constants.items() if row["not_identified"]}
+    held = {
+        name: None if name in unknown else value
+        for name, value in fitted.law.constants().items()
+        if name not in fitted.fitted_constants
+    }
     found: dict[str, Any] = {
         "law": fitted.law.name,
         "source": fitted.law.source,
         "runs": fitted.runs.count,
         "range": fitted.runs.ranges(),
-        "constants": {
-            name: {
-                "value": None if name in unidentified else constants[name],
-                "interval": None if name in unidentified else intervals.get(name),
-                "unit": fitted.law.UNITS[name.partition("[")[0]],
-                "not_identified": unidentified.get(name),
-            }
-            for name in fitted.fitted_constants
-        },
+        "constants": told[0],
         "held": held,
+        "base": None if fitted.base is None else {"runs": fitted.base.runs.count, "constants": told[1]},
         "mean_error": fitted.mean_error,
         "condition_number": fitted.condition_number if isfinite(fitted.condition_number) else None,
     }
@@ -110,6 +114,19 @@ def summary(fitted: Fit, intervals: Intervals) -> dict[str, Any]:
     return found
 
 
+def _constants(fitted: Fit, intervals: Intervals) -> dict[str, Any]:
+    values, unidentified = fitted.law.constants(), fitted.unidentified
+    return {
+        name: {
+            "value": None if name in unidentified else values[name],
+            "interval": None if name in unidentified else intervals.get(name),
+            "unit": fitted.law.UNITS[name.partition("[")[0]],
+            "not_identified": unidentified.get(name),
+        }
+        for name in fitted.fitted_constants
+    }
+
+
 def _table(fitted: Fit, found: dict[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
@@ -117,12 +134,14 @@ def _table(fitted: Fit, found: dict[str, Any]) -> Table:
     table = Table(title=Text(f"{fitted.law.name} law, {fitted.law.source}"), title_justify="left")
     for header in ("constant", "value", "95 % interval", "unit"):
         table.add_column(header)
-    for name, row in found["constants"].items():
+    of_base = {} if found["base"] is None else found["base"]["constants"]
+    for place, (name, row) in enumerate([*found["constants"].items(), *of_base.items()]):
+        shown = Text(name if place < len(found["constants"]) else f"{name} (base)")
         if row["not_identified"]:
-            table.add_row(Text(name), "not identified", "–", row["unit"])
+            table.add_row(shown, "not identified", "–", row["unit"])
             continue
         ends = "–" if row["interval"] is None else "{:.5g} to {:.5g}".format(*row["interval"])
-        table.add_row(Text(name), f"{row['value']:.5g}", ends, row["unit"])
+        table.add_row(shown, f"{row['value']:.5g}", ends, row["unit"])
     return table
 
 

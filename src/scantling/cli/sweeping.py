@@ -33,10 +33,13 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
     chosen = select(grid, pairs("--only", only))
     runner = Runner(read, grid, jobs=jobs, retry=retry, watcher=SweepProgress(console))
     if dry_run:
+        lacking = runner.lacking()
         console.print(_grid_table(read, chosen, runner.states()))
         total = format_number(sum(case.num_tokens for case in chosen))
         console.print(f"{len(chosen)} runs, {total} tokens; every recipe is valid; nothing was run", markup=False)
         print_missing(console, [case.recipe for case in chosen])
+        for error in lacking:
+            console.print(f"after the runs: {error}", markup=False)
         return 0
     outcome = runner.run(chosen)
     states = Counter(outcome.rows[case.key]["state"] if case.key in outcome.rows else "waiting" for case in chosen)

@@ -92,7 +92,7 @@ def laid_out(
     for param, group in zip(params, groups_of(groups), strict=True):
         options = {option: group[option] for option in (*OPTIONS, *also)} | asdict(rounds)
         facts = {"shape": tuple(param.shape), "dtype": param.dtype, "frozen": not param.requires_grad, **options}
-        texts.append(SEPARATOR.join(f"{name} {value}" for name, value in {**facts, "calls before": step}.items()))
+        texts.append(SEPARATOR.join(f"{name} {value}" for name, value in {**facts, "calls so far": step}.items()))
     buckets = buckets_of(groups, rounds)
     return Layout(key, buckets, check_alike(link, texts, names_of(groups), params), way_of(groups, rounds, link.size))
 

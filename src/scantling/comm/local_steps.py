@@ -71,7 +71,7 @@ class LocalSteps:
         if not is_whole(sync_every, least=1):
             raise UserError(f"sync_every must be a whole number from 1 on; given {sync_every!r}")
         if not is_number(outer_lr) or not 0.0 < outer_lr < math.inf:
-            raise UserError(f"outer_lr must be a number above 0; given {outer_lr!r}")
+            raise UserError(f"outer_lr must be above 0 and finite; given {outer_lr!r}")
         if not is_number(outer_momentum) or not 0.0 <= outer_momentum < 1.0:
             raise UserError(f"outer_momentum must be from 0 to below 1; given {outer_momentum!r}")
         self.inner, self.exchange, self.sync_every = inner, exchange, sync_every

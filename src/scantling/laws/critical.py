@@ -29,6 +29,12 @@ def critical_tokens(law: Law, N: float, **variables: Any) -> float:
     if not (isinstance(N, int | float | np.number) and np.isfinite(N) and N > 0):
         raise UserError(f"N is one number, positive and finite; given {N!r}")
     given = law._variables(variables)
+    if lists := [name for name, value in given.items() if np.ndim(value)]:
+        raise UserError(f"critical_tokens takes one number of bits for each part; given several as {lists[0]}")
+    if min(float(np.min(np.real(each))) for each in law.efficiencies(given)) <= 0:
+        raise UserError(
+            f"there are no critical tokens at these bits: by the {law.name} law ({law.source}) training diverges there"
+        )
     tokens = turning_tokens(law, N, given)
     if 1.0 < tokens < math.inf:
         law.warn_outside(N=N, D=tokens, **given)

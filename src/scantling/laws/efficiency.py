@@ -70,6 +70,8 @@ class EfficiencyLaw(Law):
             UserError: if there is no such set, or it has no base of its own and none is given.
         """
         found = cls._published(name)
+        if base is not None and not isinstance(base, Law):
+            raise UserError(f"base is a law, such as ChinchillaLaw.published(); given {base!r}")
         lent = {} if base is None else {each: getattr(base, each) for each in ("A", "B", "E", "alpha", "beta", "power")}
         if base is None and "A" not in found.constants:
             raise UserError(f"{found.source}: give base=, a law such as ChinchillaLaw.published(), to lend A, B and E")

@@ -40,7 +40,8 @@ Values = Mapping[str, Any]
 BASE = ("A", "B", "E", "alpha", "beta", "power")
 _STEP = 1e-30
 _TINY = 1e-300
-_UNQUANTISED = ("", "none", "inf", "nan")
+UNNAMED = ("", "none", "inf", "nan")
+"""Cells of what is not quantised."""
 _FORMAT = re.compile(r"(?:mx|nv)?(?:int|fp|bf)(\d+)(?:_e\d+m\d+)?")
 """A number format as recipes spell it, `int4` or `fp8_e4m3`, and its bits."""
 _SAID: set[tuple[str, ...]] = set()
@@ -279,6 +280,11 @@ class Law(ABC):
         given = self._variables(variables)
         N, D = counts("N", N), counts("D", D)
         bits = {name: value for name, value in given.items() if not isinstance(value, str)}
+        try:
+            np.broadcast_shapes(N.shape, D.shape, *map(np.shape, bits.values()))
+        except ValueError:
+            shapes = ", ".join(f"{name} {np.shape(each)}" for name, each in {"N": N, "D": D, **bits}.items())
+            raise UserError(f"arrays must go together, as NumPy's do; given {shapes}") from None
         self.warn_outside(N=N, D=D, **bits)
         usable = np.logical_and(*(np.asarray(each) > 0 for each in self.efficiencies(given)))
         return _plain(np.where(usable, self.evaluate(N, D, given), math.inf))
@@ -314,7 +320,7 @@ def bits_of(cell: Any) -> float:
     text = "" if cell is None else str(cell).strip()
     if text.startswith("{"):
         text = str(json.loads(text).get("format"))
-    if text.lower() in _UNQUANTISED:
+    if text.lower() in UNNAMED:
         return math.inf
     named = _FORMAT.fullmatch(text)
     return float(named[1] if named else text)

@@ -68,7 +68,7 @@ def optimum(
     """The optimum of `Law.optimum`, which describes the arguments."""
     given: dict[str, Any] = {"compute": compute, "N": N, "bits": bits, "post": post}
     for name, value in given.items():
-        if value is not None and not (_is_number(value) and value > 0):
+        if (value is not None or name == "compute") and not (_is_number(value) and value > 0):
             raise UserError(f"{name} is a positive and finite number; given {value}")
     if not (_is_number(inference_tokens) and inference_tokens >= 0):
         raise UserError(f"inference_tokens is 0 or more; given {inference_tokens}")
@@ -76,8 +76,20 @@ def optimum(
         raise UserError(f"the {law.name} law says nothing of quantisation after training; leave post out")
     if not (speed is None or callable(speed) or (isinstance(speed, Mapping) and speed)):
         raise UserError(f"speed is a function of bits, or a mapping of bits to speeds relative to 16; given {speed!r}")
-    if isinstance(speed, Mapping) and "scheme" not in law.VARIABLES and not all(map(_is_number, speed)):
-        raise UserError(f"the {law.name} law is of bits: speed={{bits: speed relative to 16}}; given {speed!r}")
+    of_schemes = "scheme" in law.VARIABLES
+    if isinstance(speed, Mapping):
+        if not of_schemes and not all(map(_is_number, speed)):
+            raise UserError(f"the {law.name} law is of bits: speed={{bits: speed relative to 16}}; given {speed!r}")
+        if of_schemes and not all(isinstance(key, str) for key in speed):
+            raise UserError(f"the {law.name} law is of schemes: speed={{scheme: speed}} by name; given {speed!r}")
+    if not of_schemes and not law.parts():
+        few = [
+            name for name, given in (("bits", bits is not None and bits < 16), ("speed", speed is not None)) if given
+        ]
+        if few and not (few == ["speed"] and inference_tokens):
+            raise UserError(
+                f"this {law.name} law does not say what few bits in training cost; leave {' and '.join(few)} out"
+            )
     budget = _Budget(law, compute, N, speed, inference_tokens, post)
     if "scheme" in law.VARIABLES and (bits is not None or not isinstance(speed, Mapping)):
         raise UserError("a law of schemes takes no bits, but speed={scheme: speed relative to 16 bits} of each choice")
@@ -210,7 +222,7 @@ class _Budget:
             rate = self.speed[at]
         else:
             rate = self.speed(at)
-        if not rate > 0:
+        if not (_is_number(rate) or np.iscomplexobj(rate)) or not np.real(rate) > 0:
             raise UserError(f"speed is relative to 16 bits and above 0; it gave {rate} for {at}")
         return rate
 

@@ -129,6 +129,8 @@ class PrecisionLaw(Law):
     def averaged(self) -> Self:
         """The law with the mean of its gammas, and of its offsets, in each of its parts."""
         parts = [_SHORT[part] for part in self.parts()]
+        if not parts:
+            raise UserError("this law prices the bits of no part, so that there is no mean of them")
         found = self.constants()
         means = {kind: sum(found[f"{kind}_{x}"] for x in parts) / len(parts) for kind in ("gamma", "n")}
         return self.with_constants({f"{kind}_{x}": means[kind] for kind in means for x in parts})

@@ -37,8 +37,8 @@ def law_named(name: str) -> type[Law]:
     Raises:
         UserError: if there is none of this name.
     """
-    if name not in _HOMES:
-        hint = did_you_mean(name, _HOMES)
+    if not isinstance(name, str) or name not in _HOMES:
+        hint = did_you_mean(str(name), _HOMES)
         raise UserError(f"no law '{name}'; there are {', '.join(names())}" + (f" ({hint})" if hint else ""))
     module, cls = _HOMES[name]
     found: type[Law] = getattr(importlib.import_module(f"scantling.laws.{module}"), cls)
@@ -81,6 +81,13 @@ def fit(
         UserError: for runs from which these constants cannot be had, with the reason.
     """
     cls = law_named(law)
+    for what, given in (("columns", columns), ("where", where), ("fixed", fixed), ("tie", tie)):
+        if given is not None and not isinstance(given, Mapping):
+            raise UserError(f"{what} is a mapping of names; given {given!r}")
+    if isinstance(free, str):
+        raise UserError(f"free is a list of names of constants; given the text {free!r}")
+    if base is not None and not isinstance(base, Law | Fit | str | type):
+        raise UserError(f"base is a law, a fit, or 'fit'; given {base!r}")
     table = read_runs(runs, cls, columns, where)
     if not (isinstance(delta, int | float) and np.isfinite(delta) and delta > 0):
         raise UserError(f"delta is a positive number; given {delta!r}")

@@ -118,6 +118,11 @@ class Fit:
         return float(np.abs(np.expm1(self.residuals)).mean())
 
     @property
+    def base(self) -> Fit | None:
+        """The fit of the first stage, which has lent constants; None where there was none, or a law with its own."""
+        return self._base
+
+    @property
     def fitted_constants(self) -> tuple[str, ...]:
         """All constants that the runs decided, those that follow another too."""
         return (*self.names, *self._problem.tie)
@@ -156,7 +161,7 @@ class Fit:
             samples: refits, each from the constants of this one.
             seed: of the draws.
         """
-        if samples < 1:
+        if isinstance(samples, bool) or not isinstance(samples, int | np.integer) or samples < 1:
             raise UserError(f"an interval takes 1 refit or more; given samples={samples}")
         draw = np.random.default_rng(seed)
         count = self.runs.count

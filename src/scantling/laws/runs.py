@@ -17,7 +17,7 @@ import numpy as np
 
 from scantling.errors import UserError, did_you_mean
 from scantling.laws.efficiency import UNQUANTISED
-from scantling.laws.law import Array, Law, bits_of
+from scantling.laws.law import UNNAMED, Array, Law, bits_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def read_runs(
             raise UserError(f"columns names '{name}', which the {law.name} law has not; it has {', '.join(wanted)}")
     chosen = np.ones(len(next(iter(table.values()), [])), bool)
     for column, value in (where or {}).items():
-        chosen &= np.array([str(each) == str(value) for each in _column(table, column, column)], bool)
+        chosen &= np.array([_are_same(each, value) for each in _column(table, column, column)], bool)
     if not chosen.any():
         raise UserError(f"the table has no run{' with ' + _listed(where) if where else ''}")
     found: dict[str, Array] = {}
@@ -121,7 +121,8 @@ def read_runs(
         if name in ("N", "D", "loss", "scheme") or name in renamed or column in table:
             cells = [cell for cell, kept in zip(_column(table, column, name), chosen, strict=True) if kept]
             if name == "scheme":
-                found[name] = np.array([str(cell) for cell in cells])
+                texts = ["" if cell is None else str(cell).strip() for cell in cells]
+                found[name] = np.array([UNQUANTISED[0] if text.lower() in UNNAMED else text for text in texts])
             else:
                 found[name] = _numbers(cells, column, bits=name in law.VARIABLES)
         else:
@@ -192,7 +193,7 @@ def _table(runs: Any) -> Mapping[str, Sequence[Any]]:
             raise UserError(f"a table is columns by their names, or rows of them; one is {wrong[0]!r}")
         names = dict.fromkeys(name for row in rows for name in row)
         runs = {name: [row.get(name, "") for row in rows] for name in names}
-    table = {str(name): np.atleast_1d(np.asarray(column)).tolist() for name, column in runs.items()}
+    table = {str(name): _cells(column) for name, column in runs.items()}
     lengths = {name: len(column) for name, column in table.items()}
     if len(set(lengths.values())) > 1:
         raise UserError(f"the columns differ in length: {', '.join(f'{n} {length}' for n, length in lengths.items())}")
@@ -208,9 +209,34 @@ def _read(path: Path) -> Any:
             return json.loads(text)
         if kind == ".jsonl":
             return [json.loads(line) for line in text.splitlines() if line.strip()]
-        return list(csv.DictReader(io.StringIO(text)))
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reader = csv.DictReader(io.StringIO(text))
+        rows = []
+        for row in reader:
+            if None in row:
+                raise UserError(
+                    f"{path}, line {reader.line_num}, has more cells than the first, which names the columns"
+                )
+            rows.append(row)
+        return rows
+    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
         raise UserError(f"{path} cannot be read as a table of runs: {error}") from error
+
+
+def _cells(column: Any) -> list[Any]:
+    """Those of a column of a list, an array or a series; of one cell alone, that one."""
+    if hasattr(column, "tolist"):
+        column = column.tolist()
+    return list(column) if isinstance(column, Iterable) and not isinstance(column, str | bytes) else [column]
+
+
+def _are_same(cell: Any, value: Any) -> bool:
+    """Whether a cell is what is asked for: the same text, or the same number."""
+    if str(cell).strip() == str(value).strip():
+        return True
+    try:
+        return float(cell) == float(value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _column(table: Mapping[str, Sequence[Any]], column: str, name: str) -> Sequence[Any]:

@@ -32,10 +32,18 @@ def simulate(law: Law, grid: Mapping[str, Any], *, noise: float = 0.0, seed: int
     """
     if "scheme" in law.VARIABLES:
         raise UserError("simulate takes laws of bits, not of schemes")
-    columns = {name: np.asarray(column, float) for name, column in grid.items()}
-    variables = law._variables({name: column for name, column in columns.items() if name not in ("N", "D")})
-    draw = np.random.default_rng(seed).standard_normal(len(columns["N"]))
-    return {**columns, "loss": law.evaluate(columns["N"], columns["D"], variables) * np.exp(noise * draw)}
+    if missing := [name for name in ("N", "D") if name not in grid]:
+        raise UserError(f"a grid has columns N and D, and bits; {missing[0]} is missing")
+    try:
+        columns = {name: np.atleast_1d(np.asarray(column, float)) for name, column in grid.items()}
+    except (TypeError, ValueError):
+        raise UserError("a grid has columns of numbers; given something else") from None
+    if len({column.shape for column in columns.values()}) > 1:
+        lengths = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
+        raise UserError(f"the columns of a grid have one length; given {lengths}")
+    losses = law._loss(**columns)
+    draw = np.random.default_rng(seed).standard_normal(len(losses))
+    return {**columns, "loss": losses * np.exp(noise * draw)}
 
 
 def kumar_grid() -> dict[str, Any]:

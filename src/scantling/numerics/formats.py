@@ -139,7 +139,7 @@ def parse_format(name: str) -> Format:
         if not (1 <= exponent <= 8 and mantissa <= 10):
             raise UserError(f"floats have 1 to 8 bits of exponent and up to 10 of mantissa; given {name!r}")
         return FloatFormat(exponent, mantissa)
-    hint = did_you_mean(name, _KNOWN)
+    hint = did_you_mean(name.lower(), _KNOWN)
     raise UserError(
         f"a number format is one of int2 to int16, fp<bits>_e<x>m<y>, bf16 and fp16; given {name!r}"
         + (f" ({hint})" if hint else "")

@@ -29,6 +29,9 @@ Batch: TypeAlias = Mapping[str, Any] | Tensor | Callable[[nn.Module], Any]
 """Arguments of a model by name, its one argument, or a function that puts a batch through the model."""
 
 
+_WANTED = "a mapping of inputs such as {'input_ids': ids}, or a tensor of ids"
+
+
 class _Enough(Exception):
     """Thrown out of a model when the last layer of a block has seen its input."""
 
@@ -140,6 +143,13 @@ class Calibration:
                 _put_through(self._model, batch, self._device)
         except _Enough:
             pass
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            if "memory" in str(error):
+                raise
+            raise UserError(
+                f"calibration: the model does not take a batch of it ({type(error).__name__}: {error}). A batch is "
+                f"{_WANTED}, and ids are below the size of the vocabulary"
+            ) from error
         finally:
             for handle in hooks:
                 handle.remove()
@@ -164,9 +174,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _checked(batches: Iterable[Batch]) -> list[Batch]:
-    wanted = "batches of the model's inputs: mappings such as {'input_ids': ids}, or tensors of ids"
     if isinstance(batches, str | bytes | Mapping | Tensor) or not isinstance(batches, Iterable):
-        raise UserError(f"calibration is an iterable of {wanted}; given a {type(batches).__name__}")
+        raise UserError(
+            f"calibration is an iterable of batches of the model's inputs: {_WANTED}; given a {type(batches).__name__}"
+        )
     found = list(batches)
     if not found:
         raise UserError(
@@ -175,7 +186,9 @@ def _checked(batches: Iterable[Batch]) -> list[Batch]:
         )
     for batch in found:
         if not isinstance(batch, Mapping | Tensor) and not callable(batch):
-            raise UserError(f"calibration gives {wanted}; given a {type(batch).__name__}")
+            raise UserError(
+                f"calibration gives batches of the model's inputs: {_WANTED}; given a {type(batch).__name__}"
+            )
         tensors = batch.values() if isinstance(batch, Mapping) else [batch]
         if any(isinstance(each, Tensor) and not each.numel() for each in tensors):
             raise UserError("calibration gives a batch without tokens: its text is shorter than one sequence")

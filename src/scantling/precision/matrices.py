@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,11 @@ from scantling.errors import UserError
 from scantling.groups import output_layers
 from scantling.kinds import made_from_conv1d
 
+logger = logging.getLogger(__name__)
+
 Filter: TypeAlias = Callable[[str, nn.Module], bool]
+_WHOLE_SHARE = 0.1
+"""Of the numbers in matrices within a model: when more of them stay whole, something says so."""
 
 
 @dataclass(eq=False)
@@ -61,6 +66,12 @@ def from_matrix(matrix: Tensor, shape: torch.Size | tuple[int, ...], channels_la
     return (matrix.t() if channels_last else matrix).reshape(shape)
 
 
+def check_module(model: Any, caller: str) -> None:
+    """Raise a UserError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{caller} takes a model, a torch.nn.Module; given {model!r}")
+
+
 def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Matrix]:
     """The weights to quantise, each once, in the order of the model.
 
@@ -87,6 +98,26 @@ def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Mat
     for matrix in found.values():
         _check(matrix)
     return list(found.values())
+
+
+def warn_of_the_rest(model: nn.Module, taken: Iterable[Tensor], what: str) -> None:
+    """Log a warning where more than a little of what a model multiplies with is in no layer that can be quantised.
+
+    Args:
+        model: any module.
+        taken: the weights that are quantised.
+        what: whoever says it.
+    """
+    chosen = {id(parameter): parameter.numel() for parameter in taken}
+    left_alone = [*output_layers(model), *(module for module in model.modules() if is_table(module))]
+    known = {id(parameter) for module in left_alone for parameter in module.parameters()} | set(chosen)
+    rest = {name: each.numel() for name, each in model.named_parameters() if each.ndim > 1 and id(each) not in known}
+    whole = sum(rest.values())
+    if whole > _WHOLE_SHARE * (sum(chosen.values()) + whole):
+        logger.warning(
+            "%s: %.0f %% of the numbers in matrices stay whole, those of layers that are not known: %s",
+            *(what, 100.0 * whole / (sum(chosen.values()) + whole), ", ".join(list(rest)[:3])),
+        )
 
 
 def check_filter(filter_fn: Filter | None) -> None:

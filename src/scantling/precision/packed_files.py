@@ -15,8 +15,7 @@ code.
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
@@ -29,10 +28,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from scantling.errors import RunError, UserError
-from scantling.files import sync
-from scantling.precision.matrices import from_matrix
+from scantling.files import check_is_free, written_aside
+from scantling.precision.matrices import as_matrix, from_matrix
 from scantling.precision.packing import PackedMatrix
 from scantling.precision.weights import QuantizedWeight, quantized_weights
+
+logger = logging.getLogger(__name__)
 
 INDEX, TENSORS = "quantized.json", "quantized.safetensors"
 FORMAT = 1
@@ -44,7 +45,7 @@ class SavedBytes:
     """Bytes of weights on disk.
 
     Attributes:
-        written: of what is there now.
+        written: of what is there now, with what says how to unpack it.
         plain: of the files that transformers wrote, before they were packed.
         num_numbers: numbers in them.
     """
@@ -85,25 +86,15 @@ def save_quantized(
         raise UserError("the model holds no quantised weights; call scantling.quantize_weights first")
     if not hasattr(model, "save_pretrained"):
         raise UserError(f"{type(model).__name__} has no save_pretrained; only models of transformers are saved packed")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there and not empty; give a folder that does not exist")
-    aside = folder.with_name(folder.name + ".tmp")
+    check_is_free(folder)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        model.save_pretrained(aside)
-        saved = _pack_folder(model, aside, weights) if packed else _plain_bytes(aside)
-        if also is not None:
-            also(aside)
-        for path in aside.rglob("*"):
-            sync(path)
-        sync(aside)
-        os.replace(aside, folder)
-        sync(folder.parent)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        with written_aside(folder) as aside:
+            model.save_pretrained(aside)
+            saved = _pack_folder(model, aside, weights) if packed else _plain_bytes(aside)
+            if also is not None:
+                also(aside)
+    except SafetensorError as error:
+        raise RunError(f"cannot write {folder}: {error}") from None
     return saved
 
 
@@ -114,24 +105,36 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
     index: dict[str, dict[str, Any]] = {}
     plain = _plain_bytes(folder)
     written = sorted(folder.glob("*.safetensors"))
+    others = dict(weights)
     for path in written:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 tensor = file.get_tensor(name)
                 weight = known.get(name)
-                if weight is None or not _is_what_it_stands_for(tensor, weight):
-                    tensors[name] = tensor
-                    continue
-                index[name] = _described(tensor, weight)
-                tensors[f"{name}.patterns"] = weight.packed.patterns
-                tensors |= _scales(name, weight.packed.scale)
+                if weight is not None and _is_what_it_stands_for(tensor, weight):
+                    others = {key: other for key, other in others.items() if other is not weight}
+                else:
+                    weight = None
+                index |= {} if weight is None else {name: _described(tensor, weight)}
+                tensors |= {name: tensor} if weight is None else _packed(name, weight)
+    for key, weight in list(others.items()):  # transformers gives some models other names in files
+        found = [name for name, tensor in tensors.items() if _is_what_it_stands_for(tensor, weight)]
+        for name in found:
+            index[name] = _described(tensors.pop(name), weight)
+            tensors |= _packed(name, weight)
+        if found:
+            del others[key]
+    if others:
+        logger.warning(
+            "%d of %d quantised weights have another shape in files, where they are not packed: %s",
+            *(len(others), len(weights), ", ".join(list(others)[:3])),
+        )
     for path in [*written, folder / "model.safetensors.index.json"]:
         path.unlink(missing_ok=True)
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
-    (folder / TENSORS).chmod((folder / "config.json").stat().st_mode)  # safetensors leaves it to the owner alone
     content = {"format": FORMAT, "tensors": index}
-    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return replace(plain, written=(folder / TENSORS).stat().st_size)
+    (folder / INDEX).write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+    return replace(plain, written=sum((folder / name).stat().st_size for name in (TENSORS, INDEX)))
 
 
 def _plain_bytes(folder: Path) -> SavedBytes:
@@ -154,7 +157,11 @@ def _by_all_names(model: Any, weights: dict[str, QuantizedWeight]) -> dict[str, 
 def _is_what_it_stands_for(tensor: Tensor, weight: QuantizedWeight) -> bool:
     """Whether a tensor in the file is the parameter: transformers gives some other names or shapes there."""
     rows, columns = weight.packed.shape
-    return tensor.numel() == rows * columns and torch.equal(weight.values(tensor), tensor)
+    if tensor.numel() != rows * columns or tensor.ndim < 2 or not tensor.is_floating_point():
+        return False
+    return as_matrix(tensor, weight.channels_last).shape == (rows, columns) and torch.equal(
+        weight.values(tensor), tensor
+    )
 
 
 def _described(tensor: Tensor, weight: QuantizedWeight) -> dict[str, Any]:
@@ -174,11 +181,14 @@ def _described(tensor: Tensor, weight: QuantizedWeight) -> dict[str, Any]:
     }
 
 
-def _scales(name: str, scale: Tensor) -> dict[str, Tensor]:
+def _packed(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors in place of a weight."""
+    scale = weight.packed.scale
+    found = {f"{name}.patterns": weight.packed.patterns}
     different, numbers = scale.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     if len(different) <= _FEW and scale.numel() > 2 * _FEW:
-        return {f"{name}.scale": numbers.to(torch.uint8), f"{name}.scales": different}
-    return {f"{name}.scale": scale.contiguous()}
+        return found | {f"{name}.scale": numbers.to(torch.uint8), f"{name}.scales": different}
+    return found | {f"{name}.scale": scale.contiguous()}
 
 
 def is_quantized_folder(folder: str | Path) -> bool:

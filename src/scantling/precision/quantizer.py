@@ -39,6 +39,7 @@ _RATIOS = tuple(0.8**power for power in range(25))
 _NEARER = tuple(0.8 ** (power / 4) for power in (-3, -2, -1, 1, 2, 3))
 """Of the best of those: where it looks then."""
 MX_GROUP, NV_GROUP = 32, 16
+_BLOCK_FORMATS = ("mxfp4_e2m1", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8", "nvfp4")
 
 
 _PLAIN = {"granularity": "tensor", "group_size": None, "rounding": "nearest", "clip": "absmax"}
@@ -145,8 +146,15 @@ class Quantizer:
     def _named(cls, name: str, granularity: Granularity) -> Quantizer:
         if name == "nvfp4":
             return cls(FloatFormat(2, 1), "group", NV_GROUP, scales="fp8")
-        if isinstance(name, str) and name.startswith("mx"):
-            return cls(parse_format(name.removeprefix("mx")), "group", MX_GROUP, scales="power2")
+        if isinstance(name, str) and name.lower().startswith(("mx", "nv")):
+            try:
+                return cls(parse_format(name.removeprefix("mx")), "group", MX_GROUP, scales="power2")
+            except UserError:
+                hint = did_you_mean(name.lower(), _BLOCK_FORMATS)
+                raise UserError(
+                    f"a block format is mx and a format, such as {_BLOCK_FORMATS[0]}, or nvfp4; given {name!r}"
+                    + (f" ({hint})" if hint else "")
+                ) from None
         return cls(parse_format(name), granularity)
 
     def by(self, granularity: Granularity) -> Quantizer:

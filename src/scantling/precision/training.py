@@ -30,7 +30,7 @@ from scantling.kinds import is_conv1d
 from scantling.numerics.words import Granularity
 from scantling.precision.attention import is_quantized, quantize_attention, restore_attention
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
-from scantling.precision.matrices import Filter, check_filter, is_of_cores, is_table
+from scantling.precision.matrices import Filter, check_filter, check_module, is_of_cores, is_table, warn_of_the_rest
 from scantling.precision.products import Compute, Multiply, check_device
 from scantling.precision.quantizer import Quantizer
 
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 Given: TypeAlias = Quantizer | str | Mapping[str, Any]
 Weights: TypeAlias = Literal["master", "rounded"]
 
-_WHOLE_SHARE = 0.1
-"""Of the numbers in matrices within a model: when more of them stay whole, something says so."""
 _FAST_PATHS: dict[type, tuple[str, Any]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
@@ -93,6 +91,8 @@ def quantize_training(
         >>> model = sc.quantize_training(model, weights="int8", activations="int8", kv_cache="int8")
     """
 
+    check_module(model, "quantize_training")
+
     def quantizer(given: Given | None, granularity: Granularity = "tensor") -> Quantizer | None:
         return None if given is None else Quantizer.of(given, granularity)
 
@@ -121,7 +121,8 @@ def quantize_training(
         if isinstance(module, tuple(_FAST_PATHS)) and any(map(_is_quantized, module.modules())):
             _set_fast_path(module, on=False)
     if of_layers and filter_fn is None:
-        _warn_of_the_rest(model, list(chosen.values()))
+        taken = (each for module in chosen.values() for each in module.parameters() if each.ndim > 1)
+        warn_of_the_rest(model, taken, "quantize_training")
     return model
 
 
@@ -139,6 +140,7 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
     Raises:
         UserError: another word for the weights.
     """
+    check_module(model, "restore")
     if weights not in get_args(Weights):
         raise UserError(f"restore: weights must be {' or '.join(get_args(Weights))}; given {weights!r}")
     restore_attention(model)
@@ -257,21 +259,6 @@ def _set_fast_path(module: nn.Module, *, on: bool) -> None:
         known[name] = known.pop("_fast_path")
     elif not on:
         known["_fast_path"], known[name] = known[name], off
-
-
-def _warn_of_the_rest(model: nn.Module, chosen: list[nn.Module]) -> None:
-    """Say where more than a little of what a model multiplies with is in no layer that can be quantized."""
-    left_alone = [*chosen, *output_layers(model), *(module for module in model.modules() if is_table(module))]
-    known = {id(parameter) for module in left_alone for parameter in module.parameters()}
-    rest = {name: each.numel() for name, each in model.named_parameters() if each.ndim > 1 and id(each) not in known}
-    taken = sum(each.numel() for module in chosen for each in module.parameters() if each.ndim > 1)
-    whole = sum(rest.values())
-    if whole > _WHOLE_SHARE * (taken + whole):
-        logger.warning(
-            "quantize_training: %.0f %% of the numbers in matrices stay whole, those of layers that are not known: %s",
-            100.0 * whole / (taken + whole),
-            ", ".join(list(rest)[:3]),
-        )
 
 
 def _nothing(model: nn.Module, filter_fn: Filter | None) -> str:

@@ -25,7 +25,15 @@ from scantling.errors import UserError, did_you_mean
 from scantling.precision.calibration import Batch, Calibration
 from scantling.precision.gptq import BLOCK, gptq, output_error
 from scantling.precision.layers import LayerFormats
-from scantling.precision.matrices import Filter, Matrix, as_matrix, find_matrices, from_matrix
+from scantling.precision.matrices import (
+    Filter,
+    Matrix,
+    as_matrix,
+    check_module,
+    find_matrices,
+    from_matrix,
+    warn_of_the_rest,
+)
 from scantling.precision.packing import PackedMatrix
 from scantling.precision.quantizer import Encoded, Quantizer
 
@@ -101,9 +109,12 @@ def quantize_weights(
     Example:
         >>> model = sc.quantize_weights(model, "int4", method="gptq", calibration=batches)
     """
+    check_module(model, "quantize_weights")
     quantizer = Quantizer.of(format, "channel")
     _check(quantizer, method, calibration, damping)
     matrices = find_matrices(model, filter_fn)
+    if filter_fn is None:
+        warn_of_the_rest(model, (matrix.parameter for matrix in matrices), "quantize_weights")
     calibrated = None
     if calibration is not None:
         calibrated = Calibration(model, matrices, calibration)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scantling.errors import ScantlingError
+from scantling.errors import ScantlingError, UserError
 from scantling.files import write_json
 from scantling.sweeping.schema import After
 
@@ -30,11 +30,13 @@ class Evaluation:
         columns: the names of its figures.
         check: raises a UserError where it cannot be done, before any run.
         evaluate: its figures, of the run in a folder.
+        reads: whether what is checked is files, which may not be here yet.
     """
 
     columns: Callable[[Any], list[str]]
     check: Callable[[Any], object]
     evaluate: Callable[[Path, Any], Figures]
+    reads: bool = False
 
 
 def _paths(given: Any) -> list[str]:
@@ -72,6 +74,9 @@ def _check_formats(given: Any) -> None:
     for name, method in _ways(given):
         Quantizer.of(name)
         check_method(method)
+    columns = _post(given)
+    if len(set(columns)) < len(columns):
+        raise UserError(f"after.quantize.formats: one is named twice, in {', '.join(given['formats'])}")
 
 
 def _evaluate_quantized(run_dir: Path, given: Any) -> Figures:
@@ -82,7 +87,7 @@ def _evaluate_quantized(run_dir: Path, given: Any) -> Figures:
 
 EVALUATIONS = {
     "quantize": Evaluation(_post, _check_formats, _evaluate_quantized),
-    "minimal_pairs": Evaluation(lambda _: ["minimal_pairs"], _check_pairs, _evaluate_pairs),
+    "minimal_pairs": Evaluation(lambda _: ["minimal_pairs"], _check_pairs, _evaluate_pairs, reads=True),
 }
 
 

@@ -130,6 +130,32 @@ class Runner:
                 rows[case.key] = with_figures({**fresh, **kept}, after.known_figures(folder, self._settings))
         return rows
 
+    def check(self) -> None:
+        """See that the evaluations after the runs can be done.
+
+        Raises:
+            UserError: one of them cannot.
+        """
+        if lacking := self.lacking():
+            raise lacking[0]
+
+    def lacking(self) -> list[UserError]:
+        """What the evaluations after the runs will not find.
+
+        Raises:
+            UserError: one of them cannot be done whatever is there.
+        """
+        found = []
+        for name, given in self._settings.items():
+            evaluation = after.EVALUATIONS[name]
+            try:
+                evaluation.check(given)
+            except UserError as error:
+                if not evaluation.reads:
+                    raise
+                found.append(error)
+        return found
+
     def run(self, chosen: Sequence[Case]) -> Outcome:
         """Run those of the chosen runs that are not settled, to their end or to a signal.
 
@@ -137,8 +163,7 @@ class Runner:
             UserError: another sweep is in this folder, or an evaluation cannot be done.
             RunError: the table cannot be written.
         """
-        for name, given in self._settings.items():
-            after.EVALUATIONS[name].check(given)
+        self.check()
         lock = RunDir(self.sweep.folder)
         try:
             lock.lock()
@@ -271,7 +296,8 @@ class Runner:
         """The rows of other grids whose folders are not in this sweep's."""
         own = {case.key for case in self.grid}
         table = read_table(self.sweep.table_path)
-        return [row for key, row in table.items() if key not in own and not self._is_here(key)]
+        folder = self.sweep.folder / "runs"
+        return [row for key, row in table.items() if key not in own and not (folder / key).exists()]
 
     def _is_here(self, key: str) -> bool:
         return RunDir(self.sweep.folder / "runs" / key).holds_run()

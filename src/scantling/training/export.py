@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from scantling.errors import RunError, UserError
+from scantling.errors import RunError
+from scantling.files import check_is_free, written_aside
 from scantling.models.build import quiet
 from scantling.precision.training import restore
 from scantling.tasks.base import Task
@@ -38,29 +37,18 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
     from scantling.training.run import load_trained
 
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there and not empty; give a folder that does not exist")
+    check_is_free(folder)
     _, task, data, model, _ = load_trained(run_dir)
     if dense:
         densify(model)
     restore(model, weights="rounded")
-    aside = folder.with_name(folder.name + ".tmp")
-    try:
-        if aside.exists():
-            shutil.rmtree(aside)
-        aside.mkdir(parents=True)
-        model.config.use_cache = True
+    model.config.use_cache = True
+    with written_aside(folder) as aside:
         with quiet():
             model.save_pretrained(aside)
         task.save_inputs(aside, data, model.config)
         with quiet():
-            difference = _reload_difference(task, model, aside)
-        os.replace(aside, folder)
-    except OSError as error:
-        raise RunError(f"cannot write {folder}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return difference
+            return _reload_difference(task, model, aside)
 
 
 @torch.no_grad()

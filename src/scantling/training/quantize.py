@@ -12,6 +12,7 @@ from typing import Any
 
 from scantling.data.loader import eval_batches
 from scantling.errors import UserError
+from scantling.files import check_is_free
 from scantling.groups import num_non_embedding
 from scantling.laws.registry import law_named, names
 from scantling.precision import Quantizer
@@ -111,8 +112,7 @@ def quantize_run(
     if sequences < 1:
         raise UserError(f"calibration needs 1 sequence or more; given {sequences}")
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there and not empty; give a folder that does not exist")
+    check_is_free(folder)
     quantizer = Quantizer.of(format, "channel")
     with joined(device) as place:
         recipe, task, data, model, checkpoint = load_trained(run_dir, device=str(place.device))
