@@ -272,3 +272,23 @@ def test_grids_that_are_refused(grid: dict[str, Any], words: str) -> None:
 
 def test_runs_that_would_diverge_have_no_finite_loss() -> None:
     assert simulate(KUMAR, {"N": [1e8], "D": [1e10], "weights": [0.01]})["loss"] == [np.inf]
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ({"alpha": -0.3}, "alpha is above 0"),
+        ({"A": 0}, "A is above 0"),
+        ({"E": -1.0}, "E is 0 or more"),
+        ({"E": 10.0}, "E is held at 10, but a run has a loss of"),
+    ],
+)
+def test_constants_that_no_law_has_are_refused(fixed: dict[str, float], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        sc.laws.fit(RUNS, fixed=fixed)
+
+
+def test_a_column_that_stands_for_another_is_read_once() -> None:
+    table = {**{name: column for name, column in RUNS.items() if name != "N"}, "weights": RUNS["N"]}
+    found = read_runs(table, PrecisionLaw, {"N": "weights"})
+    assert (found["weights"] == 16).all()

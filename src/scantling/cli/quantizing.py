@@ -42,8 +42,10 @@ def quantize(
         given["group_size"] = group_size
     if clip != "absmax":
         given["clip"] = clip
-    group = "" if group_size is None else f"-g{group_size}"
-    folder = out or run / f"quantized-{weights}{group}-{method}"
+    ways = {f"g{group_size}": group_size is not None, clip: clip != "absmax", "embeddings": embeddings}
+    ways |= {"plain": dequantized}
+    name = "-".join(["quantized", weights, *(way for way, is_taken in ways.items() if is_taken), method])
+    folder = out or run / name
     with quiet():
         done = quantize_run(
             run,

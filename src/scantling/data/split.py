@@ -49,7 +49,11 @@ def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name:
         sides[used[_held_out(scan.digests[used], heldout, seed)]] = HELDOUT
         if not (sides == HELDOUT).any():
             number = f"one {unit}" if len(used) == 1 else f"{len(used)} {unit}s, all of them equal"
-            files = " (a text file is one document unless document_separator is set)" if unit == "document" else ""
+            files = (
+                " (a text file is one document, unless document_separator is set and in it)"
+                if unit == "document"
+                else ""
+            )
             budget = "" if max_bytes is None else f" within max_bytes = {max_bytes}"
             raise UserError(
                 f"{name}: nothing can be held out of {number}{budget}; set data.heldout to 0, name held-out files in "

@@ -101,6 +101,10 @@ def fit(
         free = [name for name in free if name not in BASE]
     lent = {name: value for name, value in _lent(cls, base).items() if name not in fixed}
     held = lent | _checked(cls, fixed)
+    if held.get("E", 0.0) >= (lowest := float(table["loss"].min())):
+        raise UserError(
+            f"E is held at {held['E']:g}, but a run has a loss of {lowest:g}: no law of this form reaches it"
+        )
     wanted = [name for name in dict.fromkeys([*cls.fittable(table), *free]) if name not in held]
     for follower, leader in tie.items():
         if leader == follower or leader in tie:
@@ -156,6 +160,8 @@ def _checked(cls: type[Law], fixed: Mapping[str, float]) -> dict[str, float]:
     for name, value in fixed.items():
         if not isinstance(value, int | float | np.number) or not np.isfinite(value):
             raise UserError(f"fixed {name} is {value!r}, no finite number")
+        if name in BASE and (value < 0 or (value == 0 and name != "E")):
+            raise UserError(f"fixed {name} is {value!r}; {'E is 0 or more' if name == 'E' else f'{name} is above 0'}")
     return dict(fixed)
 
 

@@ -118,7 +118,8 @@ def read_runs(
             renamed[name] = f"{_SECTION}{name}"
     for name in wanted:
         column = renamed.get(name, name)
-        if name in ("N", "D", "loss", "scheme") or name in renamed or column in table:
+        is_another = name not in renamed and name in renamed.values()  # a column that stands for something else
+        if name in ("N", "D", "loss", "scheme") or name in renamed or (column in table and not is_another):
             cells = [cell for cell, kept in zip(_column(table, column, name), chosen, strict=True) if kept]
             if name == "scheme":
                 texts = ["" if cell is None else str(cell).strip() for cell in cells]

@@ -201,8 +201,8 @@ class Quantizer:
         if self.granularity == "token":
             return x, (-1,)
         if self.granularity == "channel":
-            if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
-                raise UserError(f"axis must be one of the {x.ndim} dims of the tensor; given {axis}")
+            if not hasattr(axis, "__index__") or not -x.ndim <= axis < x.ndim:
+                raise UserError(f"axis must be one of the {x.ndim} dims of the tensor; given {axis!r}")
             return x, tuple(dim for dim in range(x.ndim) if dim != axis % x.ndim)
         size = self.group_size or 1
         tail = -x.shape[-1] % size
