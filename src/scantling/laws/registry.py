@@ -101,10 +101,6 @@ def fit(
         free = [name for name in free if name not in BASE]
     lent = {name: value for name, value in _lent(cls, base).items() if name not in fixed}
     held = lent | _checked(cls, fixed)
-    if held.get("E", 0.0) >= (lowest := float(table["loss"].min())):
-        raise UserError(
-            f"E is held at {held['E']:g}, but a run has a loss of {lowest:g}: no law of this form reaches it"
-        )
     wanted = [name for name in dict.fromkeys([*cls.fittable(table), *free]) if name not in held]
     for follower, leader in tie.items():
         if leader == follower or leader in tie:
@@ -116,6 +112,10 @@ def fit(
     sought = tuple(name for name in wanted if name not in tie)
     if not sought:
         raise UserError("nothing is left to fit: every constant is held, or the bits are the same in all runs")
+    if held.get("E", 0.0) >= (lowest := float(table["loss"].min())):
+        raise UserError(
+            f"E is held at {held['E']:g}, but a run has a loss of {lowest:g}: no law of this form reaches it"
+        )
     _check_enough(table, sought)
     _check_spread(table, sought)
     problem = _problem(cls, table, sought, tie, held, delta)
