@@ -605,6 +605,9 @@ def test_bf16_under_autocast() -> None:
 def test_it_says_what_it_is() -> None:
     model = sc.quantize_training(nn.Sequential(nn.Linear(4, 4)), weights="int4", activations="int8", compute="int8")
     assert "weights=int4 by channel, activations=int8 by tensor, compute=int8" in repr(model)
+    cores = sc.quantize_training(nn.Sequential(sc.TTLinear(16, 16, rank=2)), weights="int4")
+    assert "weights=int4 by channel" in repr(cores)
+    assert "weights=" not in repr(restore(cores))
 
 
 @pytest.mark.parametrize(

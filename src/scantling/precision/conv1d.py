@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from scantling.precision.layers import LayerFormats, described
+from scantling.precision.layers import LayerFormats
 
 
 class QuantizedConv1D(Conv1D):  # type: ignore[misc,no-any-unimported,unused-ignore]
@@ -20,4 +20,4 @@ class QuantizedConv1D(Conv1D):  # type: ignore[misc,no-any-unimported,unused-ign
         return self.formats.product(x, self.weight.t(), self.bias)
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, {described(self.formats)})"
+        return f"{super().__repr__()[:-1]}, {self.formats})"

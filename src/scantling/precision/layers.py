@@ -41,6 +41,12 @@ class LayerFormats:
     gradients: Quantizer | None = None
     multiply: Multiply | None = None
 
+    def __str__(self) -> str:
+        """The formats in words, as they are printed with the model."""
+        given = {name: getattr(self, name) for name in ("weights", "activations", "gradients")}
+        given |= {"compute": None if self.multiply is None else self.multiply.name}
+        return ", ".join(f"{name}={each}" for name, each in given.items() if each is not None)
+
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y = x W^T + bias in these formats: (..., in) by (out, in) to (..., out)."""
         if self.matmul is not None:
@@ -113,7 +119,7 @@ class QuantizedLinear(nn.Linear):
         return self.formats.product(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {described(self.formats)}"
+        return f"{super().extra_repr()}, {self.formats}"
 
 
 class QuantizedEmbedding(nn.Embedding):
@@ -127,7 +133,7 @@ class QuantizedEmbedding(nn.Embedding):
         return self.formats.rows(self.weight, input, found, self.padding_idx, self.scale_grad_by_freq)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {described(self.formats)}"
+        return f"{super().extra_repr()}, {self.formats}"
 
 
 class _RoundedGradient(torch.autograd.Function):
@@ -144,13 +150,3 @@ class _RoundedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.quantizer(grads[0], axis=-1), None
-
-
-def described(formats: LayerFormats) -> str:
-    """The formats in words, as they are printed with the model."""
-    parts = [
-        f"{name}={getattr(formats, name)}"
-        for name in ("weights", "activations", "gradients")
-        if getattr(formats, name) is not None
-    ]
-    return ", ".join(parts if formats.multiply is None else [*parts, f"compute={formats.multiply.name}"])

@@ -321,6 +321,7 @@ class TTMEmbedding(CoreLayer):
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, row_modes={self.row_modes}, col_modes={self.col_modes}, "
             f"ranks={self.ranks}, padding_idx={self.padding_idx}"
+            + ("" if self.formats is None else f", {self.formats}")
         )
 
     def _shapes(self) -> list[tuple[int, ...]]:

@@ -270,6 +270,7 @@ class TTLinear(CoreLayer):
             f"in_features={self.in_features}, out_features={self.out_features}, in_modes={self.in_modes}, "
             f"out_modes={self.out_modes}, ranks={self.ranks}, bias={self.bias is not None}"
             + ("" if self.activation is None else f", activation={self.activation!r}")
+            + ("" if self.formats is None else f", {self.formats}")
         )
 
 
