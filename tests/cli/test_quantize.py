@@ -57,7 +57,8 @@ def test_the_figures(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         options = ["--weights", f"int{bits}", "--clip", "mse", "--calibration", "12", "--out", str(out), "--json"]
         assert run(["quantize", str(trained), *options]) == 0
         found[bits] = json.loads(capsys.readouterr().out)
-        assert found[bits]["bytes"]["written"] == (out / "quantized.safetensors").stat().st_size
+        files = [out / name for name in ("quantized.safetensors", "quantized.json")]
+        assert found[bits]["bytes"]["written"] == sum(file.stat().st_size for file in files)
     evaluated = json.loads((trained / "result.json").read_text())["eval_loss"]
     two, eight = found[2], found[8]
     assert two["before"] == eight["before"]
