@@ -16,15 +16,14 @@ comm_table.py makes tables of the lines, with differences paired by seed, and ti
 A decoder of half a million parameters on English novels; with `--data digits` a vision transformer of 0.2 million on
 scikit-learn's digits; with `--data llama-10m-long` the preset llama-10m, on bytes of the novels, in the batches that
 network.py times, 2,250 steps of them, multiplied in bf16, without instructions for it as in bf16_products.py, which
-`widened` tells of a line (`llama-10m` is 300 steps in fp32, of AdamW under DDP alone,
-which the rate of embeddings is from). Two replicas are two processes, each with half of every batch; with four and
-eight, each has less, at the rates that are best with two, and AdamW under DDP is that of two, which computes the same.
-The seeds of the long runs begin with that of the sweep. Replicas that take steps of their own have come together at the
-end of a run, which is a multiple of theirs; where the curve has points in between, these are means over models that
-differ. `ours k192 h5` takes five steps of AdamW between exchanges, in which the signs of the 192 largest of 4,096
-numbers travel, by way of owners of 144. Bytes are those of the formulas, which benchmarks/network.py holds to what an
-interface counts; `bytes_over_the_run` has in it the 30 steps that PowerSGD begins with, a tenth of 300, as its
-documentation advises.
+`widened` tells of a line (`llama-10m` is 300 steps in fp32, of AdamW under DDP alone, which the rate of embeddings is
+from). Two replicas are two processes, each with half of every batch; with four and eight, each has less, at the rates
+that are best with two, and AdamW under DDP is that of two, which computes the same. The seeds of the long runs begin
+with that of the sweep. Replicas that take steps of their own have come together at the end of a run, which is a
+multiple of theirs; where the curve has points in between, these are means over models that differ. `ours k192 h5` takes
+five steps of AdamW between exchanges, in which the signs of the 192 largest of 4,096 numbers travel, by way of owners
+of 144. Bytes are those of the formulas, which benchmarks/network.py holds to what an interface counts;
+`bytes_over_the_run` has in it the 30 steps that PowerSGD begins with, a tenth of 300, as its documentation advises.
 
 In all methods but SGD, DeMo as published and `ddp, one rate`, embeddings and vectors learn by AdamW at the rate that
 is best for AdamW alone, which is swept first, and what is swept is the rate of the matrices: the AdamW in DeMo has a

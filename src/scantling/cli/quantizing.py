@@ -42,8 +42,12 @@ def quantize(
         given["group_size"] = group_size
     if clip != "absmax":
         given["clip"] = clip
-    ways = {f"g{group_size}": group_size is not None, clip: clip != "absmax", "embeddings": embeddings}
-    ways |= {"plain": dequantized}
+    ways = {
+        f"g{group_size}": group_size is not None,
+        clip: clip != "absmax",
+        "embeddings": embeddings,
+        "plain": dequantized,
+    }
     name = "-".join(["quantized", weights, *(way for way, is_taken in ways.items() if is_taken), method])
     folder = out or run / name
     with quiet():

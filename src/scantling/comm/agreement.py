@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from scantling.numerics.tables import has_kernels
 logger = logging.getLogger(__name__)
 
 SKETCH = 256
-SEPARATOR = "; "
+_SEPARATOR = "; "
 """Of the facts of a parameter in words."""
 _OF_THE_LAST_BITS = (
     ". The same bytes would decode to other last bits: install the same versions on all, and set OMP_NUM_THREADS (or "
@@ -34,12 +35,14 @@ _OF_THE_LAST_BITS = (
 )
 
 
-def check_alike(link: Link, described: Sequence[str], names: Sequence[str], params: Sequence[Tensor]) -> int:
+def check_alike(
+    link: Link, described: Sequence[Mapping[str, Any]], names: Sequence[str], params: Sequence[Tensor]
+) -> int:
     """Compare replicas. Collectives: two all-gathers, and one more where the options differ.
 
     Args:
         link: to the other replicas.
-        described: what each parameter is and how it travels, in words.
+        described: what each parameter is and how it travels: facts by name.
         names: of the parameters.
         params: the parameters.
 
@@ -50,7 +53,7 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
         UserError: something differs; on all ranks alike.
     """
     device = params[0].device
-    texts = [_decoder(device), *(f"{name}: {text}" for name, text in zip(names, described, strict=True))]
+    texts = [_decoder(device), *map(_in_words, names, described)]
     own = zlib.crc32("\n".join(texts).encode())
     if link.is_alone:
         return own
@@ -74,9 +77,10 @@ def check_alike(link: Link, described: Sequence[str], names: Sequence[str], para
         place, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(theirs, usual, strict=True)) if a != b)
         if not place:
             raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{_OF_THE_LAST_BITS}")
-        name = names[place - 1]
-        pair = _unlike_facts(one.removeprefix(f"{name}: "), other.removeprefix(f"{name}: "))
-        raise UserError(f"rank {rank} differs from the others in {name}: it has {pair[0]}; they have {pair[1]}")
+        pair = _unlike_facts(one, other)
+        raise UserError(
+            f"rank {rank} differs from the others in {names[place - 1]}: it has {pair[0]}; they have {pair[1]}"
+        )
     differing = unlike(link, params)
     if differing is not None:
         rank, place, _ = differing
@@ -100,14 +104,17 @@ def _decoder(device: torch.device) -> str:
     return f"{found}, {kernels}, fp32 products of precision {torch.get_float32_matmul_precision()}"
 
 
+def _in_words(name: str, facts: Mapping[str, Any]) -> str:
+    return _SEPARATOR.join([name, *(f"{fact} {value}" for fact, value in facts.items())])
+
+
 def _unlike_facts(one: str, other: str) -> tuple[str, str]:
-    """Of two texts with as many facts those that differ, else the whole texts."""
-    pairs = list(zip(one.split(SEPARATOR), other.split(SEPARATOR), strict=False))
-    if len(pairs) < max(len(text.split(SEPARATOR)) for text in (one, other)):
+    """Of two texts of `_in_words` the facts that differ, or the whole texts where they have not as many."""
+    ours, theirs = one.split(_SEPARATOR), other.split(_SEPARATOR)
+    if len(ours) != len(theirs):
         return one, other
-    differing = [pair for pair in pairs if pair[0] != pair[1]] or pairs
-    ours, theirs = (", ".join(facts) for facts in zip(*differing, strict=True))
-    return ours, theirs
+    differing = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
+    return ", ".join(fact for fact, _ in differing), ", ".join(fact for _, fact in differing)
 
 
 def warn_if_averaged(link: Link, params: Sequence[Tensor]) -> None:

@@ -228,9 +228,9 @@ class DeMo(torch.optim.Optimizer):
         if closure is not None:
             raise UserError("DeMo takes no closure: gradients of a loss that is computed again were not exchanged")
         for group in self.param_groups:
-            _check(group, has_begun=True)
-            if group["dense_lr"] != group["dense_set"]:
-                _check(group)
+            sets_dense_lr = group["dense_lr"] != group["dense_set"]
+            _check(group, sets_dense_lr=sets_dense_lr)
+            if sets_dense_lr:
                 _set_dense_ratio(group)
         self._reconnect()
         self._unscale()
@@ -485,8 +485,8 @@ def _set_dense_ratio(group: dict[str, Any]) -> None:
     group["dense_set"] = group["dense_lr"]
 
 
-def _check(group: dict[str, Any], *, has_begun: bool = False) -> None:
-    """Raise a UserError for a value out of range; in the middle of a schedule, `lr` may be 0."""
+def _check(group: dict[str, Any], *, sets_dense_lr: bool = True) -> None:
+    """Raise a UserError for a value out of range; a schedule may bring `lr` to 0 once `dense_lr` is set."""
     check_options(group)
     for key in ("lr", "weight_decay", "dense_eps", "dense_lr"):
         value = group[key]
@@ -494,7 +494,7 @@ def _check(group: dict[str, Any], *, has_begun: bool = False) -> None:
             continue
         if not is_number(value) or not 0.0 <= value < math.inf:
             raise UserError(f"{key} must be a number of at least 0; given {value!r}")
-    if group["dense_lr"] is not None and not group["lr"] and not has_begun:
+    if sets_dense_lr and group["dense_lr"] is not None and not group["lr"]:
         raise UserError("dense_lr follows the schedule of lr, which must be above 0 when it is set; given 0")
     if group["update"] not in UPDATES:
         raise UserError(f"update must be one of {', '.join(UPDATES)}; given {group['update']!r}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from scantling.comm.agreement import SEPARATOR, check_alike
+from scantling.comm.agreement import check_alike
 from scantling.comm.channels import MOST_NUMBERS, MOST_ON_DEVICE, Channel, channels_of, kind_and_grid
 from scantling.comm.link import Link
 from scantling.comm.options import OPTIONS, Group, Rounds, check_groups
@@ -88,13 +88,15 @@ def laid_out(
             "changed on the others, they are exchanging now, and the run hangs or ends in an error",
             *(step, link.rank),
         )
-    texts = []
+    described = []
     for param, group in zip(params, groups_of(groups), strict=True):
         options = {option: group[option] for option in (*OPTIONS, *also)} | asdict(rounds)
         facts = {"shape": tuple(param.shape), "dtype": param.dtype, "frozen": not param.requires_grad, **options}
-        texts.append(SEPARATOR.join(f"{name} {value}" for name, value in {**facts, "calls so far": step}.items()))
+        described.append({**facts, "calls so far": step})
     buckets = buckets_of(groups, rounds)
-    return Layout(key, buckets, check_alike(link, texts, names_of(groups), params), way_of(groups, rounds, link.size))
+    return Layout(
+        key, buckets, check_alike(link, described, names_of(groups), params), way_of(groups, rounds, link.size)
+    )
 
 
 def buckets_of(groups: Sequence[Group], rounds: Rounds) -> list[Bucket]:

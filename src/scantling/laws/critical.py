@@ -31,7 +31,7 @@ def critical_tokens(law: Law, N: float, **variables: Any) -> float:
     given = law._variables(variables)
     if lists := [name for name, value in given.items() if np.ndim(value)]:
         raise UserError(f"critical_tokens takes one number of bits for each part; given several as {lists[0]}")
-    if min(float(np.min(np.real(each))) for each in law.efficiencies(given)) <= 0:
+    if not law.trains(given):
         raise UserError(
             f"there are no critical tokens at these bits: by the {law.name} law ({law.source}) training diverges there"
         )

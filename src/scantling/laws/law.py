@@ -113,6 +113,10 @@ class Law(ABC):
         """By what precision multiplies parameters, and tokens."""
         return 1.0, 1.0
 
+    def trains(self, variables: Values) -> Any:
+        """Whether precision leaves some of the parameters and tokens; where it does not, training diverges."""
+        return np.logical_and(*(np.real(each) > 0 for each in self.efficiencies(variables)))
+
     def degradation(self, N: Any, D: Any, variables: Values) -> Any:
         """What is added to the loss, nats; N already multiplied by its efficiency."""
         return 0.0
@@ -286,8 +290,7 @@ class Law(ABC):
             shapes = ", ".join(f"{name} {np.shape(each)}" for name, each in {"N": N, "D": D, **bits}.items())
             raise UserError(f"arrays must go together, as NumPy's do; given {shapes}") from None
         self.warn_outside(N=N, D=D, **bits)
-        usable = np.logical_and(*(np.asarray(each) > 0 for each in self.efficiencies(given)))
-        return _plain(np.where(usable, self.evaluate(N, D, given), math.inf))
+        return _plain(np.where(self.trains(given), self.evaluate(N, D, given), math.inf))
 
     def _variables(self, given: Values) -> dict[str, Any]:
         """The variables in full: numbers as arrays, None as unquantised, defaults for what is absent."""
@@ -311,13 +314,18 @@ def _plain(value: Any) -> Any:
     return float(value) if np.ndim(value) == 0 else value
 
 
+def text_of(cell: Any) -> str:
+    """A cell of a table as text, empty where it is None."""
+    return "" if cell is None else str(cell).strip()
+
+
 def bits_of(cell: Any) -> float:
     """Bits as tables and recipes have them: a number, a format by name or as a mapping, or nothing for unquantised.
 
     Raises:
         ValueError: anything else.
     """
-    text = "" if cell is None else str(cell).strip()
+    text = text_of(cell)
     if text.startswith("{"):
         text = str(json.loads(text).get("format"))
     if text.lower() in UNNAMED:

@@ -83,15 +83,13 @@ def optimum(
         if of_schemes and not all(isinstance(key, str) for key in speed):
             raise UserError(f"the {law.name} law is of schemes: speed={{scheme: speed}} by name; given {speed!r}")
     if not of_schemes and not law.parts():
-        few = [
-            name for name, given in (("bits", bits is not None and bits < 16), ("speed", speed is not None)) if given
-        ]
-        if few and not (few == ["speed"] and inference_tokens):
+        of_training = {"bits": bits is not None and bits < 16, "speed": speed is not None and not inference_tokens}
+        if few := [name for name, is_given in of_training.items() if is_given]:
             raise UserError(
                 f"this {law.name} law does not say what few bits in training cost; leave {' and '.join(few)} out"
             )
     budget = _Budget(law, compute, N, speed, inference_tokens, post)
-    if "scheme" in law.VARIABLES and (bits is not None or not isinstance(speed, Mapping)):
+    if of_schemes and (bits is not None or not isinstance(speed, Mapping)):
         raise UserError("a law of schemes takes no bits, but speed={scheme: speed relative to 16 bits} of each choice")
     if bits is not None:
         return budget.best_at(bits)
@@ -146,7 +144,7 @@ class _Budget:
         else:
             N = math.exp(self._best_size(variables, rate) if self._closed() else zoom(loss, *np.log(_SIZES)))
         D = float(tokens(N))
-        usable = min(float(np.min(np.real(each))) for each in self.law.efficiencies(variables)) > 0
+        usable = bool(self.law.trains(variables))
         if quiet and not (D > 0 and usable):
             return Optimum(N, 0.0, None, math.inf, self.compute, rate)
         if D <= 0:

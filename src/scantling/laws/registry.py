@@ -38,7 +38,7 @@ def law_named(name: str) -> type[Law]:
         UserError: if there is none of this name.
     """
     if not isinstance(name, str) or name not in _HOMES:
-        hint = did_you_mean(str(name), _HOMES)
+        hint = did_you_mean(name, _HOMES)
         raise UserError(f"no law '{name}'; there are {', '.join(names())}" + (f" ({hint})" if hint else ""))
     module, cls = _HOMES[name]
     found: type[Law] = getattr(importlib.import_module(f"scantling.laws.{module}"), cls)

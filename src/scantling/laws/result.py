@@ -65,6 +65,7 @@ class Fit:
         objective: the sum of Huber's losses.
         delta: where Huber's loss turns straight.
         runs: what was fitted to.
+        base: the fit of the first stage, which has lent constants; None where there was none, or a law with its own.
     """
 
     law: Law
@@ -75,7 +76,7 @@ class Fit:
     runs: Runs
     _problem: Problem = dataclasses.field(repr=False)
     _theta: Array = dataclasses.field(repr=False)
-    _base: Fit | None = dataclasses.field(default=None, repr=False)
+    base: Fit | None = dataclasses.field(default=None, repr=False)
     _lent: tuple[str, ...] = ()
 
     @classmethod
@@ -116,11 +117,6 @@ class Fit:
     def mean_error(self) -> float:
         """Mean absolute relative error of the losses that were fitted to."""
         return float(np.abs(np.expm1(self.residuals)).mean())
-
-    @property
-    def base(self) -> Fit | None:
-        """The fit of the first stage, which has lent constants; None where there was none, or a law with its own."""
-        return self._base
 
     @property
     def fitted_constants(self) -> tuple[str, ...]:
@@ -255,8 +251,8 @@ class Fit:
     def _without(self, sizes: Array) -> tuple[Problem, Array]:
         """What is fitted to the runs of other sizes, and where its least sum lies."""
         problem = self._problem.on(self._problem.runs.take(~np.isin(self.runs["N"], sizes)))
-        if self._base is not None:
-            base, at = self._base._without(sizes)
+        if self.base is not None:
+            base, at = self.base._without(sizes)
             constants = base.law_at(at).constants()
             law = problem.law.in_units(1 / problem.size, 1 / problem.tokens)
             law = law.with_constants({name: constants[name] for name in self._lent})
@@ -329,7 +325,7 @@ class Fit:
         """Why the runs of other sizes do not suffice."""
         held = np.isin(self.runs["N"], sizes)
         rest = ~held
-        reason = None if self._base is None else self._base._cannot_do_without(sizes)
+        reason = None if self.base is None else self.base._cannot_do_without(sizes)
         if reason:
             return f"of the base, {reason}"
         if rest.sum() <= len(self.names):

@@ -17,7 +17,7 @@ import numpy as np
 
 from scantling.errors import UserError, did_you_mean
 from scantling.laws.efficiency import UNQUANTISED
-from scantling.laws.law import UNNAMED, Array, Law, bits_of
+from scantling.laws.law import UNNAMED, Array, Law, bits_of, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +118,11 @@ def read_runs(
             renamed[name] = f"{_SECTION}{name}"
     for name in wanted:
         column = renamed.get(name, name)
-        is_another = name not in renamed and name in renamed.values()  # a column that stands for something else
-        if name in ("N", "D", "loss", "scheme") or name in renamed or (column in table and not is_another):
+        is_its_own = name in table and name not in renamed.values()  # and stands for nothing else
+        if name in ("N", "D", "loss", "scheme") or name in renamed or is_its_own:
             cells = [cell for cell, kept in zip(_column(table, column, name), chosen, strict=True) if kept]
             if name == "scheme":
-                texts = ["" if cell is None else str(cell).strip() for cell in cells]
+                texts = map(text_of, cells)
                 found[name] = np.array([UNQUANTISED[0] if text.lower() in UNNAMED else text for text in texts])
             else:
                 found[name] = _numbers(cells, column, bits=name in law.VARIABLES)
@@ -255,7 +255,7 @@ def _numbers(cells: Sequence[Any], column: str, *, bits: bool) -> Array:
     """Numbers; in columns of bits an empty cell is unquantised, and the name of a format stands for its bits."""
     found = np.empty(len(cells))
     for place, cell in enumerate(cells):
-        text = "" if cell is None else str(cell).strip()
+        text = text_of(cell)
         try:
             found[place] = bits_of(text) if bits else float(text or "nan")
         except ValueError:

@@ -18,8 +18,9 @@ def autocast(compute: str, device: torch.device) -> AbstractContextManager[objec
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context of products in the dtypes that are given, also in a step or backward pass under autocast."""
-    return torch.autocast(device.type, enabled=False)
+    """The context in which products are in the dtypes that are given; the meta device knows no autocast."""
+    off = device.type == "meta" or not torch.is_autocast_enabled(device.type)
+    return nullcontext() if off else torch.autocast(device.type, enabled=False)
 
 
 def has_products(compute: str, device: torch.device) -> bool:

@@ -105,29 +105,29 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
     index: dict[str, dict[str, Any]] = {}
     plain = _plain_bytes(folder)
     written = sorted(folder.glob("*.safetensors"))
-    others = dict(weights)
+    done: set[int] = set()
+
+    def pack(name: str, tensor: Tensor, weight: QuantizedWeight) -> None:
+        index[name] = _described(tensor, weight)
+        tensors.update(_packed(name, weight))
+        done.add(id(weight))
+
     for path in written:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
-                tensor = file.get_tensor(name)
-                weight = known.get(name)
+                tensor, weight = file.get_tensor(name), known.get(name)
                 if weight is not None and _is_what_it_stands_for(tensor, weight):
-                    others = {key: other for key, other in others.items() if other is not weight}
+                    pack(name, tensor, weight)
                 else:
-                    weight = None
-                index |= {} if weight is None else {name: _described(tensor, weight)}
-                tensors |= {name: tensor} if weight is None else _packed(name, weight)
-    for key, weight in list(others.items()):  # transformers gives some models other names in files
-        found = [name for name, tensor in tensors.items() if _is_what_it_stands_for(tensor, weight)]
-        for name in found:
-            index[name] = _described(tensors.pop(name), weight)
-            tensors |= _packed(name, weight)
-        if found:
-            del others[key]
-    if others:
+                    tensors[name] = tensor
+    for weight in weights.values():  # transformers gives some models other names in files
+        if id(weight) not in done:
+            for name in [name for name, tensor in tensors.items() if _is_what_it_stands_for(tensor, weight)]:
+                pack(name, tensors.pop(name), weight)
+    if left := [name for name, weight in weights.items() if id(weight) not in done]:
         logger.warning(
             "%d of %d quantised weights have another shape in files, where they are not packed: %s",
-            *(len(others), len(weights), ", ".join(list(others)[:3])),
+            *(len(left), len(weights), ", ".join(left[:3])),
         )
     for path in [*written, folder / "model.safetensors.index.json"]:
         path.unlink(missing_ok=True)

@@ -125,19 +125,10 @@ class Runner:
             found = row if row is not None and row["state"] == "done" else done_row(case, folder) or row
             if found is not None:
                 fresh = row_of(case, folder, found["state"])
-                known = {*FIGURES, *self._columns} if self._is_here(case.key) else found.keys()
+                known = {*FIGURES, *self._columns} if self._is_here(case) else found.keys()
                 kept = {k: cell for k, cell in found.items() if k == "error" or (k in known and k not in fresh)}
                 rows[case.key] = with_figures({**fresh, **kept}, after.known_figures(folder, self._settings))
         return rows
-
-    def check(self) -> None:
-        """See that the evaluations after the runs can be done.
-
-        Raises:
-            UserError: one of them cannot.
-        """
-        if lacking := self.lacking():
-            raise lacking[0]
 
     def lacking(self) -> list[UserError]:
         """What the evaluations after the runs will not find.
@@ -163,7 +154,8 @@ class Runner:
             UserError: another sweep is in this folder, or an evaluation cannot be done.
             RunError: the table cannot be written.
         """
-        self.check()
+        if lacking := self.lacking():
+            raise lacking[0]
         lock = RunDir(self.sweep.folder)
         try:
             lock.lock()
@@ -192,7 +184,7 @@ class Runner:
 
     def _missing(self, case: Case) -> dict[str, Any]:
         """The evaluations of a finished run that are still to be done, where its folder is here."""
-        return after.missing(self._folder(case), self._settings) if self._is_here(case.key) else {}
+        return after.missing(self._folder(case), self._settings) if self._is_here(case) else {}
 
     def _work(self, waiting: Sequence[Case]) -> bool:
         """Whether a signal came before all was done."""
@@ -299,8 +291,8 @@ class Runner:
         folder = self.sweep.folder / "runs"
         return [row for key, row in table.items() if key not in own and not (folder / key).exists()]
 
-    def _is_here(self, key: str) -> bool:
-        return RunDir(self.sweep.folder / "runs" / key).holds_run()
+    def _is_here(self, case: Case) -> bool:
+        return RunDir(self._folder(case)).holds_run()
 
     def _folder(self, case: Case) -> Path:
         return self.sweep.folder / "runs" / case.key

@@ -25,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
+from scantling.numerics.compute import without_autocast
 from scantling.tensor.contraction import Lookup, Plan, Step, best_plan, cores_of
 from scantling.tensor.cores import clip_ranks, dense, random_cores
-from scantling.tensor.layer import CoreLayer, without_autocast
+from scantling.tensor.layer import CoreLayer
 from scantling.tensor.lazy import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, check_size, split
 

@@ -17,7 +17,7 @@ gradients. Nowhere else is anything kept, since not every change of a core can b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
+from scantling.numerics.compute import without_autocast
 from scantling.tensor.contraction import (
     MOST_ORDERS,
     Head,
@@ -370,12 +371,6 @@ def saved_as_ever() -> AbstractContextManager[object]:
     its pass, in which everything is merged already.
     """
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """The context in which blocks of cores are merged in their own dtype; the meta device knows no autocast."""
-    off = device.type == "meta" or not torch.is_autocast_enabled(device.type)
-    return nullcontext() if off else torch.autocast(device.type, enabled=False)
 
 
 def gate(control: Tensor, threshold: float) -> Tensor:

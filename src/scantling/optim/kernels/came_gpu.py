@@ -1,10 +1,10 @@
 """One step of CAME on a GPU, many parameters in each launch: the equations of came.py, (1) to (10), tile by tile.
 
 Each parameter is a stack of row-major matrices, cut into tiles; a program works on one tile and finds in a table which
-parameter it is of. A tile's part of a sum over a row or a column goes into a place of its own, and the
-parts are added in their order: the same numbers give the same bits, on every rank and in every run. Memory is passed
-through once a stage: the gradient four times, three where there is no confidence, the momentum twice or three times,
-the parameter once.
+parameter it is of. A tile's part of a sum over a row or a column goes into a place of its own, and the parts are added
+in their order: the same numbers give the same bits, on every rank and in every run. Memory is passed through once a
+stage: the gradient four times, three where there is no confidence, the momentum twice or three times, the parameter
+once.
 
 Launched by _grouped.py; every function has its plain counterpart in _update.py, _codec.py, _rounding.py and _random.py.
 """
