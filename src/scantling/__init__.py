@@ -12,7 +12,7 @@ from scantling.lazy_names import lazy_names
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from scantling import comm, laws, precision
+    from scantling import comm, errors, laws, optim, precision, tensor
     from scantling.comm.demo import DeMo
     from scantling.comm.momentum import MomentumExchange
     from scantling.groups import param_groups
@@ -50,9 +50,12 @@ _HOMES = {
 
 _MODULES = {
     "comm": "scantling.comm",
+    "errors": "scantling.errors",
     "hf": "scantling.integrations.hf",
     "laws": "scantling.laws",
+    "optim": "scantling.optim",
     "precision": "scantling.precision",
+    "tensor": "scantling.tensor",
 }
 
 __all__ = [
@@ -67,14 +70,17 @@ __all__ = [
     "TTMEmbeddingBag",
     "comm",
     "densify",
+    "errors",
     "hf",
     "laws",
     "load",
+    "optim",
     "param_groups",
     "plan",
     "precision",
     "quantize_training",
     "quantize_weights",
+    "tensor",
     "tensorize",
     "train",
 ]

@@ -93,6 +93,10 @@ def test_eval_gives_what_the_run_recorded(trained: Path, capsys: pytest.CaptureF
     assert figures["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     assert figures["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
     assert figures["perplexity"] == pytest.approx(2.718281828459045 ** figures["eval_loss"], rel=1e-6)
+    assert run(["eval", str(trained), "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == figures
+    assert run(["eval", str(trained), "--device", "tpu"]) == 2
+    assert "one of auto, cpu, cuda; given 'tpu'" in capsys.readouterr().err
     assert run(["eval", str(trained)]) == 0
     assert "perplexity" in capsys.readouterr().out
 

@@ -294,7 +294,7 @@ def test_without_a_compiler_it_says_so_once_and_goes_on(
     with caplog.at_level(logging.WARNING, logger="scantling"):
         trained([(40, 33)], torch.float32)
     assert [record.message for record in caplog.records] == [
-        "CAME steps several times slower than it could: there is no C compiler (cc, or what CC names)"
+        "CAME steps at less than half the speed that it could have: there is no C compiler (cc, or what CC names)"
     ]
 
 

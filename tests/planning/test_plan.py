@@ -188,6 +188,12 @@ def test_what_cannot_be_known_is_said(tmp_path: Path) -> None:
     assert any("number of labels is not known" in note for note in sc.plan(recipe).notes)
 
 
+def test_ids_that_only_the_files_know_are_noted(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    recipe["data"] = {"bin": str(tmp_path / "ids.bin"), "seq_len": 32}  # not read, so that it need not be there
+    assert any("one more than the largest in its files" in note for note in sc.plan(recipe).notes)
+
+
 def test_plan_reads_well(tmp_path: Path) -> None:
     planned = sc.plan(tiny_recipe(tmp_path))
     assert "peak" in str(planned)

@@ -34,7 +34,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return 2
     except (KeyboardInterrupt, typer.Abort):
-        print("scantling: interrupted before the run began its steps; nothing was lost", file=sys.stderr)
+        print("scantling: interrupted; a run goes on from its newest checkpoint with --resume", file=sys.stderr)
         return 1
     except ScantlingError as error:
         rank = os.environ.get("RANK", "0")

@@ -116,12 +116,15 @@ def evaluate(
         str | None,
         typer.Option(metavar="TASK,...", help="Run tasks of lm-evaluation-harness instead, by name or YAML file."),
     ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: what the recipe names.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Evaluate the newest checkpoint of a run: on its held-out data, on minimal pairs, or on tasks of a harness."""
     from scantling.cli import evaluation
 
-    return evaluation.evaluate(run, minimal_pairs=minimal_pairs or [], limit=limit, lm_eval=lm_eval, as_json=as_json)
+    return evaluation.evaluate(
+        run, minimal_pairs=minimal_pairs or [], limit=limit, lm_eval=lm_eval, device=device, as_json=as_json
+    )
 
 
 @app.command()
@@ -134,7 +137,10 @@ def export(
         bool, typer.Option("--dense", help="Write layers of cores as the dense layers that compute the same.")
     ] = False,
 ) -> int:
-    """Write a folder that transformers' from_pretrained loads, and check that it gives the same logits."""
+    """Write a folder in Hugging Face's format, and check that it gives the same logits.
+
+    transformers alone loads it, but for layers of cores without --dense and for click models.
+    """
     from scantling.cli import commands
 
     return commands.export(run, *to, dense=dense)
@@ -204,7 +210,7 @@ def fit(
 @app.command()
 def quantize(
     run: Annotated[Path, typer.Argument(help="The directory of a run.")],
-    weights: Annotated[str, typer.Option(help="Format of the weights: int2 to int8, fp6_e3m2, mxfp4_e2m1, …")],
+    weights: Annotated[str, typer.Option(help="Format of the weights: int2 to int16, fp6_e3m2, mxfp4_e2m1, …")],
     method: Annotated[str, typer.Option(help="rtn (to the nearest) or gptq.")] = "rtn",
     group_size: Annotated[
         int | None, typer.Option(min=1, help="Inputs that share a scale. Default: all of an output.")

@@ -15,7 +15,15 @@ from scantling.errors import UserError
 from scantling.reporting.format import format_number, format_percent
 
 
-def evaluate(run: Path, *, minimal_pairs: Sequence[str], limit: int | None, lm_eval: str | None, as_json: bool) -> int:
+def evaluate(
+    run: Path,
+    *,
+    minimal_pairs: Sequence[str],
+    limit: int | None,
+    lm_eval: str | None,
+    device: str | None,
+    as_json: bool,
+) -> int:
     show_warnings(make_console(stderr=True))
     if limit is not None and not minimal_pairs:
         raise UserError(f"--limit {limit} is of minimal pairs; give their files with --minimal-pairs")
@@ -24,18 +32,18 @@ def evaluate(run: Path, *, minimal_pairs: Sequence[str], limit: int | None, lm_e
     if minimal_pairs:
         from scantling.training.minimal_pairs import evaluate_pairs
 
-        figures = evaluate_pairs(run, minimal_pairs, limit=limit)
+        figures = evaluate_pairs(run, minimal_pairs, limit=limit, device=device)
         table = _pairs_table(run, figures)
     elif lm_eval is not None:
         from scantling.training.harness import evaluate_tasks
 
         names = [name.strip() for name in lm_eval.split(",") if name.strip()]
-        figures = evaluate_tasks(run, names)
+        figures = evaluate_tasks(run, names, device=device)
         table = _tasks_table(run, figures)
     else:
         from scantling.training.evaluate import evaluate_run
 
-        figures = evaluate_run(run)
+        figures = evaluate_run(run, device=device)
         table = Table(title=Text(f"{run}, held-out data"), show_header=False)
         for name, value in figures.items():
             table.add_row(name.replace("_", " "), _shown(value))

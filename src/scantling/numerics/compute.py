@@ -24,7 +24,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def has_products(compute: str, device: torch.device) -> bool:
-    """Whether a device has instructions for products of a format; a CPU without takes ten times as long as in fp32.
+    """Whether a device has instructions for products of a format; a CPU without takes several times as long as in fp32.
 
     Args:
         compute: "fp32", "bf16" or "fp16".
@@ -38,7 +38,7 @@ def warn_of_slow_products(compute: str, device: torch.device) -> None:
     """Log a warning where a device multiplies a format without instructions for it."""
     if not has_products(compute, device):
         logger.warning(
-            "this CPU has no instructions for products in %s, which take ten times as long as those in fp32: set "
+            "this CPU has no instructions for products in %s, which take several times as long as those in fp32: set "
             "precision.compute: fp32",
             compute,
         )

@@ -1,8 +1,8 @@
 """CAME's step on a CPU in C, for all parameters in one call: `kernels/came.c`, compiled when it is first needed.
 
 The file is compiled with the machine's own C compiler into a private folder that is gone again once the library is
-loaded (a second a process): nothing that runs is kept on disk. Where there is no compiler, or where
-SCANTLING_NATIVE=0 says so, the tiles of `_eager.py` do the same in PyTorch operations, several times slower.
+loaded: nothing that runs is kept on disk. Where there is no compiler, or where
+SCANTLING_NATIVE=0 says so, the tiles of `_eager.py` do the same in PyTorch operations, at less than half the speed.
 """
 
 from __future__ import annotations
@@ -158,5 +158,5 @@ def _library() -> Any:
                 problem = f"{compiler} failed: {error.stderr.strip().splitlines()[:1]}"
             except (OSError, subprocess.TimeoutExpired) as error:
                 problem = f"{compiler}: {error}"
-    logger.warning("CAME steps several times slower than it could: %s", problem)
+    logger.warning("CAME steps at less than half the speed that it could have: %s", problem)
     return None

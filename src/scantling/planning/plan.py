@@ -9,8 +9,8 @@ What the passes take is followed through a micro-batch without memory: the gradi
 freed, so the most there is at once is less than the sum. Where gradients are there before the pass, from an earlier
 micro-batch or because the buckets of an exchange hold them, they are added. Where the optimizer steps each parameter
 within the pass and frees its gradient, the trace does so too, and the temporaries of the update are part of the pass.
-`base` is what a process with the
-libraries loaded holds on a CPU, measured in this one; on a GPU, where only allocated memory counts, it is 0.
+`base` is what a process with the libraries loaded holds on a CPU, measured in this one; on a GPU, where only allocated
+memory counts, it is 0.
 
 `allocator` is what glibc keeps of freed blocks on a CPU, the one figure that is fitted to measurements and not counted.
 """
@@ -282,6 +282,11 @@ def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes:
         vocab_size, overrides = task_data.vocab_size, task.config_overrides(task_data)
     else:
         vocab_size, overrides = _vocabulary(recipe, task), task.planned_overrides(recipe.data, notes)
+        if recipe.data.bin is not None and recipe.data.tokenizer == "bytes":
+            notes.append(
+                f"planned with {vocab_size} ids, since no data is read: the run takes one more than the largest in its "
+                "files. Name what made them in data.tokenizer"
+            )
     model = build_model(
         recipe.model,
         task,

@@ -128,7 +128,8 @@ class DataSection(Section):
     hf_split: Text = "train"
     """Split of the `hf` dataset to train on."""
     bin: Paths | None = None
-    """Flat files of token ids (uint16 or uint32, little endian) that were tokenised elsewhere."""
+    """Flat files of token ids (uint16 or uint32, little endian) that were tokenised elsewhere. The `tokenizer` is what
+    made them; without one the model has one id more than the largest in the files."""
     bin_dtype: Literal["uint16", "uint32"] = "uint16"
     """Number format of the `bin` files."""
     criteo: Paths | None = None
@@ -153,7 +154,8 @@ class DataSection(Section):
     document_separator: Text | None = None
     """In text files, a line that starts with this begins a new document (the line itself is left out)."""
     tokenizer: Text | BpeTokenizer = "bytes"
-    """`bytes`, `{bpe: VOCABULARY_SIZE}`, or a folder or `tokenizer.json` file in Hugging Face's format."""
+    """`bytes` (for `bin` files: none), `{bpe: VOCABULARY_SIZE}`, or a folder or `tokenizer.json` file in Hugging Face's
+    format."""
     seq_len: int = Field(default=256, ge=2, le=1_048_576)
     """Tokens per training sequence (the most, for classification and pairs); for seq2seq those of the input."""
     target_len: int | None = Field(default=None, ge=2, le=1_048_576)
@@ -161,7 +163,8 @@ class DataSection(Section):
     document_mask: bool = False
     """Keep attention inside a document when several are packed into one sequence (slower)."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Share held out for evaluation: of the documents, never of windows; of the rows of click logs; of the images."""
+    """Share held out for evaluation: of the documents, never of windows; of `bin` files their end; of the rows of click
+    logs; of the images."""
     validation: Paths | None = None
     """Held-out files, or images, of the same kind as the source (for `hf`: a split), instead of `heldout`."""
     max_bytes: int | None = Field(default=None, ge=1)
@@ -198,7 +201,7 @@ class OptimSection(Section):
     model_config = ConfigDict(extra="allow")
 
     name: Text = "adamw"
-    """`adamw`, `came`, `adafactor`, `sgd`, `muon` or any class of torch.optim."""
+    """`adamw`, `came`, `adafactor`, `sgd`, `muon`, `sign`, or a class of torch.optim that steps on gradients alone."""
     lr: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
@@ -206,7 +209,7 @@ class OptimSection(Section):
     release_gradients: bool = False
     """`came` on one process: step each parameter within the backward pass and free its gradient. Needs `clip: null`."""
     embedding_lr_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    """Learning rate of embeddings as a multiple of `lr`: 10 is a good start for T5, whose embeddings begin large."""
+    """Learning rate of embeddings as a multiple of `lr`: 10 to 16 for T5, whose embeddings begin large."""
 
     @property
     def rates(self) -> dict[str, float]:

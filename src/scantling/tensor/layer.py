@@ -86,7 +86,7 @@ class CoreLayer(nn.Module):
 
     @property
     def chain(self) -> list[Tensor]:
-        """The cores in order; `ParameterList` takes ten times as long to go through."""
+        """The cores in order; `ParameterList` takes longer to go through."""
         return [core for core in self.cores._parameters.values() if core is not None]
 
     @property

@@ -20,6 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 from scantling.comm.silence import named
 from scantling.errors import SilentPeerError, UserError
 
+DEVICES = ("auto", "cpu", "cuda")
+"""Kinds of device by name; `auto` is the GPU where there is one."""
 TIMEOUT_S = 300.0
 """How long a collective may take."""
 PREPARATION_S = 6 * 3600.0
@@ -139,11 +141,13 @@ def joined(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Pl
         timeout_s: how long a collective may take before it is an error.
 
     Raises:
-        UserError: CUDA was asked for and there is none.
+        UserError: another device, or CUDA was asked for and there is none.
         SilentPeerError: a process that does not answer in time.
     """
+    if device not in DEVICES:
+        raise UserError(f"the device is one of {', '.join(DEVICES)}; given '{device}'")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device is 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
+        raise UserError("the device is to be 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     use_cuda = device != "cpu" and torch.cuda.is_available()

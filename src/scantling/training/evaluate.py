@@ -15,7 +15,8 @@ from scantling.numerics.compute import autocast
 from scantling.tasks.base import Task, TaskData
 from scantling.tensor.layer import keep_merged
 from scantling.training.checkpoint import read_manifest
-from scantling.training.distributed import Place
+from scantling.training.distributed import Place, joined
+from scantling.training.rundir import RunDir
 
 
 @contextmanager
@@ -74,11 +75,12 @@ def evaluate(
     return figures
 
 
-def evaluate_run(run_dir: str | Path) -> dict[str, float | int | str]:
+def evaluate_run(run_dir: str | Path, *, device: str | None = None) -> dict[str, float | int | str]:
     """Evaluate the newest whole checkpoint of a run on its held-out data.
 
     Args:
         run_dir: the directory of a run.
+        device: auto, cpu or cuda. Default: what its recipe names.
 
     Returns:
         `step`, the task's metrics (`eval_loss` in nats, `perplexity`, `bits_per_byte`, `accuracy`, `auc`,
@@ -90,8 +92,8 @@ def evaluate_run(run_dir: str | Path) -> dict[str, float | int | str]:
     """
     from scantling.training.run import load_trained, run_evaluation
 
-    recipe, task, data, model, checkpoint = load_trained(run_dir)
-    place = Place(0, 1, torch.device("cpu"))
-    figures: dict[str, float | int | str] = {"step": read_manifest(checkpoint)["step"]}
-    figures |= run_evaluation(recipe, model, task, data, place)
+    with joined(device or RunDir(Path(run_dir)).stored_recipe().train.device) as place:
+        recipe, task, data, model, checkpoint = load_trained(run_dir, device=str(place.device))
+        figures: dict[str, float | int | str] = {"step": read_manifest(checkpoint)["step"]}
+        figures |= run_evaluation(recipe, model, task, data, place)
     return figures | task.baselines(data)

@@ -19,12 +19,13 @@ BATCH = 16
 """Requests that go through the model at a time."""
 
 
-def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str]) -> dict[str, Any]:
+def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | None = None) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness on the newest whole checkpoint of a run, which computes as it was trained.
 
     Args:
         run_dir: the directory of a run of the task causal-lm.
         tasks: names that lm-evaluation-harness knows, or paths of YAML files of tasks.
+        device: auto, cpu or cuda. Default: what the run's recipe names.
 
     Returns:
         What the harness calls results: figures by task.
@@ -48,7 +49,7 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str]) -> dict[str, Any]:
         raise UserError(f"--lm-eval wants a causal language model; {run_dir} holds a run of the task '{task_name}'")
     manager = TaskManager()
     chosen = [_task(name, manager.all_tasks) for name in tasks]
-    with tempfile.TemporaryDirectory() as folder, joined(recipe.train.device) as place:
+    with tempfile.TemporaryDirectory() as folder, joined(device or recipe.train.device) as place:
         _, task, data, model, _ = load_trained(run_dir, device=str(place.device))
         task.save_inputs(Path(folder), data=data, config=model.config)
         with quiet():

@@ -45,13 +45,16 @@ _Z = 1.959963984540054
 Figures = dict[str, Any]
 
 
-def evaluate_pairs(run_dir: str | Path, files: Sequence[str], *, limit: int | None = None) -> Figures:
-    """Score minimal pairs with the newest whole checkpoint of a run, on the device that its recipe names.
+def evaluate_pairs(
+    run_dir: str | Path, files: Sequence[str], *, limit: int | None = None, device: str | None = None
+) -> Figures:
+    """Score minimal pairs with the newest whole checkpoint of a run.
 
     Args:
         run_dir: the directory of a run of the task causal-lm.
         files: as of `read_pairs`.
         limit: of pairs, evenly spread over all. Default: none is left out.
+        device: auto, cpu or cuda. Default: what its recipe names.
 
     Returns:
         `step`, and `accuracy`, `interval` (95 %, Wilson), `correct` and `count` of all pairs; the same of each under
@@ -70,7 +73,7 @@ def evaluate_pairs(run_dir: str | Path, files: Sequence[str], *, limit: int | No
             f"minimal pairs want a causal language model, which gives each sentence a probability; {run_dir} holds a "
             f"run of the task '{task_name}'"
         )
-    with joined(recipe.train.device) as place:
+    with joined(device or recipe.train.device) as place:
         recipe, _, data, model, checkpoint = load_trained(run_dir, device=str(place.device))
         if data.tokenizer is None:
             raise UserError(f"{run_dir} was trained on ids alone (data.bin); name their tokenizer in data.tokenizer")
