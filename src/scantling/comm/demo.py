@@ -344,6 +344,9 @@ class DeMo(torch.optim.Optimizer):
     def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of `MomentumExchange`.
 
+        Args:
+            state_dict: of `local_state_dict` on this rank, or of `scantling.comm.merge_local_states`.
+
         Raises:
             UserError: another world size or rank, other parameters or shapes.
         """
@@ -362,6 +365,9 @@ class DeMo(torch.optim.Optimizer):
 
     def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `shared_state_dict` gave on any replica; residuals stay.
+
+        Args:
+            state_dict: of `shared_state_dict`.
 
         Raises:
             UserError: another kind of state, or a moment of another shape than its parameter.

@@ -178,6 +178,9 @@ def diloco(
         outer_lr, outer_momentum: of the outer optimizer, the paper's.
         options: of `MomentumExchange`; `dense` is the format, fp32 unless given.
 
+    Returns:
+        The optimizer of this replica, in place of `inner`.
+
     Raises:
         UserError: an option of what is selected, which here is everything; and as of `LocalSteps`.
     """
@@ -208,6 +211,12 @@ def sparseloco(
         sync_every: 15 to 250 in the paper.
         outer_lr: of the outer step.
         options: of `MomentumExchange`; unless given topk=64, chunk=64, decay=0.95, values="int4", transform="none".
+
+    Returns:
+        The optimizer of this replica, in place of `inner`.
+
+    Raises:
+        UserError: as of `LocalSteps` and `MomentumExchange`.
     """
     defaults = {"topk": 64, "chunk": 64, "decay": 0.95, "values": "int4", "transform": "none"}
     exchange = MomentumExchange(groups, **{**defaults, **options})

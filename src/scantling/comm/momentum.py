@@ -490,6 +490,9 @@ class MomentumExchange(Replica):
         """Bytes that each process sends in an exchange of so many processes, headers included; no communication.
 
         What is sent now and then comes on top: `check_every`, `state_sync_every`.
+
+        Args:
+            num_processes: how many; those that there are unless given.
         """
         return planned_wire_bytes(self.param_groups, self.current, num_processes or self.link.size)
 

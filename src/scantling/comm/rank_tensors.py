@@ -71,6 +71,10 @@ def rank_tensors(optimizer: DeMo | MomentumExchange) -> dict[str, Tensor]:
 def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, Tensor]) -> None:
     """Take back what `rank_tensors` gave on this rank.
 
+    Args:
+        optimizer: over the same parameters, with the same options.
+        tensors: by the names that `rank_tensors` gives; those of other ranks may be among them.
+
     Raises:
         UserError: as of `rank_tensors`; tensors of other ranks alone, of another number of processes, or of other
             parameters, shapes or options; nothing has been loaded.

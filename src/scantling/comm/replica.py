@@ -186,6 +186,9 @@ def merge_local_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Args:
         states: of `local_state_dict`, one of every replica.
 
+    Returns:
+        A state that `load_local_state_dict` takes on any rank of any number of replicas.
+
     Raises:
         UserError: not one of every replica, or residuals of other shapes.
     """

@@ -99,8 +99,9 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
         The callback that was added to the trainer.
 
     Raises:
-        UserError: FSDP or DeepSpeed, fp16, or options out of range; when the training begins, several processes without
-            DistributedDataParallel, or residuals of a process that are missing in the checkpoint to resume from.
+        UserError: FSDP or DeepSpeed, fp16, `overlap`, options out of range, or a second call; when the training begins,
+            several processes without DistributedDataParallel, or residuals of a process that are missing in the
+            checkpoint to resume from.
 
     Example:
         >>> trainer = Trainer(model=model, args=args, train_dataset=texts)  # doctest: +SKIP

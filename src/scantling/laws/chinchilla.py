@@ -53,6 +53,9 @@ class ChinchillaLaw(Law):
 
         Returns:
             A float, or an array for arrays.
+
+        Raises:
+            UserError: counts that are no positive numbers.
         """
         return self._loss(N, D)
 

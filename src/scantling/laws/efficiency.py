@@ -88,6 +88,9 @@ class EfficiencyLaw(Law):
 
         Returns:
             A float, or an array for arrays.
+
+        Raises:
+            UserError: counts that are no positive numbers, or another scheme.
         """
         return self._loss(N, D, scheme=scheme)
 
@@ -97,6 +100,12 @@ class EfficiencyLaw(Law):
         Args:
             N: parameters.
             scheme: of training.
+
+        Returns:
+            A float, or an array for arrays.
+
+        Raises:
+            UserError: counts that are no positive numbers, or another scheme.
         """
         return counts("N", N)[()] * self.efficiencies(self._variables({"scheme": scheme}))[0]
 

@@ -75,6 +75,9 @@ class PostTrainingLaw(Law):
 
         Returns:
             A float, or an array for arrays.
+
+        Raises:
+            UserError: counts or bits that are no positive numbers.
         """
         return self._loss(N, D, post=post)
 

@@ -127,7 +127,11 @@ class PrecisionLaw(Law):
         return law if offsets else replace(law, n_w=0.0, n_a=0.0, n_kv=0.0)
 
     def averaged(self) -> Self:
-        """The law with the mean of its gammas, and of its offsets, in each of its parts."""
+        """The law with the mean of its gammas, and of its offsets, in each of its parts.
+
+        Raises:
+            UserError: the law prices the bits of no part.
+        """
         parts = [_SHORT[part] for part in self.parts()]
         if not parts:
             raise UserError("this law prices the bits of no part, so that there is no mean of them")
@@ -175,6 +179,15 @@ class PrecisionLaw(Law):
             weights: bits of the weights in training; None or `math.inf` is unquantised.
             activations: bits of the activations in training.
             kv_cache: bits of the KV cache in training.
+
+        Returns:
+            A float, or an array for arrays.
+
+        Raises:
+            UserError: counts or bits that are no positive numbers.
+
+        Source:
+            arXiv 2411.04330, Eq. 4 and appendix K.
         """
         given = self._variables({"weights": weights, "activations": activations, "kv_cache": kv_cache})
         found = counts("N", N) * self.efficiencies(given)[0]

@@ -142,6 +142,9 @@ class Fit:
 
         Returns:
             The low and the high end, by constant.
+
+        Raises:
+            UserError: samples below 1, or a level outside of 0 to 1.
         """
         ends = _ends(level)
         laws = [law.constants() for law in self.resampled(samples, seed=seed)]
@@ -156,6 +159,12 @@ class Fit:
         Args:
             samples: refits, each from the constants of this one.
             seed: of the draws.
+
+        Returns:
+            As many laws.
+
+        Raises:
+            UserError: samples below 1.
         """
         if isinstance(samples, bool) or not isinstance(samples, int | np.integer) or samples < 1:
             raise UserError(f"an interval takes 1 refit or more; given samples={samples}")
@@ -178,6 +187,12 @@ class Fit:
             samples: refits.
             level: of the interval.
             seed: of the draws.
+
+        Returns:
+            The low and the high end, in the unit of `what`.
+
+        Raises:
+            UserError: samples below 1, or a level outside of 0 to 1.
         """
         ends = _ends(level)
         low, high = np.percentile([what(law) for law in self.resampled(samples, seed=seed)], ends)
@@ -198,6 +213,9 @@ class Fit:
 
         Returns:
             The constant and its deviance at each step; below 3.84 is inside the 95 % interval.
+
+        Raises:
+            UserError: a constant that was not fitted.
         """
         if name not in self.names:
             raise UserError(f"'{name}' was not fitted; these were: {', '.join(self.names)}")
@@ -233,6 +251,9 @@ class Fit:
         """Leave out each size of model in turn, fit to the others, and predict it.
 
         More than 8 sizes are put into 8 groups of neighbours. A base that was fitted is fitted anew without the size.
+
+        Returns:
+            Relative errors of the losses by size, and the sizes that cannot be left out.
         """
         sizes = np.unique(self.runs["N"])
         errors, skipped = {}, {}

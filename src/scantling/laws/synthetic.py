@@ -27,8 +27,11 @@ def simulate(law: Law, grid: Mapping[str, Any], *, noise: float = 0.0, seed: int
         noise: standard deviation of the logarithm of the loss.
         seed: of the noise.
 
+    Returns:
+        The columns of the grid, and `loss` in nats a token.
+
     Raises:
-        UserError: if the law has a name in place of bits.
+        UserError: the law has a name in place of bits, or columns are missing, of several lengths or not of numbers.
     """
     if "scheme" in law.VARIABLES:
         raise UserError("simulate takes laws of bits, not of schemes")

@@ -93,10 +93,10 @@ def release_gradients(
         A handle with `remove()`.
 
     Raises:
-        UserError: a wrapped model, no common parameter, a parameter that is released already, or an accumulation
-            below 1. From the forward pass: one within DistributedDataParallel. From the backward pass: a gradient that
-            CAME cannot use, one that comes twice in a pass, and checkpoints with `use_reentrant=True`, which are
-            backward passes of their own.
+        UserError: another optimizer than CAME, a wrapped model, no common parameter, a parameter that is released
+            already, or an accumulation below 1. From the forward pass: one within DistributedDataParallel. From the
+            backward pass: a gradient that CAME cannot use, one that comes twice in a pass, and checkpoints with
+            `use_reentrant=True`, which are backward passes of their own.
 
     Example:
         >>> handle = sc.optim.release_gradients(model, optimizer)

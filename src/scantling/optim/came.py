@@ -227,7 +227,9 @@ class CAME(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            UserError: a sparse or complex gradient or one on another mesh, before any parameter has changed.
+            UserError: a sparse or complex gradient, one on another mesh, or a loaded state that does not fit; no
+                parameter has changed.
+            MemoryError: no memory for what the step in C needs.
         """
         loss = None
         if closure is not None:

@@ -88,8 +88,14 @@ def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
     has it one for `debias`: averages are then given corrected, so that its next step is of the same size. Coming back
     to `debias` within the first 1 / (1 - b3) steps would correct them twice.
 
+    Args:
+        optimizer: over the same parameters and groups.
+
+    Returns:
+        The state dict, with statistics of its own: the optimizer may go on.
+
     Raises:
-        UserError: a group without confidence or momentum, which the published package always has.
+        UserError: a group without confidence or momentum, which the published package always has, or with `maximize`.
     """
     if not all(kept_averages(group)[1] for group in optimizer.param_groups):
         raise UserError(

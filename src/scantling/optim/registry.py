@@ -100,6 +100,9 @@ def build_optimizer(
         weight_decay: of all groups that have none of their own. Decoupled or not as in the optimizer of that name.
         options: the optimizer's own arguments, see `optimizer_options`.
 
+    Returns:
+        The optimizer.
+
     Raises:
         UserError: no such optimizer or option, or a value that the optimizer does not take.
     """

@@ -161,6 +161,9 @@ def plan(
         task_data: the run's prepared data, where it is there; without it the vocabulary is taken from the tokenizer
             setting, and no data is read.
 
+    Returns:
+        The plan: bytes of one process, FLOPs of all.
+
     Raises:
         RecipeError: the recipe is wrong.
         UserError: the model cannot be built, or the number of processes does not fit the recipe.

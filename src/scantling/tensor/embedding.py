@@ -158,7 +158,11 @@ class TTMEmbedding(CoreLayer):
         return table * kept
 
     def plan(self, num_ids: int) -> Plan:
-        """How so many distinct ids are looked up; print it."""
+        """How so many distinct ids are looked up; print it.
+
+        Args:
+            num_ids: distinct ids of a call.
+        """
         return best_plan(self.network, num_ids)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -217,6 +221,9 @@ class TTMEmbedding(CoreLayer):
         Args:
             hidden: what is multiplied with every row.
             most_numbers: of what is held at once beside the result; tokens are taken in parts to keep to it.
+
+        Returns:
+            The logits, (..., num_embeddings).
         """
         flat = hidden.reshape(-1, self.embedding_dim)
         flat = flat if self.formats is None else self.formats.input(flat)
@@ -267,7 +274,9 @@ class TTMEmbedding(CoreLayer):
             num_modes, row_modes, col_modes: as of the constructor.
             options: further arguments of the constructor.
 
-        A row of `padding_idx` that is not zero, as of a table that was loaded, is given out as it is.
+        Returns:
+            The layer, in the dtype and on the device of `embedding`. A row of `padding_idx` that is not zero, as of a
+            table that was loaded, is given out as it is.
 
         Raises:
             UserError: another kind of layer, neither a rank nor an error, a table that cores cannot stand for, or what

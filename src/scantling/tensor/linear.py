@@ -158,7 +158,11 @@ class TTLinear(CoreLayer):
         return whole[: self.in_features, : self.out_features].t()
 
     def plan(self, num_tokens: int) -> Plan:
-        """The order in which so many tokens are contracted with the cores; print it."""
+        """The order in which so many tokens are contracted with the cores; print it.
+
+        Args:
+            num_tokens: rows of the input.
+        """
         return best_plan(self.network, num_tokens)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -220,6 +224,9 @@ class TTLinear(CoreLayer):
             error: relative Frobenius error of the weight that may be made, from 0 to 1.
             num_modes, in_modes, out_modes: as of the constructor.
 
+        Returns:
+            The layer, in the dtype and on the device of `linear`.
+
         Raises:
             UserError: another kind of layer, neither a rank nor an error, or what the constructor refuses.
         """
@@ -250,7 +257,11 @@ class TTLinear(CoreLayer):
         return made.train(linear.training)
 
     def to_dense(self) -> nn.Linear:
-        """An `nn.Linear` that computes the same."""
+        """An `nn.Linear` that computes the same.
+
+        Raises:
+            UserError: a layer with an activation between its cores, which no matrix stands for.
+        """
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         linear.weight = nn.Parameter(self.dense_weight().detach().contiguous(), requires_grad=self.is_trainable)
         if self.bias is not None:
