@@ -1,7 +1,12 @@
-"""Several processes of one gloo group, for tests, and the collectives they call."""
+"""Several processes of one gloo group, for tests, and the collectives they call.
+
+Processes are forked from a server that has done nothing but import (`tests.preloaded`): a process that imports PyTorch
+and transformers for itself takes ten times as long to begin.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,14 +22,35 @@ def run(world: int, case: Callable[..., None], *args: Any) -> None:
     """Call `case(*args)` in `world` processes of one gloo group; an error in any of them is raised here."""
     with tempfile.TemporaryDirectory() as folder:
         if world == 1:
-            _enter(0, 1, f"file://{folder}/store", case, args)
+            _enter(0, {}, 1, f"file://{folder}/store", case, args)
             return
-        mp.spawn(_enter, (world, f"file://{folder}/store", case, args), nprocs=world)
+        start_all(_enter, (dict(os.environ), world, f"file://{folder}/store", case, args), world)
 
 
-def _enter(rank: int, world: int, store: str, case: Callable[..., None], args: tuple[Any, ...]) -> None:
+def start_all(target: Callable[..., None], args: tuple[Any, ...], count: int, *, join: bool = True) -> Any:
+    """Call `target(number, *args)` in so many processes.
+
+    Returns:
+        What `torch.multiprocessing.start_processes` does.
+    """
+    server()
+    return mp.start_processes(target, args, nprocs=count, join=join, start_method="forkserver")
+
+
+def server() -> multiprocessing.context.ForkServerContext:
+    """The context of processes that are forked with everything imported; they have the environment of its first use."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    return context
+
+
+def _enter(
+    rank: int, env: dict[str, str], world: int, store: str, case: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     if world > 1:
+        os.environ.clear()
+        os.environ |= env
         _tell_accelerate(rank, world)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     try:

@@ -8,14 +8,21 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from scantling.cli import main
+from tests.processes import server
 
 TINY: dict[str, int] = {
     "hidden_size": 32,
@@ -92,16 +99,62 @@ def scantling(
     env: dict[str, str] | None = None,
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a new process (or several under torchrun) and return what it printed."""
-    return subprocess.run(
-        command(arguments, processes=processes),
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-        timeout=timeout,
-        check=False,
-    )
+    """Run the command line in a process of its own, or in several as torchrun starts them, and return what it printed.
+
+    The processes come from the server of `tests.processes`. Those of `start_scantling` begin from nothing, and under
+    torchrun itself.
+    """
+    words = [str(argument) for argument in arguments]
+    places: list[dict[str, str]] = [{}]
+    if processes > 1:
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+        world = {**meeting, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        places = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    context = server()
+    with tempfile.TemporaryDirectory() as folder:
+        started: list[BaseProcess] = []
+        for place in places:
+            whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **place}
+            files = [Path(folder) / f"{name}-{len(started)}" for name in ("out", "err")]
+            started.append(context.Process(target=_command, args=(words, cwd or Path.cwd(), whole, *files)))
+            started[-1].start()
+        try:
+            _wait_for_all(started, words, timeout)
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+        codes = [process.exitcode or 0 for process in started]
+        code = codes[0] if processes == 1 else int(any(codes))
+        out, err = ("".join(path.read_text() for path in sorted(Path(folder).glob(f"{n}-*"))) for n in ("out", "err"))
+        return subprocess.CompletedProcess(words, code, out, err)
+
+
+def _wait_for_all(processes: Sequence[BaseProcess], words: Sequence[str], timeout: float) -> None:
+    """Until all have ended; where one has failed the others are told to end."""
+    until, has_told = time.monotonic() + timeout, False
+    while waited_for := [process for process in processes if process.exitcode is None]:
+        if time.monotonic() > until:
+            raise subprocess.TimeoutExpired(words, timeout)
+        if not has_told and any(process.exitcode for process in processes):
+            for process in waited_for:
+                process.terminate()
+            has_told = True
+        connection.wait([process.sentinel for process in waited_for], timeout=1.0)
+
+
+def _command(arguments: list[str], folder: Path, env: dict[str, str], out: Path, err: Path) -> None:
+    """The command line in a process that was forked."""
+    os.environ.clear()
+    os.environ |= env
+    os.chdir(folder)
+    for path, number in ((out, 1), (err, 2)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    _heed_interrupts()
+    sys.argv = ["scantling", *arguments]
+    main(arguments)
 
 
 def run_script(script: str, *arguments: str | Path, processes: int) -> subprocess.CompletedProcess[str]:

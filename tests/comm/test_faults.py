@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import scantling as sc
 from scantling.errors import SilentPeerError
-from tests.processes import quiet_exit
+from tests.processes import quiet_exit, start_all
 
 pytestmark = pytest.mark.dist
 
@@ -68,9 +67,7 @@ def test_the_others_stop_and_name_it(
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    context = mp.start_processes(
-        replica, (tmp_path, port, victim, what, options), nprocs=WORLD, join=False, start_method="spawn"
-    )
+    context = start_all(replica, (tmp_path, port, victim, what, options), WORLD, join=False)
     processes = context.processes
     try:
         others = [rank for rank in range(WORLD) if rank != victim]

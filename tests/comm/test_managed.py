@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.comm import ManagedLink
 from scantling.errors import SilentPeerError, UserError
-from tests.processes import quiet_exit
+from tests.processes import quiet_exit, server
 
 
 class ScriptedManager:
@@ -194,7 +193,7 @@ class Replicas:
 
     def start(self, name: str) -> None:
         args = (name, self.address, self.folder, self.folder / "enough", self.exchange)
-        self.processes[name] = multiprocessing.get_context("spawn").Process(target=replica, args=args)
+        self.processes[name] = server().Process(target=replica, args=args)
         self.processes[name].start()
 
     def lines(self, name: str) -> list[dict[str, Any]]:

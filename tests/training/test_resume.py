@@ -58,8 +58,8 @@ def test_kill_and_resume_is_bitwise(
         comm=comm,
         train={
             "steps": steps,
-            "batch_size": 64,
-            "micro_batch_size": 16,
+            "batch_size": 1280 // steps,
+            "micro_batch_size": 320 // steps,
             "checkpoint_every": 3,
             "eval_every": 6,
             "clip": None if comm.get("overlap") else 1.0,

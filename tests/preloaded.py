@@ -1,0 +1,25 @@
+"""What processes of tests need, imported once: `tests.processes` forks them from a server that has imported this.
+
+Nothing here computes: a server with threads of its own could not be forked safely.
+"""
+
+from __future__ import annotations
+
+import matplotlib.figure
+import pytest
+import torch.distributed._composable.replicate
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama
+import transformers.trainer
+
+import scantling.cli.app
+import scantling.cli.commands
+import scantling.cli.console
+import scantling.integrations.hf
+import scantling.reporting.html
+import scantling.training.run
+
+del matplotlib, pytest, scantling, torch, transformers
