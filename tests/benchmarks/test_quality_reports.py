@@ -140,20 +140,23 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
                 lines[key_of(spec)] = {**spec, "eval_loss": last, "heldout": curve}
     found = time_to_loss.compared(lines, {"alone": 0.5, "ddp fp32": 4.0, "ours k2 owner": 1.0, "powersgd r4": 1.0})
     assert found.keys() == {"ddp fp32", "ours k2 owner", "powersgd r4"}
-    assert found["ours k2 owner"]["seeds"] == list(work.few_seeds)  # those of PowerSGD
+    assert list(found["ours k2 owner"]["raw_s"]["near"]) == list(work.few_seeds)  # those of PowerSGD
+    assert found["ours k2 owner"]["faster"] == pytest.approx({"exact": 4.0, "near": 4.0})
     assert found["ddp fp32"]["exact_s"] == pytest.approx(4.0 * steps)
     assert found["ours k2 owner"]["exact_s"] == pytest.approx(1.0 * steps)
     assert found["ours k2 owner"]["near_s"] == pytest.approx((1.0 - 0.01 / 4.0) * steps)
     assert found["powersgd r4"]["near_s"] == float("inf")
     assert found["ddp fp32"]["loss_at_equal_time"] == pytest.approx(5.0)  # a quarter of its steps
     assert found["ours k2 owner"]["loss_at_equal_time"] == pytest.approx(2.0)
-    time_to_loss.show(found, 0.5, 4.5, 10)
+    step_s = {"alone": 0.5, "ddp fp32": 4.0, "powersgd r4": 1.0, "diloco h30": 0.8}
+    time_to_loss.show(found, step_s, 4.5, 10)
     printed = capsys.readouterr().out
     assert "to the loss    never" in printed
     assert "bound, measured: 8.00 x; ours 4.00 x: 50% of it, MISSED" in printed
     assert "bound, computed: 10.00 x; ours 4.00 x: 40% of it, MISSED" in printed
     assert "at least 10 times DDP: MISSED" in printed
-    time_to_loss.show({"ddp fp32": found["ddp fp32"]}, 0.5, 4.5, 10)
+    assert "diloco h30 at most (it was not trained) 5.00 x: MISSED" in printed
+    time_to_loss.show({"ddp fp32": found["ddp fp32"]}, step_s, 4.5, 10)
     assert "bound" not in capsys.readouterr().out, "before there are runs of ours"
     warm_up = 30  # in which PowerSGD averages everything
     step_s = {"ddp fp32": 4.0, "powersgd r4": 1.0}
