@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import matplotlib.figure
 import pytest
-import torch.distributed._composable.replicate
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
