@@ -6,7 +6,7 @@
     python benchmarks/comm_quality.py settings   ours with other coefficients, decay, alpha, formats; DiLoCo with other
                                                  outer rates
     python benchmarks/comm_quality.py shorter    AdamW under DDP in as few steps as a slow link leaves time for, each
-                                                 with a schedule of its own; for time_to_loss.py
+                                                 with a schedule of its own and the rate swept; for time_to_loss.py
     python benchmarks/comm_quality.py longer     five local steps in as many more steps as end where AdamW under DDP
                                                  does, each with a schedule of its own; for time_to_loss.py
     python benchmarks/comm_quality.py report     the sweep as it stands
@@ -40,9 +40,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +169,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "diloco h100, outer rate 1": ("diloco h100", {"outer_lr": 1.0}),
 }
 """By name a method, at its best rate, and what of it is changed."""
-SHORTER, LONGER = (16, 32, 64, 128, 256), (2600,)
-"""Steps of the phases of these names: of METHODS[0], and of LOCAL on `llama-10m-long`."""
+SHORTER, LONGER = (28, 208), (2600,)
+"""Steps of the phases of these names, on `llama-10m-long`: of METHODS[0], as many as it has time for at 10 and at 100
+Mbit/s until others have done all of theirs, and of LOCAL."""
+FACTORS = (1, 2, 4, 8)
+"""Rates of the shorter runs, as multiples of the best one: few steps want a higher one."""
 Lines = dict[str, Line]
 
 
@@ -199,9 +201,11 @@ def grid_of(data: str, method: str) -> Grid:
     return replace(grid, start=STARTS.get(method, grid.start))
 
 
-def length_spec(data: str, method: str, lr: float, seed: int, steps: int) -> Spec:
-    """One run of the phases `shorter` and `longer`."""
-    return {**run_spec(data, method, lr, seed), "steps": steps}
+def length_specs(data: str, method: str, lr: float, seed: int, lengths: Iterable[int]) -> Iterator[Spec]:
+    """The runs of the phases `shorter` and `longer`."""
+    for steps in lengths:
+        for factor in FACTORS if steps in SHORTER else (1,):
+            yield {**run_spec(data, method, factor * lr, seed), "steps": steps}
 
 
 def warm_up_steps(method: str, steps: int) -> int:
@@ -408,8 +412,9 @@ def main() -> int:
         rate = best_rate(ledger.lines(), options.data, method)
         if rate is None:
             raise SystemExit(f"run the sweep of {method} first")
-        for seed, steps in product(seeds, lengths):
-            ledger.run(length_spec(options.data, method, rate, seed, steps))
+        for seed in seeds:
+            for spec in length_specs(options.data, method, rate, seed, lengths):
+                ledger.run(spec)
     else:
         for spec in list(setting_specs(ledger.lines(), options.data)):
             ledger.run(spec)

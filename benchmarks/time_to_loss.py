@@ -10,7 +10,8 @@ everything take as long as those of DDP.
 
 `bound` is what an exchange that takes no time would be faster than DDP by, at equal steps: of measured steps, and of
 computing and then sending all gradients. The loss at equal time is that of every method when the first of them has
-done all its steps: of DDP that of a run with as few steps as that, and a schedule of its own, where there is one.
+done all its steps: of DDP that of the best run with no more steps than that, and a schedule of its own, or of the long
+run by then, whichever is lower.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ def loss_after(curve: Sequence[Sequence[float]], steps: float) -> float | None:
 def other_lengths(lines: quality.Lines, method: str, seed: int) -> list[Line]:
     """The runs of a method in fewer or more steps than the others."""
     rate = quality.best_rate(lines, DATA, method)
-    found = [
-        lines.get(key_of(quality.length_spec(DATA, method, rate, seed, steps)))
-        for steps in ((*quality.SHORTER, *quality.LONGER) if rate is not None else ())
-    ]
+    if rate is None:
+        return []
+    specs = quality.length_specs(DATA, method, rate, seed, (*quality.SHORTER, *quality.LONGER))
+    found = [lines.get(key_of(spec)) for spec in specs]
     return [line for line in found if line is not None and line["eval_loss"]]
 
 

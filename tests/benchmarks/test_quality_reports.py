@@ -165,10 +165,10 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     assert time_to_loss.steps_in(time_to_loss.DATA, "powersgd r4", 4.0 * warm_up + 7.0, step_s) == warm_up + 7.0
 
     def add(name: str, length: int, end: float) -> None:
-        spec = quality.length_spec(time_to_loss.DATA, name, work.grid.rates[start], 0, length)
+        spec = next(quality.length_specs(time_to_loss.DATA, name, work.grid.rates[start], 0, [length]))
         lines[key_of(spec)] = {**spec, "eval_loss": end, "heldout": [[length, end]]}
 
-    add("ddp fp32", 64, 3.5)  # better after a quarter of the steps than a run that goes on
+    add("ddp fp32", 208, 3.5)  # better after a quarter of the steps than a run that goes on
     add("powersgd r4", 2600, 2.0)
     found = time_to_loss.compared(lines, {"ddp fp32": 4.0, "ours k2 owner": 1.0, "powersgd r4": 1.0})
     assert found["ddp fp32"]["loss_at_equal_time"] == pytest.approx(3.5)
