@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -28,16 +29,17 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         RunError: it cannot be written; what was there before is left.
     """
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f"{path.name[:48]}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8") as file:
+        with open(aside, "w", encoding="utf-8", errors="backslashreplace") as file:  # paths need not be UTF-8
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
         raise RunError(f"cannot write {path}: {error.strerror or error}") from None
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -13,7 +16,7 @@ from statistics import median
 import pytest
 import torch
 
-from scantling.cli import run
+from scantling.cli import commands, run
 from tests.runs import TINY, records, scantling, tiny_recipe, write_recipe
 
 
@@ -233,6 +236,41 @@ def test_compare_prints_and_writes_the_table(tmp_path: Path) -> None:
     taken = scantling("compare", tmp_path / "out" / "dense", tmp_path / "out" / "lean", "--out", tmp_path / "again")
     assert taken.returncode == 0, taken.stderr
     assert json.loads((tmp_path / "again" / "compare.json").read_text()) == compared
+
+
+@pytest.mark.parametrize("command", [["export", "run", "--to", "hf", "out"], ["quantize", "run", "--weights", "int4"]])
+def test_what_is_the_work_of_one_process(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("os._exit", lambda code: None)
+    assert run(command) == 2
+    assert f"{command[0]} is the work of one process; given 2" in capsys.readouterr().err
+
+
+def test_a_signal_to_compare_is_passed_on_to_the_run(tmp_path: Path) -> None:
+    script = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+
+    def tell() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    assert commands._wait([sys.executable, "-c", script, str(tmp_path / "ready")]) == 3
+    teller.join()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_paths_that_cannot_be_looked_at_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "x" * 300 + ".yaml"]) == 2
+    assert "File name too long" in capsys.readouterr().err
 
 
 def test_overrides_reach_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,3 +50,16 @@ def test_every_figure_has_room(width: int) -> None:
     for figure in (*figures, "optimizer 45.0 MiB (plan 44.0 MiB)"):
         assert figure in " ".join(latest.split()), figure
     assert len(latest.splitlines()) <= (5 if width >= 80 else 10)
+
+
+def test_a_run_goes_on_where_nobody_reads_what_it_prints() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    sink = ConsoleSink(Console(file=Closed()))
+    plan: Any = SimpleNamespace(optimizer_state_bytes=44 << 20, short=lambda: "plan")
+    sink.start(name="llama-10m", run_dir=Path("runs/x"), plan=plan, first_step=1, last_step=500)
+    sink.record(RECORD)
+    sink.message("checkpoint step-4")
+    sink.close()

@@ -252,7 +252,7 @@ def test_overrides_are_yaml_values_and_create_sections() -> None:
     assert recipe.optim.options["betas"] == [0.9, 0.95, 0.99]
 
 
-@pytest.mark.parametrize("text", ["train.steps", "=3", "train..steps=3", "a.b={"])
+@pytest.mark.parametrize("text", ["train.steps", "=3", "train..steps=3", "a.b={", "name=2024-02-30"])
 def test_broken_override(text: str) -> None:
     with pytest.raises(UserError, match="--set"):
         load_recipe(MINIMAL, [text])
@@ -263,7 +263,12 @@ def test_file_errors(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "good.yaml").name == "good"
     with pytest.raises(UserError, match=r"not found.*did you mean 'good.yaml'"):
         load_recipe(tmp_path / "god.yaml")
-    for text, message in [("a: [", "not valid YAML"), ("- 1", "mapping"), ("train: {steps: 1, steps: 2}", "twice")]:
+    for text, message in [
+        ("a: [", "not valid YAML"),
+        ("a: 2023-13-01", "not valid YAML"),
+        ("- 1", "mapping"),
+        ("train: {steps: 1, steps: 2}", "twice"),
+    ]:
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(UserError, match=message):
             load_recipe(tmp_path / "bad.yaml")

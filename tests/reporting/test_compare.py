@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from scantling.errors import RunError
+from scantling.files import write_whole
 from scantling.reporting.compare import compare_rows, compare_table, write_compare
 from scantling.reporting.runs import Run, read_run
 from tests.reporting.fake import PARAMETERS, make_run
@@ -108,3 +109,11 @@ def test_a_file_that_cannot_be_written_keeps_the_old_one(
         write_compare(pair[:1], tmp_path)
     assert path.read_text() == before
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_what_cannot_be_a_folder_and_names_that_are_long_or_of_other_bytes(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="cannot write"):
+        write_whole(tmp_path / "file" / "x.html", "text")
+    write_whole(tmp_path / f"{'x' * 250}.txt", "a run in \udcff")
+    assert (tmp_path / f"{'x' * 250}.txt").read_text() == "a run in \\udcff"

@@ -64,6 +64,11 @@ def test_linked_settings_may_name_different_keys(tmp_path: Path) -> None:
     assert [case.label for case in found] == ["tensor=null", "rank=4", "rank=4 lr=0.01"]
 
 
+def test_values_that_no_folder_can_be_named_after(tmp_path: Path) -> None:
+    found = grid(tmp_path, {"axes": {"data.document_separator": ["<doc>", "\n\n"]}})
+    assert [case.recipe.name for case in found] == ["document_separator=<doc>", "document_separator=__"]
+
+
 def test_combinations_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     axes = {"train.steps": [4, 8], "train.seed": [0, 1, 2]}
     found = grid(tmp_path, {"axes": axes, "leave_out": [{"train.steps": 8, "train.seed": [1, 2]}]})

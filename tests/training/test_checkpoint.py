@@ -82,6 +82,17 @@ def test_keeps_the_newest_k(tmp_path: Path) -> None:
     assert saver.newest() == tmp_path / "step-15"
 
 
+def test_a_new_checkpoint_outlives_damaged_ones_of_later_steps(tmp_path: Path) -> None:
+    """As of a run that has gone on from the one before the damage."""
+    for step in (5, 10):
+        Checkpointer(tmp_path, ALONE).save(step, State({"x": torch.arange(step)}))
+    (tmp_path / "step-10" / "__0_0.distcp").unlink()
+    saver = Checkpointer(tmp_path, ALONE, keep=1)
+    saver.save(6, State({"x": torch.arange(6)}))
+    assert saver.steps() == [6]
+    assert saver.newest() == tmp_path / "step-6"
+
+
 @pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("harm", ["remove", "truncate", "flip"])
 def test_any_damage_is_found(tmp_path: Path, name: str, harm: str) -> None:

@@ -70,6 +70,10 @@ def test_two_processes_send_little_and_stay_alike(tmp_path: Path) -> None:
     for path in (dense, sparse):
         done = scantling("train", path, "--run-dir", tmp_path / path.stem, processes=2)
         assert done.returncode == 0, done.stdout + done.stderr
+    for record in records(tmp_path / "sparse"):
+        phases = ("data_s", "forward_s", "backward_s", "exchange_s", "optimizer_s")
+        assert min(record[phase] for phase in phases[1:]) > 0.0
+        assert sum(record[phase] for phase in phases) <= record["step_s"]
     sent = {name: records(tmp_path / name)[-1]["wire_bytes"] for name in ("dense", "sparse")}
     assert 0 < 40 * sent["sparse"] < sent["dense"]
     plan = json.loads((tmp_path / "sparse" / "plan.json").read_text())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.training.checkpoint import Checkpointer, damage
 from scantling.training.distributed import Place
 from scantling.training.rundir import RunDir
+from scantling.training.sinks import Sink, Sinks
 from tests.runs import (
     records,
     run_script,
@@ -112,6 +117,47 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
         sc.train(tiny_recipe(tmp_path), run_dir=tmp_path / "run")
     holder.unlock()
     assert sc.train(tiny_recipe(tmp_path, train={"steps": 1}), run_dir=tmp_path / "run").status == "done"
+
+
+def test_a_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="cannot lock the run directory runs/tiny: No locks available"):
+        sc.train(tiny_recipe(tmp_path, train={"steps": 1}))
+
+
+def test_replacing_a_run_keeps_links_and_takes_nothing_too_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "scratch"
+    run.mkdir()
+    other.mkdir()
+    (run / "checkpoints").symlink_to(other)
+    recipe = tiny_recipe(tmp_path, train={"steps": 2, "checkpoint_every": 1})
+    assert sc.train(recipe, run_dir=run, force=True).step == 2
+    assert {path.name for path in other.iterdir()} == {"step-1", "step-2"}
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match="needs TensorBoard"):
+        sc.train(recipe, run_dir=run, force=True, train={"tensorboard": True})
+    assert len(records(run)) == 2
+    assert sc.train(recipe, run_dir=run, force=True, train={"steps": 1}).step == 1
+    assert {path.name for path in other.iterdir()} == {"step-1"}
+
+
+def test_sinks_are_all_closed_after_an_error() -> None:
+    class Broken(Sink):
+        def close(self) -> None:
+            raise RunError("a full disk")
+
+    closed: list[bool] = []
+    last = Sink()
+    last.close = lambda: closed.append(True)  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="a full disk"):
+        Sinks([Broken(), last]).close()
+    assert closed == [True]
 
 
 @pytest.fixture

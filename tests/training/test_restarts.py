@@ -15,6 +15,8 @@ import torch
 import scantling as sc
 from scantling.errors import UserError
 from scantling.training.checkpoint import load_tensors
+from scantling.training.distributed import launch
+from scantling.training.rundir import RunDir
 from tests.runs import WIDE, command, records, scantling, start, tiny_recipe, wait_for_step, write_recipe
 
 STEPS = 60
@@ -89,5 +91,26 @@ def test_killed_before_the_first_checkpoint_it_begins_anew(tmp_path: Path, monke
     recipe = tiny_recipe(tmp_path, train={"steps": 2})
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
+    RunDir(tmp_path / "run").note_launch(launch())
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert sc.train(recipe, run_dir=tmp_path / "run").status == "done"
+
+
+def test_a_restart_touches_no_run_that_the_first_start_had_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, run = tiny_recipe(tmp_path, train={"steps": 2}), tmp_path / "run"
+    sc.train(recipe, run_dir=run)
+    (file,) = (run / "checkpoints" / "step-2").glob("*.distcp")
+    file.write_bytes(file.read_bytes() + b"x")
+    kept = (run / "metrics.jsonl").read_bytes()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    with pytest.raises(UserError, match="already holds a run"):
+        sc.train(recipe, run_dir=run)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # its own, whose checkpoints cannot be read
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        sc.train(recipe, run_dir=run)
+    assert (run / "metrics.jsonl").read_bytes() == kept
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    assert sc.train(recipe, run_dir=run, force=True).step == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     from scantling.cli.app import app
     from scantling.errors import ScantlingError, UserError
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal or a file that is not of UTF-8
     # click's base of all errors of usage, whichever click this typer carries
     usage_error: type[Any] = typer.BadParameter.__mro__[2]
     try:
@@ -45,6 +49,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"scantling: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def leave(code: int) -> None:

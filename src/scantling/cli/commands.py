@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -100,13 +101,17 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
 
 
 def _wait(command: Sequence[str]) -> int:
-    """Run a process that shares the terminal; an interrupt goes to both, and its answer counts."""
+    """Run a process that shares the terminal; an interrupt goes to both, a SIGTERM is passed on; its answer counts."""
     process = subprocess.Popen(command)
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def plan(recipe: str, settings: Sequence[str], *, world_size: int, as_json: bool) -> int:
@@ -122,8 +127,10 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int, as_json: bool
 
 
 def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
+    from scantling.training.distributed import refuse_processes
     from scantling.training.export import export_hf
 
+    refuse_processes("export")
     if form != "hf":
         raise UserError(f"--to takes hf and a folder; given '{form}'")
     show_warnings(make_console(stderr=True))

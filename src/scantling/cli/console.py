@@ -78,14 +78,15 @@ class ConsoleSink(Sink):
         self._name, self._steps, self._first = "", 0, 1
         self._planned = ""
         self._held_out: str | None = None
+        self._is_heard = True
         self._began = self._last_line = 0.0
 
     def start(self, *, name: str, run_dir: Path, plan: Plan, first_step: int, last_step: int) -> None:
         self._name, self._steps, self._first = name, last_step, first_step
         self._planned = format_bytes(plan.optimizer_state_bytes)
         self._began = self._last_line = time.monotonic()
-        self._console.print(Text.assemble((name, "bold"), f" → {run_dir}"))
-        self._console.print(plan.short(), markup=False)
+        self._print(Text.assemble((name, "bold"), f" → {run_dir}"))
+        self._print(plan.short())
         if self._console.is_terminal:
             self._live = _Live(
                 TextColumn("{task.description}", markup=False),
@@ -123,12 +124,21 @@ class ConsoleSink(Sink):
             self._last_line = now
             left = (now - self._began) / (step - self._first + 1) * (self._steps - step)
             eta = f"  {left:.0f} s left" if step < self._steps else ""
-            self._console.print(f"{self._name}  step {step}/{self._steps}  {'  '.join(figures)}{eta}", markup=False)
+            self._print(f"{self._name}  step {step}/{self._steps}  {'  '.join(figures)}{eta}")
 
     def message(self, text: str) -> None:
         if "checkpoint" in text and self._live is not None and not text.startswith("resumed"):
             return  # the live line would be pushed down for each of them
-        self._console.print(text, markup=False)
+        self._print(text)
+
+    def _print(self, text: str | Text) -> None:
+        """Print a line; where nobody reads it any more, or the disk is full, the run goes on without."""
+        if not self._is_heard:
+            return
+        try:
+            self._console.print(text, markup=False)
+        except (OSError, SystemExit):  # rich ends the process where a pipe is broken
+            self._is_heard = False
 
     def close(self) -> None:
         if self._live is not None:

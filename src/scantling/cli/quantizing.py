@@ -31,12 +31,14 @@ def quantize(
     as_json: bool,
 ) -> int:
     from scantling.models.build import quiet
+    from scantling.training.distributed import refuse_processes
     from scantling.training.quantize import quantize_run
 
     if method not in ("rtn", "gptq"):
         raise UserError(f"--method is rtn or gptq; given '{method}'")
     show_warnings(make_console(stderr=True))
     console = make_console()
+    refuse_processes("quantize")
     given: dict[str, Any] = {"format": weights}
     if group_size is not None:
         given["group_size"] = group_size

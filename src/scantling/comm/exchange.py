@@ -18,7 +18,7 @@ class GradientExchange:
 
     Attributes:
         wire_bytes: that this process sent for the last step.
-        exposed_s: seconds of the last exchange that no computation hid.
+        exposed_s: seconds of the backward pass in which only the exchange went on.
         left_out: ranks whose gradients were NaN or Inf and were left out of the last exchange.
         norm: of this process's own gradient before the exchange, where a norm after it would mean nothing; else None.
         learns_from_a_pass: whether a backward pass changes how later ones are summed.

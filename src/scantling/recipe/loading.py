@@ -76,7 +76,7 @@ def read_yaml(path: Path, kind: str = "recipe", keys: str = "model, data and tra
         raise UserError(f"cannot read {kind} {path}: {error}") from None
     try:
         content = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2024-02-30
         raise UserError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: a {kind} is a mapping with the keys {keys}; given {_show(content)}")
@@ -110,7 +110,7 @@ def apply_override(content: dict[str, Any], override: str) -> None:
     try:
         glob = text.lstrip().startswith("*")  # an alias in YAML, a pattern of files here
         value = text.strip() if glob else yaml.load(text, Loader=_StrictLoader) if text.strip() else None  # noqa: S506
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"--set {override}: the value is not valid YAML: {error}") from None
     set_key(content, parts, value)
 

@@ -148,7 +148,7 @@ def _matches(pattern: Mapping[str, Any], given: Mapping[str, Any], base: Mapping
 
 def _case(sweep: Sweep, given: Mapping[str, Any], content: dict[str, Any], sizes: dict[str, tuple[int, int]]) -> Case:
     label = " ".join(f"{name}={shown(given[key]) or 'null'}" for key, name in names_of(sweep).items() if key in given)
-    content["name"] = label.replace("/", "_")[:120]
+    content["name"] = "".join(c if c.isprintable() and c != "/" else "_" for c in label)[:120]
     recipe = check_recipe(content)
     # paths as they are written, and no defaults: a run is the same one on another machine and in a later version
     written = Recipe.model_validate(content).model_dump(mode="json", exclude_defaults=True)

@@ -116,8 +116,10 @@ class Checkpointer:
             shutil.rmtree(target)
         os.rename(aside, target)
         sync(self.folder)
-        for old in self.steps()[self.keep :]:
-            shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
+        steps = self.steps()
+        kept = [other for other in steps if other <= step][: self.keep]  # the run has gone on from before later ones
+        for other in set(steps) - set(kept):
+            shutil.rmtree(self.folder / f"step-{other}", ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints there are, newest first, damaged ones included."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -108,6 +109,18 @@ def _listed(ranks: list[int]) -> str:
 def is_restart() -> bool:
     """Whether torchrun has started the processes again, after one of them died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def launch() -> str:
+    """What this start of torchrun is called, the same after a restart: its id, else the process that it is."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return name if name != "none" else f"{platform.node()} {os.getppid()}"
+
+
+def refuse_processes(command: str) -> None:
+    """Raise a UserError in one of several processes of torchrun."""
+    if (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise UserError(f"{command} is the work of one process; given {count} by torchrun")
 
 
 def _join(backend: str, timeout: timedelta) -> None:

@@ -38,7 +38,7 @@ from scantling.reporting.runs import read_records, read_run, summarise
 from scantling.tasks import get_task
 from scantling.tasks.base import Task, TaskData
 from scantling.training.checkpoint import Checkpointer, load_model
-from scantling.training.distributed import Place, is_restart, joined
+from scantling.training.distributed import Place, is_restart, joined, launch
 from scantling.training.evaluate import evaluate
 from scantling.training.loop import Loop, Outcome, Schedule, load_methods, out_of_memory
 from scantling.training.meters import EnergyMeter, MemoryMeter
@@ -46,7 +46,7 @@ from scantling.training.methods import Method
 from scantling.training.release import GradientRelease
 from scantling.training.rundir import InUseError, RunDir
 from scantling.training.schedule import lr_factor
-from scantling.training.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
+from scantling.training.sinks import JsonlSink, Sink, Sinks, TensorBoardSink, summary_writer
 from scantling.training.step import Stepper
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,7 @@ def train(
         if place.is_main:
             try:
                 if is_restart():
-                    resume = _can_resume(run_dir)
-                    force = not resume
+                    resume, force = _of_restart(run_dir, resume=resume, force=force)
                 folder = _claim(run_dir, recipe, resume=resume, force=force)
             except UserError as error:
                 problem = str(error)
@@ -155,11 +154,19 @@ def resolve(
     return load_recipe(recipe, texts), run_dir
 
 
-def _can_resume(run_dir: Path | None) -> bool:
-    """Whether the run that torchrun starts again has come to a checkpoint."""
+def _of_restart(run_dir: Path | None, *, resume: bool, force: bool) -> tuple[bool, bool]:
+    """Whether a run that torchrun starts again goes on, and whether it replaces what is there.
+
+    It goes on with what it has begun itself, from a checkpoint or, before there is one, anew. Where it had not come to
+    begin, as where it was refused, what was asked for holds, so that no other run is touched.
+    """
     if run_dir is None:
         raise UserError("torchrun has started this run again, which does not know where it was: give it a --run-dir")
-    return Checkpointer(RunDir(run_dir).checkpoints, Place(0, 1, torch.device("cpu"))).newest() is not None
+    folder = RunDir(run_dir)
+    if not folder.was_begun_by(launch()):
+        return resume, force
+    has_saved = bool(Checkpointer(folder.checkpoints, Place(0, 1, torch.device("cpu"))).steps())
+    return has_saved, not has_saved
 
 
 def _claim(run_dir: Path | None, recipe: Recipe, *, resume: bool, force: bool) -> RunDir:
@@ -206,6 +213,8 @@ def _train(
 ) -> RunResult:
     check_world_size(recipe, place.world_size)
     check_graph(recipe, place.world_size, place.device.type)
+    if recipe.train.tensorboard:
+        summary_writer()
     checkpointer = Checkpointer(folder.checkpoints, place, keep=recipe.train.keep_checkpoints)
     checkpoint = checkpointer.newest() if resume else None
     if resume and checkpoint is None:
@@ -222,6 +231,7 @@ def _train(
     if place.is_main:
         if not resume:
             folder.clear()  # not before everything that can be wrong with the new run has been tried
+            folder.note_launch(launch())
             folder.write_recipe(recipe)
         elif folder.metrics.exists():
             read_records(folder.metrics)  # a broken line is better known now than after the last step
@@ -400,7 +410,7 @@ def run_evaluation(
     """The held-out metrics of a model. Collectives: those of `evaluate`."""
     if data.heldout is None:
         raise UserError("nothing is held out: data.heldout is 0 and data.validation is not given")
-    share = recipe.batch_size // place.world_size
+    share = max(1, recipe.batch_size // place.world_size)
     batches = eval_batches(
         data.heldout,
         data.collate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -46,6 +47,7 @@ class RunDir:
         self.result = path / "result.json"
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
+        self._launch = path / ".launch"
         self._lock: IO[str] | None = None
 
     def holds_run(self) -> bool:
@@ -68,17 +70,20 @@ class RunDir:
             raise UserError(f"cannot write into the run directory {self.path}: {error.strerror or error}") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             lock.seek(0)
             holder = lock.read().strip() or "unknown"
             lock.close()
             raise InUseError(
                 f"the run directory {self.path} is in use by process {holder}; wait for it or give another --run-dir"
             ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        except OSError as error:  # file systems that have no locks
+            lock.close()
+            raise UserError(f"cannot lock the run directory {self.path}: {error.strerror or error}") from None
         self._lock = lock
+        with contextlib.suppress(OSError):  # a full disk; it is there for messages alone
+            lock.truncate(0)
+            os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
 
     def unlock(self) -> None:
         """Give the folder back."""
@@ -87,12 +92,15 @@ class RunDir:
             self._lock = None
 
     def clear(self) -> None:
-        """Remove a run's files, and nothing else that lies in the folder."""
+        """Remove a run's files, and nothing else that lies in the folder; linked folders are emptied."""
+        for folder in (self.checkpoints, self.path / "tensorboard"):
+            if folder.is_symlink():
+                for path in folder.iterdir():
+                    _remove(path)
+            elif folder.exists():
+                shutil.rmtree(folder)
         for path in (self.recipe, self.environment, self.plan, self.metrics, self.result, self.report):
             path.unlink(missing_ok=True)
-        for folder in (self.checkpoints, self.path / "tensorboard"):
-            if folder.exists():
-                shutil.rmtree(folder)
 
     def stored_recipe(self) -> Recipe:
         """The recipe this run was started with."""
@@ -110,11 +118,28 @@ class RunDir:
                 "start a new run in another --run-dir, or give the same recipe"
             )
 
+    def was_begun_by(self, launch: str) -> bool:
+        """Whether the run in this folder was begun by a launch of torchrun, this one or one before a restart."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return self._launch.read_text(encoding="utf-8") == launch
+        return False
+
+    def note_launch(self, launch: str) -> None:
+        """Write down which launch of torchrun has begun the run."""
+        write_whole(self._launch, launch)
+
     def write_recipe(self, recipe: Recipe) -> None:
         write_whole(self.recipe, dump_recipe(recipe))
 
     def write_environment(self, command: list[str] | None = None, **extra: Any) -> None:
         write_json(self.environment, {**environment(), "command": command or sys.argv, **extra})
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def environment() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -73,11 +74,7 @@ class TensorBoardSink(Sink):
     """TensorBoard events in the run directory; needs the extra `tb`."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError("train.tensorboard needs TensorBoard: pip install 'scantling[tb]'") from None
-        self._writer = SummaryWriter(str(folder))
+        self._writer = summary_writer()(str(folder))
 
     def record(self, record: Record) -> None:
         for key, value in record.items():
@@ -86,6 +83,19 @@ class TensorBoardSink(Sink):
 
     def close(self) -> None:
         self._writer.close()
+
+
+def summary_writer() -> Any:
+    """The class that writes TensorBoard's events.
+
+    Raises:
+        UserError: TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("train.tensorboard needs TensorBoard: pip install 'scantling[tb]'") from None
+    return SummaryWriter
 
 
 class Sinks(Sink):
@@ -111,8 +121,9 @@ class Sinks(Sink):
             sink.message(text)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        with ExitStack() as stack:  # all of them, also after an error
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)
 
 
 def _cut_torn_line(path: Path) -> None:
