@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scantling.data.bins import largest_id, open_bins
+from scantling.data.bins import open_bins, read_through
 from scantling.data.cache import Cache
 from scantling.errors import UserError
 from scantling.recipe.schema import DataSection
@@ -42,17 +42,25 @@ def test_validation_files(tmp_path: Path) -> None:
     assert (len(train[0]), len(heldout[0]), held_by) == (500, 50, "files")
 
 
-def test_largest_id_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scantling.data.bins.CHUNK", 7)
     cache = Cache(tmp_path / "cache")
     train, heldout, _ = open_bins(DataSection(bin=write(tmp_path / "a.bin", 1000), heldout=0.1), seq_len=16)
-    assert largest_id([*train, *heldout], cache) == 999
+    largest, content = read_through([*train, *heldout], cache)
+    assert largest == 999
 
     def fail(*_: Any) -> None:
         raise AssertionError("read again")
 
     monkeypatch.setattr("scantling.data.cache._make", fail)
-    assert largest_id(train, cache) == 999
+    assert read_through(train, cache)[0] == 999
+    assert read_through([*train, *heldout], cache)[1] == content != read_through(train, cache)[1]
+
+
+def test_a_file_that_is_named_twice_is_not_both_trained_on_and_held_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.bin", 1000)
+    train, heldout, _ = open_bins(DataSection(bin=[path, str(tmp_path / "*.bin")], heldout=0.1), seq_len=16)
+    assert sum(map(len, [*train, *heldout])) == 1000
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from scantling.errors import UserError
-from scantling.models.build import build_model, default_task
+from scantling.models.build import build_model, default_task, mixes_documents
 from scantling.models.presets import PRESETS
 from scantling.recipe.schema import ModelSection
 from scantling.tasks import get_task
@@ -111,6 +111,33 @@ def test_the_longest_sequence_that_is_let_through_works(tmp_path: Path, model_ty
     assert model(torch.full((1, longest), 5)).logits.shape == (1, longest, 300)
     with pytest.raises(UserError, match=f"the model has {longest} positions"):
         make({"hf": str(tmp_path)}, task, seq=longest + 1)
+
+
+@pytest.mark.parametrize("model_type", ["rembert", "roformer", "xlm"])
+def test_a_model_that_sees_ahead_is_no_causal_model(tmp_path: Path, model_type: str) -> None:
+    """These say nowhere that they are not causal; it shows in what they compute."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    sizes = (
+        {"n_layers": 1, "emb_dim": 32, "n_heads": 2}
+        if model_type == "xlm"
+        else {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    )
+    section = ModelSection(hf=str(tmp_path), task="causal-lm", attention="eager", overrides=sizes)
+    with pytest.raises(UserError, match="sees the tokens that it is to predict"):
+        build_model(section, get_task("causal-lm"), vocab_size=64, seq_len=16, config_overrides={}, seed=0)
+
+
+@pytest.mark.parametrize(("model_type", "mixes"), [("llama", False), ("gpt2", False), ("opt", True)])
+def test_which_models_keep_documents_apart(tmp_path: Path, model_type: str, mixes: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    sizes = (
+        {"n_layer": 1, "n_embd": 32, "n_head": 2}
+        if model_type == "gpt2"
+        else {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    )
+    section = ModelSection(hf=str(tmp_path), task="causal-lm", overrides=sizes)
+    model = build_model(section, get_task("causal-lm"), vocab_size=64, seq_len=16, config_overrides={}, seed=0)
+    assert mixes_documents(model) == mixes
 
 
 def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ import scantling as sc
 from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.training.checkpoint import Checkpointer, damage
 from scantling.training.distributed import Place
+from scantling.training.evaluate import evaluate_run
 from scantling.training.rundir import RunDir
 from scantling.training.sinks import Sink, Sinks
 from tests.runs import (
@@ -220,6 +222,23 @@ def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.txt", seed=1)
     with pytest.raises(UserError, match="the data is not what"):
         sc.train(tmp_path / "run", resume=True)
+
+
+def test_other_data_than_that_of_the_training_is_not_evaluated(tmp_path: Path) -> None:
+    """Ids in flat files, and texts: also before a tokenizer would be made anew of them."""
+    np.arange(2000, dtype="<u2").tofile(tmp_path / "a.bin")
+    flat = {"text": None, "document_separator": None, "bin": str(tmp_path / "a.bin")}
+    for name, data, file in (("text", {}, "corpus.txt"), ("bin", flat, "a.bin")):
+        run = tmp_path / name
+        recipe = tiny_recipe(tmp_path, data=data, train={"steps": 2, "checkpoint_every": 1})
+        sc.train(recipe, run_dir=run)
+        assert evaluate_run(run)["step"] == 2
+        (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:-200])
+        with pytest.raises(UserError, match=r"the data is not what .* was trained on"):
+            evaluate_run(run)
+        shutil.rmtree(run / "checkpoints" / "step-2")
+        with pytest.raises(UserError, match=r"the data is not what .* was trained on"):
+            sc.train(run, resume=True)
 
 
 def test_resume_with_damaged_records(tmp_path: Path) -> None:

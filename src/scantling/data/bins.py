@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from scantling.data.cache import FORMAT, Cache
 from scantling.data.files import expand, file_stamp
@@ -20,6 +23,8 @@ CHUNK = 1 << 24
 
 def open_bins(section: DataSection, *, seq_len: int) -> tuple[list[MappedArray], list[MappedArray], str | None]:
     """The training and the held-out streams, and how they were separated ("files", "window" or None).
+
+    A file that is named twice counts once.
 
     Where documents begin is not known, so without `validation` files the end of the last file is held out, from the
     beginning of a window on.
@@ -51,6 +56,7 @@ def open_bins(section: DataSection, *, seq_len: int) -> tuple[list[MappedArray],
 
 def _map(paths: Sequence[Path], dtype: str) -> list[MappedArray]:
     width = 2 if dtype == "uint16" else 4
+    paths = list({path.resolve(): path for path in paths}.values())
     for path in paths:
         size = path.stat().st_size
         if size == 0 or size % width:
@@ -59,23 +65,28 @@ def _map(paths: Sequence[Path], dtype: str) -> list[MappedArray]:
     return [MappedArray(path, dtype) for path in paths]
 
 
-def largest_id(streams: Sequence[MappedArray], cache: Cache | None = None, progress: Progress | None = None) -> int:
-    """The largest id in the files; remembered until a file changes."""
+def read_through(
+    streams: Sequence[MappedArray], cache: Cache | None = None, progress: Progress | None = None
+) -> tuple[int, str]:
+    """The largest id in the files, and a fingerprint of the streams; remembered until a file changes."""
     cache, progress = cache or Cache(), progress or NoProgress()
-    largest = 0
+    largest, contents = 0, dict[Path, str]()
     for path in dict.fromkeys(stream.path for stream in streams):
         dtype = next(stream.dtype for stream in streams if stream.path == path)
-        key = fingerprint(["bin", FORMAT, file_stamp(path), dtype.name])
+        key = fingerprint(["bin with content", FORMAT, file_stamp(path), dtype.name])
 
         def make(_: Path, path: Path = path, dtype: Any = dtype, progress: Progress = progress) -> dict[str, Any]:
-            whole, found = MappedArray(path, dtype.name), 0
+            whole, found, digest = MappedArray(path, dtype.name), 0, hashlib.blake2b(digest_size=16)
             progress.start(f"reading {path}", path.stat().st_size)
             for at in range(0, len(whole), CHUNK):
                 part = whole[at : at + CHUNK]
                 found = max(found, int(part.max()))
+                digest.update(np.ascontiguousarray(part).tobytes())
                 progress.advance(part.nbytes)
             progress.finish()
-            return {"largest": found}
+            return {"largest": found, "content": digest.hexdigest()}
 
-        largest = max(largest, cache.get("scans", key, make).meta["largest"])
-    return largest
+        meta = cache.get("scans", key, make).meta
+        largest, contents[path] = max(largest, meta["largest"]), meta["content"]
+    parts = [[contents[stream.path], stream.start, len(stream)] for stream in streams]
+    return largest, fingerprint(["bin", parts])

@@ -65,9 +65,10 @@ class JsonlSource(TableFiles):
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # ValueError: numbers of thousands of digits
                 column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-                problem = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+                problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+                problem = error.msg if isinstance(error, json.JSONDecodeError) else problem
                 raise UserError(f"{where}: not valid JSON: {problem}{column}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{where}: a line must be a JSON object; given {shown_kind(row)}")

@@ -187,7 +187,7 @@ def build_model(
             if section.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
                 raise UserError(f"model.attention: {config.model_type} has no sdpa; set eager") from None
             raise UserError(f"model: transformers cannot build it: {_first_line(error)}") from None
-    if task.name == "causal-lm" and _is_encoder(model):
+    if task.name == "causal-lm" and (_is_encoder(model) or (device == "cpu" and _sees_ahead(model))):
         raise UserError(
             f"{type(model).__name__} as configured sees the tokens that it is to predict; "
             "set model.overrides.is_decoder: true, or model.task: masked-lm"
@@ -208,6 +208,52 @@ def _is_encoder(model: Any) -> bool:
     """Whether every position attends to those after it, as in a BERT that is not configured as a decoder."""
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
     return causal == {False} and getattr(model.config, "is_decoder", None) is False
+
+
+@torch.no_grad()
+def _sees_ahead(model: Any) -> bool:
+    """Whether what a model predicts at a position depends on a token after it; False where it cannot be tried."""
+    ids = _probe_ids(model)
+    other = ids.clone()
+    other[:, -1] = ids[:, 0]
+    return _differ(model, {"input_ids": ids}, {"input_ids": other}, slice(0, -1))
+
+
+@torch.no_grad()
+def mixes_documents(model: Any) -> bool:
+    """Whether a token sees documents before its own in spite of `position_ids` that begin again at each document."""
+    ids = _probe_ids(model)
+    other = ids.clone()
+    half = ids.shape[1] // 2
+    other[:, :half] = ids[:, :half].flip(1)
+    positions = torch.arange(half).repeat(2)[None]
+    return _differ(
+        model,
+        {"input_ids": ids, "position_ids": positions},
+        {"input_ids": other, "position_ids": positions},
+        slice(half, None),
+    )
+
+
+def _probe_ids(model: Any) -> torch.Tensor:
+    """Eight tokens of the end of the vocabulary, where no padding is that a model would leave out."""
+    config = model.config.get_text_config()
+    padding = {getattr(config, name, None) for name in ("pad_token_id", "pad_index")}
+    ids = [token for token in range(max(0, config.vocab_size - 11), config.vocab_size) if token not in padding]
+    return torch.tensor(ids[-8:])[None]
+
+
+def _differ(model: Any, one: dict[str, Any], other: dict[str, Any], places: slice) -> bool:
+    """Whether logits at some places change from one input to another, by more than the order of sums does."""
+    was_training = model.training
+    model.eval()
+    try:
+        logits, changed = (model(**inputs).logits[:, places] for inputs in (one, other))
+    except Exception:  # models that want further inputs
+        return False
+    finally:
+        model.train(was_training)
+    return bool((logits - changed).abs().max() > 1e-5 * logits.abs().max())
 
 
 def reads_weights(section: ModelSection) -> bool:

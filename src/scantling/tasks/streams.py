@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scantling.data.bins import largest_id, open_bins
+from scantling.data.bins import open_bins, read_through
+from scantling.data.hashing import fingerprint
 from scantling.data.loader import Collate
 from scantling.data.packing import WindowDataset, training_windows
 from scantling.data.progress import Progress
@@ -57,7 +58,7 @@ def bin_data(
             "name the tokenizer that made them in data.tokenizer"
         )
     streams, held_streams, held_by = open_bins(data, seq_len=data.seq_len)
-    largest = largest_id([*streams, *held_streams], progress=progress)
+    largest, content = read_through([*streams, *held_streams], progress=progress)
     if tokenizer is not None and largest >= tokenizer.vocab_size:
         raise UserError(
             f"data.bin: the files hold the id {largest}; {tokenizer.name} has {tokenizer.vocab_size} ids. "
@@ -65,6 +66,7 @@ def bin_data(
         )
     info = {
         "source": "bin",
+        "fingerprint": fingerprint([content, len(streams), None if tokenizer is None else tokenizer.fingerprint]),
         "train": {"tokens": sum(map(len, streams))},
         "heldout": {"tokens": sum(map(len, held_streams))} if held_streams else None,
         "heldout_by": held_by,

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from scantling.data.loader import BatchSource
-from scantling.errors import NonFiniteError, RunError, UserError
+from scantling.errors import NonFiniteError, RunError
 from scantling.optim.memory import state_bytes
 from scantling.training.checkpoint import (
     Checkpointer,
     State,
+    check_data,
     exchange_state,
     load_exchange,
     load_model,
@@ -239,11 +240,7 @@ class Loop:
         """
         manifest = read_manifest(path)
         values = manifest["values"]
-        if values["fingerprint"] != self.fingerprint:
-            raise UserError(
-                f"the data is not what {path} was trained on: a file, a tokenizer or the split has changed; "
-                "put it back, or start a new run"
-            )
+        check_data(path, self.fingerprint)
         load_methods(self.methods, path)
         if self.place.world_size > 1:
             self.model.train()

@@ -24,7 +24,7 @@ from scantling.data.sampler import Sampler
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.groups import param_groups
-from scantling.models.build import build_model, checkpoint_activations, convert_model
+from scantling.models.build import build_model, checkpoint_activations, convert_model, mixes_documents
 from scantling.numerics.compute import warn_of_slow_products
 from scantling.optim.registry import build_optimizer
 from scantling.planning.memory import bytes_of_cores, held_gradient_bytes
@@ -37,7 +37,7 @@ from scantling.reporting.html import write_report
 from scantling.reporting.runs import read_records, read_run, summarise
 from scantling.tasks import get_task
 from scantling.tasks.base import Task, TaskData
-from scantling.training.checkpoint import Checkpointer, load_model
+from scantling.training.checkpoint import Checkpointer, check_data, load_model
 from scantling.training.distributed import Place, is_restart, joined, launch
 from scantling.training.evaluate import evaluate
 from scantling.training.loop import Loop, Outcome, Schedule, load_methods, out_of_memory
@@ -396,6 +396,11 @@ def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequenc
         config_overrides=task.config_overrides(data),
         seed=recipe.train.seed,
     )
+    if recipe.data.document_mask and mixes_documents(model):
+        raise UserError(
+            f"data.document_mask: {type(model).__name__} does not keep documents apart by their position_ids; leave it "
+            "out"
+        )
     with torch.random.fork_rng([]):
         torch.manual_seed(recipe.train.seed + _OF_METHODS)
         model = convert_model(model, recipe)
@@ -448,6 +453,7 @@ def load_trained(run_dir: str | Path, *, device: str = "cpu") -> tuple[Recipe, T
         raise UserError(f"{folder.path} has no whole checkpoint; train it first")
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=None)
+    check_data(checkpoint, data.info.get("fingerprint"))
     methods = build_methods(recipe)
     model = build_run_model(recipe, task, data, methods)
     for method in methods:
