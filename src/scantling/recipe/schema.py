@@ -161,7 +161,8 @@ class DataSection(Section):
     target_len: int | None = Field(default=None, ge=2, le=1_048_576)
     """seq2seq: most tokens of a target. Default: `seq_len`."""
     document_mask: bool = False
-    """Keep attention inside a document when several are packed into one sequence (slower)."""
+    """Keep attention inside a document when several are packed into one sequence (slower); a model that would mix them
+    all the same is refused."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Share held out for evaluation: of the documents, never of windows; of `bin` files their end; of the rows of click
     logs; of the images."""
