@@ -61,6 +61,11 @@ def test_validation_files_are_held_out_whole(tmp_path: Path, path: str) -> None:
     np.testing.assert_array_equal(ready.features.means, prepared(path, heldout=0).features.means)
 
 
+def test_validation_rows_that_are_trained_on_are_warned_of(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    prepared(path, validation=path)
+    assert "all of the held-out rows are also among those that are trained on" in caplog.text
+
+
 def test_moments_are_those_of_the_training_rows(
     path: str, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,12 @@ def test_hashes_are_the_same_everywhere() -> None:
     assert category_keys([7, 7.0, "7", np.int64(7)]) == [key64("7")] * 4
     assert category_keys([None, float("nan"), ""]) == [key64("")] * 3
     assert category_keys([True, 0.5]) == [key64("1"), key64("0.5")]
+
+
+def test_decimals_are_the_numbers_that_they_equal() -> None:
+    pairs = [(Decimal("7.00"), 7), (Decimal("7.50"), 7.5), (Decimal("1E+2"), "100"), (Decimal("0.1"), "0.1")]
+    for decimal, other in pairs:
+        assert category_keys([decimal]) == category_keys([other])
 
 
 def test_a_label_can_be_a_comparison(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -266,6 +267,8 @@ def _key(value: Any) -> int:
         return key64(value)
     if value is None or value != value:
         return key64("")
+    if isinstance(value, Decimal) and value.is_finite():  # equal to an int or a float, and so remembered as one
+        value = int(value) if value == value.to_integral_value() else float(value) if float(value) == value else value
     if isinstance(value, bool | np.bool_) or (isinstance(value, float) and value.is_integer()):
         value = int(value)
     if not _is_category(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from scantling.data.progress import NoProgress, Progress
 from scantling.data.store import MappedArray, write_array
 from scantling.errors import UserError
 from scantling.recipe.schema import Clicks, DataSection
+
+logger = logging.getLogger(__name__)
 
 RowNumbers = MappedArray | range
 
@@ -67,6 +70,8 @@ def prepare_clicks(
     held_store = None
     if section.validation is not None:
         held_store = read_clicks(click_files(section, validation=True), cache, progress)
+        if held_store.content == store.content:
+            logger.warning("data.validation: all of the held-out rows are also among those that are trained on")
     share = section.heldout if held_store is None else 0.0
     held = math.ceil(share * len(store))
     if held >= len(store):

@@ -72,7 +72,7 @@ def read_clicks(files: ClickFiles, cache: Cache, progress: Progress) -> ClickSto
     Raises:
         UserError: the files cannot be read or hold no row with a label.
     """
-    key = fingerprint(["clicks", FORMAT, files.stamp()])
+    key = fingerprint(["clicks, decimals as numbers", FORMAT, files.stamp()])
     entry = cache.get("clicks", key, lambda folder: _write(files, folder, progress))
     if entry.meta["unlabelled"]:
         logger.warning("%s: left out %d rows without a label", files.name, entry.meta["unlabelled"])

@@ -183,7 +183,10 @@ def build_model(
             raise
         except SafetensorError as error:
             raise UserError(f"model.hf: the weights in {section.hf} are damaged: {_first_line(error)}") from None
-        except (ValueError, TypeError, RuntimeError, OSError, LookupError, AttributeError, ArithmeticError) as error:
+        except (
+            *(ValueError, TypeError, RuntimeError, OSError, LookupError, AttributeError, ArithmeticError),
+            AssertionError,  # of torch, for a padding beyond the vocabulary
+        ) as error:
             if section.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
                 raise UserError(f"model.attention: {config.model_type} has no sdpa; set eager") from None
             raise UserError(f"model: transformers cannot build it: {_first_line(error)}") from None
@@ -370,8 +373,8 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
             "give a multiple of it or set model.overrides.patch_size"
         )
     positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None:
-        if config.model_type in _POSITIONS_AFTER_PADDING:
+    if positions is not None and positions > 0:  # -1 of XLNet is without limit
+        if config.model_type in _POSITIONS_AFTER_PADDING and config.pad_token_id is not None:
             positions -= config.pad_token_id + 1
         if seq_len > positions:
             raise UserError(
