@@ -141,6 +141,14 @@ def test_a_training_that_ends_too_early_says_so(tmp_path: Path, caplog: pytest.L
     assert adapter.is_attached
 
 
+def test_callbacks_that_are_made_anew_are_refused(tmp_path: Path) -> None:
+    made, _ = trainer(tmp_path)
+    made.args.restore_callback_states_from_checkpoint = True
+    callback = next(each for each in made.callback_handler.callbacks if isinstance(each, sc.hf.RankCallback))
+    with pytest.raises(UserError, match="restored in any case"):
+        callback.on_init_end(made.args, made.state, made.control)
+
+
 @pytest.mark.parametrize(
     ("options", "adds"), [({}, False), ({"beta": 0.1}, True), ({"schedule": "controlled"}, True)], ids=str
 )

@@ -49,6 +49,13 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
         self.adapter = adapter
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.restore_callback_states_from_checkpoint:
+            raise UserError(
+                "RankCallback: restore_callback_states_from_checkpoint makes callbacks anew, which this one cannot be "
+                "without its adapter; leave it out, since its state is restored in any case"
+            )
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.adapter.adds_to_loss and args.fp16 and not args.max_grad_norm:
             raise UserError(
