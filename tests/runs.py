@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from scantling.cli import main
-from tests.processes import server
+from tests.processes import server, torchrun_names
 
 TINY: dict[str, int] = {
     "hidden_size": 32,
@@ -108,9 +108,8 @@ def scantling(
     places: list[dict[str, str]] = [{}]
     if processes > 1:
         with socket.create_server(("127.0.0.1", 0)) as found:
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
-        world = {**meeting, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        places = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+            port = found.getsockname()[1]
+        places = [torchrun_names(rank, processes, port) for rank in range(processes)]
     context = server()
     with tempfile.TemporaryDirectory() as folder:
         started: list[BaseProcess] = []

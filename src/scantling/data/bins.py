@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from scantling.data.cache import FORMAT, Cache
 from scantling.data.files import expand, file_stamp
 from scantling.data.hashing import fingerprint
@@ -81,7 +79,7 @@ def read_through(
             for at in range(0, len(whole), CHUNK):
                 part = whole[at : at + CHUNK]
                 found = max(found, int(part.max()))
-                digest.update(np.ascontiguousarray(part).tobytes())
+                digest.update(part)
                 progress.advance(part.nbytes)
             progress.finish()
             return {"largest": found, "content": digest.hexdigest()}

@@ -66,10 +66,10 @@ class JsonlSource(TableFiles):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:  # ValueError: numbers of thousands of digits
-                column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
                 problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-                problem = error.msg if isinstance(error, json.JSONDecodeError) else problem
-                raise UserError(f"{where}: not valid JSON: {problem}{column}") from None
+                if isinstance(error, json.JSONDecodeError):
+                    problem = f"{error.msg}, column {error.colno}"
+                raise UserError(f"{where}: not valid JSON: {problem}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{where}: a line must be a JSON object; given {shown_kind(row)}")
             yield where, row

@@ -213,7 +213,6 @@ def _is_encoder(model: Any) -> bool:
     return causal == {False} and getattr(model.config, "is_decoder", None) is False
 
 
-@torch.no_grad()
 def _sees_ahead(model: Any) -> bool:
     """Whether what a model predicts at a position depends on a token after it; False where it cannot be tried."""
     ids = _probe_ids(model)
@@ -222,7 +221,6 @@ def _sees_ahead(model: Any) -> bool:
     return _differ(model, {"input_ids": ids}, {"input_ids": other}, slice(0, -1))
 
 
-@torch.no_grad()
 def mixes_documents(model: Any) -> bool:
     """Whether a token sees documents before its own in spite of `position_ids` that begin again at each document."""
     ids = _probe_ids(model)
@@ -246,6 +244,7 @@ def _probe_ids(model: Any) -> torch.Tensor:
     return torch.tensor(ids[-8:])[None]
 
 
+@torch.no_grad()
 def _differ(model: Any, one: dict[str, Any], other: dict[str, Any], places: slice) -> bool:
     """Whether logits at some places change from one input to another, by more than the order of sums does."""
     was_training = model.training
