@@ -15,10 +15,11 @@ import pytest
 from scantling.data import prepare as module
 from scantling.data.cache import Cache
 from scantling.data.prepare import Prepared, prepare
+from scantling.data.progress import NoProgress
 from scantling.data.store import MappedArray, StoreWriter, TokenStore
 from scantling.data.tokenizers import ByteTokenizer
 from scantling.errors import UserError
-from scantling.recipe.schema import DataSection
+from scantling.recipe.schema import BpeTokenizer, DataSection
 
 NLI = {"text": "premise", "pair": "hypothesis", "label": "label"}
 LABELS = ["no", "yes", "maybe"]
@@ -251,6 +252,25 @@ def test_source_that_changes_while_it_is_read(
     monkeypatch.setattr(module, "scan", scan_less)
     with pytest.raises(UserError, match="changed while it was read"):
         prepare(section, seed=0)
+
+
+@pytest.mark.parametrize("during", ["reading", "training", "tokenising"])
+def test_nothing_is_kept_of_a_source_that_changes_while_it_is_read(tmp_path: Path, during: str) -> None:
+    path = tmp_path / "corpus.txt"
+    text = "".join(f"#doc\ndocument {number} the cat sat on the mat\n" for number in range(40))
+    path.write_text(text)
+    section = DataSection(text=str(path), document_separator="#doc", tokenizer=BpeTokenizer(bpe=270), heldout=0.1)
+
+    class Changes(NoProgress):
+        def start(self, what: str, total: int | None) -> None:
+            if what.startswith(during):
+                path.write_text(text.replace("cat", "dog"))
+
+    with pytest.raises(UserError, match="changed while it was read; run again"):
+        prepare(section, seed=0, progress=Changes())
+    path.write_text(text)
+    prepared = prepare(section, seed=0)
+    assert all("cat" in document for document in texts_of(prepared.train, prepared))
 
 
 def test_cache_that_cannot_be_written(

@@ -162,6 +162,8 @@ def test_parquet_and_datasets(tmp_path: Path) -> None:
     plain = pieces(parquet=str(tmp_path / "*.parquet"), fields=NLI)
     assert [(p.text, p.pair, p.label) for p in plain] == [("a", "x", "1"), ("b", "y", "0"), ("c", "z", "-1")]
     assert plain[1].where.endswith("a.parquet, row 2")
+    message = refusal(hf=str(tmp_path / "saved"), hf_split="dev", fields=NLI)
+    assert message.endswith("saved holds one data set, its split 'train', and no split 'dev'")
     assert "no split 'train'; it has dev" in refusal(hf=str(tmp_path / "dict"), fields=NLI)
     message = refusal(hf=str(tmp_path / "saved"), fields=NLI | {"text": "premises"})
     assert "no column 'premises'; columns: premise, hypothesis, label (did you mean 'premise'?)" in message

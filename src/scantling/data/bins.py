@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scantling.data.cache import FORMAT, Cache
-from scantling.data.files import expand, file_stamp
+from scantling.data.files import expand, file_stamp, refuse_changed
 from scantling.data.hashing import fingerprint
 from scantling.data.progress import NoProgress, Progress
 from scantling.data.store import MappedArray
@@ -71,20 +72,23 @@ def read_through(
     largest, contents = 0, dict[Path, str]()
     for path in dict.fromkeys(stream.path for stream in streams):
         dtype = next(stream.dtype for stream in streams if stream.path == path)
-        key = fingerprint(["bin with content", FORMAT, file_stamp(path), dtype.name])
-
-        def make(_: Path, path: Path = path, dtype: Any = dtype, progress: Progress = progress) -> dict[str, Any]:
-            whole, found, digest = MappedArray(path, dtype.name), 0, hashlib.blake2b(digest_size=16)
-            progress.start(f"reading {path}", path.stat().st_size)
-            for at in range(0, len(whole), CHUNK):
-                part = whole[at : at + CHUNK]
-                found = max(found, int(part.max()))
-                digest.update(part)
-                progress.advance(part.nbytes)
-            progress.finish()
-            return {"largest": found, "content": digest.hexdigest()}
-
-        meta = cache.get("scans", key, make).meta
+        stamp = file_stamp(path)
+        key = fingerprint(["bin with content", FORMAT, stamp, dtype.name])
+        meta = cache.get("scans", key, partial(_facts, path, dtype, stamp, progress)).meta
         largest, contents[path] = max(largest, meta["largest"]), meta["content"]
     parts = [[contents[stream.path], stream.start, len(stream)] for stream in streams]
     return largest, fingerprint(["bin", parts])
+
+
+def _facts(path: Path, dtype: Any, stamp: Any, progress: Progress, _: Path) -> dict[str, Any]:
+    """What is remembered of one file."""
+    whole, found, digest = MappedArray(path, dtype.name), 0, hashlib.blake2b(digest_size=16)
+    progress.start(f"reading {path}", path.stat().st_size)
+    for at in range(0, len(whole), CHUNK):
+        part = whole[at : at + CHUNK]
+        found = max(found, int(part.max()))
+        digest.update(part)
+        progress.advance(part.nbytes)
+    progress.finish()
+    refuse_changed(str(path), stamp, file_stamp(path))
+    return {"largest": found, "content": digest.hexdigest()}

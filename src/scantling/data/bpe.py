@@ -10,6 +10,7 @@ import numpy as np
 
 from scantling.data.cache import FORMAT, Cache
 from scantling.data.documents import Scan, Source
+from scantling.data.files import refuse_changed
 from scantling.data.hashing import fingerprint, fingerprint_array, key64, mix64
 from scantling.data.progress import Progress
 from scantling.data.split import TRAIN, Sides
@@ -53,6 +54,7 @@ def trained_bpe(
             backend = _train(vocab_size, _texts(source, sample, progress))
         finally:
             progress.finish()
+        refuse_changed(source.name, scan.stamp, source.stamp())
         found = backend.get_vocab_size()
         if found < vocab_size:
             raise UserError(
@@ -88,6 +90,8 @@ def _texts(source: Source, sample: np.ndarray[Any, np.dtype[np.bool_]], progress
     """The text of the sampled documents, `SAMPLE_BYTES` in all."""
     document, left = 0, SAMPLE_BYTES
     for piece in source.pieces():
+        if document == len(sample):
+            return  # it has grown since it was scanned, which `make` will say
         if sample[document]:
             for text in (piece.text, piece.pair):
                 if text and left > 0:

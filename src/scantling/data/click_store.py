@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from scantling.data.cache import FORMAT, Cache
 from scantling.data.click_files import ClickFiles
+from scantling.data.files import refuse_changed
 from scantling.data.hashing import fingerprint
 from scantling.data.progress import Progress
 from scantling.data.store import MappedArray
@@ -72,8 +73,9 @@ def read_clicks(files: ClickFiles, cache: Cache, progress: Progress) -> ClickSto
     Raises:
         UserError: the files cannot be read or hold no row with a label.
     """
-    key = fingerprint(["clicks, decimals as numbers", FORMAT, files.stamp()])
-    entry = cache.get("clicks", key, lambda folder: _write(files, folder, progress))
+    stamp = files.stamp()
+    key = fingerprint(["clicks, decimals as numbers", FORMAT, stamp])
+    entry = cache.get("clicks", key, lambda folder: _write(files, stamp, folder, progress))
     if entry.meta["unlabelled"]:
         logger.warning("%s: left out %d rows without a label", files.name, entry.meta["unlabelled"])
     return ClickStore(
@@ -86,7 +88,7 @@ def read_clicks(files: ClickFiles, cache: Cache, progress: Progress) -> ClickSto
     )
 
 
-def _write(files: ClickFiles, folder: Path, progress: Progress) -> dict[str, Any]:
+def _write(files: ClickFiles, stamp: Any, folder: Path, progress: Progress) -> dict[str, Any]:
     content = {name: hashlib.sha256() for name in Rows._fields}
     rows = unlabelled = 0
     bytes_per_row = 1 + 4 * len(files.columns.numeric) + 8 * len(files.columns.categorical)
@@ -103,6 +105,7 @@ def _write(files: ClickFiles, folder: Path, progress: Progress) -> dict[str, Any
             rows += len(block.labels)
             unlabelled += block.unlabelled
             progress.advance(len(block.labels) * bytes_per_row)
+    refuse_changed(files.name, stamp, files.stamp())
     if not rows:
         left = f"{unlabelled} rows, none with a label" if unlabelled else "it has no rows"
         raise UserError(f"{files.name}: the click log is empty: {left}")

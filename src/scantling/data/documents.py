@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scantling.data.cache import FORMAT, Cache
+from scantling.data.files import refuse_changed
 from scantling.data.hashing import fingerprint
 from scantling.data.progress import Progress
 from scantling.data.store import write_array
@@ -72,6 +73,7 @@ class Scan:
         label_names: the labels in order of first use.
         label_places: where each was first used.
         content: hash of all documents in order.
+        stamp: the source's stamp before it was read.
     """
 
     digests: npt.NDArray[np.uint64]
@@ -80,6 +82,7 @@ class Scan:
     label_names: list[str]
     label_places: list[str]
     content: str
+    stamp: Any = None
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -91,8 +94,9 @@ def scan(source: Source, cache: Cache, progress: Progress) -> Scan:
     Raises:
         UserError: the source cannot be read, or holds no text.
     """
-    key = fingerprint(["scan", FORMAT, source.stamp()])
-    entry = cache.get("scans", key, lambda folder: _write_scan(source, folder, progress))
+    stamp = source.stamp()
+    key = fingerprint(["scan", FORMAT, stamp])
+    entry = cache.get("scans", key, lambda folder: _write_scan(source, stamp, folder, progress))
     names, places = json.loads((entry.path / "labels.json").read_text(encoding="utf-8"))
     return Scan(
         np.fromfile(entry.path / "digests", dtype=np.uint64),
@@ -101,10 +105,11 @@ def scan(source: Source, cache: Cache, progress: Progress) -> Scan:
         label_names=names,
         label_places=places,
         content=entry.meta["content"],
+        stamp=stamp,
     )
 
 
-def _write_scan(source: Source, folder: Path, progress: Progress) -> dict[str, Any]:
+def _write_scan(source: Source, stamp: Any, folder: Path, progress: Progress) -> dict[str, Any]:
     digests, sizes, labels = array("Q"), array("q"), array("i")
     label_ids: dict[str, int] = {}
     places: list[str] = []
@@ -140,6 +145,7 @@ def _write_scan(source: Source, folder: Path, progress: Progress) -> dict[str, A
             size, blank = 0, True
     finally:
         progress.finish()
+    refuse_changed(source.name, stamp, source.stamp())
     if not any(sizes):
         raise UserError(f"{source.name}: the corpus is empty: {len(sizes)} documents, none with any text")
     write_array(folder / "digests", np.array(digests, dtype=np.uint64))

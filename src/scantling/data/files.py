@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from scantling.errors import UserError, did_you_mean
 
@@ -59,6 +59,16 @@ def file_stamp(path: Path) -> list[str | int]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     return [str(path.absolute()), status.st_size, status.st_mtime_ns]
+
+
+def refuse_changed(name: str, before: Any, now: Any) -> None:
+    """Refuse what was read of a source whose stamp is another one afterwards.
+
+    Raises:
+        UserError: the stamps differ.
+    """
+    if now != before:
+        raise UserError(f"{name} changed while it was read; run again")
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:

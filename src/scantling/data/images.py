@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from scantling.data.cache import FORMAT, Cache
 from scantling.data.documents import MAX_LABELS, Scan
+from scantling.data.files import refuse_changed
 from scantling.data.hashing import fingerprint, fingerprint_array
 from scantling.data.image_files import ImageSource, image_source, pixels_of
 from scantling.data.prepare import check_labels, label_set
@@ -142,8 +143,9 @@ def _chosen(path: Path, shape: Shape, found: Scan, which: npt.NDArray[np.bool_],
 
 def _read(source: ImageSource, shape: Shape, cache: Cache, progress: Progress) -> tuple[Path, Scan]:
     """The entry of a source, and what its images are."""
-    key = fingerprint(["images", FORMAT, shape, source.stamp()])
-    entry = cache.get("images", key, lambda folder: _write(source, shape, folder, progress))
+    stamp = source.stamp()
+    key = fingerprint(["images", FORMAT, shape, stamp])
+    entry = cache.get("images", key, lambda folder: _write(source, stamp, shape, folder, progress))
     names, places = json.loads((entry.path / "labels.json").read_text(encoding="utf-8"))
     digests = np.fromfile(entry.path / "digests", dtype=np.uint64)
     sizes = np.full(len(digests), prod(shape), dtype=np.int64)
@@ -151,7 +153,7 @@ def _read(source: ImageSource, shape: Shape, cache: Cache, progress: Progress) -
     return entry.path, Scan(digests, sizes, labels, names, places, entry.meta["content"])
 
 
-def _write(source: ImageSource, shape: Shape, folder: Path, progress: Progress) -> dict[str, Any]:
+def _write(source: ImageSource, stamp: Any, shape: Shape, folder: Path, progress: Progress) -> dict[str, Any]:
     digests, labels = array("Q"), array("i")
     places: dict[str, str] = {}
     ids: dict[str, int] = {}
@@ -172,6 +174,7 @@ def _write(source: ImageSource, shape: Shape, folder: Path, progress: Progress) 
                 progress.advance(pixels.size)
     finally:
         progress.finish()
+    refuse_changed(source.name, stamp, source.stamp())
     if not digests:
         raise UserError(f"{source.name}: there are no labelled images in it")
     write_array(folder / "digests", np.array(digests, dtype=np.uint64))

@@ -14,6 +14,7 @@ import numpy as np
 from scantling.data.bpe import trained_bpe
 from scantling.data.cache import FORMAT, Cache
 from scantling.data.documents import Piece, Scan, Source, scan
+from scantling.data.files import refuse_changed
 from scantling.data.hashing import fingerprint, fingerprint_array
 from scantling.data.progress import NoProgress, Progress
 from scantling.data.sources import training_source, validation_source
@@ -202,6 +203,7 @@ class _Maker:
             for batch in _batches(source, sides):
                 self._encode(batch, writers, sides, label_ids)
                 self.progress.advance(sum(len((piece.text + (piece.pair or "")).encode()) for _, piece in batch))
+        refuse_changed(source.name, found.stamp, source.stamp())
         sizes = {NAMES[side]: int(found.sizes[sides == side].sum()) for side in (TRAIN, HELDOUT)}
         return {"dtype": dtype, "pairs": pairs, "bytes": sizes}
 

@@ -188,7 +188,10 @@ def load_hub(path: str, config: str | None, split: str) -> Any:
             if isinstance(data, datasets.DatasetDict):
                 if split not in data:
                     raise UserError(f"{path} has no split '{split}'; it has {', '.join(data)}")
-                data = data[split]
+                return data[split]
+            held = data.split or "train"
+            if split != str(held):
+                raise UserError(f"{path} holds one data set, its split '{held}', and no split '{split}'")
             return data
         return datasets.load_dataset(str(folder) if folder.exists() else path, config, split=split)
     except UserError:
