@@ -14,6 +14,11 @@ from typing import Any
 from scantling.errors import RunError, UserError
 
 
+def local(path: str | Path) -> Path:
+    """A path as a shell reads it, with `$VAR` and `~`; what of it is unknown, such as `~nobody`, stays as it is."""
+    return Path(os.path.expanduser(os.path.expandvars(path)))
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

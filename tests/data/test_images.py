@@ -201,3 +201,7 @@ def test_files_and_folders_that_are_refused(tmp_path: Path) -> None:
     (folder / "a.png").write_text("text")
     with pytest.raises(UserError, match=r"a.png: not a readable image"):
         prepared(images=str(tmp_path / "train"))
+    (folder / "a.png").unlink()
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(folder / "b.webp", exif=b"MM\0\xcc\0\0\0\x08")
+    with pytest.raises(UserError, match=r"b.webp: not a readable image: not a TIFF file"):
+        prepared(images=str(tmp_path / "train"))

@@ -301,8 +301,24 @@ def test_corrupt_archive(tmp_path: Path, suffix: str, pack: Any, damage: str) ->
 
 
 def test_unreadable_parquet(tmp_path: Path) -> None:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
     (tmp_path / "a.parquet").write_text("text")
     assert "a.parquet: not a readable Parquet file" in refusal(parquet=str(tmp_path / "a.parquet"))
+    text = arrow.array([b"caf\xe9"], arrow.binary()).view(arrow.string())
+    parquet.write_table(arrow.table({"text": text}), tmp_path / "b.parquet")
+    assert "b.parquet: not a readable Parquet file: 'utf-8'" in refusal(parquet=str(tmp_path / "b.parquet"))
+
+
+def test_link_to_nothing_in_the_standard_library(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("a = 1\n")
+    (tmp_path / "b.py").symlink_to(tmp_path / "nowhere.py")
+    assert [piece.text for piece in StandardLibrary(tmp_path).pieces()] == ["a = 1\n"]
+
+
+def test_home_of_nobody() -> None:
+    assert "data.text: file not found: ~nobody-of-that-name/a.txt" in refusal(text="~nobody-of-that-name/a.txt")
 
 
 def test_too_many_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from scantling.data.files import PACKED, expand
 from scantling.data.tables import CsvSource, JsonlSource, TableFiles, check_columns, shown_kind
 from scantling.errors import UserError
+from scantling.files import local
 from scantling.recipe.schema import Fields
 
 GOOD, BAD = "sentence_good", "sentence_bad"
@@ -56,7 +57,7 @@ def read_pairs(given: Sequence[str]) -> list[MinimalPair]:
 def _files(given: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for each in given:
-        folder = Path(each).expanduser()
+        folder = local(each)
         if not folder.is_dir():
             found += expand(each, "minimal pairs")
             continue

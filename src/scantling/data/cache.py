@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from scantling.errors import UserError
-from scantling.files import sync
+from scantling.files import local, sync
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ FORMAT = 1
 
 def cache_root() -> Path:
     """`$SCANTLING_CACHE`, or `~/.cache/scantling`."""
-    return Path(os.environ.get("SCANTLING_CACHE") or "~/.cache/scantling").expanduser()
+    return local(os.environ.get("SCANTLING_CACHE") or "~/.cache/scantling")
 
 
 @dataclass(frozen=True)

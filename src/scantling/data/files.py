@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from scantling.errors import UserError, did_you_mean
+from scantling.files import local
 
 CHUNK = 1 << 20
 """Bytes read at a time."""
@@ -34,7 +35,7 @@ def expand(paths: str | Sequence[str], key: str) -> list[Path]:
     """
     found: list[Path] = []
     for given in [paths] if isinstance(paths, str) else paths:
-        path = Path(given).expanduser()
+        path = local(given)
         if path.is_file():
             found.append(path)
         elif path.is_dir():

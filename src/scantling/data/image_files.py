@@ -135,8 +135,8 @@ class ImageFolder(ImageSource):
             try:
                 with Image.open(path) as image:
                     image.load()
-            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-                raise UserError(f"{path}: not a readable image: {error}") from None
+            except Exception as error:  # Pillow documents no set of errors
+                raise _unreadable(str(path), error) from None
             yield Picture(image, label, str(path))
 
 
@@ -202,8 +202,8 @@ class HubImages(ImageSource):
             where = f"{self.name}, row {number + 1}"
             try:
                 row = rows[number]
-            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-                raise UserError(f"{where}: not a readable image: {error}") from None
+            except Exception as error:
+                raise _unreadable(where, error) from None
             image, label = row[image_name], row[label_name]
             if not isinstance(image, Image.Image):
                 raise UserError(f"{where}: column '{image_name}' must hold images; given {shown_kind(image)}")
@@ -218,7 +218,7 @@ def pixels_of(picture: Picture, shape: tuple[int, int, int]) -> npt.NDArray[np.u
     """An image as the model will see it, (channels, height, width): converted, and resized between pixels linearly.
 
     Raises:
-        UserError: its pixels have more than 8 bits.
+        UserError: its pixels have more than 8 bits, or cannot be read.
     """
     from PIL import Image, ImageOps
 
@@ -226,8 +226,15 @@ def pixels_of(picture: Picture, shape: tuple[int, int, int]) -> npt.NDArray[np.u
     image = picture.image
     if image.mode.startswith(_WIDE):
         raise UserError(f"{picture.where}: pixels of more than 8 bits (mode {image.mode}); convert the image first")
-    image = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
+    try:
+        image = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
+    except Exception as error:
+        raise _unreadable(picture.where, error) from None
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels = np.asarray(image, dtype=np.uint8)
     return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def _unreadable(where: str, error: Exception) -> UserError:
+    return UserError(f"{where}: not a readable image: {str(error) or type(error).__name__}")

@@ -129,4 +129,5 @@ class StandardLibrary(Source):
 def _python_files(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages", "__pycache__")]
-        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+        paths = (Path(folder, name) for name in names if name.endswith(".py"))
+        yield from (path for path in paths if path.is_file())  # not a link to what is not there

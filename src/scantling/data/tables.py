@@ -16,6 +16,7 @@ from typing import Any
 from scantling.data.documents import Piece, Source
 from scantling.data.files import PACKED, file_stamp, read_lines
 from scantling.errors import UserError, did_you_mean
+from scantling.files import local
 from scantling.recipe.schema import Fields
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class ParquetSource(TableFiles):
                     for row in batch.to_pylist():
                         number += 1
                         yield f"{path}, row {number}", row
-        except (arrow.ArrowException, OSError) as error:
+        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: not a readable Parquet file: {error}") from None
 
 
@@ -181,7 +182,7 @@ def load_hub(path: str, config: str | None, split: str) -> Any:
     """A map-style dataset; whatever goes wrong is one `UserError`."""
     import datasets
 
-    folder = Path(path).expanduser()
+    folder = local(path)
     try:
         if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
             data = datasets.load_from_disk(str(folder))

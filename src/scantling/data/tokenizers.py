@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from scantling.data.hashing import fingerprint
 from scantling.errors import UserError, did_you_mean
+from scantling.files import local
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -319,7 +320,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
         UserError: there is none, or it is not a fast tokenizer.
     """
-    place = Path(path).expanduser()
+    place = local(path)
     if place.is_file():
         return _from_file(place)
     if not place.is_dir():

@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from scantling.errors import Fault, RecipeError, UserError, did_you_mean
+from scantling.files import local
 from scantling.recipe.checks import semantic_faults
 from scantling.recipe.schema import DIGITS, Recipe
 
@@ -257,7 +258,7 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
             return [expand(inner, must_exist=must_exist) for inner in value]
         if not isinstance(value, str):
             return value
-        path = Path(os.path.expandvars(os.path.expanduser(value)))
+        path = local(value)
         if must_exist and not path.exists():
             return value
         return os.path.abspath(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from scantling.errors import Fault, RecipeError, UserError, did_you_mean
+from scantling.files import local
 from scantling.recipe.loading import apply_override, is_sweep, read_yaml, schema_faults
 from scantling.recipe.schema import Paths, Section, Text
 
@@ -78,12 +78,12 @@ class Sweep(Section):
     @property
     def folder(self) -> Path:
         """Where the runs go."""
-        return Path(os.path.expandvars(self.out or f"runs/{self.name or 'sweep'}")).expanduser()
+        return local(self.out or f"runs/{self.name or 'sweep'}")
 
     @property
     def table_path(self) -> Path:
         """The file of the table."""
-        return Path(os.path.expandvars(self.table)).expanduser() if self.table else self.folder / "runs.csv"
+        return local(self.table) if self.table else self.folder / "runs.csv"
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, dict[str, Any]]:
@@ -112,7 +112,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, 
     if faults := list(_faults(sweep)):
         raise RecipeError(faults, str(path))
     if isinstance(sweep.base, str):
-        base = read_yaml(Path(os.path.expandvars(sweep.base)).expanduser())
+        base = read_yaml(local(sweep.base))
     else:
         base = dict(sweep.base)
     for override in overrides:
