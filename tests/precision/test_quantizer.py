@@ -200,6 +200,17 @@ def test_a_format_as_wide_as_fp32_rounds_each_number_by_itself(size: float) -> N
     torch.testing.assert_close(fake_quantize(x, "bf16"), x, rtol=2**-8, atol=0.0)
 
 
+def test_small_numbers_keep_their_digits_beside_the_largest() -> None:
+    x = torch.tensor([1e30, 1e-10, -2e-20, 3e-30])
+    assert torch.equal(fake_quantize(x, "bf16"), x.bfloat16().float())
+
+
+@pytest.mark.parametrize("format", ["mxint8", "bf16", "int8", "nvfp4", "mxfp8_e5m2"])
+def test_the_largest_half_precision_numbers_stay_finite(format: str) -> None:
+    x = torch.tensor([-65504.0, 65504.0, 3.0], dtype=torch.float16)
+    assert torch.isfinite(fake_quantize(x, format)).all()
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.parametrize("granularity", ["tensor", "token"])
 def test_floats_of_16_bits_round_as_their_dtypes_do(name: str, dtype: torch.dtype, granularity: Any) -> None:

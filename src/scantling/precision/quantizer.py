@@ -289,7 +289,10 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
-        return quantizer.encode(x, axis=axis).decode().to(x.dtype)
+        values = quantizer.encode(x, axis=axis).decode()
+        if x.dtype == torch.float16:  # whose largest numbers some formats round to larger ones
+            values = values.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
+        return values.to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -307,10 +310,10 @@ def _scale_of(largest: Tensor, format: Format) -> Tensor:
 
 
 def _unscaled(largest: Tensor, format: FloatFormat) -> Tensor:
-    """1; with the exponents of fp32 a power of 2, which changes nothing and avoids the smallest numbers."""
+    """1; with the exponents of fp32 a power of 2 up to that, which only keeps clear of the smallest numbers."""
     scale = torch.ones_like(largest)
     if format.exponent == 8:
-        scale = torch.ldexp(scale, torch.frexp(largest).exponent.clamp(-126, 127))
+        scale = torch.ldexp(scale, torch.frexp(largest).exponent.clamp(-126, 0))
     return scale.where(largest.isfinite(), largest)
 
 
