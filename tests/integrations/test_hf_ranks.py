@@ -134,6 +134,15 @@ def test_the_trainers_own_optimizer_brings_the_ranks_down_and_is_evaluated_as_it
     assert cores(made.model) == pytest.approx(0.5 * first, rel=0.02)
 
 
+def test_the_small_model_is_trained_on_by_the_same_trainer(tmp_path: Path) -> None:
+    made, _ = trainer(tmp_path)
+    made.train()
+    small = [core.detach().clone() for core in made.model.parameters()]
+    made.train()
+    assert [core.shape for core in made.model.parameters()] == [core.shape for core in small]
+    assert not any(torch.equal(core, before) for core, before in zip(made.model.parameters(), small, strict=True))
+
+
 def test_a_training_that_ends_too_early_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made, adapter = trainer(tmp_path, steps=3)
     made.train()

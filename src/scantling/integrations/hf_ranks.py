@@ -25,7 +25,8 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     The ranks that come to be shut are removed when the training ends, and the controls folded into the cores, so that
     `trainer.save_model` writes the small model; until then shapes stay, which DistributedDataParallel and the Trainer's
-    own resume rely on. The adapter's state is in `trainer_state.json`.
+    own resume rely on. The adapter's state is in `trainer_state.json`. Another `train()` trains the small model, its
+    optimizer beginning anew.
 
     Args:
         adapter: of the model that the Trainer gets, attached before the Trainer is built. Its schedule may not have a
@@ -79,9 +80,13 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             logs.update(figures)
             state.log_history[-1].update(figures)  # which was copied before the callbacks are asked
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        if not self.adapter.is_attached:
+            return
         if self.adapter.step >= self.adapter.options.steps:
             self.adapter.finish()
+            if optimizer is not None:  # the Trainer keeps it for another train(); its state is of cores with controls
+                optimizer.state.clear()
         else:
             logger.warning(
                 "RankCallback: the training ended after %d of the %d steps in which the ranks come down; the size is "
