@@ -201,6 +201,16 @@ def test_ctrl_c_leaves_all_in_order_and_the_same_command_goes_on(tmp_path: Path)
     assert outcome.stopped
     assert table(tmp_path) == [row]
 
+    steps = sorted((folder / "checkpoints").iterdir())
+    for step in steps:
+        (step / "manifest.json").write_text("damaged")
+    outcome, begun = sweep(tmp_path, content)
+    assert begun == ["steps=3000 goes on"]
+    (row,) = table(tmp_path)
+    assert row["state"] == "failed"
+    assert "has no whole checkpoint to resume from" in row["error"]
+    assert sorted((folder / "checkpoints").iterdir()) == steps
+
 
 def test_what_others_are_at_is_left_out(tmp_path: Path) -> None:
     content = {"axes": {"train.steps": [2]}}

@@ -229,7 +229,8 @@ class Runner:
         held.unlock()
         recipe = self.sweep.folder / "recipes" / f"{case.key}.yaml"
         write_whole(recipe, dump_recipe(case.recipe))
-        resumes = Checkpointer(held.checkpoints, Place(0, 1, torch.device("cpu"))).newest() is not None
+        # where all checkpoints are damaged, the run refuses and stays as it is: what of it is wanted, its user knows
+        resumes = bool(Checkpointer(held.checkpoints, Place(0, 1, torch.device("cpu"))).steps())
         how = "--resume" if resumes else "--force"
         self.watcher.begin(case, "goes on" if resumes else "begins")
         arguments = ["-m", "scantling", "train", str(recipe), "--run-dir", str(folder), how]
