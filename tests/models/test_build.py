@@ -101,9 +101,12 @@ def test_length_is_checked_against_the_positions() -> None:
         make({"preset": "roberta-code"}, "masked-lm", seq=513, device="meta")
 
 
-@pytest.mark.parametrize("model_type", ["roberta", "roberta-prelayernorm", "data2vec-text", "camembert", "bert", "opt"])
+@pytest.mark.parametrize(
+    "model_type", ["roberta", "roberta-prelayernorm", "data2vec-text", "camembert", "esm", "bert", "opt"]
+)
 def test_the_longest_sequence_that_is_let_through_works(tmp_path: Path, model_type: str) -> None:
     keys = {**TINY, "vocab_size": 300, "max_position_embeddings": 20, "ffn_dim": 32, "word_embed_proj_dim": 32}
+    keys |= {"pad_token_id": 1, "mask_token_id": 4} if model_type == "esm" else {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **keys}))
     task = "causal-lm" if model_type == "opt" else "masked-lm"
     longest = 20 if model_type in ("bert", "opt") else 18
@@ -250,6 +253,9 @@ def test_what_a_folder_can_lack(tmp_path: Path, folder: Path) -> None:
         make({"hf": str(tmp_path / "nothing")})
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="cannot read"):
+        make({"hf": str(tmp_path)})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
+    with pytest.raises(UserError, match="names no model_type"):
         make({"hf": str(tmp_path)})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "lama"}))
     with pytest.raises(UserError, match="did you mean 'llama'"):

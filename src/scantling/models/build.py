@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 VOCABULARY_MULTIPLE = 64
 _POSITIONS_AFTER_PADDING = {
-    *("camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
+    *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 """Model types that count positions from the padding id on, so that they have that many fewer."""
@@ -116,7 +116,7 @@ def build_config(
     else:
         given = _read_config(section)
         model_type = given.pop("model_type", None)
-        if model_type is None:
+        if not isinstance(model_type, str):
             raise UserError(f"{section.hf}: its config.json names no model_type")
     try:
         config_class = transformers.CONFIG_MAPPING[model_type]
@@ -373,7 +373,8 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and positions > 0:  # -1 of XLNet is without limit
-        if config.model_type in _POSITIONS_AFTER_PADDING and config.pad_token_id is not None:
+        is_learned = getattr(config, "position_embedding_type", "absolute") == "absolute"
+        if config.model_type in _POSITIONS_AFTER_PADDING and config.pad_token_id is not None and is_learned:
             positions -= config.pad_token_id + 1
         if seq_len > positions:
             raise UserError(
