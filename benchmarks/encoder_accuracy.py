@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,18 +118,18 @@ def finished(run_dir: Path) -> Line:
     from scantling.tensor.embedding import TTMEmbedding
     from scantling.tensor.layer import CoreLayer
     from scantling.tensor.linear import TTLinear
-    from scantling.training.distributed import Place
-    from scantling.training.run import load_trained, run_evaluation
+    from scantling.training.trained import load_trained
 
-    recipe, task, _, model, _ = load_trained(run_dir)
+    run = load_trained(run_dir)
+    model = run.model
     tests, right, pairs = {}, {}, {}
     answers: list[torch.Tensor] = []
     model.register_forward_hook(lambda module, inputs, found: answers.append(found.logits.argmax(-1)))
     for test in TESTS:
-        section = recipe.data.model_copy(update={"validation": str(data_folder() / "nli" / f"{test}.jsonl.gz")})
-        data = task.prepare(section, seed=recipe.train.seed)
+        section = run.recipe.data.model_copy(update={"validation": str(data_folder() / "nli" / f"{test}.jsonl.gz")})
+        data = run.task.prepare(section, seed=run.recipe.train.seed)
         answers.clear()
-        tests[test] = run_evaluation(recipe, model, task, data, Place(0, 1, torch.device("cpu")))["accuracy"]
+        tests[test] = replace(run, data=data).evaluate()["accuracy"]
         assert data.heldout is not None
         labels = torch.tensor([data.heldout[index].label for index in range(len(data.heldout))])
         bits = (torch.cat(answers) == labels).numpy()

@@ -21,7 +21,7 @@ from scantling.errors import UserError
 from scantling.models.dlrm import DLRM, DLRMConfig
 from scantling.recipe import load_recipe
 from scantling.training.checkpoint import load_tensors
-from scantling.training.run import load_trained
+from scantling.training.trained import load_trained
 from tests.clicks import click_rows, clicks_recipe
 from tests.runs import kill_tree, records, scantling, start_scantling, wait_for_step, write_recipe
 
@@ -66,7 +66,8 @@ def test_eval_gives_what_the_run_recorded(trained: Path, capsys: pytest.CaptureF
 def test_an_exported_folder_predicts_new_rows(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     assert run_cli(["export", str(trained), "--to", "hf", str(folder)]) == 0
-    *_, data, own, _ = load_trained(trained)
+    run = load_trained(trained)
+    data, own = run.data, run.model
     model, features = DLRM.from_pretrained(folder).eval(), ClickFeatures.from_pretrained(folder)
     rows = click_rows(4000)[:20]
     inputs = features({name: [row[name] for row in rows] for name in ("price", "age", "user", "shop")})

@@ -14,7 +14,7 @@ import torch
 import scantling as sc
 from scantling.cli import run as run_cli
 from scantling.training.checkpoint import load_tensors
-from scantling.training.run import load_trained
+from scantling.training.trained import load_trained
 from tests.images import image_arrays, images_recipe
 from tests.runs import records, scantling, write_recipe
 
@@ -58,7 +58,8 @@ def test_an_exported_folder_takes_raw_images(trained: Path, tmp_path: Path) -> N
 
     folder = tmp_path / "model"
     assert run_cli(["export", str(trained), "--to", "hf", str(folder)]) == 0
-    *_, data, own, _ = load_trained(trained)
+    run = load_trained(trained)
+    data, own = run.data, run.model
     processor = AutoImageProcessor.from_pretrained(folder)
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
     images, labels = image_arrays(500)

@@ -22,9 +22,9 @@ import scantling as sc
 from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.training.checkpoint import Checkpointer, damage
 from scantling.training.distributed import Place
-from scantling.training.evaluate import evaluate_run
 from scantling.training.rundir import RunDir
 from scantling.training.sinks import Sink, Sinks
+from scantling.training.trained import evaluate_run
 from tests.runs import (
     records,
     run_script,

@@ -12,8 +12,7 @@ import torch
 import scantling as sc
 from scantling.errors import RecipeError
 from scantling.training.checkpoint import load_tensors
-from scantling.training.distributed import Place
-from scantling.training.run import load_trained, run_evaluation
+from scantling.training.trained import evaluate_run, load_trained
 from tests.runs import records, tiny_recipe
 
 FORMATS = {"weights": "int8", "activations": {"format": "int8", "granularity": "token"}, "kv_cache": "int6"}
@@ -71,8 +70,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path, sections: dict[s
 def test_a_trained_model_computes_what_the_run_measured(tmp_path: Path) -> None:
     given = tiny_recipe(tmp_path, precision={"weights": "int3", "activations": "int4"})
     result = sc.train(given, run_dir=tmp_path / "run")
-    recipe, task, data, model, _ = load_trained(result.run_dir)
-    again = run_evaluation(recipe, model, task, data, Place(0, 1, torch.device("cpu")))
+    again = load_trained(result.run_dir).evaluate()
     assert again["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
 
 
@@ -85,7 +83,7 @@ def test_evaluations_change_nothing_of_a_run_that_rounds_by_chance(tmp_path: Pat
         sc.train(recipe, run_dir=run_dir, train={"eval_every": every, "eval_samples": samples})
         losses.append([record["loss"] for record in records(run_dir)])
     assert losses[0] == losses[1]
-    figures = [sc.training.evaluate.evaluate_run(run_dir)["eval_loss"] for _ in range(2)]
+    figures = [evaluate_run(run_dir)["eval_loss"] for _ in range(2)]
     assert figures[0] == figures[1] == records(run_dir)[-1]["eval_loss"]
 
 

@@ -20,7 +20,7 @@ from scantling.tensor.formats import Format
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.linear import TTLinear
 from scantling.training.checkpoint import load_tensors
-from scantling.training.run import load_trained
+from scantling.training.trained import load_trained
 from tests.runs import records, scantling, tiny_recipe, write_recipe
 
 ADAPTING = {"rank": 6, "size_target": 0.5, "adapt": 8, "truncate_every": 3}
@@ -63,7 +63,8 @@ def test_the_planned_size_is_the_first_and_the_target_the_last(tmp_path: Path) -
     assert "Size of the cores" in page
     assert "Mean rank of each layer at the end" in page
 
-    _, task, data, model, _ = load_trained(result.run_dir)
+    run = load_trained(result.run_dir)
+    task, data, model = run.task, run.data, run.model
     layers = [layer for layer in model.modules() if isinstance(layer, CoreLayer)]
     assert layers
     assert all(layer.controls is None for layer in layers)
@@ -82,7 +83,7 @@ def test_the_format_of_the_layers_is_that_of_the_recipe(tmp_path: Path) -> None:
     plan = json.loads((result.run_dir / "plan.json").read_text())
     assert lines[0]["num_parameters"] == plan["num_parameters"]
     assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
-    _, _, _, model, _ = load_trained(result.run_dir)
+    model = load_trained(result.run_dir).model
     layers = [layer for layer in model.modules() if isinstance(layer, TTLinear)]
     assert {(layer.activation, len(layer.cores)) for layer in layers} == {("silu", 2)}
 
@@ -141,7 +142,7 @@ def test_an_evaluation_merges_once_for_all_its_batches(tmp_path: Path, monkeypat
 def test_a_target_in_bytes_is_one_of_the_optimizer_of_the_run(tmp_path: Path, optim: dict[str, Any]) -> None:
     share = {**ADAPTING, "unit": "bytes", "size_target": 12_000, "adapter": {"interval": 1}}
     result = sc.train(recipe(tmp_path, tensor=share, optim=optim), run_dir=tmp_path / "run")
-    _, _, _, model, _ = load_trained(result.run_dir)
+    model = load_trained(result.run_dir).model
     layers = [layer for layer in model.modules() if isinstance(layer, CoreLayer)]
     specs = [
         ParameterSpec(core.shape, core.dtype, own.core_role, own.core_dims) for own in layers for core in own.cores

@@ -224,7 +224,7 @@ def quantize(
     dequantized: Annotated[
         bool, typer.Option("--dequantized", help="Write what transformers loads, not packed.")
     ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: what the recipe names.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Quantise the weights of a run's newest checkpoint, say what it costs, and write them packed."""

@@ -42,7 +42,7 @@ def evaluate(
         figures = evaluate_tasks(run, names, device=device)
         table = _tasks_table(run, figures)
     else:
-        from scantling.training.evaluate import evaluate_run
+        from scantling.training.trained import evaluate_run
 
         figures = evaluate_run(run, device=device)
         table = Table(title=Text(f"{run}, held-out data"), show_header=False)

@@ -27,7 +27,7 @@ def quantize(
     calibration: int,
     out: Path | None,
     dequantized: bool,
-    device: str,
+    device: str | None,
     as_json: bool,
 ) -> int:
     from scantling.models.build import quiet

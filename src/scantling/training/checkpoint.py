@@ -158,9 +158,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_data(path: Path, fingerprint: str | None) -> None:
-    """Raise a UserError where a checkpoint is not of the data with this fingerprint."""
-    trained_on = read_manifest(path)["values"].get("fingerprint")
+def check_data(path: Path, values: dict[str, Any], fingerprint: str | None) -> None:
+    """Raise a UserError where a checkpoint with these values is not of the data with this fingerprint."""
+    trained_on = values.get("fingerprint")
     if trained_on is not None and trained_on != fingerprint:
         raise UserError(
             f"the data is not what {path} was trained on: a file, a tokenizer or the split has changed; "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,9 +13,7 @@ from scantling.data.batch import Batch
 from scantling.numerics.compute import autocast
 from scantling.tasks.base import Task, TaskData
 from scantling.tensor.layer import keep_merged
-from scantling.training.checkpoint import read_manifest
-from scantling.training.distributed import Place, joined
-from scantling.training.rundir import RunDir
+from scantling.training.distributed import Place
 
 
 @contextmanager
@@ -73,27 +70,3 @@ def evaluate(
         joined = {name: np.concatenate([part[name] for part in everywhere if name in part]) for name in present}
         figures |= task.output_metrics(joined)
     return figures
-
-
-def evaluate_run(run_dir: str | Path, *, device: str | None = None) -> dict[str, float | int | str]:
-    """Evaluate the newest whole checkpoint of a run on its held-out data.
-
-    Args:
-        run_dir: the directory of a run.
-        device: auto, cpu or cuda. Default: what its recipe names.
-
-    Returns:
-        `step`, the task's metrics (`eval_loss` in nats, `perplexity`, `bits_per_byte`, `accuracy`, `auc`,
-        `normalized_entropy`), and for classification and clicks what trivial answers reach: `majority_accuracy` and
-        that of a linear model on one sentence, or the loss of knowing the share of clicks.
-
-    Raises:
-        UserError: there is no such run, or it holds nothing out.
-    """
-    from scantling.training.run import load_trained, run_evaluation
-
-    with joined(device or RunDir(Path(run_dir)).stored_recipe().train.device) as place:
-        recipe, task, data, model, checkpoint = load_trained(run_dir, device=str(place.device))
-        figures: dict[str, float | int | str] = {"step": read_manifest(checkpoint)["step"]}
-        figures |= run_evaluation(recipe, model, task, data, place)
-    return figures | task.baselines(data)

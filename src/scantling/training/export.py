@@ -13,6 +13,7 @@ from scantling.models.build import quiet
 from scantling.precision.training import restore
 from scantling.tasks.base import Task
 from scantling.tensor.convert import densify
+from scantling.training.trained import load_trained
 
 
 def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -> float:
@@ -34,11 +35,10 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
         UserError: there is no such run, or `folder` holds something.
         RunError: the reloaded model differs, or the folder could not be written.
     """
-    from scantling.training.run import load_trained
-
     folder = Path(folder)
     check_is_free(folder)
-    _, task, data, model, _ = load_trained(run_dir)
+    run = load_trained(run_dir)
+    task, model = run.task, run.model
     if dense:
         densify(model)
     restore(model, weights="rounded")
@@ -46,7 +46,7 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
     with written_aside(folder) as aside:
         with quiet():
             model.save_pretrained(aside)
-        task.save_inputs(aside, data, model.config)
+        task.save_inputs(aside, run.data, model.config)
         with quiet():
             return _reload_difference(task, model, aside)
 

@@ -11,9 +11,7 @@ import yaml
 
 from scantling.errors import UserError, did_you_mean
 from scantling.models.build import quiet
-from scantling.training.distributed import joined
-from scantling.training.run import load_trained, recipe_task
-from scantling.training.rundir import RunDir
+from scantling.training.trained import opened
 
 BATCH = 16
 """Requests that go through the model at a time."""
@@ -43,15 +41,12 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | N
         raise UserError(f"--lm-eval needs lm-evaluation-harness{missing}: pip install 'scantling[harness]'") from None
     import transformers
 
-    recipe = RunDir(Path(run_dir)).stored_recipe()
-    task_name = recipe_task(recipe)
-    if task_name != "causal-lm":
-        raise UserError(f"--lm-eval wants a causal language model; {run_dir} holds a run of the task '{task_name}'")
     manager = TaskManager()
     chosen = [_task(name, manager.all_tasks) for name in tasks]
-    with tempfile.TemporaryDirectory() as folder, joined(device or recipe.train.device) as place:
-        _, task, data, model, _ = load_trained(run_dir, device=str(place.device))
-        task.save_inputs(Path(folder), data=data, config=model.config)
+    wanted = "--lm-eval wants a causal language model"
+    with tempfile.TemporaryDirectory() as folder, opened(run_dir, device=device, causal=wanted) as run:
+        model = run.model
+        run.task.save_inputs(Path(folder), data=run.data, config=model.config)
         with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model.config.use_cache = True

@@ -240,8 +240,8 @@ class Loop:
         """
         manifest = read_manifest(path)
         values = manifest["values"]
-        check_data(path, self.fingerprint)
-        load_methods(self.methods, path)
+        check_data(path, values, self.fingerprint)
+        load_methods(self.methods, path, values)
         if self.place.world_size > 1:
             self.model.train()
             self.stepper.reshape(self.batches.next_step()[-1])
@@ -260,15 +260,15 @@ class Loop:
         return same
 
 
-def load_methods(methods: Sequence[Method], path: Path) -> None:
-    """Give each method its state from a checkpoint; those of the model and the optimizer come after it."""
-    values = read_manifest(path)["values"].get("methods", {})
+def load_methods(methods: Sequence[Method], path: Path, values: dict[str, Any]) -> None:
+    """Give each method its state from a checkpoint with these values; those of model and optimizer come after it."""
+    own = values.get("methods", {})
     for method in methods:
         prefix = f"method/{method.name}/"
         stored: dict[str, Any] = {
             key.removeprefix(prefix): tensor for key, tensor in load_tensors(path, prefix).items()
         }
-        method.load_state_dict(stored | values.get(method.name, {}))
+        method.load_state_dict(stored | own.get(method.name, {}))
 
 
 def _due(step: int, every: int | None) -> bool:

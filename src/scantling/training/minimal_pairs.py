@@ -28,11 +28,8 @@ from scantling.errors import UserError
 from scantling.numerics.compute import autocast
 from scantling.tasks.base import model_config
 from scantling.tensor.layer import keep_merged
-from scantling.training.checkpoint import read_manifest
-from scantling.training.distributed import joined
 from scantling.training.evaluate import same_draws
-from scantling.training.run import load_trained, recipe_task
-from scantling.training.rundir import RunDir
+from scantling.training.trained import opened
 
 logger = logging.getLogger(__name__)
 
@@ -66,26 +63,18 @@ def evaluate_pairs(
     pairs = read_pairs(files)
     if limit is not None and limit < len(pairs):
         pairs = [pairs[index * len(pairs) // limit] for index in range(limit)]
-    recipe = RunDir(Path(run_dir)).stored_recipe()
-    task_name = recipe_task(recipe)
-    if task_name != "causal-lm":
-        raise UserError(
-            f"minimal pairs want a causal language model, which gives each sentence a probability; {run_dir} holds a "
-            f"run of the task '{task_name}'"
-        )
-    with joined(device or recipe.train.device) as place:
-        recipe, _, data, model, checkpoint = load_trained(run_dir, device=str(place.device))
-        if data.tokenizer is None:
+    wanted = "minimal pairs want a causal language model, which gives each sentence a probability"
+    with opened(run_dir, device=device, causal=wanted) as run:
+        tokenizer, seq_len = run.data.tokenizer, run.recipe.data.seq_len
+        if tokenizer is None:
             raise UserError(f"{run_dir} was trained on ids alone (data.bin); name their tokenizer in data.tokenizer")
-        longest = max(map(len, data.tokenizer.encode_batch([text for pair in pairs for text in (pair.good, pair.bad)])))
-        if longest > recipe.data.seq_len:
+        longest = max(map(len, tokenizer.encode_batch([text for pair in pairs for text in (pair.good, pair.bad)])))
+        if longest > seq_len:
             logger.warning(
-                "the longest sentence has %d tokens; the run was trained on sequences of %d",
-                longest,
-                recipe.data.seq_len,
+                "the longest sentence has %d tokens; the run was trained on sequences of %d", longest, seq_len
             )
-        right = prefers_good(model, data.tokenizer, pairs, compute=recipe.precision.autocast(place.device.type))
-    return {"step": read_manifest(checkpoint)["step"], **tally(pairs, right)}
+        compute = run.recipe.precision.autocast(run.place.device.type)
+        return {"step": run.step, **tally(pairs, prefers_good(run.model, tokenizer, pairs, compute=compute))}
 
 
 def prefers_good(

@@ -20,10 +20,7 @@ from scantling.precision.packed_files import SavedBytes, save_quantized
 from scantling.precision.training import restore
 from scantling.precision.weights import Method, QuantizedWeight, quantize_weights, quantized_weights
 from scantling.recipe import Recipe
-from scantling.tasks.base import Task, TaskData
-from scantling.training.checkpoint import read_manifest
-from scantling.training.distributed import joined
-from scantling.training.rundir import RunDir
+from scantling.training.trained import Trained, opened
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def quantize_run(
     embeddings: bool = False,
     sequences: int = 128,
     dequantized: bool = False,
-    device: str = "auto",
+    device: str | None = None,
 ) -> QuantizedRun:
     """Quantise the newest whole checkpoint of a run, with calibration on its own training data.
 
@@ -101,44 +98,41 @@ def quantize_run(
         sequences: training examples to calibrate on, evenly spread over the data.
         dequantized: write a folder that transformers loads, with the quantised values in the dtype of the model, in
             place of packed ones.
-        device: auto, cpu or cuda.
+        device: auto, cpu or cuda. Default: what the recipe of the run names.
 
     Raises:
         UserError: there is no such run, it holds nothing out, or what `quantize_weights` refuses.
         RunError: the folder cannot be written.
     """
-    from scantling.training.run import load_trained, run_evaluation
-
     if sequences < 1:
         raise UserError(f"calibration needs 1 sequence or more; given {sequences}")
     folder = Path(folder)
     check_is_free(folder)
     quantizer = Quantizer.of(format, "channel")
-    with joined(device) as place:
-        recipe, task, data, model, checkpoint = load_trained(run_dir, device=str(place.device))
-        values = read_manifest(checkpoint)["values"]
-        before = run_evaluation(recipe, model, task, data, place)
-        calibration = calibration_batches(recipe, task, data, sequences, str(place.device))
+    with opened(run_dir, device=device) as run:
+        model, task = run.model, run.task
+        before = run.evaluate()
+        calibration = calibration_batches(run, sequences)
         taken = (lambda *_: True) if embeddings else None
         quantize_weights(model, quantizer, method=method, calibration=calibration, filter_fn=taken)
-        after = run_evaluation(recipe, model, task, data, place)
+        after = run.evaluate()
         weights = quantized_weights(model)
         restore(model, weights="rounded")
         model.config.use_cache = True
-        also = partial(task.save_inputs, data=data, config=model.config)
+        also = partial(task.save_inputs, data=run.data, config=model.config)
         saved = save_quantized(model, folder, also=also, packed=not dequantized)
-    parameters, trained = num_non_embedding(model), trained_bits(recipe)
+    parameters, trained = num_non_embedding(model), trained_bits(run.recipe)
     return QuantizedRun(
         folder=folder,
-        step=values["step"],
+        step=run.step,
         quantizer=str(quantizer),
         method=method,
         before=before,
         after=after,
         trained=trained,
-        predictions=predictions(parameters, values["tokens"], quantizer, trained) if task.name == "causal-lm" else (),
+        predictions=predictions(parameters, run.tokens, quantizer, trained) if task.name == "causal-lm" else (),
         parameters=parameters,
-        tokens=values["tokens"],
+        tokens=run.tokens,
         weights=weights,
         saved=saved,
     )
@@ -157,35 +151,25 @@ def losses_after(run_dir: str | Path, ways: Sequence[tuple[str, Method]], *, seq
     Raises:
         UserError: as of `quantize_run`.
     """
-    from scantling.training.run import load_trained, run_evaluation
-
     found = []
-    with joined(RunDir(Path(run_dir)).stored_recipe().train.device) as place:
-        device = str(place.device)
-        recipe, task, data, model, _ = load_trained(run_dir, device=device)
+    with opened(run_dir) as run:
         calibration = None
         if any(method == "gptq" for _, method in ways):
-            calibration = list(calibration_batches(recipe, task, data, sequences, device))
+            calibration = list(calibration_batches(run, sequences))
         for name, method in ways:
-            one = copy.deepcopy(model)
+            one = copy.deepcopy(run.model)
             quantize_weights(one, name, method=method, calibration=calibration)
-            found.append(run_evaluation(recipe, one, task, data, place)["eval_loss"])
+            found.append(run.evaluate(one)["eval_loss"])
     return found
 
 
-def calibration_batches(recipe: Recipe, task: Task, data: TaskData, count: int, device: str) -> Iterator[Any]:
-    """Batches of training examples, as functions that put one through the model as the task does.
-
-    Args:
-        recipe: for the size of its micro-batches.
-        task, data: of the run.
-        count: of examples, evenly spread.
-        device: of the model.
-    """
+def calibration_batches(run: Trained, count: int) -> Iterator[Any]:
+    """`count` training examples, evenly spread, as functions that put a batch through the model as the task does."""
+    recipe, data = run.recipe, run.data
     size = min(recipe.train.micro_batch_size or recipe.batch_size, recipe.batch_size, count)
     for batch in eval_batches(data.train, data.collate, size, max_samples=count):
-        batch = batch.to(device)
-        yield lambda model, batch=batch: task.loss(model, batch)
+        batch = batch.to(run.place.device)
+        yield lambda model, batch=batch: run.task.loss(model, batch)
 
 
 def trained_bits(recipe: Recipe) -> dict[str, int]:

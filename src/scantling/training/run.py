@@ -37,10 +37,10 @@ from scantling.reporting.html import write_report
 from scantling.reporting.runs import read_records, read_run, summarise
 from scantling.tasks import get_task
 from scantling.tasks.base import Task, TaskData
-from scantling.training.checkpoint import Checkpointer, check_data, load_model
+from scantling.training.checkpoint import Checkpointer
 from scantling.training.distributed import Place, is_restart, joined, launch
 from scantling.training.evaluate import evaluate
-from scantling.training.loop import Loop, Outcome, Schedule, load_methods, out_of_memory
+from scantling.training.loop import Loop, Outcome, Schedule, out_of_memory
 from scantling.training.meters import EnergyMeter, MemoryMeter
 from scantling.training.methods import Method
 from scantling.training.release import GradientRelease
@@ -437,32 +437,6 @@ def build_exchange(section: CommSection, place: Place, clip: float | None) -> Gr
     if section.name == "demo":
         return DemoExchange(clip=clip, **section.demo_options)
     return AllReduce(bucket_mb=section.bucket_mb) if place.world_size > 1 else NoExchange()
-
-
-def load_trained(run_dir: str | Path, *, device: str = "cpu") -> tuple[Recipe, Task, TaskData, Any, Path]:
-    """A run's recipe, task, data and model as of its newest whole checkpoint, which comes last.
-
-    Raises:
-        UserError: there is no such run or no whole checkpoint.
-    """
-    folder = RunDir(Path(run_dir))
-    recipe = folder.stored_recipe()
-    place = Place(0, 1, torch.device(device))
-    checkpoint = Checkpointer(folder.checkpoints, place).newest()
-    if checkpoint is None:
-        raise UserError(f"{folder.path} has no whole checkpoint; train it first")
-    task = get_task(recipe_task(recipe))
-    data = task.prepare(recipe.data, seed=recipe.train.seed, progress=None)
-    check_data(checkpoint, data.info.get("fingerprint"))
-    methods = build_methods(recipe)
-    model = build_run_model(recipe, task, data, methods)
-    for method in methods:
-        method.attach(model)
-    load_methods(methods, checkpoint)
-    load_model(model, checkpoint)
-    for method in methods:
-        method.detach(model)
-    return recipe, task, data, model.to(place.device), checkpoint
 
 
 def _seed_generators(seed: int) -> None:
