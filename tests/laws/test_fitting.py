@@ -10,7 +10,7 @@ import pytest
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.laws import ChinchillaLaw, EfficiencyLaw, Fit, Law, PostTrainingLaw, simulate
+from scantling.laws import ChinchillaLaw, EfficiencyLaw, Fit, Law, PostTrainingLaw, PrecisionLaw, simulate
 from scantling.laws.fitting import minimise
 from scantling.laws.synthetic import kumar_grid
 from tests.laws.worlds import KUMAR, base_of, small_grid
@@ -290,6 +290,47 @@ def test_constants_are_held_tied_and_freed() -> None:
     free = sc.laws.fit(simulate(quartet, small_grid()), "chinchilla", free=["power"], fixed={"E": quartet.E})
     assert "power" in free.names
     assert free.mean_error < 1e-3
+
+
+@pytest.mark.parametrize("held", [("C_T",), ("A", "C_T"), ("B", "gamma_D")])
+def test_an_amplitude_is_held_in_its_own_unit(held: tuple[str, ...]) -> None:
+    world = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
+    grid = {name: np.tile(column, 3) for name, column in small_grid().items()}
+    others = dict.fromkeys(("weights", "activations", "kv_cache"), np.full(60, np.inf))
+    runs = simulate(world, {**grid, **others, "post": np.repeat([3.0, 4.0, np.inf], 20)})
+    constants = world.constants()
+    fitted = sc.laws.fit(runs, "kumar", fixed={name: constants[name] for name in held})
+    assert fitted.law.constants()["C_T"] == pytest.approx(constants["C_T"], rel=1e-9 if "C_T" in held else 0.02)
+    assert fitted.gamma_N == pytest.approx(world.gamma_N, rel=0.01)
+    assert fitted.mean_error < 1e-5
+
+
+def test_every_law_has_a_fit_of_its_own() -> None:
+    grid = small_grid()
+    weights = np.resize([3.0, 4.0, 16.0], len(grid["N"]))
+    loss = KUMAR.loss(**grid, weights=weights, activations=np.inf, kv_cache=np.inf)
+    base = base_of(KUMAR)
+    fitted = PrecisionLaw.fit(grid["N"], grid["D"], loss, weights=weights, base=base, fixed={"n_w": KUMAR.n_w})
+    assert fitted.names == ("gamma_w",)
+    assert fitted.gamma_w == pytest.approx(2.6745, rel=1e-6)
+    with pytest.raises(UserError, match="kumar law does not know 'wieghts'; it takes weights, activations"):
+        PrecisionLaw.fit(grid["N"], grid["D"], loss, wieghts=weights)
+
+
+def test_a_constant_of_the_base_can_be_freed() -> None:
+    quartet = ChinchillaLaw.published("quartet")
+    runs = simulate(quartet, small_grid())
+    fitted = sc.laws.fit(runs, "chinchilla", base=quartet.with_constants({"power": 1.0}), free=["power"])
+    assert fitted.names == ("power",)
+    assert fitted.power == pytest.approx(quartet.power, rel=1e-6)
+
+
+def test_what_is_not_identified_is_printed_nowhere() -> None:
+    fitted = sc.laws.fit(simulate(KUMAR, kumar_grid(), noise=0.01), "kumar", base=base_of(KUMAR))
+    assert "gamma_kv" in fitted.unidentified
+    for text in (str(fitted), repr(fitted)):
+        assert "gamma_kv   not identified" in text
+        assert f"{fitted.gamma_kv:.3g}" not in text
 
 
 def test_what_the_intervals_are_of() -> None:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from numpy.typing import ArrayLike
 
 from scantling.laws.law import Law, Published
-
-if TYPE_CHECKING:
-    from scantling.laws.result import Fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,31 +55,3 @@ class ChinchillaLaw(Law):
             UserError: counts that are no positive numbers.
         """
         return self._loss(N, D)
-
-    @classmethod
-    def fit(
-        cls,
-        N: ArrayLike,
-        D: ArrayLike,
-        loss: ArrayLike,
-        *,
-        delta: float = 1e-3,
-        fixed: Mapping[str, float] | None = None,
-        tie: Mapping[str, str] | None = None,
-    ) -> Fit:
-        """Fit the constants to runs; see `scantling.laws.fit`, which takes tables and all laws.
-
-        Args:
-            N: parameters of each run.
-            D: tokens of each run.
-            loss: of each run, nats a token.
-            delta: where Huber's loss of the logarithm turns from square to straight.
-            fixed: constants that are held.
-            tie: constants that follow another, such as {"beta": "alpha"}.
-
-        Raises:
-            UserError: for runs that cannot be used, with what is wrong with them.
-        """
-        from scantling.laws.registry import fit
-
-        return fit({"N": N, "D": D, "loss": loss}, cls.name, delta=delta, fixed=fixed, tie=tie)

@@ -13,7 +13,7 @@ condition number of about 1e11, in which quasi-Newton steps stop early; here the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -49,6 +49,7 @@ class Problem:
         delta: where Huber's loss turns straight.
         size: the unit of parameters.
         tokens: the unit of tokens.
+        pinned: amplitudes that are held while an exponent of theirs is sought, in counts of one.
     """
 
     law: Law
@@ -58,6 +59,7 @@ class Problem:
     delta: float
     size: float
     tokens: float
+    pinned: Mapping[str, float] = field(default_factory=dict)
 
     def signed(self, place: int) -> bool:
         """Whether a coordinate is the constant itself, not its logarithm."""
@@ -70,7 +72,11 @@ class Problem:
             name: near[..., place] if self.signed(place) else np.exp(near[..., place])
             for place, name in enumerate(self.names)
         }
-        return found | {follower: found[leader] for follower, leader in self.tie.items()}
+        found |= {follower: found[leader] for follower, leader in self.tie.items()}
+        if self.pinned:
+            law = self.law.with_constants({**found, **self.pinned}).in_units(self.size, self.tokens)
+            found |= {name: getattr(law, name) for name in self.pinned}
+        return found
 
     def coordinates(self, constants: Mapping[str, float]) -> Array:
         """Where constants lie."""
@@ -81,7 +87,7 @@ class Problem:
     def law_at(self, theta: Array) -> Law:
         """The law at coordinates, in counts of one parameter and one token."""
         law = self.law.with_constants({name: float(value) for name, value in self.constants(theta).items()})
-        return law.in_units(1 / self.size, 1 / self.tokens)
+        return law.in_units(1 / self.size, 1 / self.tokens).with_constants(self.pinned)
 
     def residuals(self, theta: Array) -> tuple[Array, Array]:
         """log L - log L_i of each run, (runs,), and its derivatives by the coordinates, (runs, names)."""
@@ -214,7 +220,9 @@ def _base_starts(problem: Problem, held: Mapping[str, float]) -> Iterator[dict[s
         above = np.maximum(loss - E, 1e-9) ** (1 / power)
         terms = np.stack([N**-alpha, D**-beta], 1)
         A, B = _amplitudes(terms, above, above ** (power - 1) / loss)
-        A, B = held.get("A", A), held.get("B", B)
+        pinned = problem.pinned
+        A = pinned["A"] * problem.size**-alpha if "A" in pinned else held.get("A", A)
+        B = pinned["B"] * problem.tokens**-beta if "B" in pinned else held.get("B", B)
         wrong = np.log(E + (terms @ np.array([A, B])) ** power) - np.log(loss)
         constants = {"A": A, "B": B, "E": E, "alpha": alpha, "beta": beta}
         found.append((float(problem.huber(wrong).sum()), len(found), constants))

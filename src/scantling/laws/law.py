@@ -19,9 +19,9 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,6 +30,7 @@ from scantling.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from scantling.laws.optimum import Optimum, Speed
+    from scantling.laws.result import Fit
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,8 @@ class Law(ABC):
     """Constants that may be negative, each with the one it says nothing without."""
     HELD: ClassVar[tuple[str, ...]] = ("power",)
     """Constants that a fit leaves alone unless told to free them."""
+    AMPLITUDES: ClassVar[Mapping[str, tuple[str, ...]]] = {"A": ("alpha",), "B": ("beta",)}
+    """Constants whose unit is that of counts to some powers, each with the names of these exponents."""
     UNITS: ClassVar[Mapping[str, str]] = {
         "A": "nats × parameters^alpha",
         "B": "nats × tokens^beta",
@@ -130,6 +133,38 @@ class Law(ABC):
     def starts(cls, runs: Values) -> list[dict[str, float]]:
         """Constants from which a fit to `runs` may begin, besides those of the base."""
         return [{}]
+
+    @classmethod
+    def fit(
+        cls,
+        N: ArrayLike,
+        D: ArrayLike,
+        loss: ArrayLike,
+        *,
+        base: Law | Fit | Literal["fit"] | None = None,
+        fixed: Mapping[str, float] | None = None,
+        tie: Mapping[str, str] | None = None,
+        free: Sequence[str] = (),
+        delta: float = 1e-3,
+        **variables: ArrayLike,
+    ) -> Fit:
+        """Fit the constants to runs; see `scantling.laws.fit`, which takes tables.
+
+        Args:
+            N: parameters of each run.
+            D: tokens of each run.
+            loss: of each run, nats a token.
+            base, fixed, tie, free, delta: as of `scantling.laws.fit`.
+            variables: what else the law depends on, such as the `weights` of each run in bits.
+
+        Raises:
+            UserError: for a variable that the law has not, and runs that cannot be used, with what is wrong with them.
+        """
+        from scantling.laws.registry import fit
+
+        cls._check_variables(variables)
+        options: dict[str, Any] = {"base": base, "fixed": fixed, "tie": tie, "free": free, "delta": delta}
+        return fit({"N": N, "D": D, "loss": loss, **variables}, cls.name, **options)
 
     @classmethod
     def published(cls, name: str | None = None) -> Self:
@@ -292,12 +327,17 @@ class Law(ABC):
         self.warn_outside(N=N, D=D, **bits)
         return _plain(np.where(self.trains(given), self.evaluate(N, D, given), math.inf))
 
+    @classmethod
+    def _check_variables(cls, given: Iterable[str]) -> None:
+        """Raise a UserError for a variable that the law has not."""
+        unknown = [name for name in given if name not in cls.VARIABLES]
+        if unknown:
+            allowed = ", ".join(cls.VARIABLES) or "nothing but N and D"
+            raise UserError(f"the {cls.name} law does not know '{unknown[0]}'; it takes {allowed}")
+
     def _variables(self, given: Values) -> dict[str, Any]:
         """The variables in full: numbers as arrays, None as unquantised, defaults for what is absent."""
-        unknown = [name for name in given if name not in self.VARIABLES]
-        if unknown:
-            allowed = ", ".join(self.VARIABLES) or "nothing but N and D"
-            raise UserError(f"the {self.name} law does not know '{unknown[0]}'; it takes {allowed}")
+        self._check_variables(given)
         return {
             name: str(given.get(name, default)) if isinstance(default, str) else _bits(name, given.get(name, default))
             for name, default in self.VARIABLES.items()

@@ -41,6 +41,7 @@ class PostTrainingLaw(Law):
 
     name: ClassVar[str] = "ouyang"
     VARIABLES: ClassVar[Mapping[str, float | str]] = {"post": math.inf}
+    AMPLITUDES: ClassVar[Mapping[str, tuple[str, ...]]] = {**Law.AMPLITUDES, "k": ("gamma_D", "gamma_N")}
     UNITS: ClassVar[Mapping[str, str]] = {
         **Law.UNITS,
         "k": "nats × parameters^gamma_N × bits^gamma_post / tokens^gamma_D",

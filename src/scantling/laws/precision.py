@@ -77,6 +77,7 @@ class PrecisionLaw(Law):
     PARTS: ClassVar[tuple[str, ...]] = ("weights", "activations", "kv_cache")
     OFFSETS: ClassVar[Mapping[str, str]] = {f"n_{x}": f"gamma_{x}" for x in ("w", "a", "kv", "post")}
     HELD: ClassVar[tuple[str, ...]] = ("power", "n_post", "C_w", "C_a", "C_kv")
+    AMPLITUDES: ClassVar[Mapping[str, tuple[str, ...]]] = {**Law.AMPLITUDES, "C_T": ("gamma_D", "gamma_N")}
     UNITS: ClassVar[Mapping[str, str]] = {
         **Law.UNITS,
         **{f"gamma_{x}": "bits" for x in ("w", "a", "kv", "post")},

@@ -82,10 +82,9 @@ def fit(
     """
     cls = law_named(law)
     for what, given in (("columns", columns), ("where", where), ("fixed", fixed), ("tie", tie)):
-        if given is not None and not isinstance(given, Mapping):
-            raise UserError(f"{what} is a mapping of names; given {given!r}")
-    if isinstance(free, str):
-        raise UserError(f"free is a list of names of constants; given the text {free!r}")
+        _check_mapping(what, given, of_names=what in ("columns", "tie"))
+    if isinstance(free, str) or not (isinstance(free, Sequence) and all(isinstance(name, str) for name in free)):
+        raise UserError(f"free is a list of names of constants; given {free!r}")
     if base is not None and not isinstance(base, Law | Fit | str | type):
         raise UserError(f"base is a law, a fit, or 'fit'; given {base!r}")
     table = read_runs(runs, cls, columns, where)
@@ -99,7 +98,7 @@ def fit(
         base = _fitted_base(base, table, fixed, tie, free, delta)
         tie = {name: leader for name, leader in tie.items() if name not in BASE}
         free = [name for name in free if name not in BASE]
-    lent = {name: value for name, value in _lent(cls, base).items() if name not in fixed}
+    lent = {name: value for name, value in _lent(cls, base).items() if name not in fixed and name not in free}
     held = lent | _checked(cls, fixed)
     wanted = [name for name in dict.fromkeys([*cls.fittable(table), *free]) if name not in held]
     for follower, leader in tie.items():
@@ -109,6 +108,9 @@ def fit(
             )
         if follower not in wanted or leader not in wanted:
             raise UserError(f"tie names {follower} and {leader}; it takes two of what is fitted: {', '.join(wanted)}")
+        units = [cls.UNITS.get(name.partition("[")[0]) for name in (follower, leader)]
+        if units[0] != units[1]:
+            raise UserError(f"tie lets {follower}, in {units[0]}, follow {leader}, in {units[1]}")
     sought = tuple(name for name in wanted if name not in tie)
     if not sought:
         raise UserError("nothing is left to fit: every constant is held, or the bits are the same in all runs")
@@ -160,9 +162,18 @@ def _checked(cls: type[Law], fixed: Mapping[str, float]) -> dict[str, float]:
     for name, value in fixed.items():
         if not isinstance(value, int | float | np.number) or not np.isfinite(value):
             raise UserError(f"fixed {name} is {value!r}, no finite number")
-        if name in BASE and (value < 0 or (value == 0 and name != "E")):
+        if name not in cls.OFFSETS and (value < 0 or (value == 0 and name != "E")):
             raise UserError(f"fixed {name} is {value!r}; {'E is 0 or more' if name == 'E' else f'{name} is above 0'}")
     return dict(fixed)
+
+
+def _check_mapping(what: str, given: Any, *, of_names: bool) -> None:
+    """Raise a UserError for what is no mapping of names, to names where they stand for others."""
+    if given is None:
+        return
+    texts = [*given, *(given.values() if of_names else ())] if isinstance(given, Mapping) else [None]
+    if not all(isinstance(each, str) for each in texts):
+        raise UserError(f"{what} is a mapping of names; given {given!r}")
 
 
 def _check_names(cls: type[Law], what: str, given: Iterable[str]) -> None:
@@ -182,11 +193,13 @@ def _problem(
     held: Mapping[str, float],
     delta: float,
 ) -> Problem:
-    loose = any(a in held and held.keys().isdisjoint({e}) for a, e in (("A", "alpha"), ("B", "beta")))
-    size, tokens = (1.0, 1.0) if loose else (float(np.exp(np.log(table[x]).mean())) for x in ("N", "D"))
+    pinned = {
+        name: held[name] for name, powers in cls.AMPLITUDES.items() if name in held and not held.keys() >= {*powers}
+    }
+    size, tokens = (float(np.exp(np.log(table[x]).mean())) for x in ("N", "D"))
     law = cls.blank().with_constants({**dict.fromkeys([*sought, *tie], 1.0), **held}).in_units(size, tokens)
     centred = Runs({**table.columns, "N": table["N"] / size, "D": table["D"] / tokens})
-    return Problem(law, centred, sought, tie, delta, size, tokens)
+    return Problem(law, centred, sought, tie, delta, size, tokens, pinned)
 
 
 def _check_enough(table: Runs, sought: Sequence[str]) -> None:

@@ -54,7 +54,7 @@ class HoldOut:
         return np.concatenate(list(self.errors.values()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fit:
     """A law fitted to runs. Constants, `loss`, `optimum` and whatever else the law has are attributes of the fit, too.
 
@@ -277,7 +277,9 @@ class Fit:
             constants = base.law_at(at).constants()
             law = problem.law.in_units(1 / problem.size, 1 / problem.tokens)
             law = law.with_constants({name: constants[name] for name in self._lent})
-            problem = dataclasses.replace(problem, law=law.in_units(problem.size, problem.tokens))
+            pinned = {name: constants[name] for name in problem.pinned if name in self._lent}
+            law, pinned = law.in_units(problem.size, problem.tokens), {**problem.pinned, **pinned}
+            problem = dataclasses.replace(problem, law=law, pinned=pinned)
         return problem, solve(problem)[0]
 
     def __str__(self) -> str:
@@ -292,6 +294,9 @@ class Fit:
         condition = f"condition number {self.condition_number:.1e}"
         lines.append(f"  mean error {self.mean_error:.3%} on its own runs, {condition}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)  # which does not print what is not identified
 
     def _flat(self) -> dict[str, str]:
         """The constants that can move together, to first order, without any change of the losses."""
