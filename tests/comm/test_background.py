@@ -53,6 +53,38 @@ def test_a_delayed_result_is_that_of_the_call_before(size: int, way: str) -> Non
             assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_step_in_which_all_overflow_costs_no_other_one(saves: bool) -> None:
+    """With a delay it is told a call later, whose own gradients have left by then."""
+
+    def work(link: ThreadLink) -> list[Any]:
+        params = params_of()
+        made = exchange_of(link, params, delay=1)
+        found: list[Any] = []
+        for step in range(4):
+            for param in params:
+                param.grad = torch.full_like(param, torch.inf) if step == 1 else gradient(link.rank, step, param.shape)
+            if saves:
+                made.settle()
+            try:
+                found.append(made.exchange())
+            except NonFiniteError:
+                found.append("overflow")
+        assert made.step == 4
+        return found
+
+    assert together(2, work)[0] == [False, True, "overflow", True]
+
+
+def test_demo_leaves_no_gradient_of_one_replica_alone_behind() -> None:
+    param = nn.Parameter(torch.ones(8))
+    optimizer = sc.DeMo([param], lr=1e-2, sync_every=2)
+    for step in range(2):
+        param.grad = torch.ones(8)
+        optimizer.step()
+        assert (param.grad is None) == (step == 0)
+
+
 def test_what_a_delay_holds_back_is_saved_and_loaded() -> None:
     def work(link: ThreadLink) -> None:
         params = params_of()

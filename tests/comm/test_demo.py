@@ -50,6 +50,16 @@ def test_the_batched_exchange_is_the_plain_one(size: int, topk: int) -> None:
         torch.testing.assert_close(found[rank][-1], residuals[rank], rtol=1e-4, atol=1e-5)
 
 
+def test_compat_paper_leaves_the_momentum_of_vectors_as_their_gradient() -> None:
+    """Not its signs, by which nothing could be weighed."""
+    params = [nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(64))]
+    optimizer = DeMo(params, lr=0.5, topk=4096, compat="paper", values="fp32")
+    gradient = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    params[0].grad, params[1].grad = torch.ones(64, 64), gradient.clone()
+    optimizer.step()
+    torch.testing.assert_close(params[1].grad / params[1].grad.norm(), gradient / gradient.norm())
+
+
 def test_compat_paper_is_the_published_algorithm() -> None:
     """Gradients times lr, the mean over senders, sides that divide, vectors too; then a signed step with decay."""
     shapes = [(96, 60), (50,)]

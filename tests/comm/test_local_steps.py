@@ -115,6 +115,34 @@ def test_bad_options() -> None:
         LocalSteps(inner, exchange, sync_every=4, outer_lr=1.0)
 
 
+@pytest.mark.parametrize(("key", "text"), [("outer_lr", "outer_lr 0.5"), ("sync_every", "local steps 2")])
+def test_options_that_differ_between_replicas_are_named(key: str, text: str) -> None:
+    def work(link: ThreadLink) -> None:
+        net = copy.deepcopy(START)
+        given = {"sync_every": 4, "outer_lr": 1.0} | (
+            {key: {"outer_lr": 0.5, "sync_every": 2}[key]} if link.rank else {}
+        )
+        train(net, optimizer_of(net, "sparseloco", link, **given), link.rank, range(4))
+
+    with pytest.raises(UserError, match=f"rank 1 differs from the others in 0.weight: it has {text}"):
+        together(2, work)
+
+
+def test_ranks_that_come_down_are_refused() -> None:
+    layer = sc.TTLinear(64, 64, rank=16, num_modes=2, bias=False)
+    adapter = sc.RankAdapter(layer, size_target=0.4, steps=4, interval=1)
+    inner = torch.optim.SGD(layer.parameters(), lr=0.1)
+    made = sparseloco(inner, sc.param_groups(layer), sync_every=4)
+    for step in range(4):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        adapter.loss((layer(x) - x).square().mean()).backward()
+        made.step()
+        made.zero_grad()
+    assert adapter.truncate(inner)
+    with pytest.raises(UserError, match="ranks that a RankAdapter brings down would be chosen by each replica"):
+        made.step()
+
+
 def test_a_scaler_leaves_out_no_step_that_the_others_count() -> None:
     """Of an overflow on one replica: its own step is left out, and both meet after as many."""
 

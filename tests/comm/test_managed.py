@@ -98,6 +98,43 @@ def test_an_exchange_that_breaks_is_reported_and_left_out(monkeypatch: pytest.Mo
     assert exchange.exchange(), "and goes on"
 
 
+def test_gradients_stay_when_a_comparison_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a change of members: the exchange has not begun when the link is found broken."""
+    param = nn.Parameter(torch.ones(64, 64))
+    link = ManagedLink(ScriptedManager([True, False]), None)
+    exchange = sc.MomentumExchange([param], topk=4, decay=0.9, process_group=link)
+    generator = torch.Generator().manual_seed(0)
+    param.grad = torch.randn(64, 64, generator=generator)
+    exchange.exchange()
+    (held,) = exchange.local_state_dict()["residuals"].values()
+    held, gradient = held.clone(), torch.randn(64, 64, generator=generator)
+
+    def broken(message: Tensor) -> list[Tensor]:
+        raise SilentPeerError("another replica does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "all_gather", broken)
+        patch.setattr(ManagedLink, "size", 2)
+        param.grad = gradient.clone()
+        assert not exchange.exchange()
+    (residual,) = exchange.local_state_dict()["residuals"].values()
+    torch.testing.assert_close(residual, 0.9 * held + gradient)
+
+
+def test_a_saved_state_is_taken_whatever_the_rank_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> sc.DeMo:
+        return optimizer_of(nn.Linear(64, 64), ManagedLink(ScriptedManager([True]), None))
+
+    first = made()
+    with monkeypatch.context() as patch:
+        patch.setattr(ManagedLink, "size", 2)
+        patch.setattr(ManagedLink, "rank", 1)
+        whole, local = first.state_dict(), first.local_state_dict()
+    again = made()
+    again.load_state_dict(whole)
+    again.load_local_state_dict(local)
+
+
 def test_who_comes_takes_all_but_residuals() -> None:
     def made(seed: int) -> tuple[nn.Module, sc.DeMo, ScriptedManager]:
         torch.manual_seed(seed)

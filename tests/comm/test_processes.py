@@ -149,6 +149,57 @@ def replicas_of_shards() -> None:
             raise RuntimeError("gloo: connection closed")
 
 
+class Uneven(nn.Module):
+    """Of the parameters of one row a second shard has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 3)
+        self.gain, self.shift = nn.Parameter(torch.ones(1, 64)), nn.Parameter(torch.ones(1, 64))
+        self.wide = nn.Parameter(torch.ones(1, 8192))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) * self.gain + self.shift).sum() + self.wide.sum()
+
+
+def uneven_shards(options: dict[str, Any]) -> None:
+    """What shards agree on they ask of each other in one order, whatever each of them holds."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    net = Uneven()
+    for part in (net.first, net.last, net):
+        fully_shard(part, mesh=mesh["shard"])
+    optimizer = sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4, process_group=mesh["replicate"], **options)
+    for step in range(7):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * mesh.get_local_rank("replicate") + step))
+        loss = net(x).square()
+        with optimizer.overlapped():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    link = Link(mesh["replicate"])
+    for param in net.parameters():
+        assert isinstance(param, DTensor)
+        one, other = link.all_gather(param.to_local().flatten())
+        assert torch.equal(one, other)
+
+
+def a_shard_of_nothing() -> None:
+    """Whether everything is to travel is found together with a shard that holds no number at all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net = nn.Linear(8192, 1, bias=False)
+    fully_shard(net, mesh=mesh["shard"])
+    optimizer = sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4, auto_off=True, process_group=mesh["replicate"])
+    for _ in range(7):
+        net(torch.randn(2, 8192)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found: list[Any] = [None] * 4
+    dist.all_gather_object(found, optimizer.exchange.decided)
+    assert found[0] is not None
+    assert len(set(found)) == 1
+
+
 def goes_on_from_a_distributed_checkpoint(folder: str, sharded: bool, half: int) -> None:
     """Steps in one go, and half of them with the others after a checkpoint in new objects: the same bits everywhere."""
     mesh = init_device_mesh("cpu", (2, 2) if sharded else (2,), mesh_dim_names=("replicate", "shard")[: 1 + sharded])
@@ -304,6 +355,15 @@ def test_messages_go_beside_the_training() -> None:
 
 def test_shards_are_exchanged_between_replicas_alone() -> None:
     run(4, replicas_of_shards)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True, "bucket_mb": 1e-4}], ids=str)
+def test_uneven_shards(options: dict[str, Any]) -> None:
+    run(4, uneven_shards, options)
+
+
+def test_a_shard_without_numbers_decides_with_the_others() -> None:
+    run(4, a_shard_of_nothing)
 
 
 def test_a_nan_in_one_shard_leaves_out_the_local_step_of_all() -> None:

@@ -130,6 +130,10 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, monkeypatch: pytes
         sc.hf.attach(made, topk=17, chunk=4)
     with pytest.raises(UserError, match="attach once"):
         sc.hf.attach(made)
+    made.args.enable_jit_checkpoint = True
+    with pytest.raises(UserError, match="enable_jit_checkpoint saves without telling callbacks"):
+        sc.hf.attach(made)
+    made.args.enable_jit_checkpoint = False
     with pytest.raises(UserError, match="overlap cannot wait"):
         sc.hf.attach(made, overlap=True)
     monkeypatch.setattr(made, "is_fsdp_enabled", True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ def warn_if_averaged(link: Link, params: Sequence[Tensor]) -> None:
         )
 
 
-def spread(link: Link, values: Sequence[Tensor], seed: int) -> float:
+def spread(link: Link, values: Iterable[Tensor], seed: int) -> float:
     """How far values that each replica has for itself are apart: 0 where alike, near 1 where nothing is shared.
 
     The root of (mean over replicas of |x_i - mean x|^2) / (mean of |x_i|^2), of all values together. Norms are those of
@@ -150,16 +150,18 @@ def spread(link: Link, values: Sequence[Tensor], seed: int) -> float:
         values: of this one, of the same shapes on all.
         seed: of the sketch, the same on all.
     """
-    if not values:
-        return 0.0
     generator = torch.Generator().manual_seed(seed)
-    sketch = torch.zeros(SKETCH, dtype=torch.float64, device=values[0].device)
+    sketch: Tensor | None = None
     for value in values:
+        if sketch is None:
+            sketch = torch.zeros(SKETCH, dtype=torch.float64, device=value.device)
         rows = -(-value.numel() // SKETCH)
         drawn = torch.randint(0, 2, (rows, SKETCH), generator=generator, dtype=torch.int8, device="cpu")
         signs = drawn.to(value.device) * 2 - 1
         flat = torch.nn.functional.pad(value.flatten(), (0, rows * SKETCH - value.numel())).view(rows, SKETCH)
         sketch += (flat * signs).sum(0, dtype=torch.float64)
+    if sketch is None:
+        return 0.0
     all_of_them = torch.stack(link.all_gather(sketch))
     apart = (all_of_them - all_of_them.mean(0)).square().sum()
     whole = all_of_them.square().sum()

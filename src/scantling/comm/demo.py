@@ -216,7 +216,8 @@ class DeMo(torch.optim.Optimizer):
         """Exchange, and take the step with what came of it.
 
         Gradients of vectors are then what was exchanged, the same on all replicas, as `MomentumExchange.exchange`
-        leaves them: what looks at gradients to decide something, such as a `RankAdapter`, decides alike.
+        leaves them: what looks at gradients to decide something, such as a `RankAdapter`, decides alike. Where nothing
+        was exchanged (`sync_every`, the first call with `delay`), every `.grad` is None.
 
         Collectives: those of `MomentumExchange.exchange`.
 
@@ -244,6 +245,9 @@ class DeMo(torch.optim.Optimizer):
         for group in self.param_groups:
             group["steps"], group["decided"] = self.exchange.step, self.exchange.decided
         if decoded is None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.grad = None  # it is of this replica alone, and what looks at it now would decide alone
             return None
         place, all_matrices = 0, self.exchange.are_matrices()
         for group in self.param_groups:
@@ -403,7 +407,7 @@ class DeMo(torch.optim.Optimizer):
         link = self.exchange.link
         for group in state_dict["param_groups"]:
             saved = group.get("replica", link.rank), group.get("replicas", link.size)
-            if saved != (link.rank, link.size):
+            if link.stays and saved != (link.rank, link.size):
                 raise UserError(
                     f"this is the state of rank {saved[0]} of {saved[1]}, here is {link.rank} of {link.size}. Every "
                     "replica has residuals of its own: let each save and load a file of its own, or load what is alike "
@@ -456,7 +460,7 @@ def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]
         part = local(param)
         part.mul_(1.0 - lr * group["weight_decay"])
         if group["update"] == "sign":
-            part.add_(value.sign_().to(part.dtype), alpha=-lr)
+            part.add_(value.sign().to(part.dtype), alpha=-lr)
         elif group["update"] == "identity":
             part.add_(value.to(part.dtype), alpha=-lr)
         else:
@@ -526,4 +530,5 @@ def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], na
 
 
 def _place(group: dict[str, Any], param: Tensor, key: str, value: Tensor) -> Tensor:
-    return value.detach().to(local(param).device, copy=True)
+    device = torch.device("cpu") if key == "step" else local(param).device  # AdamW reads its count on the CPU
+    return value.detach().to(device, copy=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,7 +61,14 @@ class Layout:
 
 
 def laid_out(
-    groups: Sequence[Group], rounds: Rounds, link: Link, last: Layout | None, *, step: int, also: Sequence[str] = ()
+    groups: Sequence[Group],
+    rounds: Rounds,
+    link: Link,
+    last: Layout | None,
+    *,
+    step: int,
+    also: Sequence[str],
+    facts: Mapping[str, Any],
 ) -> Layout:
     """How parameters travel; compared with how they do on the other replicas where it is new.
 
@@ -72,6 +79,7 @@ def laid_out(
         last: the layout until now.
         step: calls so far, which must be alike too.
         also: further keys of groups that must be alike when something is new.
+        facts: what else must be then.
 
     Collectives: those of `check_alike` where something has changed since the last time.
     """
@@ -91,8 +99,8 @@ def laid_out(
     described = []
     for param, group in zip(params, groups_of(groups), strict=True):
         options = {option: group[option] for option in (*OPTIONS, *also)} | asdict(rounds)
-        facts = {"shape": tuple(param.shape), "dtype": param.dtype, "frozen": not param.requires_grad, **options}
-        described.append({**facts, "calls so far": step})
+        own = {"shape": tuple(param.shape), "dtype": param.dtype, "frozen": not param.requires_grad, **options}
+        described.append({**own, **facts, "calls so far": step})
     buckets = buckets_of(groups, rounds)
     return Layout(
         key, buckets, check_alike(link, described, names_of(groups), params), way_of(groups, rounds, link.size)
@@ -104,13 +112,14 @@ def buckets_of(groups: Sequence[Group], rounds: Rounds) -> list[Bucket]:
     params, each_group = parameters_of(groups), groups_of(groups)
     runs: list[list[int]] = [[]]
     size = 0
-    least = max(rounds.bucket_mb * 2**20, sum(local(param).nbytes for param in params) / MOST_BUCKETS)
+    sizes = [param.numel() * param.element_size() for param in params]  # whole, so that all shards cut alike
+    least = max(rounds.bucket_mb * 2**20, sum(sizes) / MOST_BUCKETS)
     for position in reversed([place for place, param in enumerate(params) if param.requires_grad]):
         if rounds.overlap and size >= least:
             runs.append([])
             size = 0
         runs[-1].append(position)
-        size += local(params[position]).nbytes
+        size += sizes[position]
     most = MOST_ON_DEVICE if params and params[0].device.type == "cuda" else MOST_NUMBERS
     found = []
     for run in runs:

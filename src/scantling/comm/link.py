@@ -59,6 +59,7 @@ class Link:
                     f"{group.ndim} dims, {group.mesh_dim_names}"
                 )
             group = group.get_group()
+            _warn_of_timeout(_timeout(group), _timeout(None))
         elif group is not None and not isinstance(group, dist.ProcessGroup):
             raise UserError(f"process_group must be a process group or a mesh of one dim; given {group!r}")
         self.group = group
@@ -221,6 +222,17 @@ def _warn_without_group(world_size: str) -> None:
         "torch.distributed.init_process_group() before the first step",
         world_size,
     )
+
+
+@functools.cache
+def _warn_of_timeout(own: timedelta | None, usual: timedelta | None) -> None:
+    """Once for each: a mesh makes its groups with the default of their backend, whatever the first group was given."""
+    if own is not None and usual is not None and own > usual and dist.get_rank() == 0:
+        logger.warning(
+            "the group of this mesh waits %s for a process that does not answer, where init_process_group was given "
+            "%s; init_device_mesh(backend_override=...) sets it for each dim",
+            *(own, usual),
+        )
 
 
 def _timeout(group: Any) -> timedelta | None:

@@ -54,7 +54,8 @@ class LocalSteps:
         wire_bytes: what this process sent in the last step, 0 but for every H-th.
 
     Raises:
-        UserError: a value out of range, an exchange over other parameters or at other times, or a `ManagedLink`.
+        UserError: a value out of range, an exchange over other parameters or at other times, or a `ManagedLink`;
+            in a step, a parameter that a `RankAdapter` has cut: it chooses ranks by gradients, which are not shared.
     """
 
     _step_supports_amp_scaling = True  # so that a scaler leaves out no step, which are counted
@@ -91,6 +92,7 @@ class LocalSteps:
         self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self._anchors = [local(param).clone() for param in self._params]
         self.steps, self.wire_bytes = 0, 0
+        exchange.facts = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -111,6 +113,11 @@ class LocalSteps:
         Raises:
             UserError, NonFiniteError, PayloadError: as of `MomentumExchange.exchange`.
         """
+        if any(local(param).shape != anchor.shape for param, anchor in zip(self._params, self._anchors, strict=True)):
+            raise UserError(
+                "a parameter has another shape than when local steps began: ranks that a RankAdapter brings down would "
+                "be chosen by each replica from gradients of its own. Use sc.DeMo or sc.MomentumExchange with it"
+            )
         if (scale := scale_of(self)) is not None:
             unscale(self._params, scale)
         finite = all_finite(local(param.grad) for param in self._params if param.grad is not None)

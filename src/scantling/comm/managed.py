@@ -111,7 +111,7 @@ class ManagedLink(Link):
 
     def failed(self, error: SilentPeerError) -> None:
         """Leave out the step, and let the manager find out who is left."""
-        logger.warning("step %d is left out, its gradients stay for the next: %s", self.step + 1, error)
+        logger.warning("step %d is left out, its gradients stay where there are residuals: %s", self.step + 1, error)
         self.manager.report_error(error)
 
     def commits(self) -> bool:

@@ -31,6 +31,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from scantling.comm import fused
 from scantling.comm.agreement import spread, unlike, warn_if_averaged
@@ -60,7 +61,7 @@ from scantling.comm.residuals import Format
 from scantling.comm.rounds import Outcome, Sparse, Way, exchange
 from scantling.comm.shards import all_agree, all_finite, as_gradient, check_meshes, local
 from scantling.comm.values import DTYPES, Values
-from scantling.errors import ReplicaError, SilentPeerError, UserError
+from scantling.errors import NonFiniteError, ReplicaError, SilentPeerError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +79,14 @@ class Opened:
         waiting: positions of the parameters of each bucket whose gradients have not come yet.
         is_due: whether its messages are sent; not between exchanges, and not after one that broke.
         next: number of the next bucket to send.
+        failure: of the exchange before, where there is a delay.
     """
 
     before: list[Tensor] | None
     waiting: list[set[int]]
     is_due: bool
     next: int = 0
+    failure: NonFiniteError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +147,8 @@ class MomentumExchange(Replica):
         param_groups: the groups, with all options.
         state: by parameter: `residual`, and in int8 `residual_scale`; `pending`, a result that a delay holds back, once
             it was asked for by `state_dict`.
-        wire_bytes: what this process sent in the exchange of the last result, headers included; of the first one
-            without what compares the replicas at the start, 8 bytes and more for each parameter.
+        wire_bytes: what this process sent in the exchange of the last result, headers included; without what compares
+            the replicas at the start, and where shapes or options have changed, 8 bytes and more for each parameter.
         left_out: ranks whose gradients were NaN or Inf in it; with overlap, in a part of it.
         decided: with `auto_off`, once it was measured: whether everything travels, and the number of processes.
         replica_divergence: how far the residuals were apart when they were last compared, from 0 to 1.
@@ -196,6 +199,7 @@ class MomentumExchange(Replica):
             raise UserError("delay, overlap and auto_off are for replicas that stay; leave them out with a ManagedLink")
         self.param_groups, self.state, self.rounds, self.link = groups, state, rounds, link
         self._compared: tuple[str, ...] = ()
+        self.facts: dict[str, Any] = {}
         self.replica_divergence: float | None = None
         self.step = self._calls = 0
         self.decided = None
@@ -205,6 +209,7 @@ class MomentumExchange(Replica):
         self._opened: Opened | None = None
         self._sent: list[Sent] = []
         self._settled: tuple[int, list[int]] = 0, []
+        self._failure: NonFiniteError | None = None
         self._line: Link | None = None
         self._background: Background | None = None
         if link.stays:
@@ -225,7 +230,7 @@ class MomentumExchange(Replica):
         Raises:
             UserError: replicas differ in parameters or options.
             NonFiniteError: the gradients of all replicas are NaN or Inf; nothing has changed but the step counter, and
-                with `overlap` what has left before.
+                with `overlap` what has left before. With `delay` those of the call before; this one's have left.
             PayloadError: what came is damaged or of another step.
             ReplicaError: parameters are not alike any more.
         """
@@ -247,6 +252,8 @@ class MomentumExchange(Replica):
         if not self.link.commits():
             self._sent = []  # and so nothing of it leaves the residuals
             return None
+        if opened.failure is not None:
+            raise opened.failure
         return opened.before if self.rounds.delay else self._arrived()
 
     @contextmanager
@@ -277,7 +284,7 @@ class MomentumExchange(Replica):
             if opened.next == 0:
                 opened.waiting = _waiting(self._laid_out())
             elif self.link.is_alone:  # what has left stays in the residuals
-                self._opened, self._sent = None, []
+                self._opened, self._sent, self._failure = None, [], opened.failure
                 self._set_pending(opened.before)
             else:
                 error.add_note(
@@ -298,7 +305,7 @@ class MomentumExchange(Replica):
         other.settle()
         params = set(self._parameters())
         self.state = {param: state for param, state in other.state.items() if param in params}
-        self.step, self.decided = other.step, other.decided
+        self.step, self.decided, self._failure = other.step, other.decided, other._failure
         if other._background is not None:
             self._line, self._background = other._line, other._background
 
@@ -312,10 +319,17 @@ class MomentumExchange(Replica):
             return
         of_last = self.wire_bytes, self.left_out
         self.wire_bytes, self.left_out = 0, []
-        found = self._arrived()
+        found, self._failure = self._held_back()
         self._settled = self.wire_bytes, self.left_out
         self.wire_bytes, self.left_out = of_last
         self._set_pending(found)
+
+    def _held_back(self) -> tuple[list[Tensor] | None, NonFiniteError | None]:
+        """The result that a delay has held back; or why there is none, which is raised once this step has left."""
+        try:
+            return self._arrived(), self._failure
+        except NonFiniteError as error:
+            return None, error
 
     def _set_pending(self, result: list[Tensor] | None) -> None:
         """Keep the result of an exchange in the state, for the next call with `delay`."""
@@ -324,7 +338,7 @@ class MomentumExchange(Replica):
 
     def drop(self) -> None:
         """Wait for what is on its way and forget it: what is loaded is in its place."""
-        self._calls, self._opened = 0, None
+        self._calls, self._opened, self._failure = 0, None, None
         sent, self._sent = self._sent, []
         for each in sent:
             with suppress(Exception):
@@ -339,21 +353,34 @@ class MomentumExchange(Replica):
         """Begin a step: take in what is still on its way, and compare the replicas where it is time to."""
         self.wire_bytes, self.left_out = self._settled
         self._settled = 0, []
-        before = self._arrived()
+        before, failure = self._held_back()
+        self._failure = None
         if self.link.step is not None:
             self.step = self.link.step
         try:
             layout = self._begun()
         except SilentPeerError as error:
             self.link.failed(error)
-            return Opened(before, [], is_due=False)
+            self._keep_gradients()
+            return Opened(before, [], is_due=False, failure=failure)
         self.wire_bytes += self.link.wire_bytes
         if self._line is None:
             in_thread = bool(self.rounds.delay or self.rounds.overlap) and not self.link.is_alone
             self._line = self.link.apart() if in_thread else self.link
             self._background = Background() if in_thread else None
         self._line.start()
-        return Opened(before, _waiting(layout), self.rounds.is_due(self.step))
+        return Opened(before, _waiting(layout), self.rounds.is_due(self.step), failure=failure)
+
+    def _keep_gradients(self) -> None:
+        """Take the gradients of a step that cannot begin into the residuals. No replica is spoken to."""
+        if self.current.exchange == "whole":
+            return
+        for bucket in buckets_of(self.param_groups, self.current):
+            gradients = {place: _gradient(self._parameters()[place]) for place in bucket.params}
+            valid = self._is_valid(gradients)
+            for channel in bucket.channels:
+                if keeps_residuals(channel, self.rounds):
+                    self._accumulated(channel, gradients, valid=valid)
 
     def _begun(self) -> Layout:
         """The layout of a step that begins, after everything about which replicas speak before it."""
@@ -371,6 +398,8 @@ class MomentumExchange(Replica):
         if has_to_decide and channels_in(layout.buckets):
             self._decide(layout)
             layout = self._laid_out()
+        elif has_to_decide and any(isinstance(param, DTensor) for param in params):  # this shard holds no numbers
+            self.decided = all_agree(params, True), self.link.size
         elif layout.way != "whole" and rounds.comes_round(self.step, rounds.state_sync_every):
             self._average()
         return layout
@@ -518,7 +547,8 @@ class MomentumExchange(Replica):
 
     def _laid_out(self) -> Layout:
         """How everything travels; compared with how it does on the other replicas where it is new."""
-        found = laid_out(self.param_groups, self.current, self.link, self._layout, step=self.step, also=self._compared)
+        compared: dict[str, Any] = {"also": self._compared, "facts": self.facts}
+        found = laid_out(self.param_groups, self.current, self.link, self._layout, step=self.step, **compared)
         if self._layout is None and self.link.rank == 0:
             announce(f"{self}\nexchange by {found.way} among {self.link.size} processes")
         self._layout = found
@@ -536,9 +566,13 @@ class MomentumExchange(Replica):
                 )
             if self.link.rank == 0:
                 logger.warning("%s; all take those of rank %d", text, sound)
+            device = local(params[0]).device
             for tensor in (*map(local, params), *self._shared_tensors()):
-                self.link.broadcast(tensor, sound)
-        self.replica_divergence = spread(self.link, [value for _, value in self._all_residuals()], self.step)
+                sent = tensor.to(device)  # AdamW's count of steps is on the CPU, which a group may have no backend for
+                self.link.broadcast(sent, sound)
+                if sent is not tensor:
+                    tensor.copy_(sent)
+        self.replica_divergence = spread(self.link, (value for _, value in self._all_residuals()), self.step)
 
     def _decide(self, layout: Layout) -> None:
         """Measure whether everything may travel, and if so fold in what each replica has for itself.

@@ -87,6 +87,10 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
                 f"{name} should have the shape {tuple(like.shape)}; given {given}. Load on as many processes as saved, "
                 "with the same model and options"
             )
+
+    def taken(name: str) -> Tensor:
+        return tensors[name].to(wanted[name].device, copy=True)
+
     prefix = f"rank{_rank()}"
     if (saved := int(tensors[f"{prefix}/{_PROCESSES}"])) != _processes():
         raise UserError(
@@ -114,9 +118,9 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
         state = exchange.state.setdefault(param, {})
         state.pop("pending", None)
         if has_result and f"{prefix}/{name}/result" in wanted:
-            state["pending"] = tensors[f"{prefix}/{name}/result"].clone()
+            state["pending"] = taken(f"{prefix}/{name}/result")
         if f"{prefix}/{name}/{MOMENTS[0]}" in wanted:
-            state |= {key: tensors[f"{prefix}/{name}/{key}"].clone() for key in MOMENTS}
+            state |= {key: taken(f"{prefix}/{name}/{key}") for key in MOMENTS}
 
 
 def _exchange_of(optimizer: DeMo | MomentumExchange) -> MomentumExchange:

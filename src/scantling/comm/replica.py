@@ -60,7 +60,8 @@ class Replica:
         """Take back what `local_state_dict` gave on this replica.
 
         Args:
-            state_dict: of the same rank and world size, or of `merge_local_states`, which fits every replica.
+            state_dict: of the same rank and world size, or of `merge_local_states`, which fits every replica. Over a
+                `ManagedLink`, whose ranks change, of any.
 
         Raises:
             UserError: another kind of state, world size or rank, other parameters or shapes; nothing has been loaded.
@@ -68,7 +69,7 @@ class Replica:
         check_kind(state_dict, "local_state_dict", ("world_size", "rank", "residuals"))
         self.drop()
         for key, own in (("world_size", self.link.size), ("rank", self.link.rank)):
-            if state_dict[key] not in (None, own):
+            if self.link.stays and state_dict[key] not in (None, own):
                 raise UserError(
                     f"the residuals are those of {key} {state_dict[key]}, this is {key} {own}. Every replica has its "
                     "own; for another number of replicas give each what scantling.comm.merge_local_states makes of all"

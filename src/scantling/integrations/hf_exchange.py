@@ -116,6 +116,11 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
             )
     if trainer.args.fp16:
         raise UserError("sc.hf.attach: fp16 scales the loss anew now and then, which a momentum would keep; use bf16")
+    if getattr(trainer.args, "enable_jit_checkpoint", False):
+        raise UserError(
+            "sc.hf.attach: enable_jit_checkpoint saves without telling callbacks, so that what each process keeps for "
+            "itself would be missing from the checkpoint; leave it out"
+        )
     if options.get("overlap"):
         raise UserError("sc.hf.attach: the Trainer clips gradients, for which overlap cannot wait; leave it out")
     MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)  # says what is wrong with the options now
