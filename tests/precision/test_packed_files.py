@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -105,6 +106,12 @@ def test_a_model_of_cores_comes_back(tmp_path: Path) -> None:
     assert loaded.model.layers[0].mlp.up_proj.ranks == model.model.layers[0].mlp.up_proj.ranks
     index = json.loads((tmp_path / "out" / "quantized.json").read_text())["tensors"]
     assert "model.layers.0.mlp.up_proj.cores.2" in index
+
+
+def test_a_group_size_may_be_an_integer_of_numpy(tmp_path: Path) -> None:
+    model = sc.quantize_weights(made("llama"), {"format": "int4", "group_size": np.int64(8)})
+    save_quantized(model, tmp_path / "out")
+    assert_same(sc.load(tmp_path / "out"), model)
 
 
 def test_scales_of_few_values_take_a_byte(tmp_path: Path) -> None:

@@ -104,8 +104,10 @@ class Quantizer:
                 f"group_size={self.group_size!r}"
             )
         size = self.group_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, SupportsIndex) or index(size) < 1):
-            raise UserError(f"group_size must be an integer from 1 on; given {size!r}")
+        if size is not None:
+            if isinstance(size, bool) or not isinstance(size, SupportsIndex) or index(size) < 1:
+                raise UserError(f"group_size must be an integer from 1 on; given {size!r}")
+            object.__setattr__(self, "group_size", index(size))  # JSON takes no integers of NumPy
         if self.scales != "fp32" and (self.granularity != "group" or self.clip != "absmax"):
             raise UserError(f"scales={self.scales!r} are of groups and of absmax; given {self}")
 
