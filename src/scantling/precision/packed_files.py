@@ -102,6 +102,7 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
     """Put the one packed file in place of those that `save_pretrained` wrote."""
     known = _by_all_names(model, weights)
     tensors: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
     index: dict[str, dict[str, Any]] = {}
     plain = _plain_bytes(folder)
     written = sorted(folder.glob("*.safetensors"))
@@ -109,7 +110,10 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
 
     def pack(name: str, tensor: Tensor, weight: QuantizedWeight) -> None:
         index[name] = _described(tensor, weight)
-        tensors.update(_packed(name, weight))
+        parts = _packed(name, weight)
+        if id(weight) in done:  # a tie by both names, and safetensors takes no tensor twice
+            parts = {key: part.clone() for key, part in parts.items()}
+        tensors.update(parts)
         done.add(id(weight))
 
     for path in written:
@@ -119,11 +123,13 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
                 if weight is not None and _is_what_it_stands_for(tensor, weight):
                     pack(name, tensor, weight)
                 else:
-                    tensors[name] = tensor
+                    whole[name] = tensor
     for weight in weights.values():  # transformers gives some models other names in files
         if id(weight) not in done:
-            for name in [name for name, tensor in tensors.items() if _is_what_it_stands_for(tensor, weight)]:
-                pack(name, tensors.pop(name), weight)
+            alike = (name for name, tensor in whole.items() if _is_what_it_stands_for(tensor, weight))
+            if name := next(alike, None):  # of several that are equal each goes to a weight of its own
+                pack(name, whole.pop(name), weight)
+    tensors.update(whole)
     if left := [name for name, weight in weights.items() if id(weight) not in done]:
         logger.warning(
             "%d of %d quantised weights have another shape in files, where they are not packed: %s",
