@@ -124,6 +124,17 @@ def test_equal_weights_by_other_names_are_packed_one_by_one(tmp_path: Path, capl
     assert_same(sc.load(tmp_path / "out"), model)
 
 
+def test_the_largest_numbers_of_fp16_stay_finite(tmp_path: Path) -> None:
+    model = made("llama").half()
+    largest = torch.finfo(torch.float16).max
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, :2] = torch.tensor([largest, -largest])
+    sc.quantize_weights(model, "bf16")  # which rounds 65504 to 65536
+    assert model.model.layers[0].mlp.up_proj.weight[0, :2].tolist() == [largest, -largest]
+    save_quantized(model, tmp_path / "out")
+    assert_same(sc.load(tmp_path / "out"), model)
+
+
 class WritesTies(nn.Module):
     """A layer by two names, both of which it saves."""
 

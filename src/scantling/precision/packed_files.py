@@ -31,6 +31,7 @@ from scantling.errors import RunError, UserError
 from scantling.files import check_is_free, written_aside
 from scantling.precision.matrices import as_matrix, from_matrix
 from scantling.precision.packing import PackedMatrix
+from scantling.precision.quantizer import in_dtype
 from scantling.precision.weights import QuantizedWeight, quantized_weights
 
 logger = logging.getLogger(__name__)
@@ -241,4 +242,4 @@ def _unpacked(entry: dict[str, Any], patterns: Tensor, scale: Tensor) -> Tensor:
     packed = PackedMatrix(
         entry["format"], (rows, columns), entry["group_size"], patterns, scale.view(entry["scale_shape"])
     )
-    return from_matrix(packed.decode(), entry["shape"], entry["channels_last"]).to(dtype).contiguous()
+    return in_dtype(from_matrix(packed.decode(), entry["shape"], entry["channels_last"]), dtype).contiguous()

@@ -284,6 +284,13 @@ def fake_quantize(
     return Quantizer.of(format)(x, axis=axis)
 
 
+def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded numbers in the dtype of those before; fp16's largest for the larger ones that `bf16` rounds it to."""
+    if dtype == torch.float16:
+        values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return values.to(dtype)
+
+
 class _FakeQuantize(torch.autograd.Function):
     """Rounded, with the derivatives of the identity."""
 
@@ -291,10 +298,7 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
-        values = quantizer.encode(x, axis=axis).decode()
-        if x.dtype == torch.float16:  # whose largest numbers some formats round to larger ones
-            values = values.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
-        return values.to(x.dtype)
+        return in_dtype(quantizer.encode(x, axis=axis).decode(), x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
