@@ -98,6 +98,23 @@ def test_an_export_has_rounded_weights_and_plain_layers(tmp_path: Path) -> None:
     assert all(row.unique().numel() <= 3 for row in weight)
 
 
+@pytest.mark.parametrize("compute", ["fp32", "int8"])
+def test_a_dense_export_of_cores_has_what_they_computed_with_and_says_what_is_not_rounded(
+    compute: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from scantling.training.export import export_hf
+
+    precision = {"weights": "int4", "activations": "int8", "compute": compute}
+    result = sc.train(tiny_recipe(tmp_path, precision=precision, tensor={"rank": 6}), run_dir=tmp_path / "run")
+    layer = load_trained(result.run_dir).model.model.layers[0].mlp.up_proj
+    export_hf(result.run_dir, tmp_path / "model", dense=True)
+    weight = sc.load(tmp_path / "model").model.layers[0].mlp.up_proj.weight
+    assert torch.equal(weight, layer.dense_weight())
+    layer.formats = None
+    assert torch.equal(weight, layer.dense_weight()) == (compute == "int8")
+    assert ("blocks of cores in few bits, which cores cannot hold" in caplog.text) == (compute == "int8")
+
+
 def test_faults_are_reported_together_with_their_paths(tmp_path: Path) -> None:
     precision = {
         "weights": "int4x",
