@@ -129,6 +129,15 @@ def test_faults_are_reported_together_with_their_paths(tmp_path: Path) -> None:
     assert "precision.kv_cache: group_size belongs to" in text
 
 
+def test_formats_that_no_hardware_multiplies_are_a_fault_among_others(tmp_path: Path) -> None:
+    precision = {"compute": "fp8", "weights": "fp8_e5m2", "activations": "fp8_e5m2"}
+    with pytest.raises(RecipeError) as caught:
+        sc.plan(tiny_recipe(tmp_path, precision=precision, model={"attention": "flash"}))
+    text = str(caught.value)
+    assert "precision.compute: compute='fp8' multiplies no two formats with 5 bits of exponent" in text
+    assert "model.attention: " in text
+
+
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
