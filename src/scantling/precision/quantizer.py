@@ -217,7 +217,7 @@ class Quantizer:
             return blocks.new_ones([1 if dim in dims else size for dim, size in enumerate(blocks.shape)])
         largest = blocks.abs().amax(shared, keepdim=True) if shared else blocks.abs()
         if isinstance(self.format, FloatFormat) and self.format.bits >= 16:
-            return _unscaled(largest, self.format)
+            return torch.ones_like(largest).where(largest.isfinite(), largest)
         if self.scales == "power2":
             return _power_scale(largest, self.format)
         if self.scales == "fp8":
@@ -313,14 +313,6 @@ def _scale_of(largest: Tensor, format: Format) -> Tensor:
     """What takes the largest magnitude to the largest value, a normal number; 1 for what is all 0."""
     scale = (largest / format.largest).clamp(min=torch.finfo(largest.dtype).tiny)
     return scale.where(largest != 0.0, 1.0)
-
-
-def _unscaled(largest: Tensor, format: FloatFormat) -> Tensor:
-    """1; with the exponents of fp32 a power of 2 up to that, which only keeps clear of the smallest numbers."""
-    scale = torch.ones_like(largest)
-    if format.exponent == 8:
-        scale = torch.ldexp(scale, torch.frexp(largest).exponent.clamp(-126, 0))
-    return scale.where(largest.isfinite(), largest)
 
 
 def _power_scale(largest: Tensor, format: Format) -> Tensor:
