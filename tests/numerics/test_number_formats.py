@@ -23,6 +23,13 @@ def test_floats_round_as_the_casts_of_pytorch_do(name: str, dtype: torch.dtype) 
     assert torch.equal(fmt.round(values.to(dtype)), cast)
 
 
+def test_bf16_is_the_cast_of_pytorch_down_to_its_subnormals() -> None:
+    patterns = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0))
+    values = torch.cat((patterns.int(), patterns.int() % 2**24)).view(torch.float32)  # and many of the smallest
+    values = values[values.abs() <= parse_format("bf16").largest]
+    assert torch.equal(parse_format("bf16").round(values), values.bfloat16().float())
+
+
 @pytest.mark.parametrize("mantissa", range(4))
 @pytest.mark.parametrize("exponent", range(1, 6))
 def test_floats_round_to_the_nearest_of_all_their_values(exponent: int, mantissa: int) -> None:

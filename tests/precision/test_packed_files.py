@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -23,6 +24,7 @@ import scantling as sc
 from scantling.errors import RunError, UserError
 from scantling.numerics.formats import parse_format
 from scantling.precision import Quantizer, quantized_weights, save_quantized
+from scantling.precision.packed_files import read_quantized
 from scantling.precision.packing import PackedMatrix, matrix_bytes, to_patterns, values_of
 
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
@@ -105,6 +107,57 @@ def test_a_model_of_cores_comes_back(tmp_path: Path) -> None:
     assert loaded.model.layers[0].mlp.up_proj.ranks == model.model.layers[0].mlp.up_proj.ranks
     index = json.loads((tmp_path / "out" / "quantized.json").read_text())["tensors"]
     assert "model.layers.0.mlp.up_proj.cores.2" in index
+
+
+def test_equal_weights_by_other_names_are_packed_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = made("vit")
+    zeroed = [layer for name, layer in model.named_modules() if name.endswith(("q_proj", "k_proj", "v_proj"))]
+    assert len(zeroed) == 3
+    for layer in zeroed:
+        nn.init.zeros_(layer.weight)
+    sc.quantize_weights(model, "int4")
+    save_quantized(model, tmp_path / "out")
+    packed = json.loads((tmp_path / "out" / "quantized.json").read_text())["tensors"]
+    assert len(packed) == len(quantized_weights(model))
+    assert "vit.encoder.layer.0.attention.attention.query.weight" in packed
+    assert "another shape in files" not in caplog.text
+    assert_same(sc.load(tmp_path / "out"), model)
+
+
+def test_the_largest_numbers_of_fp16_stay_finite(tmp_path: Path) -> None:
+    model = made("llama").half()
+    largest = torch.finfo(torch.float16).max
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, :2] = torch.tensor([largest, -largest])
+    sc.quantize_weights(model, "bf16")  # which rounds 65504 to 65536
+    assert model.model.layers[0].mlp.up_proj.weight[0, :2].tolist() == [largest, -largest]
+    save_quantized(model, tmp_path / "out")
+    assert_same(sc.load(tmp_path / "out"), model)
+
+
+class WritesTies(nn.Module):
+    """A layer by two names, both of which it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(4, 4, bias=False)
+
+    def save_pretrained(self, folder: Path) -> None:
+        save_file({name: value.clone() for name, value in self.state_dict().items()}, folder / "model.safetensors")
+
+
+def test_both_names_of_a_tie_are_packed(tmp_path: Path) -> None:
+    model = sc.quantize_weights(WritesTies(), "int4")
+    save_quantized(model, tmp_path / "out")
+    packed = json.loads((tmp_path / "out" / "quantized.json").read_text())["tensors"]
+    assert packed.keys() == {"first.weight", "second.weight"}
+    assert all(torch.equal(value, model.first.weight) for value in read_quantized(tmp_path / "out").values())
+
+
+def test_a_group_size_may_be_an_integer_of_numpy(tmp_path: Path) -> None:
+    model = sc.quantize_weights(made("llama"), {"format": "int4", "group_size": np.int64(8)})
+    save_quantized(model, tmp_path / "out")
+    assert_same(sc.load(tmp_path / "out"), model)
 
 
 def test_scales_of_few_values_take_a_byte(tmp_path: Path) -> None:

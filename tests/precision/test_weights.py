@@ -177,6 +177,52 @@ def test_blocks_and_hessians() -> None:
     assert not passes
 
 
+class Planned(nn.Module):
+    """Layers that a batch calls in the order it says: those of one word read the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, plan: str) -> torch.Tensor:
+        for word in plan.split():
+            x = x + sum(self.layers[int(letter)](x) for letter in word)
+        return x
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        ["0 1 2", "0 0 0 1 2"],
+        ["0 1 2", "0 1 0 1 2 1"],
+        ["0 1 2", "2 1 0"],
+        ["0 1 2", "0 0", "1 2"],
+        ["01 2", "01 1 2"],
+        ["01 2", "0 2 1"],
+        ["01 2", "0 2"],
+        ["01 2", "1 2", "0 2"],
+        ["01 0 2", "01 2"],
+        ["0 2", "1 0"],
+    ],
+)
+def test_each_batch_is_counted_in_full_whatever_it_calls(plans: list[str]) -> None:
+    torch.manual_seed(0)
+    model = Planned()
+    batches = [{"x": torch.randn(20, 6), "plan": plan} for plan in plans]
+    calibration = Calibration(model, find_matrices(model), batches)
+    found = {name: h for block in calibration.blocks() for name, h in calibration.hessians(block).items()}
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in found}
+    for name, inputs in seen.items():
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        layer.register_forward_hook(lambda _, args, __, inputs=inputs: inputs.append(args[0]))
+    for batch in batches:
+        model(**batch)
+    assert len(found) == 3
+    for name, inputs in seen.items():
+        x = torch.cat(inputs)
+        torch.testing.assert_close(found[name], x.t() @ x / len(x))
+
+
 class ChangesInPlace(nn.Module):
     """Two layers that read one tensor, which is doubled between them."""
 
@@ -213,7 +259,8 @@ def test_experts_that_some_batches_do_not_reach() -> None:
             return torch.cat([self.experts[0](x), *([self.experts[1](x)] if x.sum() > 0 else [])])
 
     x = torch.rand(20, 6)
-    sc.quantize_weights(Routed(), "int4", method="gptq", calibration=[x, -x])
+    for batches in ([x, -x], [-x, x]):
+        sc.quantize_weights(Routed(), "int4", method="gptq", calibration=batches)
     with pytest.raises(UserError, match=r"experts.1.weight: the calibration puts nothing through this layer"):
         sc.quantize_weights(Routed(), "int4", method="gptq", calibration=[-x])
 
@@ -221,8 +268,14 @@ def test_experts_that_some_batches_do_not_reach() -> None:
 def test_what_fails_in_the_middle_says_how_far_it_came() -> None:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
 
-    def fails(_: nn.Module) -> None:
-        raise RuntimeError("out of memory")
+    left = 1
+
+    def fails(model: nn.Module) -> None:
+        nonlocal left
+        if not left:
+            raise RuntimeError("out of memory")
+        left -= 1
+        model(torch.arange(8))
 
     batches = [torch.arange(8), fails]
     with pytest.raises(RuntimeError, match="out of memory") as caught:

@@ -30,9 +30,13 @@ ROOT = Path(__file__).parents[2]
 class Recorder(Watcher):
     def __init__(self) -> None:
         self.begun: list[str] = []
+        self.told: list[str] = []
 
     def begin(self, case: Case, what: str) -> None:
         self.begun.append(f"{case.label} {what}")
+
+    def message(self, text: str) -> None:
+        self.told.append(text)
 
 
 class Impatient(Recorder):
@@ -126,7 +130,7 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
         assert float(row["post.int2"]) != pytest.approx(float(row["loss"]), abs=1e-3)
         assert float(row["post.int2.gptq"]) != pytest.approx(float(row["post.int2"]), abs=1e-3)
 
-    # with the fault mended and another try it is done; a removed value leaves the table, its folder stays
+    # with the fault mended and another try it is done; what is done stays also where its value is removed
     write_corpus(late, seed=1)
     content["axes"]["train.steps"] = [2]
     del content["leave_out"]
@@ -134,7 +138,7 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     assert begun == []
     _, begun = sweep(tmp_path, content, retry=True)
     assert begun == [f"text={late} steps=2 begins", f"text={late} steps=2 is evaluated"]
-    assert [row["state"] for row in table(tmp_path)] == ["done", "done"]
+    assert [(row["train.steps"], row["state"]) for row in table(tmp_path)] == [(s, "done") for s in ("2", "2", "3")]
     assert len(list((tmp_path / "out" / "runs").iterdir())) == 3
 
     # what the table says is done counts without its folder
@@ -153,7 +157,7 @@ def test_what_the_table_alone_holds_stays_in_it(tmp_path: Path) -> None:
         base = tiny_recipe(tmp_path, train={"seed": changes.pop("seed", 0)})
         recipe = {"base": base, "out": str(tmp_path / "out"), **content, **changes}
         read, base = load_sweep(write_recipe(tmp_path / "sweep.yaml", recipe))
-        return Runner(read, cases(read, base))
+        return Runner(read, cases(read, base), watcher=Recorder())
 
     first = runner()
     figures = {"loss": "2.5", "post.int4": "2.75", "seconds": "1.000"}
@@ -167,13 +171,21 @@ def test_what_the_table_alone_holds_stays_in_it(tmp_path: Path) -> None:
     runner(after={"quantize": {"formats": ["int4"], "method": "gptq"}}).run([])
     assert table(tmp_path) == [{**row, "post.int4.gptq": ""} for row in before]
 
-    # a grid of another base, and other axes; where its folder is here, a row of another grid leaves
+    # a grid of another base, and other axes: the rows of the first stay whether their folders are here or not
     other = runner(seed=1, axes={"optim.lr": [0.001]})
     other.run([])
     assert table(tmp_path) == [{**row, "optim.lr": ""} for row in before]
-    removed = first._folder(first.grid[0])
-    removed.mkdir(parents=True)
-    (removed / "metrics.jsonl").touch()
+    assert isinstance(other.watcher, Recorder)
+    assert other.watcher.told == ["2 of the table's rows are of other grids, and stay in it"]
+    there = first._folder(first.grid[0])
+    there.mkdir(parents=True)
+    (there / "metrics.jsonl").touch()
+    other.run([])
+    assert table(tmp_path) == [{**row, "optim.lr": ""} for row in before]
+
+    # without a result they leave where their folders are here
+    failed = [{**row, "state": "failed", "loss": ""} for row in before]
+    write_table(first.sweep.table_path, first.sweep.keys, ["post.int4"], failed)
     other.run([])
     assert [row["train.steps"] for row in table(tmp_path)] == ["3"]
 

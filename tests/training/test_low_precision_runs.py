@@ -98,6 +98,23 @@ def test_an_export_has_rounded_weights_and_plain_layers(tmp_path: Path) -> None:
     assert all(row.unique().numel() <= 3 for row in weight)
 
 
+@pytest.mark.parametrize("compute", ["fp32", "int8"])
+def test_a_dense_export_of_cores_has_what_they_computed_with_and_says_what_is_not_rounded(
+    compute: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from scantling.training.export import export_hf
+
+    precision = {"weights": "int4", "activations": "int8", "compute": compute}
+    result = sc.train(tiny_recipe(tmp_path, precision=precision, tensor={"rank": 6}), run_dir=tmp_path / "run")
+    layer = load_trained(result.run_dir).model.model.layers[0].mlp.up_proj
+    export_hf(result.run_dir, tmp_path / "model", dense=True)
+    weight = sc.load(tmp_path / "model").model.layers[0].mlp.up_proj.weight
+    assert torch.equal(weight, layer.dense_weight())
+    layer.formats = None
+    assert torch.equal(weight, layer.dense_weight()) == (compute == "int8")
+    assert ("blocks of cores in few bits, which cores cannot hold" in caplog.text) == (compute == "int8")
+
+
 def test_faults_are_reported_together_with_their_paths(tmp_path: Path) -> None:
     precision = {
         "weights": "int4x",
@@ -110,6 +127,15 @@ def test_faults_are_reported_together_with_their_paths(tmp_path: Path) -> None:
     assert "precision.weights: a number format is one of" in text
     assert "precision.activations.granularity: must be one of" in text
     assert "precision.kv_cache: group_size belongs to" in text
+
+
+def test_formats_that_no_hardware_multiplies_are_a_fault_among_others(tmp_path: Path) -> None:
+    precision = {"compute": "fp8", "weights": "fp8_e5m2", "activations": "fp8_e5m2"}
+    with pytest.raises(RecipeError) as caught:
+        sc.plan(tiny_recipe(tmp_path, precision=precision, model={"attention": "flash"}))
+    text = str(caught.value)
+    assert "precision.compute: compute='fp8' multiplies no two formats with 5 bits of exponent" in text
+    assert "model.attention: " in text
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,13 @@ import scantling as sc
 from scantling.data.blimp import MinimalPair
 from scantling.data.tokenizers import ByteTokenizer
 from scantling.errors import UserError
+from scantling.numerics.compute import autocast
 from scantling.recipe import load_recipe
 from scantling.training import minimal_pairs
 from scantling.training.harness import evaluate_tasks
 from scantling.training.minimal_pairs import evaluate_pairs, log_probabilities, prefers_good, tally, wilson
 from scantling.training.rundir import RunDir
+from scantling.training.trained import load_trained
 from tests.runs import tiny_recipe
 
 
@@ -133,7 +137,38 @@ def test_runs_that_give_sentences_no_probability(tmp_path: Path) -> None:
         evaluate_pairs(tmp_path / "ids", [str(tmp_path / "pairs.jsonl")])
 
 
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_the_harness_gets_a_model_that_computes_as_it_was_trained(
+    compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The harness calls a model with autocast turned off, as its version 0.4.13 does."""
+    ids = torch.arange(4, 20)[None]
+
+    def simple_evaluate(model: Any, *, tasks: list[str], task_manager: Any) -> Any:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            generated = model.generate(ids, max_new_tokens=2, do_sample=False)
+            return {"results": {"logits": model(ids).logits, "length": generated.shape[1]}}
+
+    stub = ModuleType("lm_eval")
+    vars(stub)["simple_evaluate"] = simple_evaluate
+    for name, holds in (
+        ("lm_eval", stub),
+        ("lm_eval.models", ModuleType("")),
+        ("lm_eval.models.huggingface", SimpleNamespace(HFLM=lambda *, pretrained, **_: pretrained)),
+        ("lm_eval.tasks", SimpleNamespace(TaskManager=lambda: SimpleNamespace(all_tasks=["blimp"]))),
+    ):
+        monkeypatch.setitem(sys.modules, name, holds)
+    sc.train(tiny_recipe(tmp_path, train={"steps": 2}, precision={"compute": compute}), run_dir=tmp_path / "run")
+    found = evaluate_tasks(tmp_path / "run", ["blimp"])
+    model = load_trained(tmp_path / "run").model.eval()
+    with torch.no_grad(), autocast(compute, torch.device("cpu")):
+        expected = model(ids).logits
+    assert found["logits"].dtype == torch.float32
+    assert found["length"] == 18
+    assert torch.equal(found["logits"], expected.float())
+
+
 def test_the_harness_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"pip install 'scantling\[harness\]'"):
         evaluate_tasks(tmp_path, ["blimp"])

@@ -27,7 +27,6 @@ _KNOWN = (
     *("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1"),
     *_ALIASES,
 )
-_SMALLEST_NORMAL = {torch.float32: -126, torch.float64: -1022}
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,8 @@ class FloatFormat:
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         """The value of the format for each number, see `IntFormat.round`."""
+        if self.exponent == 8 and x.dtype == torch.float32:  # whose normal numbers end above the smallest steps
+            return self.round(x.double(), noise).float()
         step = self._step(x)
         scaled = x / step
         rounded = scaled.round() if noise is None else (scaled + noise).floor()
@@ -108,8 +109,7 @@ class FloatFormat:
         """
         whole, digits, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
         exponent = (torch.bitwise_right_shift(x.abs().view(whole), digits) - bias).clamp(1 - self._bias, bias)
-        power = (exponent - self.mantissa).clamp(_SMALLEST_NORMAL[x.dtype])
-        return torch.bitwise_left_shift(power + bias, digits).view(x.dtype)
+        return torch.bitwise_left_shift(exponent - self.mantissa + bias, digits).view(x.dtype)
 
 
 Format: TypeAlias = IntFormat | FloatFormat

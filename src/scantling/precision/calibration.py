@@ -1,12 +1,12 @@
 """What the inputs of layers look like: the Hessians that GPTQ needs, block by block.
 
 Layers in one child of a `ModuleList` or `Sequential` are a block, such as a decoder layer; any other is a block by
-itself. Blocks come in the order in which a model calls them. For each, all batches go through the model up to its last
-layer, so that its inputs are those that the quantised blocks before it give.
+itself. Blocks come in the order in which a model calls them. For each, all batches go through the model once more, so
+that its inputs are those that the quantised blocks before it give; a pass ends where the batch is done with the block.
 
-Cost: for n blocks about n / 2 forward passes over all batches, and 2 in^2 FLOPs a token for each input; memory 4 in^2
-bytes for each input of one block. Layers that read the same tensor (Q, K and V), unchanged in between, share one
-Hessian.
+Cost: for n blocks about n / 2 + 1 forward passes over all batches, the first of which only tells in what order each
+batch calls the layers, and 2 in^2 FLOPs a token for each input; memory 4 in^2 bytes for each input of one block. Layers
+that read the same tensor (Q, K and V), unchanged in between and once a pass, share one Hessian.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,26 @@ _WANTED = "a mapping of inputs such as {'input_ids': ids}, or a tensor of ids"
 
 
 class _Enough(Exception):
-    """Thrown out of a model when the last layer of a block has seen its input."""
+    """Thrown out of a model when the layers of a block have seen their inputs."""
+
+
+class _Pass(NamedTuple):
+    """How often a batch calls each layer, and where among all calls for the first and the last time."""
+
+    counts: Counter[int]
+    first: dict[int, int]
+    last: dict[int, int]
+
+    @classmethod
+    def of(cls, calls: list[int]) -> _Pass:
+        last = {key: place for place, key in enumerate(calls)}
+        first = {key: place for place, key in reversed(list(enumerate(calls)))}
+        return cls(Counter(calls), first, last)
+
+    def after(self, layers: Iterable[int]) -> set[int]:
+        """The layers whose first call comes after all calls of some others; none where those are not called."""
+        ends = [self.last[key] for key in layers if key in self.last]
+        return {key for key, place in self.first.items() if place > max(ends)} if ends else set()
 
 
 class Calibration:
@@ -45,24 +64,24 @@ class Calibration:
         batches: see `Batch`; gone through once, and kept.
 
     Raises:
-        UserError: no batches, empty ones, something that is no batch, or a layer that sees none of the first batch.
+        UserError: no batches, empty ones, something that is no batch, or a layer that sees none of them.
     """
 
     def __init__(self, model: nn.Module, matrices: list[Matrix], batches: Iterable[Batch]) -> None:
         self._model = model
         self._batches = _checked(batches)
         self._matrices = {id(module): matrix for matrix in matrices for module in matrix.modules}
+        self._modules = {id(module): module for matrix in matrices for module in matrix.modules}
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._leaders: dict[int, int] = {}  # of each layer, the one that has its input first
-        self._calls: Counter[int] = Counter()
-        self._order: list[Matrix] = []
+        self._passes: list[_Pass] = []
         self._trace(matrices)
 
     def blocks(self) -> Iterator[list[Matrix]]:
         """The weights of each block, in the order in which they are used."""
         names = {id(module): name for name, module in self._model.named_modules()}
         found: dict[str, list[Matrix]] = {}
-        for matrix in self._order:
+        for matrix in dict.fromkeys(self._matrices[key] for each in self._passes for key in each.counts):
             found.setdefault(_block_of(self._model, names[id(matrix.modules[0])]), []).append(matrix)
         yield from found.values()
 
@@ -72,8 +91,7 @@ class Calibration:
         Raises:
             UserError: a layer that sees no input.
         """
-        layers = {id(module): matrix for matrix in block for module in matrix.modules}
-        leading = {self._leaders[key]: self._matrices[self._leaders[key]] for key in layers}
+        leading = {self._leaders[id(module)] for matrix in block for module in matrix.modules}
         sums: dict[int, Tensor] = {}
         counts: Counter[int] = Counter()
 
@@ -85,20 +103,18 @@ class Calibration:
                 sums[key] = x.t() @ x
             counts[key] += len(x)
 
-        for batch in self._batches:
-            left = sum(self._calls[key] for key in leading)
+        for batch, traced in zip(self._batches, self._passes, strict=True):
+            after = traced.after(leading)
 
-            def see(key: int, x: Tensor) -> None:
-                nonlocal left
-                add(key, x)
-                left -= 1
-                if left == 0:
+            def see(key: int, x: Tensor, after: set[int] = after) -> None:
+                if key in after:
                     raise _Enough
+                add(key, x)
 
-            self._run(batch, leading, see)
+            self._run(batch, leading | after, see)
         found: dict[str, Tensor] = {}
         for matrix in block:
-            keys = {self._leaders[id(module)] for module in matrix.modules}
+            keys = [self._leaders[id(module)] for module in matrix.modules]
             tokens = sum(counts[key] for key in keys)
             if tokens == 0:
                 raise UserError(_unseen(matrix))
@@ -107,37 +123,39 @@ class Calibration:
         return found
 
     def _trace(self, matrices: list[Matrix]) -> None:
-        """Put one batch through: the order of the layers, how often each is called, and which share an input."""
-        inputs: list[tuple[Tensor, int, int]] = []
+        """Put all batches through: the order in which each calls the layers, and which layers share their inputs."""
+        for batch in self._batches:
+            calls: list[int] = []
+            inputs: dict[int, tuple[Tensor, int, int]] = {}  # by id, which is theirs as long as they are kept
 
-        def see(key: int, x: Tensor) -> None:
-            version = -1 - len(inputs) if x.is_inference() else x._version  # a change in place raises it
-            leader = next((other for seen, before, other in inputs if seen is x and before == version), key)
-            if self._calls[key] == 0:
-                self._leaders[key] = leader
-                if self._matrices[key] not in self._order:
-                    self._order.append(self._matrices[key])
-            self._calls[key] += 1
-            inputs.append((x, version, leader))
+            def see(key: int, x: Tensor, calls: list[int] = calls, inputs: dict[int, Any] = inputs) -> None:
+                version = -1 - len(calls) if x.is_inference() else x._version  # a change in place raises it
+                _, before, leader = inputs.get(id(x), (x, None, key))
+                if before != version:
+                    leader = key
+                inputs[id(x)] = (x, version, leader)
+                if self._leaders.setdefault(key, leader) != leader:
+                    self._leaders[key] = key
+                calls.append(key)
 
-        self._run(self._batches[0], self._matrices, see)
+            self._run(batch, self._modules, see)
+            self._passes.append(_Pass.of(calls))
         for matrix in matrices:
-            if matrix.modules and matrix not in self._order:
+            if matrix.modules and not any(id(module) in self._leaders for module in matrix.modules):
                 raise UserError(_unseen(matrix))
             for module in matrix.modules:
-                if self._calls[id(module)] > 1:
-                    self._leaders[id(module)] = id(module)  # its inputs differ from call to call
-                self._leaders.setdefault(id(module), id(module))
+                key, leader = id(module), self._leaders.get(id(module), id(module))
+                once = all(each.counts[key] == each.counts[leader] <= 1 for each in self._passes)
+                self._leaders[key] = leader if once else key
 
-    def _run(self, batch: Batch, watched: Mapping[int, Matrix], see: Callable[[int, Tensor], None]) -> None:
-        modules = {id(module): module for matrix in watched.values() for module in matrix.modules}
+    def _run(self, batch: Batch, watched: Iterable[int], see: Callable[[int, Tensor], None]) -> None:
         hooks = []
         for key in watched:
 
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: int = key) -> None:
                 see(key, args[0] if args else next(iter(kwargs.values())))
 
-            hooks.append(modules[key].register_forward_pre_hook(hook, with_kwargs=True))
+            hooks.append(self._modules[key].register_forward_pre_hook(hook, with_kwargs=True))
         try:
             with torch.no_grad(), evaluating(self._model):
                 _put_through(self._model, batch, self._device)

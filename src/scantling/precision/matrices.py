@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from scantling.errors import UserError
 from scantling.groups import output_layers
 from scantling.kinds import made_from_conv1d
+from scantling.precision.quantizer import in_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class Matrix:
     def write(self, values: Tensor) -> None:
         """Put (channels, columns) into the parameter, in its dtype."""
         with torch.no_grad():
-            self.parameter.copy_(from_matrix(values, self.parameter.shape, self.channels_last))
+            shaped = from_matrix(values, self.parameter.shape, self.channels_last)
+            self.parameter.copy_(in_dtype(shaped, self.parameter.dtype))
 
 
 def as_matrix(tensor: Tensor, channels_last: bool) -> Tensor:

@@ -31,6 +31,7 @@ from scantling.errors import RunError, UserError
 from scantling.files import check_is_free, written_aside
 from scantling.precision.matrices import as_matrix, from_matrix
 from scantling.precision.packing import PackedMatrix
+from scantling.precision.quantizer import in_dtype
 from scantling.precision.weights import QuantizedWeight, quantized_weights
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
     """Put the one packed file in place of those that `save_pretrained` wrote."""
     known = _by_all_names(model, weights)
     tensors: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
     index: dict[str, dict[str, Any]] = {}
     plain = _plain_bytes(folder)
     written = sorted(folder.glob("*.safetensors"))
@@ -109,7 +111,10 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
 
     def pack(name: str, tensor: Tensor, weight: QuantizedWeight) -> None:
         index[name] = _described(tensor, weight)
-        tensors.update(_packed(name, weight))
+        parts = _packed(name, weight)
+        if id(weight) in done:  # a tie by both names, and safetensors takes no tensor twice
+            parts = {key: part.clone() for key, part in parts.items()}
+        tensors.update(parts)
         done.add(id(weight))
 
     for path in written:
@@ -119,11 +124,13 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
                 if weight is not None and _is_what_it_stands_for(tensor, weight):
                     pack(name, tensor, weight)
                 else:
-                    tensors[name] = tensor
+                    whole[name] = tensor
     for weight in weights.values():  # transformers gives some models other names in files
         if id(weight) not in done:
-            for name in [name for name, tensor in tensors.items() if _is_what_it_stands_for(tensor, weight)]:
-                pack(name, tensors.pop(name), weight)
+            alike = (name for name, tensor in whole.items() if _is_what_it_stands_for(tensor, weight))
+            if name := next(alike, None):  # of several that are equal each goes to a weight of its own
+                pack(name, whole.pop(name), weight)
+    tensors.update(whole)
     if left := [name for name, weight in weights.items() if id(weight) not in done]:
         logger.warning(
             "%d of %d quantised weights have another shape in files, where they are not packed: %s",
@@ -235,4 +242,4 @@ def _unpacked(entry: dict[str, Any], patterns: Tensor, scale: Tensor) -> Tensor:
     packed = PackedMatrix(
         entry["format"], (rows, columns), entry["group_size"], patterns, scale.view(entry["scale_shape"])
     )
-    return from_matrix(packed.decode(), entry["shape"], entry["channels_last"]).to(dtype).contiguous()
+    return in_dtype(from_matrix(packed.decode(), entry["shape"], entry["channels_last"]), dtype).contiguous()

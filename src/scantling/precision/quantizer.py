@@ -104,8 +104,10 @@ class Quantizer:
                 f"group_size={self.group_size!r}"
             )
         size = self.group_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, SupportsIndex) or index(size) < 1):
-            raise UserError(f"group_size must be an integer from 1 on; given {size!r}")
+        if size is not None:
+            if isinstance(size, bool) or not isinstance(size, SupportsIndex) or index(size) < 1:
+                raise UserError(f"group_size must be an integer from 1 on; given {size!r}")
+            object.__setattr__(self, "group_size", index(size))  # JSON takes no integers of NumPy
         if self.scales != "fp32" and (self.granularity != "group" or self.clip != "absmax"):
             raise UserError(f"scales={self.scales!r} are of groups and of absmax; given {self}")
 
@@ -215,7 +217,7 @@ class Quantizer:
             return blocks.new_ones([1 if dim in dims else size for dim, size in enumerate(blocks.shape)])
         largest = blocks.abs().amax(shared, keepdim=True) if shared else blocks.abs()
         if isinstance(self.format, FloatFormat) and self.format.bits >= 16:
-            return _unscaled(largest, self.format)
+            return torch.ones_like(largest).where(largest.isfinite(), largest)
         if self.scales == "power2":
             return _power_scale(largest, self.format)
         if self.scales == "fp8":
@@ -282,6 +284,13 @@ def fake_quantize(
     return Quantizer.of(format)(x, axis=axis)
 
 
+def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded numbers in the dtype of those before; fp16's largest for the larger ones that `bf16` rounds it to."""
+    if dtype == torch.float16:
+        values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return values.to(dtype)
+
+
 class _FakeQuantize(torch.autograd.Function):
     """Rounded, with the derivatives of the identity."""
 
@@ -289,10 +298,7 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
-        values = quantizer.encode(x, axis=axis).decode()
-        if x.dtype == torch.float16:  # whose largest numbers some formats round to larger ones
-            values = values.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
-        return values.to(x.dtype)
+        return in_dtype(quantizer.encode(x, axis=axis).decode(), x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -307,14 +313,6 @@ def _scale_of(largest: Tensor, format: Format) -> Tensor:
     """What takes the largest magnitude to the largest value, a normal number; 1 for what is all 0."""
     scale = (largest / format.largest).clamp(min=torch.finfo(largest.dtype).tiny)
     return scale.where(largest != 0.0, 1.0)
-
-
-def _unscaled(largest: Tensor, format: FloatFormat) -> Tensor:
-    """1; with the exponents of fp32 a power of 2 up to that, which only keeps clear of the smallest numbers."""
-    scale = torch.ones_like(largest)
-    if format.exponent == 8:
-        scale = torch.ldexp(scale, torch.frexp(largest).exponent.clamp(-126, 0))
-    return scale.where(largest.isfinite(), largest)
 
 
 def _power_scale(largest: Tensor, format: Format) -> Tensor:

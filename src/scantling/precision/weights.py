@@ -35,7 +35,7 @@ from scantling.precision.matrices import (
     warn_of_the_rest,
 )
 from scantling.precision.packing import PackedMatrix
-from scantling.precision.quantizer import Encoded, Quantizer
+from scantling.precision.quantizer import Encoded, Quantizer, in_dtype
 
 Method: TypeAlias = Literal["rtn", "gptq"]
 _ATTRIBUTE = "_scantling_quantized"
@@ -64,7 +64,7 @@ class QuantizedWeight:
 
     def values(self, like: Tensor) -> Tensor:
         """What the parameter holds, in the shape and dtype of `like`, on the CPU."""
-        return from_matrix(self.packed.decode(), like.shape, self.channels_last).to(like.dtype)
+        return in_dtype(from_matrix(self.packed.decode(), like.shape, self.channels_last), like.dtype)
 
 
 @torch.no_grad()

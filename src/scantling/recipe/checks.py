@@ -7,6 +7,7 @@ whose type is right.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
 from typing import Any
 
 from pydantic import BaseModel
@@ -431,12 +432,18 @@ def _check_precision(content: Content) -> Iterator[Fault]:
     compute = precision.get("compute")
     if compute not in ("int8", "fp8") or not is_whole:
         return
-    for key in ("weights", "activations", "gradients"):
+    multiply, multiplied = Multiply(compute), ("weights", "activations", "gradients")
+    for key in multiplied:
         if key in quantizers or key != "gradients":
             try:
-                Multiply(compute).check(quantizers.get(key), key)
+                multiply.check(quantizers.get(key), key)
             except UserError as error:
                 yield Fault("precision.compute", str(error))
+    try:
+        for one, other in combinations([quantizers[key] for key in multiplied if key in quantizers], 2):
+            multiply.check_pair(one, other)
+    except UserError as error:
+        yield Fault("precision.compute", str(error))
 
 
 CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (

@@ -3,7 +3,8 @@
 A run's folder is named by the hash of its recipe, so that a sweep can be stopped at any time and started again: what is
 done stays, what was in the middle goes on from its checkpoint, what is new is run. The table is written anew after each
 run. A row that says `done` counts also where the folder is not here, such as a table that came from another machine.
-Rows of other grids stay where their folders are not here, since the table is all there is of them.
+Rows of other grids stay where they say `done`, or where their folders are not here, since the table is all there is of
+them.
 
     OUT/recipes/KEY.yaml   the recipe
     OUT/runs/KEY/          the run, with log.txt: what it printed
@@ -165,8 +166,8 @@ class Runner:
             self._rows = self.states()
             waiting = [case for case in chosen if not self._settled(case)]
             self.watcher.start([case for case in chosen if case not in waiting], waiting)
-            if elsewhere := self._elsewhere():
-                self.watcher.message(f"{len(elsewhere)} rows of other grids stay: their folders are not here")
+            if others := self._of_other_grids():
+                self.watcher.message(f"{len(others)} of the table's rows are of other grids, and stay in it")
             self._write()
             stopped = self._work(waiting)
         finally:
@@ -283,14 +284,15 @@ class Runner:
 
     def _write(self) -> None:
         rows = [self._rows[case.key] for case in self.grid if case.key in self._rows]
-        write_table(self.sweep.table_path, self.sweep.keys, self._columns, [*rows, *self._elsewhere()])
+        write_table(self.sweep.table_path, self.sweep.keys, self._columns, [*rows, *self._of_other_grids()])
 
-    def _elsewhere(self) -> list[Row]:
-        """The rows of other grids whose folders are not in this sweep's."""
+    def _of_other_grids(self) -> list[Row]:
+        """The rows of other grids that have a result, or whose folders are not in this sweep's."""
         own = {case.key for case in self.grid}
         table = read_table(self.sweep.table_path)
         folder = self.sweep.folder / "runs"
-        return [row for key, row in table.items() if key not in own and not (folder / key).exists()]
+        others = [(key, row) for key, row in table.items() if key not in own]
+        return [row for key, row in others if row["state"] == "done" or not (folder / key).exists()]
 
     def _is_here(self, case: Case) -> bool:
         return RunDir(self._folder(case)).holds_run()

@@ -39,9 +39,9 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
     check_is_free(folder)
     run = load_trained(run_dir)
     task, model = run.task, run.model
+    restore(model, weights="rounded")  # before cores are merged: it says which of them stay as they were trained
     if dense:
         densify(model)
-    restore(model, weights="rounded")
     model.config.use_cache = True
     with written_aside(folder) as aside:
         with quiet():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from scantling.errors import UserError, did_you_mean
 from scantling.models.build import quiet
+from scantling.numerics.compute import autocast
 from scantling.training.trained import opened
 
 BATCH = 16
@@ -50,6 +53,7 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | N
         with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model.config.use_cache = True
+        _compute_in(run.recipe.precision.autocast(run.place.device.type), model, run.place.device)
         harnessed = HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=BATCH)
         try:
             found = lm_eval.simple_evaluate(harnessed, tasks=chosen, task_manager=manager)
@@ -57,6 +61,25 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | N
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(f"--lm-eval {','.join(tasks)}: {lines[0]}") from error
     return dict(found["results"])
+
+
+def _compute_in(compute: str, model: Any, device: torch.device) -> None:
+    """Let a model compute in a format wherever it is called; its logits are fp32, since the harness sums their logs.
+
+    A context around the harness would not do: lm-evaluation-harness 0.4.13 turns autocast off where it calls a model.
+    """
+    if compute == "fp32":
+        return
+    forward = model.forward
+
+    @wraps(forward)
+    def in_format(*args: Any, **kwargs: Any) -> Any:
+        with autocast(compute, device):
+            found = forward(*args, **kwargs)
+        found.logits = found.logits.float()
+        return found
+
+    model.forward = in_format
 
 
 def _task(name: str, known: Sequence[str]) -> Any:

@@ -1,0 +1,37 @@
+"""The benchmark of layers in few bits: what a time limit leaves of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_a_stop_leaves_what_was_measured_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import low_precision
+
+    def measure(kind: str, tokens: int, options: Any) -> dict[str, Any]:
+        if tokens == 8:
+            raise KeyboardInterrupt
+        return {"simulated int8": {"ratio": 2.5}, "products int8": {"ratio": 3.0}}
+
+    out = tmp_path / "report.json"
+    monkeypatch.setattr(low_precision, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["low_precision.py", "--tokens", "4", "8", "--out", str(out)])
+    with pytest.raises(KeyboardInterrupt):
+        low_precision.main()
+    report = json.loads(out.read_text())
+    assert list(report["results"]) == ["dense, 4 tokens"]
+    assert report["settings"]["missed"] == ["dense, 4 tokens: simulated int8"]
+
+
+def test_bench_gpu_has_time_for_it() -> None:
+    """However long the parts before it take."""
+    import gpu
+
+    boxes = {part.name: part.seconds for part in gpu.parts(Path("results"))}
+    names = list(boxes)
+    assert sum(boxes[name] for name in names[: names.index("low-precision") + 1]) <= gpu.SECONDS
