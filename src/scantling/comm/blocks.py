@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -20,7 +21,7 @@ CACHED = 1 << 18
 """Numbers of blocks that a CPU's cache has room for beside what is made of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Grid:
     """A parameter as a stack of matrices, each cut into blocks.
 
@@ -35,39 +36,43 @@ class Grid:
     height: int
     width: int
 
-    @property
+    @cached_property
     def stack(self) -> int:
         return prod(size for dim, size in enumerate(self.shape) if dim not in (*self.view[0], *self.view[1]))
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return prod(self.shape[dim] for dim in self.view[0])
 
-    @property
+    @cached_property
     def cols(self) -> int:
         return prod(self.shape[dim] for dim in self.view[1])
 
-    @property
+    @cached_property
     def down(self) -> int:
         """Blocks below each other."""
         return -(-self.rows // self.height) if self.rows else 0
 
-    @property
+    @cached_property
     def across(self) -> int:
         """Blocks beside each other."""
         return -(-self.cols // self.width) if self.cols else 0
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Blocks in all."""
         return self.stack * self.down * self.across
 
-    @property
+    @cached_property
     def _order(self) -> list[int]:
         named = (*self.view[0], *self.view[1])
         return [*(dim for dim in range(len(self.shape)) if dim not in named), *named]
 
-    @property
+    @cached_property
+    def _inverse(self) -> list[int]:
+        return [self._order.index(dim) for dim in range(len(self._order))]
+
+    @cached_property
     def is_padded(self) -> bool:
         return self.down * self.height > self.rows or self.across * self.width > self.cols
 
@@ -75,6 +80,9 @@ class Grid:
         """The blocks of a tensor of `shape`: (count, height, width), in `out` where that is given, in its dtype."""
         if out is None:
             out = value.new_empty(self.count, self.height, self.width)
+        if self.height == self.width == 1:
+            out.view([self.shape[dim] for dim in self._order]).copy_(value.permute(self._order))
+            return out
         matrices = value.permute(self._order).reshape(self.stack, self.rows, self.cols)
         if self.is_padded:
             padding = (0, self.across * self.width - self.cols, 0, self.down * self.height - self.rows)
@@ -85,11 +93,12 @@ class Grid:
 
     def paste(self, blocks: Tensor) -> Tensor:
         """The tensor of `shape` that blocks are of; what is in the padding is dropped."""
+        if self.height == self.width == 1:
+            return blocks.view([self.shape[dim] for dim in self._order]).permute(self._inverse)
         parts = blocks.view(self.stack, self.down, self.across, self.height, self.width).transpose(2, 3)
         whole = parts.reshape(self.stack, self.down * self.height, self.across * self.width)
-        order = self._order
-        matrices = whole[:, : self.rows, : self.cols].reshape([self.shape[dim] for dim in order])
-        return matrices.permute([order.index(dim) for dim in range(len(order))])
+        matrices = whole[:, : self.rows, : self.cols].reshape([self.shape[dim] for dim in self._order])
+        return matrices.permute(self._inverse)
 
     def lies_flat(self, value: Tensor) -> bool:
         """Whether a tensor of `shape` has the rows of its matrices one after the other in memory."""

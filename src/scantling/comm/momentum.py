@@ -490,11 +490,14 @@ class MomentumExchange(Replica):
         if self.left_out and self.link.rank == 0:
             logger.warning("step %d: ranks %s have NaN or Inf gradients and are left out", sent[0].step, self.left_out)
         found: list[Tensor | None] = [None] * len(params)
-        is_whole = self._layout is not None and self._layout.way == "whole"
+        is_whole, groups = self._layout is not None and self._layout.way == "whole", groups_of(self.param_groups)
         for each, (outcomes, _) in zip(sent, arrived, strict=True):
             for channel, outcome in zip(each.bucket.channels, outcomes, strict=True):
                 for place, value in channel.paste_sent(*outcome.mean):
-                    found[place] = self._followed(channel, place, value, each.step) if is_whole else value
+                    if is_whole:
+                        seed = _seed(each.step, 0, place)
+                        value = self._followed(channel, params[place], groups[place], value, seed)
+                    found[place] = value
                 self._forget(channel, outcome, each.step)
         return _filled(found, params)
 
@@ -668,19 +671,19 @@ class MomentumExchange(Replica):
             self._keep(params[place], groups[place], residual, 0)
         return found
 
-    def _followed(self, channel: Channel, place: int, mean: Tensor, step: int) -> Tensor:
+    def _followed(self, channel: Channel, param: Tensor, group: Group, mean: Tensor, seed: int) -> Tensor:
         """What the mean of all gradients makes of a parameter's momentum, which is alike on all replicas.
 
         M <- decay M + mean, of which (1 - decay) M goes into the update: in the end each gradient goes in once, as it
         does where it is selected. What is no matrix gets the mean itself, and once what it was still owed.
         """
-        param, decay, kept = self._parameters()[place], channel.kind.decay, self.residuals
+        decay, kept = channel.kind.decay, self.residuals
         momentum = kept.read(param, mean)
         if not keeps_residuals(channel, self.current):
             kept.drop(param)
             return momentum.add_(mean)
         torch.add(mean.float(), momentum, alpha=decay, out=momentum)
-        self._keep(param, groups_of(self.param_groups)[place], momentum, _seed(step, 0, place))
+        self._keep(param, group, momentum, seed)
         return momentum * (1.0 - decay)
 
     def _forget(self, channel: Channel, outcome: Outcome, step: int) -> None:
