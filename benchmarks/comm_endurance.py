@@ -28,20 +28,28 @@ TESTS = (
 )
 
 
-def main() -> int:
+def outcomes(test: str) -> list[dict[str, str | None]]:
+    """Run the cases of one test, and say of each how it ended."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", *TESTS, f"--junitxml={report}"]
-        ended = subprocess.run(command, cwd=ROOT, check=False).returncode
+        command = [sys.executable, "-m", "pytest", "-q", test, f"--junitxml={report}"]
+        subprocess.run(command, cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
-    found = []
+    found: list[dict[str, str | None]] = []
     for case in cases:
         bad = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
-        outcome = "passed" if bad is None else bad.tag
         words = {} if bad is None else {"message": bad.get("message")}
-        found.append({"test": f"{case.get('classname')}::{case.get('name')}", "outcome": outcome, **words})
-    print(write(dated(__file__, tests=found), "comm-endurance"))
-    return ended
+        name = f"{case.get('classname')}::{case.get('name')}"
+        found.append({"test": name, "outcome": "passed" if bad is None else bad.tag, **words})
+    return found
+
+
+def main() -> int:
+    found: list[dict[str, str | None]] = []
+    for test in TESTS:
+        found += outcomes(test)
+        print(write(dated(__file__, tests=found, left=TESTS[TESTS.index(test) + 1 :]), "comm-endurance"))
+    return int(any(each["outcome"] != "passed" for each in found))
 
 
 if __name__ == "__main__":
