@@ -375,8 +375,9 @@ class MomentumExchange(Replica):
         """Take the gradients of a step that cannot begin into the residuals. No replica is spoken to."""
         if self.current.exchange == "whole":
             return
+        params = self._parameters()
         for bucket in buckets_of(self.param_groups, self.current):
-            gradients = {place: _gradient(self._parameters()[place]) for place in bucket.params}
+            gradients = {place: _gradient(params[place]) for place in bucket.params}
             valid = self._is_valid(gradients)
             for channel in bucket.channels:
                 if keeps_residuals(channel, self.rounds):

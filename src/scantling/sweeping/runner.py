@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from scantling.errors import UserError
 from scantling.files import write_whole
 from scantling.recipe import dump_recipe
@@ -34,7 +32,7 @@ from scantling.sweeping.grid import Case
 from scantling.sweeping.schema import Sweep
 from scantling.sweeping.table import FIGURES, Row, done_row, read_table, row_of, with_figures, write_table
 from scantling.training.checkpoint import Checkpointer
-from scantling.training.distributed import Place
+from scantling.training.distributed import ALONE
 from scantling.training.rundir import InUseError, RunDir
 from scantling.training.signals import StopSignal
 
@@ -231,7 +229,7 @@ class Runner:
         recipe = self.sweep.folder / "recipes" / f"{case.key}.yaml"
         write_whole(recipe, dump_recipe(case.recipe))
         # where all checkpoints are damaged, the run refuses and stays as it is: what of it is wanted, its user knows
-        resumes = bool(Checkpointer(held.checkpoints, Place(0, 1, torch.device("cpu"))).steps())
+        resumes = bool(Checkpointer(held.checkpoints, ALONE).steps())
         how = "--resume" if resumes else "--force"
         self.watcher.begin(case, "goes on" if resumes else "begins")
         arguments = ["-m", "scantling", "train", str(recipe), "--run-dir", str(folder), how]

@@ -102,6 +102,10 @@ class Place:
             pause = min(1.0, 1.5 * pause)
 
 
+ALONE = Place(0, 1, torch.device("cpu"))
+"""One process that speaks to no other."""
+
+
 def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 

@@ -38,7 +38,7 @@ from scantling.reporting.runs import read_records, read_run, summarise
 from scantling.tasks import get_task
 from scantling.tasks.base import Task, TaskData
 from scantling.training.checkpoint import Checkpointer
-from scantling.training.distributed import Place, is_restart, joined, launch
+from scantling.training.distributed import ALONE, Place, is_restart, joined, launch
 from scantling.training.evaluate import evaluate
 from scantling.training.loop import Loop, Outcome, Schedule, out_of_memory
 from scantling.training.meters import EnergyMeter, MemoryMeter
@@ -165,7 +165,7 @@ def _of_restart(run_dir: Path | None, *, resume: bool, force: bool) -> tuple[boo
     folder = RunDir(run_dir)
     if not folder.was_begun_by(launch()):
         return resume, force
-    has_saved = bool(Checkpointer(folder.checkpoints, Place(0, 1, torch.device("cpu"))).steps())
+    has_saved = bool(Checkpointer(folder.checkpoints, ALONE).steps())
     return has_saved, not has_saved
 
 

@@ -8,19 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from scantling.errors import UserError
 from scantling.recipe import Recipe
 from scantling.tasks import get_task
 from scantling.tasks.base import Task, TaskData
 from scantling.training.checkpoint import Checkpointer, check_data, load_model, read_manifest
-from scantling.training.distributed import Place, joined
+from scantling.training.distributed import ALONE, Place, joined
 from scantling.training.loop import load_methods
 from scantling.training.run import build_methods, build_run_model, recipe_task, run_evaluation
 from scantling.training.rundir import RunDir
-
-_ALONE = Place(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -60,22 +56,26 @@ def opened(run_dir: str | Path, *, device: str | None = None, causal: str | None
     Raises:
         UserError: as of `load_trained`, and a run of another task than is needed.
     """
-    recipe = RunDir(Path(run_dir)).stored_recipe()
+    folder = RunDir(Path(run_dir))
+    recipe = folder.stored_recipe()
     if causal is not None and (name := recipe_task(recipe)) != "causal-lm":
         raise UserError(f"{causal}; {run_dir} holds a run of the task '{name}'")
     with joined(device or recipe.train.device) as place:
-        yield load_trained(run_dir, place)
+        yield _load(folder, recipe, place)
 
 
-def load_trained(run_dir: str | Path, place: Place = _ALONE) -> Trained:
-    """A run as of its newest whole checkpoint. Each rank reads by itself.
+def load_trained(run_dir: str | Path) -> Trained:
+    """A run as of its newest whole checkpoint, on the CPU. Each rank reads by itself.
 
     Raises:
         UserError: there is no such run or no whole checkpoint, or the data has changed.
     """
     folder = RunDir(Path(run_dir))
-    recipe = folder.stored_recipe()
-    checkpoint = Checkpointer(folder.checkpoints, _ALONE).newest()
+    return _load(folder, folder.stored_recipe(), ALONE)
+
+
+def _load(folder: RunDir, recipe: Recipe, place: Place) -> Trained:
+    checkpoint = Checkpointer(folder.checkpoints, ALONE).newest()
     if checkpoint is None:
         raise UserError(f"{folder.path} has no whole checkpoint; train it first")
     task = get_task(recipe_task(recipe))
