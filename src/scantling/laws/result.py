@@ -173,7 +173,9 @@ class Fit:
         found = []
         for _ in range(samples):
             counts = np.bincount(draw.integers(count, size=count), minlength=count).astype(float)
-            theta, _ = minimise(self._problem, self._theta, counts=counts, slope=ENOUGH)
+            drawn = counts > 0
+            problem = self._problem.on(self._problem.runs.take(drawn))
+            theta, _ = minimise(problem, self._theta, counts=counts[drawn], slope=ENOUGH)
             found.append(self._problem.law_at(theta))
         return found
 
