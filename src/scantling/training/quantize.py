@@ -153,11 +153,9 @@ def losses_after(run_dir: str | Path, ways: Sequence[tuple[str, Method]], *, seq
     """
     found = []
     with opened(run_dir) as run:
-        calibration = None
-        if any(method == "gptq" for _, method in ways):
-            calibration = list(calibration_batches(run, sequences))
         for name, method in ways:
             one = copy.deepcopy(run.model)
+            calibration = None if method == "rtn" else calibration_batches(run, sequences)  # rtn would measure errors
             quantize_weights(one, name, method=method, calibration=calibration)
             found.append(run.evaluate(one)["eval_loss"])
     return found
