@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,26 @@ import pytest
 import torch
 from tensor.families import made
 from torch import Tensor, nn
-from transformers import CLIPConfig, CLIPModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import scantling as sc
 from scantling.errors import UserError
 from scantling.precision import Quantizer, fake_quantize, restore
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
 from scantling.precision.products import check_device
+from scantling.tensor._cut import cut_parameter
 
 LLAMA = LlamaConfig(
     hidden_size=32,
@@ -234,16 +248,13 @@ def test_other_models_of_the_same_configuration_stay_as_they_are() -> None:
     assert torch.equal(first(INPUT).logits, before)
 
 
-def test_a_model_of_a_quantized_models_configuration_is_quantized_and_can_be_restored() -> None:
+def test_a_model_of_a_quantized_models_configuration_is_whole() -> None:
     first = sc.quantize_training(llama(), kv_cache="int2")
-    second = LlamaForCausalLM(first.config)
-    with pytest.raises(UserError, match="quantized already"):
-        sc.quantize_training(second, kv_cache="int4")
-    low = first(INPUT).logits
-    sc.precision.restore(second)
-    assert second.config._attn_implementation == "sdpa"
-    assert torch.equal(first(INPUT).logits, low)
+    second = LlamaForCausalLM(first.config).eval()
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(second(INPUT).logits, llama()(INPUT).logits)
     sc.quantize_training(second, kv_cache="int4")
+    assert not torch.equal(second(INPUT).logits, first(INPUT).logits)
 
 
 def clip_model() -> CLIPModel:
@@ -252,34 +263,96 @@ def clip_model() -> CLIPModel:
     return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
 
 
-def test_parts_with_an_attention_of_their_own_get_it_back() -> None:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+def test_parts_with_attentions_of_their_own_are_rounded_each() -> None:
+    kept: list[Tensor] = []
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kw: Any) -> Any:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        kept.append(key)
+        return sdpa_attention_forward(module, query, key, *args, **kw)
+
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register("mine", sdpa_attention_forward)  # and no function for masks
-    model = clip_model()
+    AttentionInterface.register("mine", attention)  # and no function for masks
+    model = clip_model().eval()
     model.set_attn_implementation({"text_config": "sdpa", "vision_config": "mine"})
-
-    def names() -> list[str]:
-        config = model.config
-        return [each._attn_implementation for each in (config, config.text_config, config.vision_config)]
-
-    before = names()
-    assert before[1:] == ["sdpa", "mine"]
+    pixels = torch.randn(1, 3, 8, 8)
+    texts = model.get_text_features(INPUT[:1, :5]).pooler_output
+    images = model.get_image_features(pixels).pooler_output
     sc.quantize_training(model, kv_cache="int4")
-    assert all("int4" in name for name in names())
+    assert not torch.equal(model.get_text_features(INPUT[:1, :5]).pooler_output, texts)
+    assert not torch.equal(model.get_image_features(pixels).pooler_output, images)
+    assert torch.equal(kept[1], fake_quantize(kept[0], "int4"))
     restore(model)
-    assert names() == before
+    assert torch.equal(model.get_text_features(INPUT[:1, :5]).pooler_output, texts)
+    assert torch.equal(model.get_image_features(pixels).pooler_output, images)
     model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
     with pytest.raises(UserError, match="attention 'eager' belongs to each model"):
         sc.quantize_training(model, kv_cache="int4")
 
 
-def test_attention_that_loads_its_kernel_by_its_name_is_refused() -> None:
-    model = llama()
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UserError, match="'flash_attention_2' loads its kernel by its own name"):
-        sc.quantize_training(model, kv_cache="int4")
+def chooses_its_keys() -> PreTrainedModel:
+    """Whose masks of chosen keys are built for some names of attentions alone."""
+    return DeepseekV32ForCausalLM(
+        DeepseekV32Config(
+            vocab_size=99,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            first_k_dense_replace=2,
+            index_topk=4,
+            index_head_dim=16,
+            index_n_heads=2,
+            initializer_range=0.3,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=16,
+            num_experts_per_tok=1,
+        )
+    )
+
+
+def slices_its_queries() -> PreTrainedModel:
+    """Which keeps the queries of all tokens for some names of attentions alone."""
+    return Gemma4ForCausalLM(
+        Gemma4TextConfig(
+            vocab_size=99,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            global_head_dim=16,
+            num_kv_shared_layers=2,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=99,
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            max_position_embeddings=64,
+        )
+    )
+
+
+@pytest.mark.parametrize("build", [chooses_its_keys, slices_its_queries])
+def test_models_that_go_by_the_name_of_their_attention_compute_what_they_did(
+    build: Callable[[], PreTrainedModel],
+) -> None:
+    torch.manual_seed(0)
+    model = build().eval()
+    with torch.no_grad():
+        whole = model(INPUT, logits_to_keep=3).logits
+        sc.quantize_training(model, kv_cache="int16")
+        torch.testing.assert_close(model(INPUT, logits_to_keep=3).logits, whole, rtol=0.0, atol=2e-3)
 
 
 def test_a_padded_encoder_of_torch_is_computed_layer_by_layer() -> None:
@@ -414,6 +487,31 @@ def test_layers_of_cores_multiply_merged_blocks_in_int8(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         restore(model, weights="rounded")
     assert "1 layers multiplied merged blocks" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "weights", ["int4", "bf16", {"format": "int4", "granularity": "tensor"}, {"format": "int4", "clip": "mse"}]
+)
+def test_with_ranks_that_are_shut_removed_a_rounded_layer_computes_what_it_did(weights: Any) -> None:
+    torch.manual_seed(0)
+    layer = sc.TTLinear(24, 16, rank=4)
+    sc.quantize_training(nn.Sequential(layer), weights=weights)
+    layer.attach_controls(0.0)
+    with torch.no_grad():
+        for control, left, right in zip(layer.controls, layer.cores[:-1], layer.cores[1:], strict=True):
+            control.copy_(torch.tensor([0.7, 0.0, 1.3, -0.2][: len(control)]))
+            left[..., control <= 0.0] *= 50.0
+            right[control <= 0.0] *= 50.0
+    x = torch.randn(5, 24)
+    expected = layer(x)
+    plain = restore(nn.Sequential(copy.deepcopy(layer)), weights="rounded")
+    torch.testing.assert_close(plain(x), expected)
+    for param, dim, index in layer.cuts([live.nonzero().flatten() for live in layer.live()]):
+        cut_parameter(param, dim, index, None)
+    assert max(layer.ranks) == 2
+    torch.testing.assert_close(layer(x), expected)
+    layer.fold_controls()
+    torch.testing.assert_close(layer(x), expected)
 
 
 def test_controls_are_folded_into_cores_that_were_not_rounded() -> None:

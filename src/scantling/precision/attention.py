@@ -1,17 +1,16 @@
 """Keys, values and queries in few bits, inside the attention of transformers models.
 
 The attention functions of transformers are looked up by the name that `model.config._attn_implementation` holds
-(`AttentionInterface`); parts of a model may have configurations of their own. A function of the same kind that rounds
-its arguments first is registered beside each in use, and the model is told to take it, by a configuration of its own:
-other models, made of the same one before, stay as they are. What is made of the model's configuration afterwards has
-the same attention, until `restore_attention`. Keys are rounded after their rotation, with what is in the cache already:
-what a cache in this format would hold. The name is not saved with the model.
+(`AttentionInterface`), and are given the module that asks for one. Each is put, once in a process, behind a function
+that rounds its arguments to the formats that this module holds; with those of other modules it does nothing. The name
+stays: models compare it to choose masks and kernels. Keys are rounded after their rotation, with what is in the cache
+already: what a cache in this format would hold.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,32 +19,42 @@ from scantling.errors import UserError
 from scantling.precision.quantizer import Quantizer
 
 _ATTRIBUTE = "_attention_in_few_bits"
-_REGISTERED: dict[str, _Registered] = {}
-"""By name, in this process."""
+_rounding_functions: set[Callable[..., Any]] = set()
+"""Those that were put before the functions of transformers, in this process."""
 
 
-class _Registered:
-    """A function that rounds its arguments, registered beside the one it calls; in every process it is loaded in.
+@dataclass(frozen=True)
+class _Formats:
+    """Of keys and values, and of queries."""
 
-    Args:
-        base: name of the function it calls.
-        kv_cache, queries: what rounds.
-    """
-
-    def __init__(self, base: str, kv_cache: Quantizer | None, queries: Quantizer | None) -> None:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-
-        self.base, self._given = base, (base, kv_cache, queries)
-        self.name = f"{base}, keys and values {kv_cache}, queries {queries}".replace(" None", " whole")
-        if self.name not in _REGISTERED:
-            AttentionInterface.register(self.name, _rounding(ALL_ATTENTION_FUNCTIONS[base], kv_cache, queries))
-            if base in ALL_MASK_ATTENTION_FUNCTIONS:  # without, transformers gives a function the mask as it is
-                AttentionMaskInterface.register(self.name, ALL_MASK_ATTENTION_FUNCTIONS[base])
-            _REGISTERED[self.name] = self
+    kv_cache: Quantizer | None
+    queries: Quantizer | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Registered, self._given
+        return _formats, (self.kv_cache, self.queries)
+
+
+def _formats(kv_cache: Quantizer | None, queries: Quantizer | None) -> _Formats:
+    """The formats, in a process whose attention functions heed them."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
+        if function not in _rounding_functions:
+            AttentionInterface.register(name, _rounding(function))
+    return _Formats(kv_cache, queries)
+
+
+def _rounding(function: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Any:
+        formats = getattr(module, _ATTRIBUTE, None)
+        if formats is not None and formats.queries is not None:
+            query = formats.queries(query, axis=-1)
+        if formats is not None and formats.kv_cache is not None:
+            key, value = formats.kv_cache(key, axis=-1), formats.kv_cache(value, axis=-1)
+        return function(module, query, key, value, *args, **settings)
+
+    _rounding_functions.add(attention)
+    return attention
 
 
 def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Quantizer | None) -> None:
@@ -58,99 +67,49 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
         queries: of queries, of the same shape.
 
     Raises:
-        UserError: a model whose attention cannot be changed, or a part of which has such an attention already.
+        UserError: a model whose attention has no function of that kind, or a part of which has such formats already.
     """
-    for part in _quantized_parts(model):
-        raise UserError(
-            f"the attention of this model's {type(part).__name__} takes keys, values or queries in few bits already; "
-            "call sc.precision.restore first"
-        )
-    if not _can_be_set(model):
+    for part in model.modules():
+        if is_quantized(part):
+            raise UserError(
+                f"the attention of this model's {type(part).__name__} takes keys, values or queries in few bits "
+                "already; call sc.precision.restore first"
+            )
+    if not (hasattr(model, "set_attn_implementation") and model._can_set_attn_implementation()):  # type: ignore[operator]
         raise UserError(
             f"kv_cache and queries are quantized in the attention of transformers models; this {type(model).__name__} "
             "has none that can be set by name"
         )
-    for base in _names(model.config):
-        _check(base)
-    registered = {base: _Registered(base, kv_cache, queries) for base in _names(model.config)}
-    _set(model, lambda base: registered[base].name)
-    setattr(model, _ATTRIBUTE, list(registered.values()))  # so that they are registered where the model is unpickled
+    for name in _names(model.config):
+        _check(name)
+    formats = _formats(kv_cache, queries)
+    for part in model.modules():
+        setattr(part, _ATTRIBUTE, formats)
 
 
 def restore_attention(model: nn.Module) -> None:
     """Give a model and its parts the attention that they had before `quantize_attention`."""
-    for part in _quantized_parts(model):
-        _set(part, lambda name: _REGISTERED[name].base if name in _REGISTERED else name)
-    for module in model.modules():
-        vars(module).pop(_ATTRIBUTE, None)
+    for part in model.modules():
+        vars(part).pop(_ATTRIBUTE, None)
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether the attention of a model takes its arguments in few bits."""
-    return _can_be_set(model) and any(name in _REGISTERED for name in _names(model.config))
+    return _ATTRIBUTE in vars(model)
 
 
-def _quantized_parts(model: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if is_quantized(module))
-
-
-def _check(base: str) -> None:
+def _check(name: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    advice = "call model.set_attn_implementation('sdpa') first"
-    if base not in ALL_ATTENTION_FUNCTIONS:
-        raise UserError(f"attention {base!r} belongs to each model and cannot be wrapped; {advice}")
-    if "flash" in base:
-        raise UserError(f"attention {base!r} loads its kernel by its own name and cannot be wrapped; {advice}")
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        raise UserError(
+            f"attention {name!r} belongs to each model and cannot be wrapped; call "
+            "model.set_attn_implementation('sdpa') first"
+        )
 
 
-def _set(model: nn.Module, name_of: Callable[[str], str]) -> None:
-    """Set the attention of a model and its parts by what each has, in configurations that are theirs alone."""
-    _own_config(model)
-    model.set_attn_implementation(_renamed(model.config, name_of))  # type: ignore[operator]
-
-
-def _own_config(model: nn.Module) -> None:
-    """Give a model and its parts a copy of the configuration they share, which other models may share with them."""
-    copies: dict[int, Any] = {}
-    copy.deepcopy(model.config, copies)
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if id(value) in copies and hasattr(value, "_attn_implementation"):
-                setattr(module, name, copies[id(value)])
-
-
-def _can_be_set(model: nn.Module) -> bool:
-    return hasattr(model, "set_attn_implementation") and bool(model._can_set_attn_implementation())  # type: ignore[operator]
-
-
-def _parts(config: Any) -> dict[str, Any]:
-    """Configurations within one that name an attention, by their keys."""
-    found = {key: getattr(config, key, None) for key in config.sub_configs}
-    return {key: part for key, part in found.items() if getattr(part, "_attn_implementation", None) is not None}
-
-
-def _names(config: Any) -> list[str]:
-    """The attention functions that a configuration names."""
-    own = config._attn_implementation
-    return list(dict.fromkeys([own, *(name for part in _parts(config).values() for name in _names(part))]))
-
-
-def _renamed(config: Any, name_of: Callable[[str], str]) -> str | dict[str, Any]:
-    """The same functions by other names, as `set_attn_implementation` takes them."""
-    names = _names(config)
-    if len(names) == 1:
-        return name_of(names[0])
-    parts = {key: _renamed(part, name_of) for key, part in _parts(config).items()}
-    return {"": name_of(config._attn_implementation), **parts}
-
-
-def _rounding(function: Any, kv_cache: Quantizer | None, queries: Quantizer | None) -> Callable[..., Any]:
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Any:
-        if queries is not None:
-            query = queries(query, axis=-1)
-        if kv_cache is not None:
-            key, value = kv_cache(key, axis=-1), kv_cache(value, axis=-1)
-        return function(module, query, key, value, *args, **settings)
-
-    return attention
+def _names(config: Any) -> set[str]:
+    """The attention functions that a configuration and those within it name."""
+    parts = (getattr(config, key, None) for key in config.sub_configs)
+    within = [_names(part) for part in parts if getattr(part, "_attn_implementation", None) is not None]
+    return {config._attn_implementation}.union(*within)
