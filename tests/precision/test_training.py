@@ -514,6 +514,42 @@ def test_with_ranks_that_are_shut_removed_a_rounded_layer_computes_what_it_did(w
     torch.testing.assert_close(layer(x), expected)
 
 
+@pytest.mark.parametrize("compute", ["int8", "fp8"])
+@pytest.mark.parametrize("gradients_too", [False, True])
+def test_products_of_merged_blocks_have_the_gradients_of_simulated_ones(compute: Any, gradients_too: bool) -> None:
+    fmt = {"int8": "int8", "fp8": "fp8_e4m3"}[compute]
+    of_gradients = {"int8": "int8", "fp8": "fp8_e5m2"}[compute] if gradients_too else None
+    activations = {"format": fmt, "granularity": "token"}
+    torch.manual_seed(0)
+    model = nn.Sequential(sc.TTLinear(24, 16, rank=4, in_modes=(4, 6), out_modes=(4, 4)))
+    x, up = torch.randn(50, 24), torch.randn(50, 16)
+
+    def gradients_of(layer: nn.Module) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        return list(torch.autograd.grad(layer(leaf), [leaf, *layer[0].cores], up))
+
+    whole = gradients_of(model)
+    sc.quantize_training(model, weights=fmt, activations=activations, gradients=of_gradients, compute=compute)
+    for found, expected in zip(gradients_of(model), whole, strict=True):
+        assert 0.99 < torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0) < 1.0 - 1e-7
+
+
+@pytest.mark.parametrize(("compute", "operator"), [("int8", "_int_mm"), ("fp8", "_scaled_mm")])
+@pytest.mark.parametrize(("gradients_too", "products"), [(False, 1), (True, 3)])
+def test_products_of_the_hardware_are_its_own(
+    compute: Any, operator: str, gradients_too: bool, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    real = getattr(torch, operator)
+    monkeypatch.setattr(torch, operator, lambda *args, **kw: calls.append(args[0].dtype) or real(*args, **kw))
+    fmt = {"int8": "int8", "fp8": "fp8_e4m3"}[compute]
+    model = nn.Sequential(nn.Linear(32, 16))
+    settings = {"weights": fmt, "activations": fmt, "gradients": fmt if gradients_too else None}
+    sc.quantize_training(model, **settings, compute=compute)
+    model(torch.randn(8, 32, requires_grad=True)).sum().backward()
+    assert calls == [{"int8": torch.int8, "fp8": torch.float8_e4m3fn}[compute]] * products
+
+
 def test_controls_are_folded_into_cores_that_were_not_rounded() -> None:
     layer = sc.TTLinear(24, 16, rank=4)
     sc.quantize_training(nn.Sequential(layer), weights="int3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,6 +115,30 @@ def test_embeddings_by_filter_and_ties_stay() -> None:
     by_head = gptq(made("llama-tied"), inputs("llama"), filter_fn=lambda name, _: name == "lm_head")
     assert torch.equal(by_head.lm_head.weight, model.lm_head.weight)
     assert [weight.method for weight in quantized_weights(by_head).values()] == ["rtn"]  # rows are looked up, too
+
+
+def test_a_tied_weight_quantised_by_its_other_name_is_one_weight() -> None:
+    model = made("llama-tied")
+    sc.quantize_weights(model, "int8", filter_fn=lambda name, _: "embed" in name)
+    sc.quantize_weights(model, "int4", filter_fn=lambda name, _: name == "lm_head")
+    (weight,) = quantized_weights(model).values()
+    assert weight.packed.format == "int4"
+
+
+def test_a_pass_of_calibration_keeps_no_inputs_of_layers_it_is_done_with() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    seen: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def count(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        seen.append(weakref.ref(args[0]))
+        alive.append(sum(each() is not None for each in seen[1:]))  # the first is the batch
+
+    for layer in model:
+        layer.register_forward_pre_hook(count)
+    gptq(model, torch.randn(9, 8))
+    assert max(alive[:6]) <= 2
 
 
 def test_a_second_call_gives_other_layers_another_format() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -24,21 +25,23 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def has_products(compute: str, device: torch.device) -> bool:
-    """Whether a device has instructions for products of a format; a CPU without takes several times as long as in fp32.
+    """Whether a device has instructions for products of a format; a CPU without takes many times as long as in fp32.
 
     Args:
-        compute: "fp32", "bf16" or "fp16".
+        compute: "fp32", "bf16", "fp16", "int8" or "fp8".
     """
+    if compute == "fp8":
+        return device.type != "cpu"
     if compute == "fp32" or device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return True
+    if compute == "int8":
+        is_known = platform.machine() in ("x86_64", "AMD64")
+        return not is_known or bool(torch.cpu._is_vnni_supported())
     return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{compute}_supported")())
 
 
-def warn_of_slow_products(compute: str, device: torch.device) -> None:
-    """Log a warning where a device multiplies a format without instructions for it."""
+def warn_of_slow_products(compute: str, device: torch.device, advice: str) -> None:
+    """Log a warning, with what to do, where a device multiplies a format without instructions for it."""
     if not has_products(compute, device):
-        logger.warning(
-            "this CPU has no instructions for products in %s, which take several times as long as those in fp32: set "
-            "precision.compute: fp32",
-            compute,
-        )
+        text = "this CPU has no instructions for products in %s, which take longer than in fp32, often many times: %s"
+        logger.warning(text, compute, advice)

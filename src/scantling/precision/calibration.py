@@ -3,6 +3,7 @@
 Layers in one child of a `ModuleList` or `Sequential` are a block, such as a decoder layer; any other is a block by
 itself. Blocks come in the order in which a model calls them. For each, all batches go through the model once more, so
 that its inputs are those that the quantised blocks before it give; a pass ends where the batch is done with the block.
+Inputs are taken as they come, before a layer of `quantize_training` rounds them.
 
 Cost: for n blocks about n / 2 + 1 forward passes over all batches, the first of which only tells in what order each
 batch calls the layers, and 2 in^2 FLOPs a token for each input; memory 4 in^2 bytes for each input of one block. Layers
@@ -12,6 +13,7 @@ that read the same tensor (Q, K and V), unchanged in between and once a pass, sh
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -126,14 +128,14 @@ class Calibration:
         """Put all batches through: the order in which each calls the layers, and which layers share their inputs."""
         for batch in self._batches:
             calls: list[int] = []
-            inputs: dict[int, tuple[Tensor, int, int]] = {}  # by id, which is theirs as long as they are kept
+            inputs: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}  # by id, which is theirs while they live
 
             def see(key: int, x: Tensor, calls: list[int] = calls, inputs: dict[int, Any] = inputs) -> None:
                 version = -1 - len(calls) if x.is_inference() else x._version  # a change in place raises it
-                _, before, leader = inputs.get(id(x), (x, None, key))
-                if before != version:
+                seen, before, leader = inputs.get(id(x), (None, None, key))
+                if seen is None or seen() is not x or before != version:
                     leader = key
-                inputs[id(x)] = (x, version, leader)
+                inputs[id(x)] = (weakref.ref(x), version, leader)
                 if self._leaders.setdefault(key, leader) != leader:
                     self._leaders[key] = key
                 calls.append(key)

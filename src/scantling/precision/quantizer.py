@@ -12,7 +12,7 @@ powers of 2 that take the exponent of the largest magnitude to that of the forma
 fp8_e4m3 beneath one fp32 scale of the tensor).
 
 The gradient of `fake_quantize` is that of the identity, at values that were clipped too (straight-through). NaN and Inf
-are not hidden: their block becomes NaN.
+are not hidden: what shares a scale with them becomes NaN, in `nvfp4` the whole tensor.
 
 Cost: a few passes over the numbers; with `clip="mse"` a few for each of the 31 places it looks at.
 """

@@ -27,6 +27,7 @@ from torch import nn
 from scantling.errors import UserError
 from scantling.groups import output_layers
 from scantling.kinds import is_conv1d
+from scantling.numerics.compute import warn_of_slow_products
 from scantling.numerics.words import Granularity
 from scantling.precision.attention import is_quantized, quantize_attention, restore_attention
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
@@ -171,7 +172,11 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
 def _round_weights(module: nn.Module, done: set[int]) -> None:
     formats: LayerFormats = module.formats  # type: ignore[assignment]
     if is_of_cores(module):
-        rounded = [(core, formats.core(core)) for core in module.cores]  # type: ignore[union-attr]
+        layer: Any = module
+        rounded = list(zip(layer.cores, layer.gated(), strict=True))
+        if layer.controls is not None:  # they are in the cores now
+            lives = zip(layer.controls, layer.live(), strict=True)
+            rounded += [(control, torch.where(live, 1.0, control)) for control, live in lives]
     else:
         weight = module.get_parameter("weight")
         is_transposed = is_conv1d(_plain_class(type(module)))
@@ -210,6 +215,8 @@ def _chosen(model: nn.Module, filter_fn: Filter | None, *, with_embeddings: bool
 def _check_products(model: nn.Module, formats: LayerFormats, multiply: Multiply) -> None:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     check_device(multiply.name, device)
+    if not torch.cuda.is_available():  # else the model may be moved
+        warn_of_slow_products(multiply.name, device, f"leave out compute: {multiply.name} to simulate them")
     multiply.check(formats.weights, "weights")
     multiply.check(formats.activations, "activations")
     if formats.gradients is not None:

@@ -122,12 +122,17 @@ def quantize_weights(
     kept = vars(model).setdefault(_ATTRIBUTE, {})
     for name in dict(_not_any_more(model, kept)):
         del kept[name]
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
 
     def put(matrix: Matrix, encoded: Encoded, used: Method, hessian: Tensor | None = None) -> None:
         before, packed = matrix.read().clone(), PackedMatrix.of(encoded, quantizer)
         matrix.write(packed.decode())
         lost = torch.linalg.vector_norm(matrix.read() - before, dtype=torch.float64)
         norm = torch.linalg.vector_norm(before, dtype=torch.float64)
+        for name in names[id(matrix.parameter)]:  # one that is tied may have been quantised by another name
+            kept.pop(name, None)
         kept[matrix.name] = QuantizedWeight(
             packed,
             matrix.channels_last,

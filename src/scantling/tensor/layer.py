@@ -120,9 +120,25 @@ class CoreLayer(nn.Module):
         return any(core.requires_grad or not core.numel() for core in self.chain)
 
     def gated(self) -> list[Tensor]:
-        """The cores as they are computed with: rounded, with the controls in them."""
-        cores = self.chain
-        return self._with_controls(cores if self.formats is None else [self.formats.core(core) for core in cores])
+        """The cores as they are computed with: the controls in them, and rounded.
+
+        Ranks whose gates are 0 have no part in scales: rounding does not change when they are removed, but where groups
+        of neighbours share a scale.
+        """
+        cores = self._with_controls(self.chain)
+        if self.formats is None:
+            return cores
+        if self.controls is None:
+            return [self.formats.core(core) for core in cores]
+        first, *others = cores
+        return [self.formats.core(first), *map(self._rounded_where_open, others, self.controls)]
+
+    def _rounded_where_open(self, core: Tensor, control: Tensor) -> Tensor:
+        """A core (r, modes..., r') behind a bond with controls (r); what is behind a shut gate stays as it is."""
+        assert self.formats is not None
+        is_open = (control.detach() > self.threshold).to(core.dtype)
+        behind = core * is_open.view(-1, *[1] * (core.ndim - 1))
+        return self.formats.core(behind) + (core - behind)
 
     def _with_controls(self, cores: list[Tensor]) -> list[Tensor]:
         if self.controls is None:

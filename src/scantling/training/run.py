@@ -281,7 +281,8 @@ def build_loop(
     settings = recipe.train
     check_device(recipe.precision.compute, place.device)
     if place.rank == 0:
-        warn_of_slow_products(recipe.precision.autocast(place.device.type), place.device)
+        autocast = recipe.precision.autocast(place.device.type)
+        warn_of_slow_products(autocast, place.device, "set precision.compute: fp32")
     methods = build_methods(recipe)
     model = build_run_model(recipe, task, data, methods).to(place.device)
     for method in methods:
