@@ -47,6 +47,14 @@ class Impatient(Recorder):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Insistent(Impatient):
+    """Stops it again when it is told that it stops."""
+
+    def message(self, text: str) -> None:
+        super().message(text)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def sweep(
     folder: Path, content: dict[str, Any], *, retry: bool = False, watcher: Recorder | None = None
 ) -> tuple[Outcome, list[str]]:
@@ -222,6 +230,41 @@ def test_ctrl_c_leaves_all_in_order_and_the_same_command_goes_on(tmp_path: Path)
     assert row["state"] == "failed"
     assert "has no whole checkpoint to resume from" in row["error"]
     assert sorted((folder / "checkpoints").iterdir()) == steps
+
+
+@pytest.mark.dist
+def test_a_second_sigterm_ends_the_runs_and_waits_for_them(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sweep(tmp_path, {"axes": {"train.steps": [100_000]}}, watcher=Insistent())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (folder,) = (tmp_path / "out" / "runs").iterdir()
+    RunDir(folder).lock()
+
+
+def test_figures_of_other_settings_are_not_kept(tmp_path: Path) -> None:
+    pairs = {"files": str(tmp_path / "pairs.jsonl"), "limit": 100}
+
+    def runner(limit: int) -> Runner:
+        recipe = {"base": tiny_recipe(tmp_path), "out": str(tmp_path / "out"), "axes": {"train.steps": [2]}}
+        after = {"minimal_pairs": {**pairs, "limit": limit}}
+        read, base = load_sweep(write_recipe(tmp_path / "sweep.yaml", {**recipe, "after": after}))
+        return Runner(read, cases(read, base))
+
+    first = runner(100)
+    (case,) = first.grid
+    folder = RunDir(first._folder(case))
+    folder.path.mkdir(parents=True)
+    folder.metrics.touch()
+    folder.after.write_text(json.dumps({"minimal_pairs": {"given": pairs, "figures": {"minimal_pairs": 0.5}}}))
+    row = {**row_of(case, folder.path, "done"), "loss": "2.5", "minimal_pairs": "0.5"}
+    write_table(first.sweep.table_path, first.sweep.keys, ["minimal_pairs"], [row])
+    assert runner(100).states()[case.key]["minimal_pairs"] == "0.5"
+    assert not runner(5).states()[case.key].get("minimal_pairs")
+    folder.clear()
+    assert not folder.after.exists()
 
 
 def test_what_others_are_at_is_left_out(tmp_path: Path) -> None:

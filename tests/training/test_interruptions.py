@@ -46,7 +46,7 @@ def newest_step(run_dir: Path) -> int:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_saves_after_the_step_and_exits_with_3(tmp_path: Path, number: signal.Signals) -> None:
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 100_000}))
     run = tmp_path / "run"

@@ -18,6 +18,7 @@ from typing import Any
 from scantling.errors import ScantlingError, UserError
 from scantling.files import write_json
 from scantling.sweeping.schema import After
+from scantling.training.rundir import RunDir
 
 Figures = dict[str, float]
 
@@ -122,7 +123,7 @@ def _is_done(stored: Mapping[str, Any], name: str, given: Any) -> bool:
 
 def _stored(run_dir: Path) -> dict[str, Any]:
     try:
-        found = json.loads((run_dir / "after.json").read_text(encoding="utf-8"))
+        found = json.loads(RunDir(run_dir).after.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -130,11 +131,12 @@ def _stored(run_dir: Path) -> dict[str, Any]:
 
 def main(run_dir: str, settings: str) -> int:
     """Do the evaluations that are missing, each recorded when it is done."""
-    folder = Path(run_dir)
+    folder = RunDir(Path(run_dir))
     try:
-        for name, given in missing(folder, json.loads(settings)).items():
-            figures = EVALUATIONS[name].evaluate(folder, given)
-            write_json(folder / "after.json", {**_stored(folder), name: {"given": given, "figures": figures}})
+        folder.lock()
+        for name, given in missing(folder.path, json.loads(settings)).items():
+            figures = EVALUATIONS[name].evaluate(folder.path, given)
+            write_json(folder.after, {**_stored(folder.path), name: {"given": given, "figures": figures}})
     except ScantlingError as error:
         print(f"scantling: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -124,7 +124,7 @@ class Runner:
             found = row if row is not None and row["state"] == "done" else done_row(case, folder) or row
             if found is not None:
                 fresh = row_of(case, folder, found["state"])
-                known = {*FIGURES, *self._columns} if self._is_here(case) else found.keys()
+                known = FIGURES if self._is_here(case) else found.keys()  # of evaluations the folder tells what counts
                 kept = {k: cell for k, cell in found.items() if k == "error" or (k in known and k not in fresh)}
                 rows[case.key] = with_figures({**fresh, **kept}, after.known_figures(folder, self._settings))
         return rows
@@ -189,7 +189,7 @@ class Runner:
         """Whether a signal came before all was done."""
         queue, running = list(waiting), list[_Job]()
         told = False
-        with StopSignal() as stop:
+        with StopSignal(again=signal.default_int_handler) as stop:  # which raises: what runs is told, and waited for
             try:
                 while queue or running:
                     if stop.received and not told:
@@ -215,8 +215,6 @@ class Runner:
     def _start(self, case: Case) -> list[_Job]:
         """Begin a run or go on with it; nothing where another process is at it."""
         row = self._rows.get(case.key)
-        if row is not None and row["state"] == "done":
-            return self._evaluate(case, row)
         folder = self._folder(case)
         held = RunDir(folder)
         try:
@@ -226,6 +224,8 @@ class Runner:
             self.watcher.message(f"{case.label}: left out, {error}")
             return []
         held.unlock()
+        if row is not None and row["state"] == "done":
+            return self._evaluate(case, row)
         recipe = self.sweep.folder / "recipes" / f"{case.key}.yaml"
         write_whole(recipe, dump_recipe(case.recipe))
         # where all checkpoints are damaged, the run refuses and stays as it is: what of it is wanted, its user knows

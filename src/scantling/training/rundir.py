@@ -46,6 +46,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.result = path / "result.json"
         self.report = path / "report.html"
+        self.after = path / "after.json"
         self.checkpoints = path / "checkpoints"
         self._launch = path / ".launch"
         self._lock: IO[str] | None = None
@@ -99,7 +100,7 @@ class RunDir:
                     _remove(path)
             elif folder.exists():
                 shutil.rmtree(folder)
-        for path in (self.recipe, self.environment, self.plan, self.metrics, self.result, self.report):
+        for path in (self.recipe, self.environment, self.plan, self.metrics, self.result, self.report, self.after):
             path.unlink(missing_ok=True)
 
     def stored_recipe(self) -> Recipe:

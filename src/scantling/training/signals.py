@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run after the step it is in, with a checkpoint; a second one ends it at once."""
+"""SIGTERM, SIGINT and SIGHUP end a run after the step it is in, with a checkpoint; a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -7,30 +7,39 @@ import threading
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignal:
-    """Context in which the first SIGTERM or SIGINT only sets `received`; then the old handlers come back."""
+    """Context in which the first of these signals only sets `received`; then the old handlers come back.
 
-    def __init__(self) -> None:
+    One that is ignored, as `nohup` ignores SIGHUP, stays so.
+
+    Args:
+        again: the handler of further ones, in place of the old ones.
+    """
+
+    def __init__(self, again: Any = None) -> None:
         self.received: signal.Signals | None = None
+        self._again = again
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
             for number in _SIGNALS:
-                self._before[number] = signal.signal(number, self._handle)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        self._restore()
-
-    def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        if self._again is None:
+            self.__exit__()
+        else:
+            for each in self._before:
+                signal.signal(each, self._again)
