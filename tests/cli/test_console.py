@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,3 +64,22 @@ def test_a_run_goes_on_where_nobody_reads_what_it_prints() -> None:
     sink.record(RECORD)
     sink.message("checkpoint step-4")
     sink.close()
+
+
+def test_a_run_ends_in_order_where_its_terminal_was_closed() -> None:
+    class Terminal(io.StringIO):
+        is_open = True
+
+        def write(self, text: str) -> int:
+            if not self.is_open:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    terminal = Terminal()
+    sink = ConsoleSink(Console(file=terminal, force_terminal=True))
+    plan: Any = SimpleNamespace(optimizer_state_bytes=44 << 20, short=lambda: "plan")
+    sink.start(name="llama-10m", run_dir=Path("runs/x"), plan=plan, first_step=1, last_step=500)
+    terminal.is_open = False
+    sink.record(RECORD)
+    sink.close()
+    sink.message("stopped")
