@@ -95,7 +95,7 @@ def _place(row: Row) -> tuple[Any, ...]:
 def noise(rows: Sequence[Row]) -> dict[str, Any]:
     """The standard deviation over seeds for each kind of run with several: of losses, of what few bits cost, and of
     what is lost by each quantisation after training."""
-    excess = {id(row): row["loss"] - whole["loss"] for row, whole in beside_whole(rows)}
+    excess = {id(row): row["loss"] - whole["loss"] for row, whole in beside_whole(rows) if in_few_bits(row)}
     kinds: dict[str, list[Row]] = {}
     for row in rows:
         bits = ", ".join(f"{part} {row[part]:g}" for part in in_few_bits(row)) or "16 bits"
@@ -224,26 +224,28 @@ def after_training(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def decay(rows: Sequence[Row]) -> dict[str, Any]:
-    """By schedule and format: what is lost after training over what is lost after cosine, at equal size and tokens."""
+    """By schedule and format: the nats lost after training over those lost after cosine, all sizes and tokens together.
+
+    `raw` has N, D, and the nats of both.
+    """
     whole = [row for row in rows if not in_few_bits(row)]
     by_cosine = {_place(row): row for row in whole if row["schedule"] == "cosine"}
-    ratios: dict[str, dict[str, list[list[float]]]] = {}
+    pairs: dict[str, dict[str, list[list[float]]]] = {}
     for row in whole:
         beside = by_cosine.get(_place(row))
         if beside is None or row["schedule"] == "cosine":
             continue
         for name in sorted(row["post"].keys() & beside["post"].keys()):
-            lost, of_cosine = (each["post"][name] - each["loss"] for each in (row, beside))
-            if min(lost, of_cosine) > 0.0:
-                by_format = ratios.setdefault(row["schedule"], {})
-                by_format.setdefault(name, []).append([row["N"], row["D"], lost / of_cosine])
-    return {
-        schedule: {
-            name: {"times": float(np.exp(np.mean(np.log([each[-1] for each in own])))), "raw": own}
-            for name, own in by_format.items()
-        }
-        for schedule, by_format in ratios.items()
-    }
+            by_format = pairs.setdefault(row["schedule"], {})
+            lost = [each["post"][name] - each["loss"] for each in (row, beside)]
+            by_format.setdefault(name, []).append([row["N"], row["D"], *lost])
+    found: dict[str, Any] = {}
+    for schedule, by_format in pairs.items():
+        for name, own in by_format.items():
+            lost, of_cosine = (sum(each[place] for each in own) for place in (2, 3))
+            times = lost / of_cosine if of_cosine > 0.0 else None
+            found.setdefault(schedule, {})[name] = {"times": times, "raw": own}
+    return found
 
 
 def _slope(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -255,25 +257,27 @@ def _slope(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def robustness(rows: Sequence[Row]) -> dict[str, Any]:
-    """By bits of the weights in training and formats after it: nats lost less those at 16 bits, and the ends."""
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    """By format after training and bits of the weights in it: nats lost less those at 16 bits, and the ends.
+
+    Means are over the sizes and tokens of which there are runs at all these bits; `raw` has N, D and both of all.
+    """
+    cells: dict[str, dict[str, dict[tuple[Any, ...], list[float]]]] = {}
     for row, whole in beside_whole(rows):
         if in_few_bits(row) == ["weights"] and row["schedule"] == "cosine":
-            for name in sorted(row["post"].keys() & whole["post"].keys()):
+            for name in row["post"].keys() & whole["post"].keys():
                 if _bits(name) < row["weights"]:
-                    own = found.setdefault(f"trained at {row['weights']:g}", {}).setdefault(
-                        name, {"lost": [], "end": []}
-                    )
-                    lost, end = row["post"][name] - row["loss"], row["post"][name]
-                    own["lost"].append(lost - (whole["post"][name] - whole["loss"]))
-                    own["end"].append(end - whole["post"][name])
-    return {
-        name: {
-            after: {"mean": float(np.mean(own["lost"])), "mean_end": float(np.mean(own["end"])), "raw": own}
-            for after, own in by_format.items()
-        }
-        for name, by_format in sorted(found.items())
-    }
+                    own = cells.setdefault(name, {}).setdefault(f"trained at {row['weights']:g}", {})
+                    lost = row["post"][name] - row["loss"] - (whole["post"][name] - whole["loss"])
+                    own[_place(row)] = [lost, row["post"][name] - whole["post"][name]]
+    found: dict[str, Any] = {}
+    for name, by_bits in sorted(cells.items()):
+        shared = set.intersection(*map(set, by_bits.values()))
+        for trained, own in sorted(by_bits.items()):
+            means = np.mean([own[place] for place in shared], axis=0).tolist() if shared else [None, None]
+            raw = [[*place[:2], *both] for place, both in sorted(own.items())]
+            figures = {"mean": means[0], "mean_end": means[1], "cells": len(shared), "raw": raw}
+            found.setdefault(name, {})[trained] = figures
+    return found
 
 
 def downstream(rows: Sequence[Row]) -> dict[str, Any]:
@@ -357,11 +361,14 @@ def report(results: dict[str, Any]) -> None:
         print(f"  {what:26} {lost}{power}   best at {found['best_tokens']:.3g} tokens")
     print("\ndecay: times as much is lost after training as with cosine")
     for schedule, by_format in results["decay"].items():
-        print(f"  {schedule:14} " + "  ".join(f"{name}: {own['times']:.2f}" for name, own in by_format.items()))
+        told = (f"{name}: {own['times']:.2f}" for name, own in by_format.items() if own["times"] is not None)
+        count = max(len(own["raw"]) for own in by_format.values())
+        print(f"  {schedule:14} " + "  ".join(told) + f"   ({count} sizes and tokens)")
     print("\nrobustness: nats lost more than by the run at 16 bits, and (end against its end)")
-    for what, by_format in results["robustness"].items():
-        told = (f"{name}: {own['mean']:+.4f} ({own['mean_end']:+.4f})" for name, own in by_format.items())
-        print(f"  {what:14} " + "  ".join(told))
+    for name, by_bits in results["robustness"].items():
+        told = [f"{b}: {o['mean']:+.4f} ({o['mean_end']:+.4f})" for b, o in by_bits.items() if o["cells"]]
+        count = max(own["cells"] for own in by_bits.values())
+        print(f"  {name:14} " + "  ".join(told) + f"   ({count} sizes and tokens)")
     if results["downstream"]:
         print("\ndownstream: " + ", ".join(f"{name} {value:.4g}" for name, value in results["downstream"].items()))
 

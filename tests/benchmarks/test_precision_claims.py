@@ -78,9 +78,18 @@ def test_the_published_law_is_found_again(tmp_path: Path) -> None:
     assert downstream["accuracy_a_nat"] == pytest.approx(-0.1)
     assert downstream["of_few_bits_at_equal_loss"] == pytest.approx(0.0, abs=1e-9)
     found = claims.robustness(rows)
-    assert set(found) == {"trained at 4", "trained at 6"}
-    assert set(found["trained at 4"]) == {"int3"}
-    assert found["trained at 6"]["int3"]["mean"] == pytest.approx(0.01)
+    assert set(found) == {"int3", "int4"}
+    assert set(found["int3"]) == {"trained at 4", "trained at 6"}
+    assert set(found["int4"]) == {"trained at 6"}
+    assert found["int3"]["trained at 6"]["mean"] == pytest.approx(0.01)
+    uneven = claims.robustness([row for row in rows if not (row["weights"] == 4 and row["N"] > 5e7)])["int3"]
+    assert [own["cells"] for own in uneven.values()] == [3, 3], "means over other sizes are not beside each other"
+    assert [len(own["raw"]) for own in uneven.values()] == [3, 9]
     assert claims.noise(rows) == {}
+    seeds = [{**row, "seed": seed, "loss": row["loss"] + 0.1 * seed} for row in rows for seed in (0, 1, 2)]
+    spreads = claims.noise(seeds)
+    assert spreads["N=30000000, D=1000000000, 16 bits"]["of_excess"] is None
+    assert spreads["N=30000000, D=1000000000, 16 bits"]["of_loss"] == pytest.approx(0.1)
+    assert spreads["N=30000000, D=1000000000, weights 4"]["of_excess"] == pytest.approx(0.0, abs=1e-9)
     again = claims.read(table(tmp_path / "other.csv"))
     assert claims.together(rows, again[:20]) == rows, "a run of two grids counts once"
