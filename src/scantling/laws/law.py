@@ -273,8 +273,8 @@ class Law(ABC):
             post: bits to which the weights are quantised after training; inference then has these.
 
         Raises:
-            UserError: for a budget or bits that are no positive number, bits at which training diverges, or inference
-                that leaves nothing to train.
+            UserError: for a budget or bits that are no positive number, what the law says nothing of, bits at which
+                training diverges, or inference that leaves nothing to train.
 
         Source:
             arXiv 2411.04330, section 4.3 and appendix E, from the derivation (Eq. 7 prints another).
