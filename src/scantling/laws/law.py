@@ -366,8 +366,11 @@ def bits_of(cell: Any) -> float:
         ValueError: anything else.
     """
     text = text_of(cell)
-    if text.startswith("{"):
-        text = str(json.loads(text).get("format"))
+    if isinstance(cell, Mapping) or text.startswith("{"):
+        mapping = cell if isinstance(cell, Mapping) else json.loads(text)
+        if "format" not in mapping:
+            raise ValueError("a mapping without a format")
+        text = text_of(mapping["format"])
     if text.lower() in UNNAMED:
         return math.inf
     named = _FORMAT.fullmatch(text)

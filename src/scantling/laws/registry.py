@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -68,7 +69,7 @@ def fit(
         columns: what the table calls N, D, loss, weights, activations, kv_cache, post and scheme. C, the FLOPs of
             training, may stand in for D, which is then C / 6N. post may be `post.*`, the columns that a sweep has of
             losses after quantisation: each run is then a row as it was trained, and one for each of them.
-        where: only the runs whose columns have these values.
+        where: only the runs whose columns have these values, an empty one for nulls.
         fixed: constants that are held, such as {"n_w": 0.0}.
         tie: constants that follow another, such as {"beta": "alpha"}.
         free: constants that are held otherwise, such as power, C_w or "eff_D[w4a4]".
@@ -198,7 +199,7 @@ def _problem(
     }
     size, tokens = (float(np.exp(np.log(table[x]).mean())) for x in ("N", "D"))
     law = cls.blank().with_constants({**dict.fromkeys([*sought, *tie], 1.0), **held}).in_units(size, tokens)
-    centred = Runs({**table.columns, "N": table["N"] / size, "D": table["D"] / tokens})
+    centred = replace(table, columns={**table.columns, "N": table["N"] / size, "D": table["D"] / tokens})
     return Problem(law, centred, sought, tie, delta, size, tokens, pinned)
 
 
