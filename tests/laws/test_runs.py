@@ -223,6 +223,7 @@ def test_runs_that_are_refused(runs: Any, words: str) -> None:
         ({"delta": "a"}, "delta is a positive number; given 'a'"),
         ({"fixed": {"alpha": "x"}}, "fixed alpha is 'x', no finite number"),
         ({"free": ["alhpa"]}, "free names 'alhpa'.*did you mean 'alpha'"),
+        ({"fixed": {"A[x]": 0.5}}, r"fixed names 'A\[x\]'; the chinchilla law of these runs has A, B"),
         ({"tie": {"beta": "beta"}}, "tie lets beta follow beta"),
         ({"tie": {"beta": "alpha", "alpha": "beta"}}, "tie lets beta follow alpha, which follows beta"),
     ],
@@ -230,6 +231,30 @@ def test_runs_that_are_refused(runs: Any, words: str) -> None:
 def test_what_a_fit_refuses(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         sc.laws.fit(changed(kind=["a"] * 20, seed=[0, 0, *[1] * 18]), **{"law": "chinchilla", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"fixed": {"eff_N": 0.5}}, r"fixed names 'eff_N'; .* has A, B, .*, eff_N\[w4\], eff_D\[w4\]"),
+        ({"free": ["eff_D"]}, r"free names 'eff_D'; .* eff_D\[w4\]"),
+        ({"fixed": {"eff_N[w5]": 0.5}}, r"fixed names 'eff_N\[w5\]'; .*did you mean 'eff_N\[w4\]'"),
+        ({"free": ["eff_D[w5]"]}, r"free names 'eff_D\[w5\]'"),
+        ({"fixed": {"eff_N[w4": 0.5}}, r"fixed names 'eff_N\[w4'"),
+        ({"fixed": {"A[x]": 0.5}}, r"fixed names 'A\[x\]'"),
+    ],
+)
+def test_constants_of_schemes_are_those_of_the_table(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        sc.laws.fit(changed(scheme=["bf16", "w4"] * 10), "efficiency", **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), [("C_w", "post"), ("n_post", "post"), ("gamma_D", "post"), ("n_a", "activations")]
+)
+def test_a_constant_that_the_law_does_without_is_not_freed(name: str, variable: str) -> None:
+    with pytest.raises(UserError, match=f"free names {name}, a constant of {variable}, whose bits are few in none"):
+        sc.laws.fit(changed(weights=[4, 16] * 10, activations=[16, ""] * 10), "kumar", free=[name])
 
 
 def test_bits_that_are_no_bits() -> None:
@@ -268,8 +293,37 @@ def test_what_is_not_told_apart_is_said(caplog: pytest.LogCaptureFixture) -> Non
     for column in ([16] * 20, ["ckpt/1.pt", "ckpt/2.pt"] * 10, ["4", "gelu"] * 10):
         sc.laws.fit({**RUNS, "weights": column})
     assert not caplog.text
+    fitted = sc.laws.fit({**RUNS, "weights": [16, ""] * 10}, "kumar")
+    assert fitted.names == ("A", "B", "E", "alpha", "beta")
+    assert "no run has anything in few bits: of the kumar law only its base is fitted" in caplog.text
+    caplog.clear()
     sc.laws.fit(RUNS, "kumar")
     assert "no run has anything in few bits: of the kumar law only its base is fitted" in caplog.text
+
+
+def test_bits_that_a_law_has_no_variable_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Its base is that of the runs without them, and it says that it takes them for alike."""
+    words = "law takes runs alike whatever their precision.weights"
+    table = {name: np.tile(column, 2) for name, column in RUNS.items()} | {"precision.weights": ["", "int4"] * 20}
+    fitted = sc.laws.fit({**table, "post": np.repeat([np.inf, 4.0], 20)}, "ouyang", base="fit", fixed={"gamma_N": 0.3})
+    assert fitted.runs.count == 40
+    assert fitted.base is not None
+    assert fitted.base.runs.count == 10
+    assert f"the ouyang {words}" in caplog.text
+    caplog.clear()
+    schemes = ["bf16", "w4"] * 20
+    assert read_runs({**table, "scheme": schemes}, EfficiencyLaw).whole().count == 20
+    assert not caplog.text
+    assert read_runs({**table, "scheme": [*schemes[1:], "w4"]}, EfficiencyLaw).whole().count == 0
+    read_runs({**table, "scheme": ["bf16"] * 40}, EfficiencyLaw)
+    assert f"the efficiency {words}" in caplog.text
+
+
+def test_a_damaged_archive_is_said(tmp_path: Path) -> None:
+    whole = gzip.compress("\n".join(map(json.dumps, rows(RUNS))).encode())
+    (tmp_path / "runs.jsonl.gz").write_bytes(whole[:20] + b"\xff" * 10 + whole[30:])
+    with pytest.raises(UserError, match="cannot be read as a table of runs: Error"):
+        read_runs(tmp_path / "runs.jsonl.gz", ChinchillaLaw)
 
 
 def test_rows_with_more_cells_than_names_are_named(tmp_path: Path) -> None:
@@ -301,31 +355,6 @@ def test_runs_are_chosen_by_number() -> None:
 
 def test_an_empty_scheme_is_unquantised() -> None:
     for empty in ("", None, float("nan")):
-def test_bits_that_a_law_has_no_variable_for(caplog: pytest.LogCaptureFixture) -> None:
-    """Its base is that of the runs without them, and it says that it takes them for alike."""
-    words = "law takes runs alike whatever their precision.weights"
-    table = {name: np.tile(column, 2) for name, column in RUNS.items()} | {"precision.weights": ["", "int4"] * 20}
-    fitted = sc.laws.fit({**table, "post": np.repeat([np.inf, 4.0], 20)}, "ouyang", base="fit", fixed={"gamma_N": 0.3})
-    assert fitted.runs.count == 40
-    assert fitted.base is not None
-    assert fitted.base.runs.count == 10
-    assert f"the ouyang {words}" in caplog.text
-    caplog.clear()
-    schemes = ["bf16", "w4"] * 20
-    assert read_runs({**table, "scheme": schemes}, EfficiencyLaw).whole().count == 20
-    assert not caplog.text
-    assert read_runs({**table, "scheme": [*schemes[1:], "w4"]}, EfficiencyLaw).whole().count == 0
-    read_runs({**table, "scheme": ["bf16"] * 40}, EfficiencyLaw)
-    assert f"the efficiency {words}" in caplog.text
-
-
-def test_a_damaged_archive_is_said(tmp_path: Path) -> None:
-    whole = gzip.compress("\n".join(map(json.dumps, rows(RUNS))).encode())
-    (tmp_path / "runs.jsonl.gz").write_bytes(whole[:20] + b"\xff" * 10 + whole[30:])
-    with pytest.raises(UserError, match="cannot be read as a table of runs: Error"):
-        read_runs(tmp_path / "runs.jsonl.gz", ChinchillaLaw)
-
-
         found = read_runs(changed(scheme=[empty, "int4"] * 10), EfficiencyLaw)
         assert list(found["scheme"][:2]) == ["bf16", "int4"]
 
@@ -341,6 +370,11 @@ def test_a_damaged_archive_is_said(tmp_path: Path) -> None:
 def test_grids_that_are_refused(grid: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         simulate(KUMAR, grid)
+
+
+def test_a_fit_is_simulated_as_its_law() -> None:
+    fitted = sc.laws.fit(RUNS)
+    assert (simulate(fitted, small_grid())["loss"] == simulate(fitted.law, small_grid())["loss"]).all()
 
 
 def test_runs_that_would_diverge_have_no_finite_loss() -> None:

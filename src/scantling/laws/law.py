@@ -202,6 +202,15 @@ class Law(ABC):
         """The parts of a model whose bits in training this law prices."""
         return self.PARTS
 
+    def unused(self) -> dict[str, str]:
+        """The constants that this law does without, each with the variable of which it says nothing."""
+        return {}
+
+    @classmethod
+    def named(cls, runs: Values) -> list[str]:
+        """All constants that a fit to `runs` can have."""
+        return list(cls.UNITS)
+
     def constants(self) -> dict[str, float]:
         """All constants by name; one that the law does without is absent."""
         skipped = {"source", "fitted"}
@@ -214,7 +223,9 @@ class Law(ABC):
 
     def in_units(self, N: float, D: float) -> Self:
         """The same law for counts in units of N parameters and D tokens."""
-        return self.with_constants({"A": self.A * N**-self.alpha, "B": self.B * D**-self.beta})
+        return self.with_constants(
+            {"A": scaled(self.A, -self.alpha * np.log(N)), "B": scaled(self.B, -self.beta * np.log(D))}
+        )
 
     def evaluate(self, N: Any, D: Any, variables: Values) -> Any:
         """The loss without checks, of arrays or of complex numbers. An efficiency of 0 or less gives a huge loss."""
@@ -352,6 +363,12 @@ def _slope(moved: Any) -> Any:
 def _plain(value: Any) -> Any:
     """A float for an array of no dimensions."""
     return float(value) if np.ndim(value) == 0 else value
+
+
+def scaled(amplitude: Any, power: Any) -> Any:
+    """An amplitude times e to a power; infinite where that is more than a float holds."""
+    with np.errstate(over="ignore", divide="ignore"):
+        return _plain(np.exp(np.log(amplitude) + power))
 
 
 def text_of(cell: Any) -> str:

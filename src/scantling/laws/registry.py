@@ -94,13 +94,13 @@ def fit(
     if isinstance(base, type):
         raise UserError(f"base is a law with constants, such as {base.__name__}.published(); given the class")
     fixed, tie = fixed or {}, tie or {}
-    _check_names(cls, "free", free)
+    _check_names(cls, table, "free", free)
     if isinstance(base, str):
         base = _fitted_base(base, table, fixed, tie, free, delta)
         tie = {name: leader for name, leader in tie.items() if name not in BASE}
         free = [name for name in free if name not in BASE]
     lent = {name: value for name, value in _lent(cls, base).items() if name not in fixed and name not in free}
-    held = lent | _checked(cls, fixed)
+    held = lent | _checked(cls, table, fixed)
     wanted = [name for name in dict.fromkeys([*cls.fittable(table), *free]) if name not in held]
     for follower, leader in tie.items():
         if leader == follower or leader in tie:
@@ -123,6 +123,10 @@ def fit(
     _check_spread(table, sought)
     problem = _problem(cls, table, sought, tie, held, delta)
     _check_parts(problem.law, table)
+    unused = problem.law.unused()
+    for name in wanted:
+        if name in unused:
+            raise UserError(f"free names {name}, a constant of {unused[name]}, whose bits are few in none of the runs")
     theta, total = solve(problem)
     return Fit.of(problem, theta, total, table, base=base, lent=tuple(lent))
 
@@ -158,8 +162,8 @@ def _lent(cls: type[Law], base: Law | Fit | None) -> dict[str, float]:
     return {name: value for name, value in law.constants().items() if same or name in BASE}
 
 
-def _checked(cls: type[Law], fixed: Mapping[str, float]) -> dict[str, float]:
-    _check_names(cls, "fixed", fixed)
+def _checked(cls: type[Law], table: Runs, fixed: Mapping[str, float]) -> dict[str, float]:
+    _check_names(cls, table, "fixed", fixed)
     for name, value in fixed.items():
         if not isinstance(value, int | float | np.number) or not np.isfinite(value):
             raise UserError(f"fixed {name} is {value!r}, no finite number")
@@ -177,12 +181,13 @@ def _check_mapping(what: str, given: Any, *, of_names: bool) -> None:
         raise UserError(f"{what} is a mapping of names; given {given!r}")
 
 
-def _check_names(cls: type[Law], what: str, given: Iterable[str]) -> None:
-    """Raise a UserError for a constant that the law has not."""
+def _check_names(cls: type[Law], table: Runs, what: str, given: Iterable[str]) -> None:
+    """Raise a UserError for a constant that the law of these runs has not."""
+    names = cls.named(table)
     for name in given:
-        if name.partition("[")[0] not in cls.UNITS:
-            hint = did_you_mean(name, cls.UNITS)
-            text = f"{what} names '{name}'; the {cls.name} law has {', '.join(cls.UNITS)}"
+        if name not in names:
+            hint = did_you_mean(name, names)
+            text = f"{what} names '{name}'; the {cls.name} law of these runs has {', '.join(names)}"
             raise UserError(text + (f" ({hint})" if hint else ""))
 
 
