@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -46,6 +47,15 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
         raise RunError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def strict(value: Any) -> Any:
+    """The value with null in place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: strict(inner) for key, inner in value.items()}
+    return [strict(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

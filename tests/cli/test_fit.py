@@ -57,6 +57,30 @@ def test_constants_intervals_hold_out_and_plot(
     assert "20 runs" in str(plot.get("aria-label"))
 
 
+def test_tables_have_their_whole_names_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = np.repeat([2e7, 2.00001e7, 2e8, 6e8], 5)
+    grid = {"N": sizes, "D": sizes * np.tile([5, 10, 20, 60, 200], 4)}
+    table = write(tmp_path / "runs.v1.csv", simulate(ChinchillaLaw.published(), grid, noise=0.002))
+    assert run(["fit", table, "--samples", "0", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "runs.v1-chinchilla.svg").exists()
+    found = json.loads((tmp_path / "runs.v1-chinchilla.json").read_text())["hold_out"]
+    assert list(found["by_size"]) == ["20000000", "20000100", "200000000", "600000000"]
+
+
+def test_an_interval_without_an_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """B is of tokens^30.7: more than a float holds in some refits, not in others."""
+    N, D = np.repeat([5e7, 1e8, 2e8, 4e8], 5), np.tile([0.95e10, 1e10, 1.05e10, 1.1e10, 1.15e10], 4)
+    noise = np.exp(0.001 * np.random.default_rng(0).standard_normal(20))
+    loss = (2 + 0.5 * (N / 1e8) ** -0.3 + 0.5 * (D / 1e10) ** -30.7) * noise
+    table = write(tmp_path / "runs.csv", {"N": N, "D": D, "loss": loss})
+    given = ["fit", table, "--samples", "20", "--fix", "E=2", "--out", str(tmp_path)]
+    assert run(given) == 0
+    assert " to infinity" in capsys.readouterr().out
+    low, high = json.loads((tmp_path / "runs-chinchilla.json").read_text())["constants"]["B"]["interval"]
+    assert low > 1e290
+    assert high is None
+
+
 def test_json_is_the_file(chinchilla: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["fit", chinchilla, *NAMES, "--tie", "beta=alpha", "--fix", "E=1.8172", "--samples", "0"]
     assert run([*given, "--json", "--out", str(tmp_path)]) == 0
@@ -121,6 +145,10 @@ def test_quantisation_after_training_of_a_sweeps_table(tmp_path: Path, capsys: p
     ("given", "words"),
     [
         (["--column", "N"], "--column takes NAME=VALUE; given 'N'"),
+        (["--where", "kind=good", "--where", "kind=bad"], "--where gives kind twice, as 'good' and 'bad'"),
+        (["--column", "N=params", "--column", "N=n"], "--column gives N twice"),
+        (["--fix", "E=1", "--fix", "E = 2"], "--fix gives E twice"),
+        (["--tie", "beta=alpha", "--tie", "beta=A"], "--tie gives beta twice"),
         (["--fix", "E=low"], "--fix E takes a number; given 'low'"),
         (["--base", "hofmann"], "did you mean 'hoffmann'"),
         (["--law", "kumer"], "did you mean 'kumar'"),

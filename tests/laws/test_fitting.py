@@ -334,6 +334,23 @@ def test_what_is_not_identified_is_printed_nowhere() -> None:
         assert f"{fitted.gamma_kv:.3g}" not in text
 
 
+def test_what_refits_take_out_of_the_range_of_floats_is_infinite() -> None:
+    """Some draws give a beta of 69, and B is of tokens^69."""
+    draw = np.random.default_rng(0)
+    N = draw.choice([1e9, 1.2e9, 1.5e9, 2e9], 14)
+    D = draw.choice([1e10, 1.3e10, 1.6e10, 2e10], 14)
+    loss = CHINCHILLA.loss(N, D) * np.exp(0.02 * draw.standard_normal(14))
+    fitted = sc.laws.fit({"N": N, "D": D, "loss": loss}, "chinchilla")
+    found = fitted.bootstrap(20)
+    assert found["B"][1] == np.inf
+    assert 0 < found["B"][0] < fitted.B
+    assert found["beta"][1] > 31
+    assert np.isfinite([found[name] for name in ("A", "E", "alpha", "beta")]).all()
+    assert fitted.interval(lambda law: law.B, 20) == found["B"]
+    with pytest.raises(UserError, match="B of this law is more than a float holds"):
+        fitted.interval(lambda law: law.optimum(compute=1e20).N, 20)
+
+
 def test_what_the_intervals_are_of() -> None:
     fitted = sc.laws.fit(simulate(CHINCHILLA, small_grid(), noise=0.003), "chinchilla", tie=TIED)
     found = fitted.bootstrap(30, level=0.5)
@@ -380,6 +397,39 @@ def test_sizes_that_cannot_be_left_out_are_named() -> None:
     assert len(held_out.skipped) == 3
     with pytest.raises(UserError, match="no size could be left out"):
         _ = held_out.mean
+
+
+IN_BITS = {"base": "fit", "tie": TIED, "fixed": {"n_w": KUMAR.n_w}}
+OUYANG, EFFICIENT = PostTrainingLaw.published(), EfficiencyLaw.published()
+
+
+@pytest.mark.parametrize(
+    ("law", "column", "whole", "others", "largest", "given", "told"),
+    [
+        (KUMAR, "weights", np.inf, [np.inf], [4.0], IN_BITS, "gamma_w"),
+        (KUMAR, "weights", 16.0, [16.0], [4.0], IN_BITS, "gamma_w"),
+        (KUMAR, "weights", np.inf, [4.0, 6.0], [3.0, 5.0], IN_BITS, ""),
+        (
+            OUYANG,
+            *("post", np.inf, [np.inf], [3.0, 4.0]),
+            {"base": base_of(OUYANG), "fixed": {"gamma_N": OUYANG.gamma_N}},
+            "k and gamma_D and gamma_post",
+        ),
+        (EFFICIENT, "scheme", "bf16", ["bf16"], ["rtn"], {"base": base_of(EFFICIENT)}, "eff_N[rtn]"),
+        (EFFICIENT, "scheme", "bf16", ["quest"], ["rtn"], {"base": EFFICIENT, "free": ["A"]}, ""),
+    ],
+)
+def test_a_size_that_alone_tells_a_constant_is_not_left_out(
+    law: Law, column: str, whole: Any, others: list[Any], largest: list[Any], given: dict[str, Any], told: str
+) -> None:
+    """Bits or a scheme that no other size has are no reason if the others, or a base, tell what they cost."""
+    grid = {name: np.tile(each, 2) for name, each in small_grid().items()}
+    grid[column] = np.array([whole] * 20 + [*np.resize(others, 15), *np.resize(largest, 5)])
+    if law is KUMAR:
+        grid |= dict.fromkeys(("activations", "kv_cache"), np.full(40, np.inf))
+    held_out = sc.laws.fit(_losses(law, grid), law.name, **given).hold_out()
+    assert list(held_out.skipped.values()) == ([f"no other size tells {told}"] if told else [])
+    assert len(held_out.errors) == (3 if told else 4)
 
 
 def test_noise_is_not_taken_for_knowledge() -> None:

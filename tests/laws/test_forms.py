@@ -155,6 +155,7 @@ def test_more_is_never_worse(w: float, a: float, kv: float, N: float, D: float) 
 def test_formats_stand_for_their_bits() -> None:
     formats = {"weights": "int4", "activations": "mxfp6_e3m2", "kv_cache": ["bf16", None]}
     bits = {"weights": 4, "activations": 6, "kv_cache": [16, math.inf]}
+    assert KUMAR.loss(1e8, 1e10, weights={"format": "int4"}) == KUMAR.loss(1e8, 1e10, weights=4)
     assert (KUMAR.loss(1e8, 1e10, **formats) == KUMAR.loss(1e8, 1e10, **bits)).all()
     assert KUMAR.effective_parameters(1e8, weights="int4") == KUMAR.effective_parameters(1e8, weights=4)
     assert KUMAR.critical_tokens(1e8, weights="int6", post="int3") == KUMAR.critical_tokens(1e8, weights=6, post=3)
@@ -179,6 +180,7 @@ def test_leaving_the_fitted_range_is_said(caplog: pytest.LogCaptureFixture, monk
         (lambda: KUMAR.loss(1e8, math.nan), "D counts are positive"),
         (lambda: KUMAR.loss(1e8, 1e9, weights=0), "weights is in bits, above 0"),
         (lambda: KUMAR.loss(1e8, 1e9, weights="integer4"), "or a format such as int4 .*; given integer4"),
+        (lambda: KUMAR.loss(1e8, 1e9, weights={"bits": 4}), "or a format such as int4"),
         (lambda: KUMAR.effective_parameters(-1), "N counts are positive"),
         (lambda: EfficiencyLaw.published().effective_parameters(-1), "N counts are positive"),
         (lambda: EfficiencyLaw.published().loss(1e8, 1e9, scheme=4), "no scheme '4'"),

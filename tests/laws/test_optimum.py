@@ -115,8 +115,26 @@ def test_inference_may_leave_few_bits_only() -> None:
     best = KUMAR.optimum(compute=1e20, N=1e8, inference_tokens=6e11)
     assert best.bits is not None
     assert 4 < best.bits < 13
-    with pytest.raises(UserError, match="inference alone costs"):
-        KUMAR.optimum(compute=1e20, N=1e8, inference_tokens=6e11, bits=16)
+    for given, fewer in (({"bits": 16}, "inference_tokens or bits"), ({"inference_tokens": 5e12}, "inference_tokens")):
+        with pytest.raises(UserError, match=f"inference alone costs .*, or take fewer {fewer}$"):
+            KUMAR.optimum(**{"compute": 1e20, "N": 1e8, "inference_tokens": 6e11, **given})
+    speeds = {"speed": {2: 8.0, 8: 2.0, 6: 2.5}}  # of these 2 bits are paid for, but diverge
+    with pytest.raises(UserError, match=r"inference alone costs 1\.2e"):
+        KUMAR.optimum(compute=1e20, N=1e8, inference_tokens=1.5e12, **speeds)
+
+
+def test_bits_between_what_diverges_and_what_is_not_paid_are_found() -> None:
+    """Of a window that is narrower than the steps in which bits are sought."""
+    best = KUMAR.optimum(compute=1e20, N=1e8, inference_tokens=2.45e12)
+    assert best.bits is not None
+    assert 3.11 < best.bits < 3.27
+
+
+def test_a_speed_after_training_pays_at_inference() -> None:
+    law = PostTrainingLaw.published()
+    given = {"compute": 1e22, "inference_tokens": 1e12, "post": 4}
+    slow, fast = (law.optimum(**given, speed={16: 1.0, 4: speed}) for speed in (1.0, 4.0))
+    assert fast.loss < slow.loss
 
 
 def test_bits_at_the_edge_are_said() -> None:
@@ -239,6 +257,8 @@ def test_inside_the_range_nothing_is_said() -> None:
         (EfficiencyLaw.published(), {"compute": 1e20, "speed": {8: 2.0, 16: 1.0}}, "law is of schemes"),
         (ChinchillaLaw.published(), {"compute": 1e20, "bits": 8}, "does not say what few bits in training cost"),
         (ChinchillaLaw.published(), {"compute": 1e20, "speed": {8: 2.0, 16: 1.0}}, "leave speed out"),
+        (ChinchillaLaw.published(), {"compute": 1e22, "speed": {16: 1.0}, "inference_tokens": 1e9}, "leave speed out"),
+        (PostTrainingLaw.published(), {"compute": 1e22, "speed": {16: 1.0}, "post": 4}, "leave speed out"),
         (PostTrainingLaw.published(), {"compute": 1e20, "bits": 4, "post": 4}, "leave bits out"),
     ],
 )

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,17 @@ RUNS = simulate(ChinchillaLaw.published(), small_grid(), noise=0.001)
 
 
 class Frame:
-    """As much of a data frame as is asked for."""
+    """As much of a data frame as pandas and Polars have in common."""
 
     def __init__(self, columns: dict[str, Any]) -> None:
-        self.columns = columns
+        self._table = columns
+        self.columns = list(columns)
 
-    def to_dict(self, orient: str) -> dict[str, list[Any]]:
-        assert orient == "list"
-        return {name: list(column) for name, column in self.columns.items()}
+    def __getitem__(self, name: str) -> Iterator[Any]:
+        return iter(self._table[name])
+
+    def to_dict(self, *, as_series: bool = True) -> dict[str, Any]:
+        raise NotImplementedError
 
 
 def rows(columns: dict[str, Any]) -> list[dict[str, Any]]:
@@ -84,10 +88,40 @@ def test_losses_after_training_side_by_side_are_rows() -> None:
         read_runs(table, PostTrainingLaw, {"post": "after.*"})
 
 
-def test_runs_are_chosen_by_what_is_written() -> None:
-    table = {**RUNS, "seed": [0, 1] * 10}
-    assert read_runs(table, ChinchillaLaw, where={"seed": 1}).count == 10
-    assert read_runs(table, ChinchillaLaw, where={"seed": "1"}).count == 10
+@pytest.mark.parametrize(
+    ("cells", "value"),
+    [
+        ([0, 1], 1),
+        ([0, 1], "1"),
+        (["int4", None], ""),
+        (["int4", ""], None),
+        (["int4", float("nan")], ""),
+        ([False, True], "true"),
+        (["false", "true"], True),
+        (["False", "True"], True),
+    ],
+)
+def test_runs_are_chosen_by_what_is_written(cells: list[Any], value: Any) -> None:
+    assert read_runs({**RUNS, "column": cells * 10}, ChinchillaLaw, where={"column": value}).count == 10
+
+
+def test_runs_are_counted_as_the_table_has_them() -> None:
+    """Also where some are left out, and where one run becomes several rows."""
+    losses = [*RUNS["loss"][:5], float("nan"), *RUNS["loss"][6:]]
+    table = {**RUNS, "loss": losses, "kind": ["a"] * 3 + ["b"] * 17, "post.int4": RUNS["loss"], "post.int3": losses}
+    with pytest.raises(UserError, match="loss of run 6 is nan"):
+        read_runs(table, ChinchillaLaw, where={"kind": "b"})
+    table = {**table, "loss": RUNS["loss"], "post.int4": ["inf" if place == 5 else "" for place in range(20)]}
+    with pytest.raises(UserError, match="loss of run 6 is inf"):
+        read_runs(table, PostTrainingLaw, {"post": "post.*"}, {"kind": "b"})
+    with pytest.raises(UserError, match="column weights, run 7: 'x' is no number"):
+        read_runs(changed(weights=[""] * 6 + ["x"] * 14, kind=[0, 1] * 10), PrecisionLaw, where={"kind": 0})
+
+
+def test_the_loss_is_no_format() -> None:
+    table = {"N": RUNS["N"], "D": RUNS["D"], "val_loss": RUNS["loss"], "val_int4": RUNS["loss"] + 0.1}
+    found = read_runs(table, PostTrainingLaw, {"loss": "val_loss", "post": "val_*"})
+    assert found["post"].tolist() == [np.inf] * 20 + [4.0] * 20
 
 
 def test_columns_may_be_named_either_way_round() -> None:
@@ -163,6 +197,7 @@ def test_runs_that_are_refused(runs: Any, words: str) -> None:
         ({"law": "chinchila"}, "did you mean 'chinchilla'"),
         ({"columns": {"n": "M"}}, "columns names 'n'"),
         ({"columns": {"N": "params"}}, "no column 'params' for N"),
+        ({"columns": {"C": "kind", "D": "D"}}, "names both D and C.*give one of the two"),
         ({"where": {"quantizer": "x"}}, "no column 'quantizer'"),
         ({"where": {"kind": "z"}}, "no run with kind z"),
         ({"fixed": {"alhpa": 0.3}}, "did you mean 'alpha'"),
@@ -188,6 +223,7 @@ def test_runs_that_are_refused(runs: Any, words: str) -> None:
         ({"delta": "a"}, "delta is a positive number; given 'a'"),
         ({"fixed": {"alpha": "x"}}, "fixed alpha is 'x', no finite number"),
         ({"free": ["alhpa"]}, "free names 'alhpa'.*did you mean 'alpha'"),
+        ({"fixed": {"A[x]": 0.5}}, r"fixed names 'A\[x\]'; the chinchilla law of these runs has A, B"),
         ({"tie": {"beta": "beta"}}, "tie lets beta follow beta"),
         ({"tie": {"beta": "alpha", "alpha": "beta"}}, "tie lets beta follow alpha, which follows beta"),
     ],
@@ -195,6 +231,30 @@ def test_runs_that_are_refused(runs: Any, words: str) -> None:
 def test_what_a_fit_refuses(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         sc.laws.fit(changed(kind=["a"] * 20, seed=[0, 0, *[1] * 18]), **{"law": "chinchilla", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"fixed": {"eff_N": 0.5}}, r"fixed names 'eff_N'; .* has A, B, .*, eff_N\[w4\], eff_D\[w4\]"),
+        ({"free": ["eff_D"]}, r"free names 'eff_D'; .* eff_D\[w4\]"),
+        ({"fixed": {"eff_N[w5]": 0.5}}, r"fixed names 'eff_N\[w5\]'; .*did you mean 'eff_N\[w4\]'"),
+        ({"free": ["eff_D[w5]"]}, r"free names 'eff_D\[w5\]'"),
+        ({"fixed": {"eff_N[w4": 0.5}}, r"fixed names 'eff_N\[w4'"),
+        ({"fixed": {"A[x]": 0.5}}, r"fixed names 'A\[x\]'"),
+    ],
+)
+def test_constants_of_schemes_are_those_of_the_table(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        sc.laws.fit(changed(scheme=["bf16", "w4"] * 10), "efficiency", **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), [("C_w", "post"), ("n_post", "post"), ("gamma_D", "post"), ("n_a", "activations")]
+)
+def test_a_constant_that_the_law_does_without_is_not_freed(name: str, variable: str) -> None:
+    with pytest.raises(UserError, match=f"free names {name}, a constant of {variable}, whose bits are few in none"):
+        sc.laws.fit(changed(weights=[4, 16] * 10, activations=[16, ""] * 10), "kumar", free=[name])
 
 
 def test_bits_that_are_no_bits() -> None:
@@ -210,8 +270,11 @@ def test_formats_stand_for_their_bits() -> None:
     for columns in (None, {"weights": "precision.weights"}):
         found = read_runs(table, PrecisionLaw, columns=columns)
         assert found["weights"].tolist() == [3.0, 8.0, 16.0, np.inf, 6.0]
-    with pytest.raises(UserError, match="'integer4' is no number"):
-        read_runs({**table, "weights": ["integer4"] * 5}, PrecisionLaw)
+    table["weights"] = [{"format": "int4"}, {"format": "fp8_e4m3", "group_size": 64}, None, "int3", 16]
+    assert read_runs(table, PrecisionLaw)["weights"].tolist() == [4.0, 8.0, np.inf, 3.0, 16.0]
+    for cell in ("integer4", '{"bits": 4}', {"bits": 4}):
+        with pytest.raises(UserError, match=rf"'{re.escape(str(cell))}' is no number"):
+            read_runs({**table, "weights": [cell] * 5}, PrecisionLaw)
 
 
 def test_bits_that_are_the_same_in_all_runs_are_refused() -> None:
@@ -227,10 +290,40 @@ def test_what_is_not_told_apart_is_said(caplog: pytest.LogCaptureFixture) -> Non
     sc.laws.fit({**RUNS, "precision.activations": ["int4"] * 10 + [""] * 10})
     assert "the chinchilla law takes runs alike whatever their precision.activations" in caplog.text
     caplog.clear()
-    sc.laws.fit({**RUNS, "weights": [16] * 20})
+    for column in ([16] * 20, ["ckpt/1.pt", "ckpt/2.pt"] * 10, ["4", "gelu"] * 10):
+        sc.laws.fit({**RUNS, "weights": column})
     assert not caplog.text
+    fitted = sc.laws.fit({**RUNS, "weights": [16, ""] * 10}, "kumar")
+    assert fitted.names == ("A", "B", "E", "alpha", "beta")
+    assert "no run has anything in few bits: of the kumar law only its base is fitted" in caplog.text
+    caplog.clear()
     sc.laws.fit(RUNS, "kumar")
     assert "no run has anything in few bits: of the kumar law only its base is fitted" in caplog.text
+
+
+def test_bits_that_a_law_has_no_variable_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Its base is that of the runs without them, and it says that it takes them for alike."""
+    words = "law takes runs alike whatever their precision.weights"
+    table = {name: np.tile(column, 2) for name, column in RUNS.items()} | {"precision.weights": ["", "int4"] * 20}
+    fitted = sc.laws.fit({**table, "post": np.repeat([np.inf, 4.0], 20)}, "ouyang", base="fit", fixed={"gamma_N": 0.3})
+    assert fitted.runs.count == 40
+    assert fitted.base is not None
+    assert fitted.base.runs.count == 10
+    assert f"the ouyang {words}" in caplog.text
+    caplog.clear()
+    schemes = ["bf16", "w4"] * 20
+    assert read_runs({**table, "scheme": schemes}, EfficiencyLaw).whole().count == 20
+    assert not caplog.text
+    assert read_runs({**table, "scheme": [*schemes[1:], "w4"]}, EfficiencyLaw).whole().count == 0
+    read_runs({**table, "scheme": ["bf16"] * 40}, EfficiencyLaw)
+    assert f"the efficiency {words}" in caplog.text
+
+
+def test_a_damaged_archive_is_said(tmp_path: Path) -> None:
+    whole = gzip.compress("\n".join(map(json.dumps, rows(RUNS))).encode())
+    (tmp_path / "runs.jsonl.gz").write_bytes(whole[:20] + b"\xff" * 10 + whole[30:])
+    with pytest.raises(UserError, match="cannot be read as a table of runs: Error"):
+        read_runs(tmp_path / "runs.jsonl.gz", ChinchillaLaw)
 
 
 def test_rows_with_more_cells_than_names_are_named(tmp_path: Path) -> None:
@@ -277,6 +370,11 @@ def test_an_empty_scheme_is_unquantised() -> None:
 def test_grids_that_are_refused(grid: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         simulate(KUMAR, grid)
+
+
+def test_a_fit_is_simulated_as_its_law() -> None:
+    fitted = sc.laws.fit(RUNS)
+    assert (simulate(fitted, small_grid())["loss"] == simulate(fitted.law, small_grid())["loss"]).all()
 
 
 def test_runs_that_would_diverge_have_no_finite_loss() -> None:

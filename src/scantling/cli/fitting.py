@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scantling.cli.console import make_console, show_warnings
 from scantling.errors import UserError
-from scantling.files import write_json, write_whole
+from scantling.files import strict, write_json, write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from scantling.laws import Fit
 
 Intervals = dict[str, tuple[float, float]]
+_SUFFIXES = (".csv", ".json", ".jsonl", ".gz")
+"""Of tables; they are no part of the names of what is written."""
 
 
 def fit(
@@ -52,17 +53,20 @@ def fit(
         delta=delta,
     )
     found = summary(fitted, samples)
-    name = Path(runs).name.partition(".")[0]
-    write_json(out / f"{name}-{law}.json", found)
-    write_whole(out / f"{name}-{law}.svg", fit_chart(fitted) + "\n")
+    table = Path(runs)
+    while table.suffix in _SUFFIXES:
+        table = table.with_suffix("")
+    constants, plot = (out / f"{table.name}-{law}{suffix}" for suffix in (".json", ".svg"))
+    write_json(constants, found)
+    write_whole(plot, fit_chart(fitted) + "\n")
     if as_json:
         print(json.dumps(found, indent=2))
         return 0
     console.print(_table(fitted, found))
     for line in _lines(fitted, found):
         console.print(line, markup=False)
-    console.print(f"constants   {out / f'{name}-{law}.json'}", markup=False)
-    console.print(f"plot        {out / f'{name}-{law}.svg'}", markup=False)
+    console.print(f"constants   {constants}", markup=False)
+    console.print(f"plot        {plot}", markup=False)
     return 0
 
 
@@ -70,16 +74,23 @@ def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
     """`NAME=VALUE` each, as a mapping.
 
     Raises:
-        UserError: if one has no `=`.
+        UserError: if one has no `=`, or two have the same name.
     """
+    found: dict[str, str] = {}
     for each in given:
-        if "=" not in each:
+        name, sign, value = (part.strip() for part in each.partition("="))
+        if not sign:
             raise UserError(f"{option} takes NAME=VALUE; given '{each}'")
-    return {name.strip(): value.strip() for name, _, value in (each.partition("=") for each in given)}
+        if name in found:
+            raise UserError(f"{option} gives {name} twice, as '{found[name]}' and '{value}'; give it once")
+        found[name] = value
+    return found
 
 
 def summary(fitted: Fit, samples: int) -> dict[str, Any]:
     """What a fit found, for programs. A constant that the runs do not tell has no value, but the reason.
+
+    What is infinite, such as the end of an interval, is None.
 
     Args:
         fitted: the law.
@@ -102,16 +113,17 @@ def summary(fitted: Fit, samples: int) -> dict[str, Any]:
         "held": held,
         "base": None if fitted.base is None else {"runs": fitted.base.runs.count, "constants": told[1]},
         "mean_error": fitted.mean_error,
-        "condition_number": fitted.condition_number if isfinite(fitted.condition_number) else None,
+        "condition_number": fitted.condition_number,
     }
     held_out = fitted.hold_out()
     found["hold_out"] = {
-        "by_size": {f"{size:.4g}": float(abs(errors).mean()) for size, errors in held_out.errors.items()},
+        "by_size": {f"{size:.12g}": float(abs(errors).mean()) for size, errors in held_out.errors.items()},
         "mean": held_out.mean if held_out.errors else None,
         "worst": held_out.worst if held_out.errors else None,
-        "skipped": {f"{size:.4g}": reason for size, reason in held_out.skipped.items()},
+        "skipped": {f"{size:.12g}": reason for size, reason in held_out.skipped.items()},
     }
-    return found
+    strictly: dict[str, Any] = strict(found)
+    return strictly
 
 
 def _constants(fitted: Fit, intervals: Intervals) -> dict[str, Any]:
@@ -140,8 +152,8 @@ def _table(fitted: Fit, found: dict[str, Any]) -> Table:
         if row["not_identified"]:
             table.add_row(shown, "not identified", "–", row["unit"])
             continue
-        ends = "–" if row["interval"] is None else "{:.5g} to {:.5g}".format(*row["interval"])
-        table.add_row(shown, f"{row['value']:.5g}", ends, row["unit"])
+        ends = "–" if row["interval"] is None else " to ".join(map(_shown, row["interval"]))
+        table.add_row(shown, _shown(row["value"]), ends, row["unit"])
     return table
 
 
@@ -159,6 +171,10 @@ def _lines(fitted: Fit, found: dict[str, Any]) -> list[str]:
     condition = "infinite" if found["condition_number"] is None else f"{found['condition_number']:.1e}"
     lines.append(f"condition   {condition} (of the constants in the middle of the runs)")
     return lines
+
+
+def _shown(value: float | None) -> str:
+    return "infinity" if value is None else f"{value:.5g}"
 
 
 def _number(name: str, value: str) -> float:

@@ -140,6 +140,12 @@ class EfficiencyLaw(Law):
         return shares[0], shares[1]
 
     @classmethod
+    def named(cls, runs: Values) -> list[str]:
+        """All constants that a fit to `runs` can have: of shares, those of the runs' schemes."""
+        shares = [f"{kind}[{scheme}]" for kind in ("eff_N", "eff_D") for scheme in _schemes(runs)]
+        return [*Law.UNITS, *shares]
+
+    @classmethod
     def fittable(cls, runs: Values) -> list[str]:
         """The base, and a share of parameters for each scheme; shares of tokens are held at 1 unless freed."""
         return [*super().fittable(runs), *(f"eff_N[{scheme}]" for scheme in _schemes(runs))]

@@ -202,6 +202,15 @@ class Law(ABC):
         """The parts of a model whose bits in training this law prices."""
         return self.PARTS
 
+    def unused(self) -> dict[str, str]:
+        """The constants that this law does without, each with the variable of which it says nothing."""
+        return {}
+
+    @classmethod
+    def named(cls, runs: Values) -> list[str]:
+        """All constants that a fit to `runs` can have."""
+        return list(cls.UNITS)
+
     def constants(self) -> dict[str, float]:
         """All constants by name; one that the law does without is absent."""
         skipped = {"source", "fitted"}
@@ -214,7 +223,9 @@ class Law(ABC):
 
     def in_units(self, N: float, D: float) -> Self:
         """The same law for counts in units of N parameters and D tokens."""
-        return self.with_constants({"A": self.A * N**-self.alpha, "B": self.B * D**-self.beta})
+        return self.with_constants(
+            {"A": scaled(self.A, -self.alpha * np.log(N)), "B": scaled(self.B, -self.beta * np.log(D))}
+        )
 
     def evaluate(self, N: Any, D: Any, variables: Values) -> Any:
         """The loss without checks, of arrays or of complex numbers. An efficiency of 0 or less gives a huge loss."""
@@ -273,8 +284,8 @@ class Law(ABC):
             post: bits to which the weights are quantised after training; inference then has these.
 
         Raises:
-            UserError: for a budget or bits that are no positive number, bits at which training diverges, or inference
-                that leaves nothing to train.
+            UserError: for a budget or bits that are no positive number, what the law says nothing of, bits at which
+                training diverges, or inference that leaves nothing to train.
 
         Source:
             arXiv 2411.04330, section 4.3 and appendix E, from the derivation (Eq. 7 prints another).
@@ -354,6 +365,12 @@ def _plain(value: Any) -> Any:
     return float(value) if np.ndim(value) == 0 else value
 
 
+def scaled(amplitude: Any, power: Any) -> Any:
+    """An amplitude times e to a power; infinite where that is more than a float holds."""
+    with np.errstate(over="ignore", divide="ignore"):
+        return _plain(np.exp(np.log(amplitude) + power))
+
+
 def text_of(cell: Any) -> str:
     """A cell of a table as text, empty where it is None."""
     return "" if cell is None else str(cell).strip()
@@ -366,8 +383,11 @@ def bits_of(cell: Any) -> float:
         ValueError: anything else.
     """
     text = text_of(cell)
-    if text.startswith("{"):
-        text = str(json.loads(text).get("format"))
+    if isinstance(cell, Mapping) or text.startswith("{"):
+        mapping = cell if isinstance(cell, Mapping) else json.loads(text)
+        if "format" not in mapping:
+            raise ValueError("a mapping without a format")
+        text = text_of(mapping["format"])
     if text.lower() in UNNAMED:
         return math.inf
     named = _FORMAT.fullmatch(text)

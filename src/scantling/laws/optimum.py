@@ -28,6 +28,8 @@ BITS = (1.0, 32.0)
 """Between which bits are sought."""
 _SIZES = (1e2, 1e18)
 _POINTS, _ROUNDS = 41, 6
+_UNPAID = 1e100
+"""Times what inference takes of the budget: the loss, above all others, of a choice that leaves nothing to train."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def optimum(
         raise UserError(f"the {law.name} law says nothing of quantisation after training; leave post out")
     if not (speed is None or callable(speed) or (isinstance(speed, Mapping) and speed)):
         raise UserError(f"speed is a function of bits, or a mapping of bits to speeds relative to 16; given {speed!r}")
+    if endless := [name for name, value in law.constants().items() if not math.isfinite(value)]:
+        raise UserError(f"{endless[0]} of this law is more than a float holds, so that no optimum of it can be told")
     of_schemes = "scheme" in law.VARIABLES
     if isinstance(speed, Mapping):
         if not of_schemes and not all(map(_is_number, speed)):
@@ -83,7 +87,8 @@ def optimum(
         if of_schemes and not all(isinstance(key, str) for key in speed):
             raise UserError(f"the {law.name} law is of schemes: speed={{scheme: speed}} by name; given {speed!r}")
     if not of_schemes and not law.parts():
-        of_training = {"bits": bits is not None and bits < 16, "speed": speed is not None and not inference_tokens}
+        serves_post = inference_tokens > 0 and post is not None  # at the speed of these bits
+        of_training = {"bits": bits is not None and bits < 16, "speed": speed is not None and not serves_post}
         if few := [name for name, is_given in of_training.items() if is_given]:
             raise UserError(
                 f"this {law.name} law does not say what few bits in training cost; leave {' and '.join(few)} out"
@@ -93,7 +98,7 @@ def optimum(
         raise UserError("a law of schemes takes no bits, but speed={scheme: speed relative to 16 bits} of each choice")
     if bits is not None:
         return budget.best_at(bits)
-    best = budget.best_at(budget.best_choice())
+    best = budget.best_at(budget.best_choice(), sought=True)
     if best.bits in BITS and law.parts() and not isinstance(speed, Mapping):
         edge = f"the best bits lie at the edge of what is sought, {best.bits:g}"
         return replace(best, warnings=(*best.warnings, edge))
@@ -124,8 +129,8 @@ class _Budget:
         found = zoom(lambda values: np.array([cost(float(each)) for each in values]), *BITS)
         return self._polished(found) if free and self.speed is None else found
 
-    def best_at(self, at: Any, *, quiet: bool = False) -> Optimum:
-        """The optimum at these bits, or under this scheme."""
+    def best_at(self, at: Any, *, quiet: bool = False, sought: bool = False) -> Optimum:
+        """The optimum at these bits, or under this scheme; if quiet, a huge loss stands for none."""
         variables = self._variables(at)
         rate = self._rate(at)
         served = self._rate(self.post if self.post is not None else at) if self.inference_tokens else math.inf
@@ -146,10 +151,12 @@ class _Budget:
         D = float(tokens(N))
         usable = bool(self.law.trains(variables))
         if quiet and not (D > 0 and usable):
-            return Optimum(N, 0.0, None, math.inf, self.compute, rate)
+            worst = _UNPAID * per_parameter * N / self.compute if usable else math.inf
+            return Optimum(N, 0.0, None, worst, self.compute, rate)
         if D <= 0:
             needed = f"{per_parameter * N:.3g} FLOPs of the {self.compute:.3g} given"
-            raise UserError(f"inference alone costs {needed}: raise compute, or take fewer bits")
+            fewer = "inference_tokens" if sought else "inference_tokens or bits"
+            raise UserError(f"inference alone costs {needed}: raise compute, or take fewer {fewer}")
         if not usable:
             law = f"the {self.law.name} law ({self.law.source})"
             raise UserError(f"there is no optimum at {at} bits: by {law} training diverges there. Take more")

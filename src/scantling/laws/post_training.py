@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from scantling.errors import UserError
 from scantling.laws.critical import critical_tokens
-from scantling.laws.law import Law, Published, Values
+from scantling.laws.law import Law, Published, Values, scaled
 
 _ALPHA, _POWER = 0.045 / 0.399, 0.399
 
@@ -93,7 +93,8 @@ class PostTrainingLaw(Law):
 
     def in_units(self, N: float, D: float) -> Self:
         """The same law for counts in units of N parameters and D tokens."""
-        return super().in_units(N, D).with_constants({"k": self.k * D**self.gamma_D * N**-self.gamma_N})
+        k = scaled(self.k, self.gamma_D * np.log(D) - self.gamma_N * np.log(N))
+        return super().in_units(N, D).with_constants({"k": k})
 
     def degradation(self, N: Any, D: Any, variables: Values) -> Any:
         """The power law in the bits; 0 where they are infinite."""

@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from scantling.errors import UserError
 from scantling.laws.critical import critical_tokens
-from scantling.laws.law import Law, Published, Values, counts
+from scantling.laws.law import Law, Published, Values, counts, scaled
 
 _RUNS = {"N": (3.0e7, 2.2e8), "D": (1.5e9, 2.6e10), "weights": (3.0, 16.0), "activations": (4.0, 16.0)}
 _RUNS["kv_cache"] = (4.0, 16.0)
@@ -218,17 +218,22 @@ class PrecisionLaw(Law):
 
     def constants(self) -> dict[str, float]:
         """The constants in use, by name."""
-        unused = [f"n_{_SHORT[part]}" for part in self.PARTS if part not in self.parts()]
-        if self.C_T is None:
-            unused += ["gamma_D", "gamma_N", "gamma_post", "n_post", "C_w", "C_a", "C_kv"]
+        unused = self.unused()
         return {name: value for name, value in super().constants().items() if name not in unused}
+
+    def unused(self) -> dict[str, str]:
+        """The constants that this law does without, each with the variable of which it says nothing."""
+        found = {f"n_{_SHORT[part]}": part for part in self.PARTS if part not in self.parts()}
+        if self.C_T is None:
+            found |= dict.fromkeys(("gamma_D", "gamma_N", "gamma_post", "n_post", "C_w", "C_a", "C_kv"), "post")
+        return found
 
     @classmethod
     def fittable(cls, runs: Values) -> list[str]:
-        """Of parts whose bits differ between runs, and of quantisation after training where there is some."""
+        """Of parts whose bits differ and are few in some, and of quantisation after training where there is some."""
         found = super().fittable(runs)
         for part, x in _SHORT.items():
-            if len(np.unique(runs[part])) > 1:
+            if len(np.unique(runs[part])) > 1 and np.min(runs[part]) < 16:
                 found += [f"gamma_{x}", f"n_{x}"]
         if np.isfinite(np.asarray(runs["post"], float)).any():
             found += ["C_T", "gamma_D", "gamma_N", "gamma_post"]
@@ -239,7 +244,7 @@ class PrecisionLaw(Law):
         law = super().in_units(N, D)
         if self.C_T is None:
             return law
-        return law.with_constants({"C_T": self.C_T * D**self.gamma_D * N**-self.gamma_N})
+        return law.with_constants({"C_T": scaled(self.C_T, self.gamma_D * np.log(D) - self.gamma_N * np.log(N))})
 
     def efficiencies(self, variables: Values) -> tuple[Any, Any]:
         """The product of the parts' factors, none below 0, and 1."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -68,7 +69,7 @@ def fit(
         columns: what the table calls N, D, loss, weights, activations, kv_cache, post and scheme. C, the FLOPs of
             training, may stand in for D, which is then C / 6N. post may be `post.*`, the columns that a sweep has of
             losses after quantisation: each run is then a row as it was trained, and one for each of them.
-        where: only the runs whose columns have these values.
+        where: only the runs whose columns have these values, an empty one for nulls.
         fixed: constants that are held, such as {"n_w": 0.0}.
         tie: constants that follow another, such as {"beta": "alpha"}.
         free: constants that are held otherwise, such as power, C_w or "eff_D[w4a4]".
@@ -93,13 +94,13 @@ def fit(
     if isinstance(base, type):
         raise UserError(f"base is a law with constants, such as {base.__name__}.published(); given the class")
     fixed, tie = fixed or {}, tie or {}
-    _check_names(cls, "free", free)
+    _check_names(cls, table, "free", free)
     if isinstance(base, str):
         base = _fitted_base(base, table, fixed, tie, free, delta)
         tie = {name: leader for name, leader in tie.items() if name not in BASE}
         free = [name for name in free if name not in BASE]
     lent = {name: value for name, value in _lent(cls, base).items() if name not in fixed and name not in free}
-    held = lent | _checked(cls, fixed)
+    held = lent | _checked(cls, table, fixed)
     wanted = [name for name in dict.fromkeys([*cls.fittable(table), *free]) if name not in held]
     for follower, leader in tie.items():
         if leader == follower or leader in tie:
@@ -122,6 +123,10 @@ def fit(
     _check_spread(table, sought)
     problem = _problem(cls, table, sought, tie, held, delta)
     _check_parts(problem.law, table)
+    unused = problem.law.unused()
+    for name in wanted:
+        if name in unused:
+            raise UserError(f"free names {name}, a constant of {unused[name]}, whose bits are few in none of the runs")
     theta, total = solve(problem)
     return Fit.of(problem, theta, total, table, base=base, lent=tuple(lent))
 
@@ -157,8 +162,8 @@ def _lent(cls: type[Law], base: Law | Fit | None) -> dict[str, float]:
     return {name: value for name, value in law.constants().items() if same or name in BASE}
 
 
-def _checked(cls: type[Law], fixed: Mapping[str, float]) -> dict[str, float]:
-    _check_names(cls, "fixed", fixed)
+def _checked(cls: type[Law], table: Runs, fixed: Mapping[str, float]) -> dict[str, float]:
+    _check_names(cls, table, "fixed", fixed)
     for name, value in fixed.items():
         if not isinstance(value, int | float | np.number) or not np.isfinite(value):
             raise UserError(f"fixed {name} is {value!r}, no finite number")
@@ -176,12 +181,13 @@ def _check_mapping(what: str, given: Any, *, of_names: bool) -> None:
         raise UserError(f"{what} is a mapping of names; given {given!r}")
 
 
-def _check_names(cls: type[Law], what: str, given: Iterable[str]) -> None:
-    """Raise a UserError for a constant that the law has not."""
+def _check_names(cls: type[Law], table: Runs, what: str, given: Iterable[str]) -> None:
+    """Raise a UserError for a constant that the law of these runs has not."""
+    names = cls.named(table)
     for name in given:
-        if name.partition("[")[0] not in cls.UNITS:
-            hint = did_you_mean(name, cls.UNITS)
-            text = f"{what} names '{name}'; the {cls.name} law has {', '.join(cls.UNITS)}"
+        if name not in names:
+            hint = did_you_mean(name, names)
+            text = f"{what} names '{name}'; the {cls.name} law of these runs has {', '.join(names)}"
             raise UserError(text + (f" ({hint})" if hint else ""))
 
 
@@ -198,7 +204,7 @@ def _problem(
     }
     size, tokens = (float(np.exp(np.log(table[x]).mean())) for x in ("N", "D"))
     law = cls.blank().with_constants({**dict.fromkeys([*sought, *tie], 1.0), **held}).in_units(size, tokens)
-    centred = Runs({**table.columns, "N": table["N"] / size, "D": table["D"] / tokens})
+    centred = replace(table, columns={**table.columns, "N": table["N"] / size, "D": table["D"] / tokens})
     return Problem(law, centred, sought, tie, delta, size, tokens, pinned)
 
 

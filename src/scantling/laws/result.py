@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -141,17 +141,14 @@ class Fit:
             seed: of the draws.
 
         Returns:
-            The low and the high end, by constant.
+            The low and the high end, by constant; infinite where refits leave the range of floats.
 
         Raises:
             UserError: samples below 1, or a level outside of 0 to 1.
         """
         ends = _ends(level)
         laws = [law.constants() for law in self.resampled(samples, seed=seed)]
-        return {
-            name: tuple(float(end) for end in np.percentile([law[name] for law in laws], ends))  # type: ignore[misc]
-            for name in self.fitted_constants
-        }
+        return {name: _between([law[name] for law in laws], ends) for name in self.fitted_constants}
 
     def resampled(self, samples: int = SAMPLES, *, seed: int = 0) -> list[Law]:
         """Laws refitted to runs drawn with replacement; percentiles of what they say are an interval of it.
@@ -197,8 +194,7 @@ class Fit:
             UserError: samples below 1, or a level outside of 0 to 1.
         """
         ends = _ends(level)
-        low, high = np.percentile([what(law) for law in self.resampled(samples, seed=seed)], ends)
-        return float(low), float(high)
+        return _between([what(law) for law in self.resampled(samples, seed=seed)], ends)
 
     @cached_property
     def condition_number(self) -> float:
@@ -252,7 +248,8 @@ class Fit:
     def hold_out(self) -> HoldOut:
         """Leave out each size of model in turn, fit to the others, and predict it.
 
-        More than 8 sizes are put into 8 groups of neighbours. A base that was fitted is fitted anew without the size.
+        More than 8 sizes are put into 8 groups of neighbours. A base that was fitted is fitted anew without the size. A
+        size stays where the others do not tell a constant, such as the only one that has runs in few bits.
 
         Returns:
             Relative errors of the losses by size, and the sizes that cannot be left out.
@@ -360,11 +357,15 @@ class Fit:
             return f"{int(rest.sum())} runs are left for {len(self.names)} constants"
         if {"alpha"} <= set(self.names) and len(np.unique(self.runs["N"][rest])) < 3:
             return "fewer than three sizes are left to tell alpha, A and E from"
-        for name in self.runs.variables():
-            missing = set(self.runs[name][held]) - set(self.runs[name][rest])
-            if self.runs[name].dtype.kind != "f" and missing:
-                return f"no other size has {name} {', '.join(sorted(map(str, missing)))}"
+        told = [self._tells(chosen) for chosen in (held, rest)]
+        if lost := [name for name, here, elsewhere in zip(self.names, *told, strict=True) if here and not elsewhere]:
+            return f"no other size tells {' and '.join(lost)}"
         return None
+
+    def _tells(self, chosen: Array) -> Array:
+        """Whether the losses of some runs depend on each constant; 16 bits count as unquantised."""
+        problem = self._problem.on(self._problem.runs.take(chosen).with_few_bits_alone())
+        return np.asarray(problem.residuals(self._theta)[1].any(axis=0))
 
 
 def _ends(level: float) -> tuple[float, float]:
@@ -372,3 +373,14 @@ def _ends(level: float) -> tuple[float, float]:
     if not 0.0 < level < 1.0:
         raise UserError(f"the level of an interval is between 0 and 1; given {level}")
     return 50 * (1 - level), 50 * (1 + level)
+
+
+def _between(values: Sequence[float], ends: tuple[float, float]) -> tuple[float, float]:
+    """The percentiles of values; where one lies next to an infinite value, the one of both that is outside of it."""
+    with np.errstate(invalid="ignore"):
+        low, high = np.percentile(values, ends)
+    if np.isnan(low):
+        low = np.percentile(values, ends[0], method="lower")
+    if np.isnan(high):
+        high = np.percentile(values, ends[1], method="higher")
+    return float(low), float(high)

@@ -7,9 +7,12 @@ import gzip
 import io
 import json
 import logging
+import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,15 @@ _RATIOS = (0.01, 1e7)
 
 @dataclass(frozen=True)
 class Runs(Mapping[str, Any]):
-    """Columns of equal length: N, D, loss and the variables of a law."""
+    """Columns of equal length: N, D, loss and the variables of a law.
+
+    Attributes:
+        columns: by name.
+        few: whether each run has few bits of a part of which the law has no variable.
+    """
 
     columns: Mapping[str, Array]
+    few: Array
 
     def __getitem__(self, name: str) -> Array:
         return self.columns[name]
@@ -55,14 +64,20 @@ class Runs(Mapping[str, Any]):
 
     def take(self, chosen: Array) -> Runs:
         """Some of the runs, by place or by mask."""
-        return Runs({name: column[chosen] for name, column in self.columns.items()})
+        return Runs({name: column[chosen] for name, column in self.columns.items()}, self.few[chosen])
 
     def whole(self) -> Runs:
         """The runs in which nothing has few bits."""
-        chosen = np.ones(self.count, bool)
+        chosen = ~self.few
         for column in self.variables().values():
             chosen &= column >= WHOLE if column.dtype.kind == "f" else np.isin(column, UNQUANTISED)
         return self.take(chosen)
+
+    def with_few_bits_alone(self) -> Runs:
+        """The same, with infinite bits in place of those from 16 on."""
+        bits = {name: column for name, column in self.variables().items() if column.dtype.kind == "f"}
+        infinite = {name: np.where(column < WHOLE, column, np.inf) for name, column in bits.items()}
+        return replace(self, columns={**self.columns, **infinite})
 
     def variables(self) -> dict[str, Array]:
         """All columns but N, D and the loss."""
@@ -91,7 +106,7 @@ def read_runs(
             a pattern of columns such as `post.*`, which hold losses after training by format: each run is then a row
             as it was trained, and one for each of them. The columns precision.weights, precision.activations and
             precision.kv_cache of a sweep need not be named.
-        where: only the runs whose columns have these values.
+        where: only the runs whose columns have these values, an empty one for nulls.
 
     Raises:
         UserError: for a table, a column or values that cannot be used.
@@ -99,19 +114,24 @@ def read_runs(
     table = _table(runs)
     wanted = ["N", "D", "loss", *law.VARIABLES]
     renamed = _by_name(columns or {}, {*wanted, "C"})
-    if "post" in wanted and "*" in renamed.get("post", ""):
-        table = _in_rows(table, renamed.pop("post"), renamed.get("loss", "loss"))
-    if "C" in renamed and "D" not in renamed:
-        table = {**table, "D": _tokens(table, renamed)}
-        del renamed["C"]
+    if "C" in renamed and "D" in renamed:
+        raise UserError("columns names both D and C, from which D is worked out; give one of the two")
     for name in renamed:
-        if name not in wanted:
+        if name not in (*wanted, "C"):
             raise UserError(f"columns names '{name}', which the {law.name} law has not; it has {', '.join(wanted)}")
-    chosen = np.ones(len(next(iter(table.values()), [])), bool)
+    numbers: Sequence[int] = range(1, len(next(iter(table.values()), [])) + 1)
+    if "post" in wanted and "*" in renamed.get("post", ""):
+        table, numbers = _in_rows(table, renamed.pop("post"), renamed.get("loss", "loss"))
+    chosen = np.ones(len(numbers), bool)
     for column, value in (where or {}).items():
         chosen &= np.array([_are_same(each, value) for each in _column(table, column, column)], bool)
     if not chosen.any():
         raise UserError(f"the table has no run{' with ' + _listed(where) if where else ''}")
+    table = {name: list(compress(column, chosen)) for name, column in table.items()}
+    numbers = list(compress(numbers, chosen))
+    if "C" in renamed:
+        table["D"] = _tokens(table, renamed, numbers)
+        del renamed["C"]
     found: dict[str, Array] = {}
     for name in _PARTS:
         if name in wanted and name not in {*renamed, *table} and f"{_SECTION}{name}" in table:
@@ -120,34 +140,38 @@ def read_runs(
         column = renamed.get(name, name)
         is_its_own = name in table and name not in renamed.values()  # and stands for nothing else
         if name in ("N", "D", "loss", "scheme") or name in renamed or is_its_own:
-            cells = [cell for cell, kept in zip(_column(table, column, name), chosen, strict=True) if kept]
+            cells = _column(table, column, name)
             if name == "scheme":
                 texts = map(text_of, cells)
                 found[name] = np.array([UNQUANTISED[0] if text.lower() in UNNAMED else text for text in texts])
             else:
-                found[name] = _numbers(cells, column, bits=name in law.VARIABLES)
+                found[name] = _numbers(cells, column, numbers, bits=name in law.VARIABLES)
         else:
-            found[name] = np.full(int(chosen.sum()), float(law.VARIABLES[name]))
-    checked = Runs(found)
-    _check(checked, law)
-    if not law.VARIABLES:
-        _warn_of_few_bits(table, chosen, law)
-    return checked
+            found[name] = np.full(len(numbers), float(law.VARIABLES[name]))
+    _check(found, law, numbers)
+    others = {name: column for name, column in table.items() if name not in renamed.values()}
+    return Runs(found, _few_bits(others, law, found.get("scheme", np.zeros(len(numbers)))))
 
 
-def _warn_of_few_bits(table: Mapping[str, Sequence[Any]], chosen: Array, law: type[Law]) -> None:
-    """Say that a law without variables takes runs of different bits for alike."""
-    for name in (f"{section}{part}" for section in ("", _SECTION) for part in _PARTS):
+def _few_bits(table: Mapping[str, Sequence[Any]], law: type[Law], schemes: Array) -> Array:
+    """Which runs have few bits of a part of which the law has no variable; said where it takes others for the same."""
+    found = np.zeros(len(schemes), bool)
+    for name in (f"{section}{part}" for section in ("", _SECTION) for part in _PARTS if part not in law.VARIABLES):
         if name not in table:
             continue
-        cells = [cell for cell, kept in zip(table[name], chosen, strict=True) if kept]
-        bits = np.unique(_numbers(cells, name, bits=True))
-        if len(bits) > 1 and bits[0] < WHOLE:
+        try:
+            bits = np.array([bits_of(cell) for cell in table[name]])
+        except ValueError:
+            continue  # a column of something else, such as activation functions
+        found |= bits < WHOLE
+        alike = [bits[schemes == scheme] for scheme in np.unique(schemes)]
+        if any(each.min() < WHOLE and each.min() < each.max() for each in alike):
             logger.warning(
                 "the %s law takes runs alike whatever their %s; choose some with where= or --where, or take law kumar",
                 law.name,
                 name,
             )
+    return found
 
 
 def _by_name(columns: Mapping[str, str], wanted: set[str]) -> dict[str, str]:
@@ -157,11 +181,13 @@ def _by_name(columns: Mapping[str, str], wanted: set[str]) -> dict[str, str]:
     return dict(columns)
 
 
-def _in_rows(table: Mapping[str, Sequence[Any]], pattern: str, loss: str) -> Mapping[str, Sequence[Any]]:
-    """The table with a column `post` in place of columns of losses, whose names say the formats."""
+def _in_rows(
+    table: Mapping[str, Sequence[Any]], pattern: str, loss: str
+) -> tuple[Mapping[str, Sequence[Any]], list[int]]:
+    """The table with a column `post` in place of columns of losses, whose names say the formats, and each row's run."""
     before, _, after = pattern.partition("*")
     expression = re.compile(rf"{re.escape(before)}([^.]+){re.escape(after)}")
-    formats = {name: found[1] for name in table if (found := expression.fullmatch(name))}
+    formats = {name: found[1] for name in table if name != loss and (found := expression.fullmatch(name))}
     if not formats:
         raise UserError(f"the table has no columns {pattern}; it has {', '.join(table) or 'none'}")
     cells = [
@@ -171,22 +197,23 @@ def _in_rows(table: Mapping[str, Sequence[Any]], pattern: str, loss: str) -> Map
         if name == loss or str(cell).strip().lower() not in ("", "none", "nan")
     ]
     repeated = {name: [column[place] for place, *_ in cells] for name, column in table.items()}
-    return {**repeated, loss: [cell for _, cell, _ in cells], "post": [format for *_, format in cells]}
+    rows = {**repeated, loss: [cell for _, cell, _ in cells], "post": [format for *_, format in cells]}
+    return rows, [place + 1 for place, *_ in cells]
 
 
-def _tokens(table: Mapping[str, Sequence[Any]], renamed: Mapping[str, str]) -> list[float]:
+def _tokens(table: Mapping[str, Sequence[Any]], renamed: Mapping[str, str], numbers: Sequence[int]) -> list[float]:
     """Tokens of runs whose FLOPs are known, 6 a parameter and token."""
-    compute = _numbers(_column(table, renamed["C"], "C"), renamed["C"], bits=False)
+    compute = _numbers(_column(table, renamed["C"], "C"), renamed["C"], numbers, bits=False)
     column = renamed.get("N", "N")
-    found: list[float] = (compute / (6 * _numbers(_column(table, column, "N"), column, bits=False))).tolist()
+    found: list[float] = (compute / (6 * _numbers(_column(table, column, "N"), column, numbers, bits=False))).tolist()
     return found
 
 
 def _table(runs: Any) -> Mapping[str, Sequence[Any]]:
     if isinstance(runs, str | Path):
         runs = _read(Path(runs))
-    elif hasattr(runs, "to_dict"):
-        runs = runs.to_dict("list")
+    elif hasattr(runs, "to_dict") and hasattr(runs, "columns"):
+        runs = {name: runs[name] for name in runs.columns}
     if not isinstance(runs, Mapping):
         rows = list(runs) if isinstance(runs, Iterable) else [runs]
         wrong = [row for row in rows if not isinstance(row, Mapping)]
@@ -219,7 +246,7 @@ def _read(path: Path) -> Any:
                 )
             rows.append(row)
         return rows
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
         raise UserError(f"{path} cannot be read as a table of runs: {error}") from error
 
 
@@ -231,8 +258,11 @@ def _cells(column: Any) -> list[Any]:
 
 
 def _are_same(cell: Any, value: Any) -> bool:
-    """Whether a cell is what is asked for: the same text, or the same number."""
-    if str(cell).strip() == str(value).strip():
+    """Whether a cell is what is asked for: the same text, the same number, or empty as it."""
+    texts = ["" if isinstance(each, float) and math.isnan(each) else text_of(each) for each in (cell, value)]
+    if any(isinstance(each, bool | np.bool_) for each in (cell, value)):
+        texts = [text.lower() for text in texts]
+    if texts[0] == texts[1]:
         return True
     try:
         return float(cell) == float(value)
@@ -251,23 +281,24 @@ def _column(table: Mapping[str, Sequence[Any]], column: str, name: str) -> Seque
     )
 
 
-def _numbers(cells: Sequence[Any], column: str, *, bits: bool) -> Array:
+def _numbers(cells: Sequence[Any], column: str, numbers: Sequence[int], *, bits: bool) -> Array:
     """Numbers; in columns of bits an empty cell is unquantised, and the name of a format stands for its bits."""
     found = np.empty(len(cells))
     for place, cell in enumerate(cells):
         text = text_of(cell)
         try:
-            found[place] = bits_of(text) if bits else float(text or "nan")
+            found[place] = bits_of(cell) if bits else float(text or "nan")
         except ValueError:
-            raise UserError(f"column {column}, run {place + 1}: '{text}' is no number") from None
+            raise UserError(f"column {column}, run {numbers[place]}: '{text}' is no number") from None
     return found
 
 
-def _check(runs: Runs, law: type[Law]) -> None:
+def _check(runs: Mapping[str, Array], law: type[Law], numbers: Sequence[int]) -> None:
     for name in ("N", "D", "loss"):
-        bad = np.flatnonzero(~(np.isfinite(runs[name]) & (runs[name] > 0)))
-        if len(bad):
-            listed = ", ".join(str(place + 1) for place in bad[:5]) + (", …" if len(bad) > 5 else "")
+        bad = np.flatnonzero(~(np.isfinite(runs[name]) & (runs[name] > 0))).tolist()
+        if bad:
+            places = list(dict.fromkeys(str(numbers[place]) for place in bad))
+            listed = ", ".join(places[:5]) + (", …" if len(places) > 5 else "")
             raise UserError(
                 f"{name} of run {listed} is {runs[name][bad[0]]}; every {name} is a positive and finite number. "
                 f"Leave out runs that diverged or did not end"

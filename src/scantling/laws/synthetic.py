@@ -12,17 +12,18 @@ import numpy as np
 
 from scantling.errors import UserError
 from scantling.laws.law import Law
+from scantling.laws.result import Fit
 
 _SIZES = (30e6, 60e6, 110e6, 220e6)
 _TOKENS = (1.5e9, 3e9, 6e9, 13e9, 26e9)
 _BITS = (3, 4, 5, 6, 7, 8, 12)
 
 
-def simulate(law: Law, grid: Mapping[str, Any], *, noise: float = 0.0, seed: int = 0) -> dict[str, Any]:
+def simulate(law: Law | Fit, grid: Mapping[str, Any], *, noise: float = 0.0, seed: int = 0) -> dict[str, Any]:
     """The grid with a column of losses.
 
     Args:
-        law: that the losses follow.
+        law: that the losses follow, or a fit of it.
         grid: columns N, D and variables of the law in numbers.
         noise: standard deviation of the logarithm of the loss.
         seed: of the noise.
@@ -44,7 +45,7 @@ def simulate(law: Law, grid: Mapping[str, Any], *, noise: float = 0.0, seed: int
     if len({column.shape for column in columns.values()}) > 1:
         lengths = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
         raise UserError(f"the columns of a grid have one length; given {lengths}")
-    losses = law._loss(**columns)
+    losses = (law.law if isinstance(law, Fit) else law)._loss(**columns)
     draw = np.random.default_rng(seed).standard_normal(len(losses))
     return {**columns, "loss": losses * np.exp(noise * draw)}
 

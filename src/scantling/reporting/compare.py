@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scantling.files import write_whole
+from scantling.files import strict, write_whole
 from scantling.reporting.format import (
     MISSING,
     SAME,
@@ -161,19 +160,10 @@ def _entry(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "run_dir": str(run.path),
-        **{key: _strict(value) for key, value in run.result.items() if key != "name"},
+        **{key: strict(value) for key, value in run.result.items() if key != "name"},
         **figures,
         **{key: value for key, value in whole.items() if key.endswith("_bytes") or key in ("num_parameters", "tokens")},
     }
-
-
-def _strict(value: Any) -> Any:
-    """The value with null in place of NaN and infinities, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _strict(inner) for key, inner in value.items()}
-    return [_strict(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_better(value: float | None, reference: float | None, line: Figure) -> bool | None:
