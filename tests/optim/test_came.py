@@ -74,8 +74,9 @@ def last_two(shape: tuple[int, ...]) -> Any:
         {"maximize": True, "clip_threshold": 0.2, "eps": (1e-12, 1e-6)},
         {"confidence": False, "debias": True, "betas": CONFIDENT, "weight_decay": 0.1},
         {"debias": True, "betas": (0.0, 0.95, 0.995), "weight_decay": 0.1},
+        {"clip_threshold": 1e200},
     ],
-    ids=["default", "decay", "debias", "zero betas", "maximize", "no confidence", "no momentum"],
+    ids=["default", "decay", "debias", "zero betas", "maximize", "no confidence", "no momentum", "no clip"],
 )
 def test_trajectory_is_that_of_the_oracle(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     param, grads = parameter(shape), gradients(shape, 60)

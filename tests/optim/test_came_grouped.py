@@ -35,6 +35,7 @@ CASES: list[tuple[str, str, torch.dtype, dict[str, Any]]] = [
     ("int8", "stochastic", torch.bfloat16, {**DEBIASED, "confidence": False}),
     ("fp32", "nearest", torch.float32, {**DEBIASED, "betas": (0.0, 0.95, 0.995)}),
     ("fp32", "compensated", torch.bfloat16, {**DEBIASED, "betas": (0.0, 0.95, 0.995)}),
+    ("fp32", "nearest", torch.float32, {"clip_threshold": 1e200}),
 ]
 
 
@@ -134,6 +135,14 @@ def test_what_the_kernels_do_not_know_is_stepped_all_the_same(stepped: list[tupl
     assert all(not torch.equal(now, then) for now, then in zip((param, double), before, strict=True))
 
 
+def test_state_elsewhere_is_no_memory_to_read() -> None:
+    (param,), optimizer = trained(torch.float32, shapes=[(40, 33)])
+    assert _grouped.can_step(optimizer.job(optimizer.param_groups[0], param, 0))
+    state = optimizer.state[param]
+    state["row"] = state["row"].to("meta")
+    assert not _grouped.can_step(optimizer.job(optimizer.param_groups[0], param, 0))
+
+
 def test_without_a_compiler_the_operations_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stepped: list[tuple[int, ...]]
 ) -> None:
@@ -159,6 +168,15 @@ def test_nan_gradients_are_not_hidden() -> None:
     optimizer = CAME(params, lr=1e-2)
     for param in params:
         param.grad = torch.full_like(param, torch.nan)
+    optimizer.step()
+    assert all(param.isnan().all() for param in params)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+def test_a_nan_of_any_bits_stays_one(rounding: str) -> None:
+    params, optimizer = trained(torch.bfloat16, shapes=[(40, 33), (5,)], rounding=rounding)
+    for param in params:
+        optimizer.state[param]["exp_avg"].view(torch.int32).fill_(0x7FFFFFFF)
     optimizer.step()
     assert all(param.isnan().all() for param in params)
 

@@ -215,6 +215,7 @@ def test_groups_can_be_added_later() -> None:
         ({"betas": 0.9}, "betas must be 3 numbers; given 0.9"),
         ({"eps": (1e-30, -1.0)}, "eps[1] must be a number at least 0; given -1.0"),
         ({"eps": "ab"}, "eps must be 2 numbers"),
+        ({"eps": (1e-30, 0.0)}, "eps[1] must be above 0 where there is a confidence"),
         ({"clip_threshold": 0.0}, "clip_threshold must be a number above 0; given 0.0"),
         ({"weight_decay": -0.1}, "weight_decay must be a number at least 0; given -0.1"),
         ({"weight_decay": True}, "given True"),
@@ -228,6 +229,15 @@ def test_values_out_of_range_are_refused_and_printed(options: dict[str, Any], me
     with pytest.raises(UserError) as error:
         CAME([nn.Parameter(torch.ones(2))], **{"lr": 2e-4, **options})
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"confidence": False}, {"betas": (0.0, 0.999, 0.9999)}], ids=str)
+def test_without_confidence_nothing_need_be_added_to_it(options: dict[str, Any]) -> None:
+    param = nn.Parameter(torch.ones(20, 24))
+    param.grad = torch.ones(20, 24)
+    param.grad[3] = 0.0
+    CAME([param], lr=2e-4, eps=(1e-30, 0.0), **options).step()
+    assert param.isfinite().all()
 
 
 def test_a_role_that_there_is_not_is_refused() -> None:
@@ -254,6 +264,16 @@ def test_a_learning_rate_in_a_tensor_is_each_groups_own() -> None:
     first, second = CAME(groups, lr=torch.tensor(1e-3)).param_groups
     first["lr"].fill_(2e-3)
     assert float(second["lr"]) == pytest.approx(1e-3)
+
+
+def test_a_learning_rate_for_graphs_is_loaded_beside_the_parameters() -> None:
+    param = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = CAME([param], lr=1e-3, capturable=True)
+    saved = CAME([nn.Parameter(torch.ones(2))], lr=2e-3, capturable=True).state_dict()
+    for lr in (torch.tensor(2e-3), 2e-3):
+        saved["param_groups"][0]["lr"] = lr
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"].device == param.device
 
 
 def test_state_of_other_optimizers_is_refused() -> None:

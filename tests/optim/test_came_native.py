@@ -32,7 +32,9 @@ SHAPES: list[tuple[int, ...]] = [
 pytestmark = pytest.mark.skipif(_native._library() is None, reason="there is no C compiler here")
 
 
-def trained(shapes: list[tuple[int, ...]], dtype: torch.dtype, **options: Any) -> tuple[list[nn.Parameter], CAME]:
+def trained(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, *, alone: bool = False, **options: Any
+) -> tuple[list[nn.Parameter], CAME]:
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
     optimizer = CAME(params, lr=1e-2, **options)
@@ -40,7 +42,8 @@ def trained(shapes: list[tuple[int, ...]], dtype: torch.dtype, **options: Any) -
         for param in params:
             grad = torch.randn(param.shape, generator=generator) * (1 + torch.rand(param.shape, generator=generator))
             param.grad = grad.to(dtype)
-        optimizer.step()
+        for together in [[param] for param in params] if alone else [params]:
+            optimizer.step_parameters(together)
     return params, optimizer
 
 
@@ -245,6 +248,12 @@ def test_the_number_of_threads_does_not_matter(momentum: Any) -> None:
                 assert torch.equal(value, optimizer.state[param][key])
 
 
+def test_parameters_step_alone_as_together() -> None:
+    shapes = [(2000,), (400, 8), (16, 3000)]
+    both = [trained(shapes, torch.float32, alone=alone, debias=True)[0] for alone in (False, True)]
+    assert all(map(torch.equal, *both))
+
+
 def test_autograd_is_told_of_the_new_weights() -> None:
     param = nn.Parameter(torch.ones(40, 40))
     param.grad = torch.ones(40, 40)
@@ -265,6 +274,28 @@ def test_a_nan_stays_one() -> None:
         param.grad = torch.ones(shape)
         optimizer.step()
         assert param.isnan().any()
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1], ids=["positive", "negative"])
+def test_a_nan_of_any_bits_stays_one(bits: int, rounding: str, foreach: Any) -> None:
+    params, optimizer = trained([(40, 33), (5,)], torch.bfloat16, rounding=rounding, foreach=foreach)
+    for param in params:
+        optimizer.state[param]["exp_avg"].view(torch.int32).fill_(bits)
+    optimizer.step()
+    assert all(param.isnan().all() for param in params)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("confidence", [True, False])
+def test_infinite_weights_stay_where_nothing_decays(confidence: bool, foreach: Any) -> None:
+    params = [nn.Parameter(torch.full(shape, -torch.inf)) for shape in ((40, 33), (5,))]
+    optimizer = CAME(params, lr=1e-2, confidence=confidence, foreach=foreach)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all((param == -torch.inf).all() for param in params)
 
 
 def test_what_it_does_not_know_goes_through_the_operations() -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
 from scantling.groups import param_groups
-from scantling.optim import CAME, release_gradients
+from scantling.optim import CAME, _release, release_gradients
 
 
 class Tied(nn.Module):
@@ -209,6 +209,8 @@ def test_a_clip_that_comes_too_late_is_refused() -> None:
         for clip in (early_clip_grad_norm_, nn.utils.clip_grad_norm_):
             with pytest.raises(UserError, match=r"to 0\.5 comes after .* \(50, 32\).*max_grad_norm=0"):
                 clip(model.parameters(), 0.5)
+        with pytest.raises(UserError, match=r"to 0\.5 comes after"):
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, torch.tensor(1.0))
         assert nn.utils.clip_grad_norm_(model.parameters(), float("inf")) == 0  # as a Trainer that only reads the norm
         other = nn.Linear(3, 3)
         other(torch.ones(1, 3)).sum().backward()
@@ -217,6 +219,21 @@ def test_a_clip_that_comes_too_late_is_refused() -> None:
     model(batches(1)[0]).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     assert torch.linalg.vector_norm(torch.stack([param.grad.norm() for param in model.parameters()])) <= 0.5
+
+
+def test_clips_are_those_of_before_after_the_last_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_release, "_CLIP_GUARD", _release._ClipGuard())  # handles of other tests are still there
+
+    def clips() -> tuple[object, ...]:
+        return nn.utils.clip_grads_with_norm_, nn.utils.clip_grad._clip_grads_with_norm_
+
+    before = clips()
+    first, second = (release_gradients(*make()) for _ in range(2))
+    for handle in (first, second):
+        assert not set(before) & set(clips())
+        handle.remove()
+        handle.remove()
+    assert clips() == before
 
 
 def test_passes_that_were_meant_to_add_up_are_told(caplog: pytest.LogCaptureFixture) -> None:

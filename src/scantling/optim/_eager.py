@@ -81,7 +81,7 @@ class Hyper:
             beta3=beta3,
             eps1=eps1,
             eps2=eps2,
-            clip_threshold=group["clip_threshold"],
+            clip_threshold=min(float(group["clip_threshold"]), 1e150),  # it is squared
             weight_decay=group["weight_decay"],
             debias=group["debias"],
             maximize=group["maximize"],

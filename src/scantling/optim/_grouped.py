@@ -57,7 +57,7 @@ def can_step(job: Job) -> bool:
     if not {job.param.dtype, job.grad.dtype} <= set(FLOATS) or not job.is_stacked:
         return False
     return all(is_plain(each, DEVICES) for each in (job.param, job.grad)) and all(
-        map(Tensor.is_contiguous, job.state.values())
+        each.device == job.param.device and each.is_contiguous() for each in job.state.values()
     )
 
 

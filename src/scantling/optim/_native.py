@@ -130,7 +130,7 @@ def _described(job: Job) -> _Job:
 
 
 def _sides(job: Job) -> tuple[int, int]:
-    """Rows and columns that scratch is made for; a vector goes in pieces, and no piece is below 1024."""
+    """Rows and columns that scratch is made for; a vector goes in pieces of 1024."""
     _, rows, cols = job.sizes if job.view is not None else (1, 1, 1)
     return rows, max(cols, 1024)
 

@@ -71,8 +71,8 @@ def release_gradients(
 
     `optimizer.step()` may still be called (by a loop that does not know): it steps what was left, which is nothing but
     after an accumulation that was broken off. A learning rate has to be set before the backward pass it is meant for.
-    Tied parameters are stepped once, with the sum of their gradients. `torch.nn.utils.clip_grad_norm_` to a finite norm
-    raises a UserError: it comes too late.
+    Tied parameters are stepped once, with the sum of their gradients. `torch.nn.utils.clip_grad_norm_` and
+    `clip_grads_with_norm_` to a finite norm raise a UserError: they come too late.
 
     Collectives: with parameters sharded by FSDP2 at most three all-reduces in the backward pass for each group, that is
     each call of `fully_shard`; with other sharded parameters (tensor parallelism) at most three for each parameter, of
@@ -116,12 +116,12 @@ def release_gradients(
         raise UserError("the optimizer has no parameter of this model")
     if any(getattr(param, "_post_accumulate_grad_hooks", None) for param in params):
         raise UserError("a parameter has a post-accumulate hook already; remove the earlier handle first")
-    _guard_clipping()
     groups = _fsdp_groups(model, params)
     passes = _Passes(optimizer, params, groups, accumulation, before_step)
     ids = {id(param) for param in params}
     optimizer.released |= ids
-    undo: list[Callable[[], Any]] = [lambda: optimizer.released.difference_update(ids)]
+    _CLIP_GUARD.enter()
+    undo: list[Callable[[], Any]] = [lambda: optimizer.released.difference_update(ids), _CLIP_GUARD.leave]
     undo.append(model.register_forward_pre_hook(_refuse_ddp).remove)
     undo += [param.register_post_accumulate_grad_hook(passes.arrived).remove for param in params]  # type: ignore[no-untyped-call]
     undo.append(optimizer.register_step_post_hook(lambda *_: passes.forget()).remove)
@@ -238,31 +238,51 @@ def _refuse_ddp(*_: Any) -> None:
         raise UserError(_WRAPPED.format("DistributedDataParallel"))
 
 
-def _guard_clipping() -> None:
-    """Let `clip_grad_norm_` refuse released parameters: with their gradients gone it would clip nothing and not say so.
+class _ClipGuard:
+    """Lets clips refuse released parameters while there is a handle: they would clip nothing and not say so.
 
-    What is wrapped is the half of it that takes parameters, which it looks up in its module whichever way a loop came
-    by it; in a version of torch without that function nothing is wrapped.
+    What is wrapped is the half of `clip_grad_norm_` that takes parameters, which it looks up in its module whichever
+    way a loop came by it, and the public name of that half; in a version of torch without it nothing is wrapped.
     """
-    module = torch.nn.utils.clip_grad
-    clip = getattr(module, "_clip_grads_with_norm_", None)
-    if clip is None or hasattr(clip, "is_guarded_by_scantling"):
-        return
 
+    def __init__(self) -> None:
+        self._handles = 0
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def enter(self) -> None:
+        self._handles += 1
+        if self._handles > 1:
+            return
+        utils = torch.nn.utils
+        for module, name in ((utils.clip_grad, "_clip_grads_with_norm_"), (utils, "clip_grads_with_norm_")):
+            if hasattr(module, name):
+                clip = getattr(module, name)
+                self._replaced.append((module, name, clip))
+                setattr(module, name, _guarded(clip))
+
+    def leave(self) -> None:
+        self._handles -= 1
+        while self._replaced and not self._handles:
+            setattr(*self._replaced.pop())
+
+
+_CLIP_GUARD = _ClipGuard()
+
+
+def _guarded(clip: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(clip)
     def guarded(parameters: Iterable[Tensor] | Tensor, max_norm: float, *args: Any, **options: Any) -> None:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         released = next((param for param in parameters if _is_released(param)), None)
         if released is not None and math.isfinite(max_norm):
             raise UserError(
-                f"clip_grad_norm_ to {max_norm:g} comes after release_gradients has stepped a parameter of shape "
+                f"a clip of gradients to {max_norm:g} comes after release_gradients has stepped a parameter of shape "
                 f"{tuple(released.shape)} and freed its gradient. Leave it out (max_grad_norm=0 in TrainingArguments), "
                 "since CAME clips the update of each parameter by itself; or do without release_gradients"
             )
         clip(parameters, max_norm, *args, **options)
 
-    guarded.is_guarded_by_scantling = True  # type: ignore[attr-defined]
-    module._clip_grads_with_norm_ = guarded
+    return guarded
 
 
 def _is_released(param: Tensor) -> bool:

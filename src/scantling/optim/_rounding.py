@@ -3,7 +3,8 @@
 A bf16 number is the upper half of an fp32 number. `stochastic` adds 16 random bits below that half and drops what is
 left of them, so that a step of a hundredth of the spacing moves one weight in a hundred. `compensated` rounds to the
 nearest and keeps the next 8 bits as an int8 (state key `low`): the weight is then a float of 24 bits, 1 + 8 + 15.
-Both work on the integers that the bits of a float spell, which grow with its magnitude across all exponents.
+Both work on the integers that the bits of a float spell, which grow with its magnitude across all exponents. What is
+added could make a number of a NaN, which therefore is first made the one that stays.
 """
 
 from __future__ import annotations
@@ -46,12 +47,16 @@ def write(
         seed, start, strides: the noise of `stochastic`, see `random_16`.
     """
     if low is not None:
-        bits = value.view(torch.int32)
+        bits = _bits(value)
         high = (bits + 0x8000).bitwise_right_shift_(16)
         low.copy_((bits - (high << 16)).add_(0x80).bitwise_right_shift_(8).clamp_(max=127))
         param.view(torch.int16).copy_(high)
     elif seed is not None:
-        bits = value.view(torch.int32).add_(random_16(seed, start, value.shape, strides)).bitwise_and_(-0x10000)
+        bits = _bits(value).add_(random_16(seed, start, value.shape, strides)).bitwise_and_(-0x10000)
         param.copy_(bits.view(torch.float32))
     elif value is not param:
         param.copy_(value)
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.masked_fill_(value.isnan(), torch.nan).view(torch.int32)

@@ -42,6 +42,11 @@ def check_hyper(group: dict[str, Any]) -> None:
     for key, allowed in (("momentum", MOMENTA), ("rounding", ROUNDINGS), ("factor", FACTORS), ("role", _ROLES)):
         if group[key] not in allowed:
             raise UserError(f"{key} must be one of {', '.join(map(str, allowed))}; given {group[key]!r}")
+    if group["eps"][1] == 0 and kept_averages(group)[1]:
+        raise UserError(
+            "eps[1] must be above 0 where there is a confidence, which divides by it where a row or column has no "
+            f"gradient; given {group['eps'][1]!r}. Give 1e-16, or confidence=False"
+        )
 
 
 def plain_numbers(group: dict[str, Any]) -> dict[str, Any]:

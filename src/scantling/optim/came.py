@@ -99,7 +99,7 @@ class CAME(torch.optim.Optimizer):
             but where every group has its own.
         betas: of the momentum, the factored second moment and the factored instability, each in [0, 1). With the first
             0 there is no momentum and no confidence, D = u, and no state for either: for gradients that are a momentum.
-        eps: added to the squared gradient and to the instability.
+        eps: added to the squared gradient and to the instability; the second above 0 where there is a confidence.
         clip_threshold: largest RMS of the update before the momentum.
         weight_decay: decoupled, scaled by the current lr.
         debias: correct all averages for their start at zero.
@@ -179,6 +179,7 @@ class CAME(torch.optim.Optimizer):
         for group in self.param_groups:
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
+            _place_lr(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its keys override the defaults. A parameter given twice is stepped once.
@@ -195,8 +196,6 @@ class CAME(torch.optim.Optimizer):
             group["lr"] = group["lr"].clone()  # a scheduler writes into the tensor of each group
         if not isinstance(group["params"], Tensor | set):
             group["params"] = _unique(group["params"])
-        if group["capturable"] and not isinstance(group["lr"], Tensor):
-            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32)
         super().add_param_group(group)
         try:
             for index, param in enumerate(group["params"]):
@@ -206,8 +205,7 @@ class CAME(torch.optim.Optimizer):
         except UserError:
             self.param_groups.pop()
             raise
-        if group["capturable"] and group["params"]:
-            group["lr"] = group["lr"].to(group["params"][0].device)
+        _place_lr(group)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -380,6 +378,13 @@ class CAME(torch.optim.Optimizer):
             load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
         finally:
             self.released = released
+
+
+def _place_lr(group: dict[str, Any]) -> None:
+    """Put a learning rate that a CUDA graph is to read into a tensor beside the parameters."""
+    if group["capturable"]:
+        lr = group["lr"] if isinstance(group["lr"], Tensor) else torch.tensor(float(group["lr"]), dtype=torch.float32)
+        group["lr"] = lr.to(group["params"][0].device) if group["params"] else lr
 
 
 def _take(jobs: Sequence[Job]) -> None:

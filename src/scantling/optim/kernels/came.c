@@ -19,7 +19,7 @@
 
 enum { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NONE = 4 };   /* how a row is kept; NONE: no momentum, beta1 = 0 */
 enum { NEAREST = 0, STOCHASTIC = 1, COMPENSATED = 2 };
-enum { LANES = 16, CHUNKS = 32, BLOCK8 = 128, BLOCK4 = 64, ROWS_AT_ONCE = 64 };
+enum { LANES = 16, CHUNKS = 32, BLOCK8 = 128, BLOCK4 = 64, ROWS_AT_ONCE = 64, PIECE = 1024 };
 enum { SHORT_BIAS = 8 * (127 - 16) };                        /* of a scale of one byte */
 enum { LOOKS = 2000 };                                       /* for the other threads, some 30 microseconds */
 
@@ -77,6 +77,9 @@ static uint32_t seed_of(const Job *job, uint32_t stream) {
     return mix((uint32_t)(int32_t)*job->step * 0x7FEB352Du + key);
 }
 static inline uint32_t random_16(uint32_t seed, uint32_t place) { return mix(place * 0x846CA68Bu + seed) >> 16; }
+
+/* Of every NaN those of one, which stays NaN with less than 2^16 added. */
+static inline uint32_t bits_to_round(float x) { return x == x ? bits_of(x) : 0x7FC00000u; }
 
 static inline uint16_t bf16_of(float x) {                    /* to the nearest, ties to even */
     uint32_t u = bits_of(x);
@@ -253,11 +256,11 @@ static void store_weight(const Job *job, int64_t start, int64_t count, const flo
     if (job->rounding == STOCHASTIC) {
         uint32_t seed = seed_of(job, 1);
         for (int64_t j = 0; j < count; j++)
-            target[j] = (uint16_t)((bits_of(value[j]) + random_16(seed, (uint32_t)(start + j))) >> 16);
+            target[j] = (uint16_t)((bits_to_round(value[j]) + random_16(seed, (uint32_t)(start + j))) >> 16);
     } else if (job->rounding == COMPENSATED) {
         int8_t *low = job->low + start;
         for (int64_t j = 0; j < count; j++) {
-            int32_t bits = (int32_t)bits_of(value[j]), high = (int32_t)((uint32_t)bits + 0x8000u) >> 16;
+            int32_t bits = (int32_t)bits_to_round(value[j]), high = (int32_t)((uint32_t)bits + 0x8000u) >> 16;
             int32_t rest = ((int32_t)((uint32_t)bits - ((uint32_t)high << 16)) + 0x80) >> 8;
             target[j] = (uint16_t)high;
             low[j] = (int8_t)(rest > 127 ? 127 : rest);
@@ -367,6 +370,9 @@ static void residual(Shared *s, const Job *job, int64_t matrix, int chunk, float
     }
 }
 
+/* Without decay as it is: an infinite weight times 0 would be NaN. */
+static inline float decayed(float p, float decay) { return decay != 0.0f ? p + p * decay : p; }
+
 /* Without confidence there was no residual() to take the gradient into a momentum in fp32, and `scale` is all there is. */
 static void apply(Shared *s, const Job *job, int64_t matrix, int chunk, float factor, float scale, float *buffer,
                   float *momentum, float *weights) {
@@ -386,9 +392,9 @@ static void apply(Shared *s, const Job *job, int64_t matrix, int chunk, float fa
         float *restrict p = load_weight(job, index * cols, cols, weights);
         if (job->res_row) {
             float a = s->res_a[i];
-            for (int64_t j = 0; j < cols; j++) p[j] = p[j] + p[j] * decay + m[j] * a * res_b[j];
+            for (int64_t j = 0; j < cols; j++) p[j] = decayed(p[j], decay) + m[j] * a * res_b[j];
         } else {
-            for (int64_t j = 0; j < cols; j++) p[j] = p[j] + p[j] * decay + m[j] * scale;
+            for (int64_t j = 0; j < cols; j++) p[j] = decayed(p[j], decay) + m[j] * scale;
         }
         store_weight(job, index * cols, cols, p);
         store_momentum(job, index, m);
@@ -463,13 +469,14 @@ static void step_factored(const Thread *t, const Job *job, float *buffers) {
     }
 }
 
-/* A full second moment and no confidence, in pieces of the widest row; one thread does it, since vectors are short. */
+/* A full second moment and no confidence, in pieces whose sums no other parameter changes; one thread does it, since
+   vectors are short. */
 static void step_full(Shared *s, const Job *job, float *buffers) {
     float *buffer = buffers, *weights = buffers + s->widest;
     double debias2 = correction(job, job->beta2), total = 0.0;
     float keep = (float)(1.0 - job->beta2), beta2 = (float)job->beta2, eps = (float)((1.0 - job->beta2) * job->eps1);
-    for (int64_t start = 0; start < job->cols; start += s->widest) {
-        int64_t count = job->cols - start < s->widest ? job->cols - start : s->widest;
+    for (int64_t start = 0; start < job->cols; start += PIECE) {
+        int64_t count = job->cols - start < PIECE ? job->cols - start : PIECE;
         const float *restrict g = load(job->grad, job->grad_kind, start, count, buffer);
         float *restrict v = job->moment + start, lanes[LANES] = {0.0f};
         EACH(count, {
@@ -481,15 +488,15 @@ static void step_full(Shared *s, const Job *job, float *buffers) {
     }
     float factor = (float)(clip_factor(job, total * debias2, (double)job->cols) * sqrt(debias2)), forget = (float)(1.0 - job->beta1);
     float scale = (float)(-job->lr / correction(job, job->beta1)), decay = (float)(-job->lr * job->weight_decay);
-    for (int64_t start = 0; start < job->cols; start += s->widest) {
-        int64_t count = job->cols - start < s->widest ? job->cols - start : s->widest;
+    for (int64_t start = 0; start < job->cols; start += PIECE) {
+        int64_t count = job->cols - start < PIECE ? job->cols - start : PIECE;
         const float *restrict g = load(job->grad, job->grad_kind, start, count, buffer);
         const float *restrict v = job->moment + start;
         float *restrict p = load_weight(job, start, count, weights), *restrict m = (float *)job->momentum + start;
         if (job->momentum_kind == NONE) m = memset(buffers + 2 * s->widest, 0, (size_t)count * sizeof(float));
         for (int64_t j = 0; j < count; j++) {
             m[j] += (g[j] / sqrtf(v[j]) * factor - m[j]) * forget;
-            p[j] = p[j] + p[j] * decay + m[j] * scale;
+            p[j] = decayed(p[j], decay) + m[j] * scale;
         }
         store_weight(job, start, count, p);
     }
@@ -512,7 +519,7 @@ static void *work(void *argument) {
 int came_step(const Job *jobs, int64_t num_jobs, int num_threads) {
     Shared s = {.jobs = jobs, .num_jobs = num_jobs, .num_threads = 1};
     int64_t tallest = 1;
-    s.widest = 1024;
+    s.widest = PIECE;
     for (int64_t k = 0; k < num_jobs; k++) {
         if (jobs[k].moment) continue;
         if (jobs[k].cols > s.widest) s.widest = jobs[k].cols;

@@ -3,8 +3,8 @@
 Each parameter is a stack of row-major matrices, cut into tiles; a program works on one tile and finds in a table which
 parameter it is of. A tile's part of a sum over a row or a column goes into a place of its own, and the parts are added
 in their order: the same numbers give the same bits, on every rank and in every run. Memory is passed through once a
-stage: the gradient four times, three where there is no confidence, the momentum twice or three times, the parameter
-once.
+stage: the gradient three times, four where there are a rounded momentum and a confidence, the momentum twice or three
+times, the parameter once.
 
 Launched by _grouped.py; every function has its plain counterpart in _update.py, _codec.py, _rounding.py and _random.py.
 """
@@ -224,17 +224,23 @@ def _read_weight(table, job, place, inside, kind: tl.constexpr, rounding: tl.con
 
 
 @triton.jit
+def _bits(p):
+    """Those of a float, and of every NaN the same, which stays NaN with less than 2^16 added."""
+    return tl.where(p == p, p.to(tl.int32, bitcast=True), 0x7FC00000)
+
+
+@triton.jit
 def _write_weight(
     p, table, values, job, place, inside, kind: tl.constexpr, rounding: tl.constexpr, aligned: tl.constexpr
 ):
     if rounding == "compensated":
-        bits = p.to(tl.int32, bitcast=True)
+        bits = _bits(p)
         high = (bits + 0x8000) >> 16
         low = tl.minimum((bits - (high << 16) + 0x80) >> 8, 127)
         tl.store(_pointer(table, job, _PARAM, tl.int16, aligned) + place, high.to(tl.int16), inside)
         tl.store(_pointer(table, job, _LOW, tl.int8, aligned) + place, low.to(tl.int8), inside)
     elif rounding == "stochastic":
-        bits = p.to(tl.uint32, bitcast=True) + _random_16(values, job, _SEED1, place)
+        bits = _bits(p).to(tl.uint32, bitcast=True) + _random_16(values, job, _SEED1, place)
         tl.store(_pointer(table, job, _PARAM, tl.uint16, aligned) + place, (bits >> 16).to(tl.uint16), inside)
     else:
         tl.store(_pointer(table, job, _PARAM, kind, aligned) + place, p.to(kind), inside)
