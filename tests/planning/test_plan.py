@@ -102,6 +102,17 @@ def test_micro_batches_and_checkpointing_save_activations(tmp_path: Path) -> Non
     assert halves.flops_per_step == whole.flops_per_step
 
 
+def test_what_is_computed_again_is_counted(tmp_path: Path) -> None:
+    """All but the output layer and, where its result is not needed, the last product of each layer."""
+    recipe = tiny_recipe(tmp_path)
+    whole = sc.plan(recipe)
+    again = sc.plan(recipe, settings=["train.activation_checkpointing=true"])
+    tokens, (hidden, wide, vocabulary, layers) = 4 * 32, (32, 64, 320, 2)
+    left_out = 2 * tokens * hidden * (vocabulary + layers * wide)
+    assert whole.flops_per_step is not None
+    assert again.flops_per_step == whole.flops_per_step + whole.flops_per_step // 3 - left_out
+
+
 def test_processes_share_the_batch_and_send_gradients(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, train={"batch_size": 8})
     alone, four = sc.plan(recipe), sc.plan(recipe, world_size=4)
@@ -156,10 +167,11 @@ def test_a_document_mask_takes_memory(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_traced_is_planned_as_far_as_it_is_known(tmp_path: Path) -> None:
-    """Experts choose by values; the rest of the plan stands, and the run goes on."""
+    """A loop over experts goes by values; the rest of the plan stands, and the run goes on."""
     config = {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
+        "experts_implementation": "eager",
         "num_local_experts": 2,
         "vocab_size": 320,
         **dict.fromkeys(("hidden_size", "intermediate_size"), 32),

@@ -50,7 +50,8 @@ class Plan:
         peak_memory_bytes: the most at any time.
         wire_bytes: bytes that one rank sends for one step.
         residual_bytes: what an exchange of momentum keeps.
-        flops_per_step: forward and backward over all ranks; `flops_per_token` the same for one token.
+        flops_per_step: forward and backward over all ranks, with what activation checkpointing computes again;
+            `flops_per_token` the same for one token.
         tokens_per_step: over all ranks; `total_tokens` over the run.
         notes: what could not be known, and why.
     """
@@ -242,7 +243,9 @@ def plan(
     held = None if state is None else base + weight_bytes + state + residuals
     peak = None if held is None or working is None else held + working + (kept or 0)
     tokens = recipe.batch_size * task.examples_to_tokens(recipe.data)
-    flops = None if passes.forward_flops is None else (1 + BACKWARD) * passes.forward_flops
+    flops = None
+    if passes.forward_flops is not None and passes.recomputed_flops is not None:
+        flops = (1 + BACKWARD) * passes.forward_flops + passes.recomputed_flops
     return Plan(
         name=recipe.name or "recipe",
         world_size=world_size,
