@@ -17,7 +17,7 @@ import torch
 from scantling.errors import UserError, did_you_mean
 from scantling.models.presets import PRESETS
 from scantling.precision.training import quantize_training
-from scantling.recipe import Recipe
+from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.schema import TASKS, ModelSection
 from scantling.tasks.base import Task
 from scantling.tensor import pretrained
@@ -56,6 +56,21 @@ def convert_model(model: Any, recipe: Recipe) -> Any:
     if recipe.precision.quantized:
         quantize_training(model, **recipe.precision.quantized)
     return model
+
+
+def recipe_task(recipe: Recipe) -> str:
+    """The name of a recipe's task: as given, or that of `default_task`.
+
+    Raises:
+        RecipeError: settings that have no meaning for the task that the model folder tells, or lack what it needs.
+        UserError: as of `default_task`.
+    """
+    if recipe.model.task is not None:
+        return recipe.model.task
+    task = default_task(recipe.model)
+    if recipe.model.hf is not None:
+        load_recipe(recipe, [f"model.task={task}"])
+    return task
 
 
 def default_task(section: ModelSection) -> str:

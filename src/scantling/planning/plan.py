@@ -174,7 +174,7 @@ def plan(
     from scantling.comm import MomentumExchange, allreduce_wire_bytes
     from scantling.comm.demo_exchange import exchange_groups
     from scantling.groups import num_non_embedding, param_groups
-    from scantling.models.build import checkpoint_activations, default_task, quiet
+    from scantling.models.build import checkpoint_activations, quiet, recipe_task
     from scantling.models.costs import BACKWARD
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
     from scantling.planning.memory import (
@@ -189,8 +189,8 @@ def plan(
     from scantling.tensor.ranks import RankAdapter
 
     recipe = load_recipe(recipe, settings)
+    task = get_task(recipe_task(recipe))
     check_world_size(recipe, world_size)
-    task = get_task(recipe.model.task or default_task(recipe.model))
     notes: list[str] = []
     model = planned_model(recipe, task, task_data, notes)
     if recipe.tensor is not None and recipe.tensor.size_target is not None:
@@ -313,10 +313,10 @@ def planned_size(recipe: Recipe) -> tuple[int, int]:
         UserError: the model cannot be built.
     """
     from scantling.groups import num_non_embedding
-    from scantling.models.build import default_task
+    from scantling.models.build import recipe_task
     from scantling.tasks import get_task
 
-    task = get_task(recipe.model.task or default_task(recipe.model))
+    task = get_task(recipe_task(recipe))
     model = planned_model(recipe, task, None, [])
     return num_non_embedding(model), recipe.batch_size * task.examples_to_tokens(recipe.data)
 
