@@ -98,6 +98,11 @@ def test_unknown_key_lists_the_allowed_ones() -> None:
         ({"comm": {"name": "gossip"}}, "comm.name", "'allreduce'"),
         ({"comm": {"topk": 8}}, "comm.topk", "has an effect with comm.name: demo alone"),
         ({"comm": {"name": "demo", "bucket_mb": 5.0}}, "comm.bucket_mb", "or with comm.overlap"),
+        (
+            {"comm": {"name": "demo", "find_unused_parameters": True}},
+            "comm.find_unused_parameters",
+            "comm.name: allreduce alone",
+        ),
         ({"comm": {"name": "demo", "overlap": True}}, "comm.overlap", "set train.clip: null"),
         ({"comm": {"name": "demo", "topk": 17, "chunk": 4}}, "comm.topk", "at most chunk^2 = 16"),
         ({"comm": {"name": "demo"}, "precision": {"compute": "fp16"}}, "comm.name", "set precision.compute: bf16"),

@@ -361,10 +361,13 @@ def _check_release(content: Content) -> Iterator[Fault]:
 def _check_comm(content: Content) -> Iterator[Fault]:
     comm, optim, train, precision = (_section(content, name) for name in ("comm", "optim", "train", "precision"))
     if comm.get("name", "allreduce") != "demo":
+        of_allreduce = ("name", "bucket_mb", "find_unused_parameters", "timeout")
         for key in CommSection.model_fields:
-            if key not in ("name", "bucket_mb", "timeout") and _changed(comm, CommSection, key):
+            if key not in of_allreduce and _changed(comm, CommSection, key):
                 yield Fault(f"comm.{key}", "has an effect with comm.name: demo alone")
         return
+    if _changed(comm, CommSection, "find_unused_parameters"):
+        yield Fault("comm.find_unused_parameters", "has an effect with comm.name: allreduce alone")
     if comm.get("overlap") is True:
         clip = train.get("clip", TrainSection.model_fields["clip"].default)
         if clip is not None:

@@ -430,7 +430,9 @@ def build_exchange(section: CommSection, place: Place, clip: float | None) -> Gr
     """
     if section.name == "demo":
         return DemoExchange(clip=clip, **section.demo_options)
-    return AllReduce(bucket_mb=section.bucket_mb) if place.world_size > 1 else NoExchange()
+    if place.world_size == 1:
+        return NoExchange()
+    return AllReduce(bucket_mb=section.bucket_mb, find_unused_parameters=section.find_unused_parameters)
 
 
 def _seed_generators(seed: int) -> None:
