@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 import scantling as sc
-from scantling.comm import load_rank_tensors, rank_tensors, refuse_reduction, sparseloco
+from scantling.comm import AllReduce, load_rank_tensors, rank_tensors, refuse_reduction, sparseloco
 from scantling.comm.agreement import SKETCH
 from scantling.comm.link import Link
 from scantling.comm.silence import named
@@ -284,6 +284,44 @@ def tied_and_wrapped() -> None:
         found.append([param.detach().clone() for param in net.parameters()])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+class Unused(nn.Module):
+    """The second layer serves every other process alone, and the third none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.first(vectors) + (self.second(vectors) if dist.get_rank() % 2 else 0.0)
+        return result
+
+
+def parameters_without_a_gradient() -> None:
+    exchange = AllReduce(find_unused_parameters=True)
+    net = Unused()
+    wrapped = exchange.prepare(net)
+    for _ in range(3):
+        net.zero_grad()
+        with exchange.accumulate(last=True):
+            wrapped(torch.ones(2, 4)).sum().backward()
+        exchange.exchange()
+        assert exchange.wire_bytes == 3 * 20 * 4
+        assert (net.first.bias.grad == 2).all()
+        assert (net.second.bias.grad == 1).all(), "the mean over a process with and one without"
+        assert net.third.bias.grad is None
+    net.second.requires_grad_(False)
+    exchange = AllReduce()
+    wrapped = exchange.prepare(net)
+    net.zero_grad()
+    wrapped(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(UserError, match=r"third\.weight, third\.bias got no gradient, .*comm\.find_unused_parameters"):
+        exchange.exchange()
+
+
+def test_parameters_without_a_gradient() -> None:
+    run(2, parameters_without_a_gradient)
 
 
 def test_tied_weights_and_ddp() -> None:

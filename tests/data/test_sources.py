@@ -193,6 +193,13 @@ def test_folder_that_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "An error occurred" not in message
 
 
+def test_a_file_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    found = pieces(text=[str(tmp_path / "b.txt"), str(tmp_path / "*.txt"), f"{tmp_path}/./b.txt"])
+    assert whole(found) == ["b", "a"]
+
+
 def test_validation_source(tmp_path: Path) -> None:
     jsonl(tmp_path / "t.jsonl", {"text": "a"})
     jsonl(tmp_path / "v.jsonl", {"text": "b"})

@@ -19,6 +19,7 @@ from scantling.tasks import get_task
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY_LLAMA = {**TINY, "num_key_value_heads": 2}
+TINY_BART = {"layers": 1, "attention_heads": 2, "ffn_dim": 16}
 
 
 def make(section: dict[str, Any], task: str = "causal-lm", *, vocab: int = 261, seq: int = 64, **keys: Any) -> Any:
@@ -246,6 +247,52 @@ def test_a_t5_folder_names_its_task_and_cannot_lack_weights(tmp_path: Path) -> N
     config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["T5WithLMHeadModel"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert default_task(ModelSection(hf=str(tmp_path))) == "seq2seq"
+
+
+@pytest.mark.parametrize(
+    ("own", "section", "start"),
+    [(2, {}, 2), (None, {}, 1), (2, {"pretrained": False}, 1), (2, {"overrides": {"decoder_start_token_id": 5}}, 5)],
+)
+def test_a_decoder_starts_with_what_it_is_trained_with(
+    tmp_path: Path, own: int | None, section: dict[str, Any], start: int
+) -> None:
+    """In training and in what is exported: the folder's own token where its weights are read, else the data's."""
+    sizes = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in TINY_BART.items()}
+    config = transformers.BartConfig(**sizes, d_model=16, vocab_size=300)
+    transformers.BartForConditionalGeneration(config).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "decoder_start_token_id": own}))
+    of_data = {"pad_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2}
+    model = make({"hf": str(tmp_path), **section}, "seq2seq", config_overrides=of_data)
+    assert model.prepare_decoder_input_ids_from_labels(torch.tensor([[7, 2]])).tolist() == [[start, 7]]
+    model.save_pretrained(tmp_path / "exported")
+    exported = transformers.BartForConditionalGeneration.from_pretrained(tmp_path / "exported")
+    assert exported.config.decoder_start_token_id == exported.generation_config.decoder_start_token_id == start
+    assert exported.generate(torch.tensor([[7, 2]]), max_new_tokens=1)[0, 0] == start
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma", "opt", "mistral"])
+@pytest.mark.parametrize(("end", "is_learned"), [(7, True), ([9, 7], True), (9, False)])
+def test_a_padding_that_ends_texts_is_learned(
+    tmp_path: Path, model_type: str, end: int | list[int], is_learned: bool
+) -> None:
+    keys = {**TINY_LLAMA, "head_dim": 16, "ffn_dim": 32, "word_embed_proj_dim": 32, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **keys}))
+    of_data = {"pad_token_id": 7, "eos_token_id": end}
+    model = make({"hf": str(tmp_path)}, config_overrides=of_data)
+    table = model.get_input_embeddings()
+    assert table.weight[7].any() == is_learned
+    assert (table.padding_idx is None) == is_learned
+    if is_learned:
+        assert 0.5 < table.weight[7].std() / table.weight.std() < 2
+    vectors = table(torch.tensor([5, 7]))
+    vectors.sum().backward()
+    assert table.weight.grad[7].any() == is_learned
+    model.save_pretrained(tmp_path / "saved")
+    again = make({"hf": str(tmp_path / "saved")}, config_overrides=of_data)
+    assert again.config.pad_token_id == 7
+    assert torch.equal(again.get_input_embeddings().weight, table.weight)
+    assert (again.get_input_embeddings().padding_idx is None) == is_learned
 
 
 def test_what_a_folder_can_lack(tmp_path: Path, folder: Path) -> None:

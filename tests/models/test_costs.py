@@ -52,9 +52,18 @@ TRACED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "rwkv": ("rwkv", "AutoModelForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}),
 }
 
+EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", "AutoModelForCausalLM", {**LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        "AutoModelForCausalLM",
+        {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
+    ),
+}
+
 
 def build(case: str, device: str = "cpu") -> Any:
-    model_type, auto_class, keys = (CASES | TRACED)[case]
+    model_type, auto_class, keys = (CASES | TRACED | EXPERTS)[case]
     config = transformers.CONFIG_MAPPING[model_type](**keys)
     config.use_cache = False
     torch.manual_seed(0)
@@ -103,6 +112,40 @@ def test_a_trace_sees_every_product(case: str) -> None:
     assert traced(build(case, "meta"), sequences=3, seq_len=10).forward_flops == counter.get_total_flops()
 
 
+@pytest.mark.parametrize("case", ["llama", "gpt2", "bert", "t5"])
+def test_what_a_checkpoint_computes_again_is_seen(case: str) -> None:
+    totals = []
+    ids = torch.randint(3, 64, (3, 10))
+    for checkpointing in (False, True):
+        model, twin = build(case), build(case, "meta")
+        if checkpointing:
+            checkpoint_activations(model)
+            checkpoint_activations(twin)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            logits_of(model, ids).float().square().sum().backward()
+        totals.append(counter.get_total_flops())
+        assert traced(twin, sequences=3, seq_len=10).recomputed_flops == totals[-1] - totals[0]
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_experts_are_traced(case: str, checkpointing: bool) -> None:
+    """The products of the experts that a token goes to, which the counter sees in a loop over them."""
+    model, twin = build(case), build(case, "meta")
+    model.set_experts_implementation("eager")
+    if checkpointing:
+        checkpoint_activations(model)
+        checkpoint_activations(twin)
+    ids = torch.randint(3, 64, (3, 10))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        logits = logits_of(model, ids)
+        forward = counter.get_total_flops()
+        logits.float().square().sum().backward()
+    trace = traced(twin, sequences=3, seq_len=10)
+    assert trace.forward_flops == forward
+    assert trace.recomputed_flops == counter.get_total_flops() - (1 + BACKWARD) * forward
+
+
 def test_flops_that_are_not_known_are_not_guessed() -> None:
     keys = {**LLAMA_LIKE, "num_local_experts": 2, "num_experts_per_tok": 1}
     with torch.device("meta"):
@@ -142,7 +185,7 @@ def allocated_peak(work: Callable[[], Any]) -> int:
     return max(itertools.accumulate(changes))
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "bert", "t5", "mixtral"])
 @pytest.mark.parametrize(("dtype", "gradients_held"), [(None, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_traced_peak_is_that_of_the_allocator(

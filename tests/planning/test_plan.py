@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import scantling as sc
-from scantling.errors import UserError
+from scantling.errors import RecipeError, UserError
 from tests.runs import tiny_recipe
 
 MIB = 2**20
@@ -102,6 +103,17 @@ def test_micro_batches_and_checkpointing_save_activations(tmp_path: Path) -> Non
     assert halves.flops_per_step == whole.flops_per_step
 
 
+def test_what_is_computed_again_is_counted(tmp_path: Path) -> None:
+    """All but the output layer and, where its result is not needed, the last product of each layer."""
+    recipe = tiny_recipe(tmp_path)
+    whole = sc.plan(recipe)
+    again = sc.plan(recipe, settings=["train.activation_checkpointing=true"])
+    tokens, (hidden, wide, vocabulary, layers) = 4 * 32, (32, 64, 320, 2)
+    left_out = 2 * tokens * hidden * (vocabulary + layers * wide)
+    assert whole.flops_per_step is not None
+    assert again.flops_per_step == whole.flops_per_step + whole.flops_per_step // 3 - left_out
+
+
 def test_processes_share_the_batch_and_send_gradients(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, train={"batch_size": 8})
     alone, four = sc.plan(recipe), sc.plan(recipe, world_size=4)
@@ -156,10 +168,11 @@ def test_a_document_mask_takes_memory(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_traced_is_planned_as_far_as_it_is_known(tmp_path: Path) -> None:
-    """Experts choose by values; the rest of the plan stands, and the run goes on."""
+    """A loop over experts goes by values; the rest of the plan stands, and the run goes on."""
     config = {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
+        "experts_implementation": "eager",
         "num_local_experts": 2,
         "vocab_size": 320,
         **dict.fromkeys(("hidden_size", "intermediate_size"), 32),
@@ -176,6 +189,34 @@ def test_a_model_that_cannot_be_traced_is_planned_as_far_as_it_is_known(tmp_path
     measured = sc.train(recipe, run_dir=tmp_path / "run").metrics
     for key in ("num_parameters", "weight_bytes", "gradient_bytes", "optimizer_state_bytes"):
         assert getattr(planned, key) == measured[key], key
+
+
+@pytest.mark.parametrize(
+    ("config", "data", "train", "paths"),
+    [
+        (
+            {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
+            {"hf": "cifar10", "fields": {"image": "img", "label": "label"}},
+            {"batch_tokens": 1024},
+            {"data.image_size", "train.batch_tokens"},
+        ),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            {"jsonl": "a.jsonl", "fields": {"label": "y"}, "labels": ["a", "b"], "span_length": 5},
+            {"batch_size": 4},
+            {"data.fields.label", "data.labels", "data.span_length"},
+        ),
+    ],
+)
+def test_settings_have_a_meaning_for_the_task_that_a_folder_tells(
+    tmp_path: Path, config: dict[str, Any], data: dict[str, Any], train: dict[str, Any], paths: set[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = {"model": {"hf": str(tmp_path)}, "data": data, "train": {"steps": 1, **train}}
+    for refused in (sc.plan, partial(sc.train, run_dir=tmp_path / "run")):
+        with pytest.raises(RecipeError) as caught:
+            refused(recipe)
+        assert {fault.path for fault in caught.value.faults} == paths
 
 
 def test_what_cannot_be_known_is_said(tmp_path: Path) -> None:

@@ -79,6 +79,10 @@ def test_unknown_key_lists_the_allowed_ones() -> None:
         ({"train": {"batch_size": None, "batch_tokens": 100}}, "train.batch_tokens", "multiple of data.seq_len = 64"),
         ({"train": {"warmup": 11}}, "train.warmup", "longer than the run of 10 steps"),
         ({"train": {"decay": 0.5}}, "train.decay", "belongs to wsd"),
+        ({"train": {"schedule": "wsd", "warmup": 0.5, "decay": 0.9}}, "train.decay", "before the warm-up has ended"),
+        ({"train": {"schedule": "wsd", "warmup": 9}}, "train.decay", "given 0.2 after a warm-up of 0.9 of the steps"),
+        ({"data": {"heldout": 0}, "train": {"eval_every": 5}}, "train.eval_every", "nothing is held out"),
+        ({"data": {"heldout": 0.0}, "train": {"eval_samples": 3}}, "train.eval_samples", "raise data.heldout"),
         ({"optim": {"name": "adamw", "momentum": 0.9}}, "optim.momentum", ""),
         ({"optim": {"name": "lbfgs"}}, "optim.name", "closure"),
         ({"data": {"bin_dtype": "uint32"}}, "data.bin_dtype", "no meaning"),
@@ -94,6 +98,11 @@ def test_unknown_key_lists_the_allowed_ones() -> None:
         ({"comm": {"name": "gossip"}}, "comm.name", "'allreduce'"),
         ({"comm": {"topk": 8}}, "comm.topk", "has an effect with comm.name: demo alone"),
         ({"comm": {"name": "demo", "bucket_mb": 5.0}}, "comm.bucket_mb", "or with comm.overlap"),
+        (
+            {"comm": {"name": "demo", "find_unused_parameters": True}},
+            "comm.find_unused_parameters",
+            "comm.name: allreduce alone",
+        ),
         ({"comm": {"name": "demo", "overlap": True}}, "comm.overlap", "set train.clip: null"),
         ({"comm": {"name": "demo", "topk": 17, "chunk": 4}}, "comm.topk", "at most chunk^2 = 16"),
         ({"comm": {"name": "demo"}, "precision": {"compute": "fp16"}}, "comm.name", "set precision.compute: bf16"),
@@ -114,6 +123,18 @@ def test_impossible_combinations(sections: dict[str, Any], path: str, text: str)
     found = faults(changed(**sections))
     assert path in found, found
     assert text in found[path]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"schedule": "wsd", "warmup": 0.7, "decay": 0.3}},
+        {"train": {"schedule": "wsd", "warmup": 0, "decay": 1.0}},
+        {"data": {"corpus": None, "text": "a.txt", "validation": "b.txt", "heldout": 0}, "train": {"eval_every": 5}},
+    ],
+)
+def test_combinations_that_are_just_possible(sections: dict[str, Any]) -> None:
+    load_recipe(changed(**sections))
 
 
 CLICKS: dict[str, Any] = {

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scantling.comm.exchange import GradientExchange
+from scantling.errors import UserError
 
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
@@ -38,17 +39,20 @@ class AllReduce(GradientExchange):
     """Average gradients over all processes of the default process group.
 
     Collectives: one all-reduce per bucket in each step, started from the backward pass of the last micro-batch; one
-    broadcast of the parameters in `prepare`.
+    broadcast of the parameters in `prepare`. With `find_unused_parameters` one more all-reduce in each step, of which
+    parameters were used.
 
     Args:
         bucket_mb: size of one bucket in MiB.
+        find_unused_parameters: whether some parameters may get no gradient in a pass, which takes a walk over its graph
+            to find out; they keep none where they get one on no process. Without it such a pass is refused.
     """
 
     learns_from_a_pass = True
 
-    def __init__(self, *, bucket_mb: float = 25.0) -> None:
-        self.bucket_mb = bucket_mb
-        self._bytes = 0
+    def __init__(self, *, bucket_mb: float = 25.0, find_unused_parameters: bool = False) -> None:
+        self.bucket_mb, self.find_unused_parameters = bucket_mb, find_unused_parameters
+        self._bytes = self._all_bytes = 0
         self._last_ready = 0.0
         self._norms: list[tuple[torch.Tensor, list[str]]] = []
         self._names: dict[int, str] = {}
@@ -56,9 +60,11 @@ class AllReduce(GradientExchange):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._all_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
         options: dict[str, Any] = {
             "bucket_cap_mb": self.bucket_mb,
             "gradient_as_bucket_view": True,
+            "find_unused_parameters": self.find_unused_parameters,
             _SYNC_BUFFERS: False,
         }
         self._model = DistributedDataParallel(model, **options)
@@ -76,11 +82,26 @@ class AllReduce(GradientExchange):
         return nullcontext()
 
     def exchange(self) -> None:
+        """Finish the exchange of this step.
+
+        Raises:
+            UserError: parameters got no gradient, so that not all was sent.
+        """
+        if self._bytes < self._all_bytes:
+            raise UserError(
+                f"{self._without_gradient()} got no gradient, and what goes with them was not averaged; let them be "
+                "looked for in each step with comm.find_unused_parameters: true, or train on one process"
+            )
         self.wire_bytes = allreduce_wire_bytes(self._bytes, dist.get_world_size())
         self.exposed_s = max(0.0, time.perf_counter() - self._last_ready)
 
     def bad_parameters(self) -> list[str]:
         return [name for norm, names in self._norms if not torch.isfinite(norm) for name in names]
+
+    def _without_gradient(self) -> str:
+        named = [] if self._model is None else self._model.module.named_parameters()
+        names = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "some parameters"
 
 
 def _average(

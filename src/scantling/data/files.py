@@ -24,7 +24,7 @@ PACKED: dict[str, Callable[[Path, Literal["rb"]], object]] = {".gz": gzip.open, 
 
 
 def expand(paths: str | Sequence[str], key: str) -> list[Path]:
-    """The files that paths and globs name, each glob sorted.
+    """The files that paths and globs name, each glob sorted, and each file once.
 
     Args:
         paths: a path or glob, or several.
@@ -50,7 +50,7 @@ def expand(paths: str | Sequence[str], key: str) -> list[Path]:
             siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
             hint = did_you_mean(path.name, siblings)
             raise UserError(f"{key}: file not found: {given}" + (f" ({hint})" if hint else ""))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def file_stamp(path: Path) -> list[str | int]:

@@ -17,7 +17,7 @@ import torch
 from scantling.errors import UserError, did_you_mean
 from scantling.models.presets import PRESETS
 from scantling.precision.training import quantize_training
-from scantling.recipe import Recipe
+from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.schema import TASKS, ModelSection
 from scantling.tasks.base import Task
 from scantling.tensor import pretrained
@@ -58,6 +58,21 @@ def convert_model(model: Any, recipe: Recipe) -> Any:
     return model
 
 
+def recipe_task(recipe: Recipe) -> str:
+    """The name of a recipe's task: as given, or that of `default_task`.
+
+    Raises:
+        RecipeError: settings that have no meaning for the task that the model folder tells, or lack what it needs.
+        UserError: as of `default_task`.
+    """
+    if recipe.model.task is not None:
+        return recipe.model.task
+    task = default_task(recipe.model)
+    if recipe.model.hf is not None:
+        load_recipe(recipe, [f"model.task={task}"])
+    return task
+
+
 def default_task(section: ModelSection) -> str:
     """The task of a model section that names none: the preset's, or what the configuration's architecture is for.
 
@@ -95,7 +110,8 @@ def build_config(
         task: gives the Auto class.
         vocab_size: ids of the tokenizer.
         seq_len: the longest sequence of the run.
-        config_overrides: what the task takes from the data, such as the number of labels.
+        config_overrides: what the task takes from the data, such as the number of labels. Weights that are read know
+            the token with which their decoder starts.
 
     Raises:
         UserError: an unknown key, values that do not fit together, a tokenizer or a sequence that does not fit.
@@ -115,6 +131,8 @@ def build_config(
         model_type = preset.model_type
     else:
         given = _read_config(section)
+        if given.get("decoder_start_token_id") is not None and reads_weights(section):
+            config_overrides = {k: v for k, v in config_overrides.items() if k != "decoder_start_token_id"}
         model_type = given.pop("model_type", None)
         if not isinstance(model_type, str):
             raise UserError(f"{section.hf}: its config.json names no model_type")
@@ -179,6 +197,7 @@ def build_model(
             else:
                 model = auto_class.from_config(config, attn_implementation=section.attention, dtype=torch.float32)
                 _rebuild_cores(model, section, device)
+            _learn_padding(model)
         except UserError:
             raise
         except SafetensorError as error:
@@ -196,6 +215,19 @@ def build_model(
             "set model.overrides.is_decoder: true, or model.task: masked-lm"
         )
     return model.train()
+
+
+def _learn_padding(model: Any) -> None:
+    """Let a model learn its padding token where that ends texts as well; the table would keep it at zero."""
+    padding, ends = (getattr(model.config, f"{kind}_token_id", None) for kind in ("pad", "eos"))
+    if padding is None or padding not in (ends if isinstance(ends, list) else [ends]):
+        return
+    table = model.get_input_embeddings()
+    if getattr(table, "padding_idx", None) != padding:
+        return
+    table.padding_idx = None
+    if not table.weight.is_meta and not table.weight[padding].any():
+        torch.nn.init.normal_(table.weight[padding], std=float(table.weight.detach().std()))
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -319,6 +351,8 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     if new or report["unexpected_keys"]:
         left = _some(report["unexpected_keys"])
         logger.warning("%s: new weights, not in the folder: %s; weights not taken: %s", section.hf, _some(new), left)
+    if config.is_encoder_decoder and model.can_generate():  # it generates from what it is trained with
+        model.generation_config.decoder_start_token_id = config.decoder_start_token_id
     return model
 
 

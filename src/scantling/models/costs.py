@@ -4,7 +4,8 @@ FLOPs are counted as two for each multiplication with its addition, in matrix pr
 arXiv 2001.08361, section 2.1); elementwise work, norms and softmax are left out. The backward pass costs twice the
 forward pass: one product for the gradient of the input and one for that of the weight. Attention counts every pair of
 positions whether a mask hides it or not, and its backward pass twice the forward (what a kernel recomputes is not
-counted), so that figures agree with those of `torch.utils.flop_counter` for the unfused kernel.
+counted), so that figures agree with those of `torch.utils.flop_counter` for the unfused kernel. What activation
+checkpointing computes again is a figure of its own.
 
 A module with a cheaper product than its shapes suggest states its own cost by having a method
 `flops(tokens: int) -> int` (forward); it then speaks for all modules inside it.
@@ -114,11 +115,13 @@ class Trace:
 
     Attributes:
         forward_flops: of the forward pass.
+        recomputed_flops: of what the backward pass computes again of it, with activation checkpointing.
         activation_bytes: held when the forward pass ends: what the backward pass needs, with inputs and outputs.
         peak_bytes: the most held at once, the gradients that come included.
     """
 
     forward_flops: int
+    recomputed_flops: int
     activation_bytes: int
     peak_bytes: int
 
@@ -163,14 +166,15 @@ def trace_step(
                     parameter.register_post_accumulate_grad_hook(partial(_step_and_free, num_bytes=step_bytes))  # type: ignore[no-untyped-call]
             gradients = [p.grad for p in parameters if p.grad is not None]
             meter = _Meter([*model.parameters(), *model.buffers(), *gradients])
-            with _stated_flops(model, meter), meter:
+            with _stated_flops(model, meter), meter, _traceable_experts():
                 result = loss(model)
                 flops, activations = meter.flops, meter.live_bytes
+                meter.in_backward = True
                 result.backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # the code of any architecture runs here, on tensors that it was not written for
         lines = str(error).splitlines() or [type(error).__name__]
         raise UserError(f"this model cannot be traced: {lines[0]}") from None
-    return Trace(flops, activations, meter.peak_bytes)
+    return Trace(flops, meter.flops - flops, activations, meter.peak_bytes)
 
 
 def _step_and_free(parameter: torch.Tensor, *, num_bytes: int) -> None:
@@ -186,20 +190,40 @@ def no_packed_documents() -> Iterator[None]:
     """
     from transformers import masking_utils
 
-    name = "find_packed_sequence_indices"
-    found = getattr(masking_utils, name, None)
-    setattr(masking_utils, name, lambda position_ids: None)
+    with _replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
+        yield
+
+
+@contextlib.contextmanager
+def _traceable_experts() -> Iterator[None]:
+    """Keep transformers' experts from torch's grouped product, which takes no fp32 tensors without memory.
+
+    Its own one has the same shapes, and takes them.
+    """
+    from transformers.integrations import moe
+
+    with _replaced(moe, "_can_use_grouped_mm", lambda *args: False):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    found = getattr(module, name, None)
+    setattr(module, name, function)
     try:
         yield
     finally:
-        setattr(masking_utils, name, found)
+        setattr(module, name, found)
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the FLOPs of all operations, and the bytes that they allocate until these are freed.
+    """Counts the FLOPs of the forward pass, and the bytes that all operations allocate until these are freed.
 
     Args:
         known: tensors whose memory is not counted.
+
+    Attributes:
+        in_backward: whether the backward pass runs, of which only what it computes again is counted.
     """
 
     def __init__(self, known: list[torch.Tensor]) -> None:
@@ -207,6 +231,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._live: dict[int, int] = {}
         self._formulas = _flop_formulas()
+        self.in_backward = False
         self.flops = 0
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -215,7 +240,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         formula = self._formulas.get(func._overloadpacket)
-        if formula is not None:
+        if formula is not None and (not self.in_backward or _is_recomputing()):
             self.flops += int(formula(*args, **kwargs, out_val=result))
         for value in result if isinstance(result, list | tuple) else (result,):
             if isinstance(value, torch.Tensor):
@@ -235,15 +260,28 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes -= self._live.pop(key)
 
 
+def _is_recomputing() -> bool:
+    """Whether a backward pass computes again what was not stored: nothing else in it saves tensors by hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Those of torch's counter, which has none for the fused attention of the CPU."""
+    """Those of torch's counter, which has none for the fused attention of the CPU and transformers' experts."""
     from torch.utils.flop_counter import flop_registry
+    from transformers.integrations import moe  # noqa: F401 (registers its product)
 
     def fused_attention(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> int:
         sequences, heads, length, head_dim = query.shape
         return 4 * sequences * heads * length * key.shape[-2] * head_dim
 
-    return {**flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: fused_attention}
+    def grouped(vectors: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+        return linear_flops(len(vectors), *weight.shape[1:])  # a vector for each token and expert of it
+
+    return {
+        **flop_registry,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: fused_attention,
+        torch.ops.transformers.grouped_mm_fallback: grouped,
+    }
 
 
 @contextlib.contextmanager

@@ -21,12 +21,14 @@ class Passes:
 
     Attributes:
         forward_flops: of the forward passes of all ranks.
+        recomputed_flops: of what their backward passes compute again, with activation checkpointing.
         activation_bytes: held on one rank between the two passes of a micro-batch.
         peak_bytes: the most one rank holds beside weights and optimizer state, gradients included.
         notes: what is not known, and why.
     """
 
     forward_flops: int | None
+    recomputed_flops: int | None
     activation_bytes: int | None
     peak_bytes: int | None
     notes: list[str] = field(default_factory=list)
@@ -65,8 +67,9 @@ def plan_passes(
             trace = trace_step(model, loss, gradients_held=gradients_held, step_bytes=step_bytes)
     except UserError as error:
         notes = [f"activations and peak memory are not known: {error}"]
-        if from_shapes is None:
+        recomputed = None if recipe.train.activation_checkpointing else 0
+        if from_shapes is None or recomputed is None:
             notes.append("FLOPs are not known: the shapes of the layers do not tell them")
-        return Passes(from_shapes, None, None, notes)
-    flops = trace.forward_flops * recipe.batch_size // micro
-    return Passes(flops, trace.activation_bytes, trace.peak_bytes + held)
+        return Passes(from_shapes, recomputed, None, None, notes)
+    forward, recomputed = (each * recipe.batch_size // micro for each in (trace.forward_flops, trace.recomputed_flops))
+    return Passes(forward, recomputed, trace.activation_bytes, trace.peak_bytes + held)

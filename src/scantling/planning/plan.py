@@ -50,7 +50,8 @@ class Plan:
         peak_memory_bytes: the most at any time.
         wire_bytes: bytes that one rank sends for one step.
         residual_bytes: what an exchange of momentum keeps.
-        flops_per_step: forward and backward over all ranks; `flops_per_token` the same for one token.
+        flops_per_step: forward and backward over all ranks, with what activation checkpointing computes again;
+            `flops_per_token` the same for one token.
         tokens_per_step: over all ranks; `total_tokens` over the run.
         notes: what could not be known, and why.
     """
@@ -173,7 +174,7 @@ def plan(
     from scantling.comm import MomentumExchange, allreduce_wire_bytes
     from scantling.comm.demo_exchange import exchange_groups
     from scantling.groups import num_non_embedding, param_groups
-    from scantling.models.build import checkpoint_activations, default_task, quiet
+    from scantling.models.build import checkpoint_activations, quiet, recipe_task
     from scantling.models.costs import BACKWARD
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
     from scantling.planning.memory import (
@@ -188,8 +189,8 @@ def plan(
     from scantling.tensor.ranks import RankAdapter
 
     recipe = load_recipe(recipe, settings)
+    task = get_task(recipe_task(recipe))
     check_world_size(recipe, world_size)
-    task = get_task(recipe.model.task or default_task(recipe.model))
     notes: list[str] = []
     model = planned_model(recipe, task, task_data, notes)
     if recipe.tensor is not None and recipe.tensor.size_target is not None:
@@ -242,7 +243,9 @@ def plan(
     held = None if state is None else base + weight_bytes + state + residuals
     peak = None if held is None or working is None else held + working + (kept or 0)
     tokens = recipe.batch_size * task.examples_to_tokens(recipe.data)
-    flops = None if passes.forward_flops is None else (1 + BACKWARD) * passes.forward_flops
+    flops = None
+    if passes.forward_flops is not None and passes.recomputed_flops is not None:
+        flops = (1 + BACKWARD) * passes.forward_flops + passes.recomputed_flops
     return Plan(
         name=recipe.name or "recipe",
         world_size=world_size,
@@ -310,10 +313,10 @@ def planned_size(recipe: Recipe) -> tuple[int, int]:
         UserError: the model cannot be built.
     """
     from scantling.groups import num_non_embedding
-    from scantling.models.build import default_task
+    from scantling.models.build import recipe_task
     from scantling.tasks import get_task
 
-    task = get_task(recipe.model.task or default_task(recipe.model))
+    task = get_task(recipe_task(recipe))
     model = planned_model(recipe, task, None, [])
     return num_non_embedding(model), recipe.batch_size * task.examples_to_tokens(recipe.data)
 

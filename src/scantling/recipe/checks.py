@@ -135,6 +135,9 @@ def _check_data(content: Content) -> Iterator[Fault]:
         yield Fault("data.max_bytes", "has no meaning for the source 'bin', which holds tokens")
     if data.get("validation") and _changed(data, DataSection, "heldout") and data["heldout"] != 0:
         yield Fault("data.heldout", "has no effect when data.validation names held-out data; give one of them")
+    if data.get("heldout") == 0 and not data.get("validation"):
+        for key in _given(_section(content, "train"), ("eval_every", "eval_samples")):
+            yield Fault(f"train.{key}", "has no effect where nothing is held out; raise data.heldout, or leave it out")
 
 
 def _check_task(content: Content) -> Iterator[Fault]:
@@ -270,10 +273,16 @@ def _check_batch(content: Content) -> Iterator[Fault]:
 def _check_schedule(content: Content) -> Iterator[Fault]:
     train = _section(content, "train")
     steps = train.get("steps")
-    schedule = train.get("schedule", TrainSection.model_fields["schedule"].default)
-    warmup = train.get("warmup")
-    if isinstance(steps, int) and isinstance(warmup, int | float) and warmup >= 1 and warmup > steps:
-        yield Fault("train.warmup", f"is longer than the run of {steps} steps", str(warmup))
+    schedule, warmup, decay = (
+        train.get(key, TrainSection.model_fields[key].default) for key in ("schedule", "warmup", "decay")
+    )
+    if isinstance(steps, int) and steps > 0 and isinstance(warmup, int | float):
+        share = warmup if warmup < 1 else warmup / steps
+        if share > 1:
+            yield Fault("train.warmup", f"is longer than the run of {steps} steps", str(warmup))
+        elif schedule == "wsd" and isinstance(decay, int | float) and share + decay > 1 + 1e-9:  # sums are rounded
+            problem = "begins before the warm-up has ended; lower it or train.warmup"
+            yield Fault("train.decay", problem, f"{decay} after a warm-up of {share:.3g} of the steps")
     if _changed(train, TrainSection, "decay") and schedule in ("cosine", "linear", "constant"):
         yield Fault("train.decay", f"has no meaning for the schedule '{schedule}'; it belongs to wsd")
     if _changed(train, TrainSection, "min_lr_ratio") and schedule == "constant":
@@ -352,10 +361,13 @@ def _check_release(content: Content) -> Iterator[Fault]:
 def _check_comm(content: Content) -> Iterator[Fault]:
     comm, optim, train, precision = (_section(content, name) for name in ("comm", "optim", "train", "precision"))
     if comm.get("name", "allreduce") != "demo":
+        of_allreduce = ("name", "bucket_mb", "find_unused_parameters", "timeout")
         for key in CommSection.model_fields:
-            if key not in ("name", "bucket_mb", "timeout") and _changed(comm, CommSection, key):
+            if key not in of_allreduce and _changed(comm, CommSection, key):
                 yield Fault(f"comm.{key}", "has an effect with comm.name: demo alone")
         return
+    if _changed(comm, CommSection, "find_unused_parameters"):
+        yield Fault("comm.find_unused_parameters", "has an effect with comm.name: allreduce alone")
     if comm.get("overlap") is True:
         clip = train.get("clip", TrainSection.model_fields["clip"].default)
         if clip is not None:

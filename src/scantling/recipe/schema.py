@@ -280,6 +280,9 @@ class CommSection(Section):
     momentum of its own, and only its largest components travel; `optim.name: sign` makes DeMo of it."""
     bucket_mb: float = Field(default=25.0, gt=0.0, le=1024.0)
     """Size of one bucket in MiB: of allreduce, and of demo with overlap."""
+    find_unused_parameters: bool = False
+    """allreduce: whether some parameters may get no gradient in a step, which is looked for in each: a model that has
+    such ones is refused otherwise."""
     timeout: float = Field(default=300.0, gt=0.0, le=1e7)
     """Seconds that processes wait for each other in a step; for the data of one that is not ready they wait longer."""
     topk: int = Field(default=32, ge=1)
@@ -317,7 +320,8 @@ class CommSection(Section):
     @property
     def demo_options(self) -> dict[str, Any]:
         """The arguments of `MomentumExchange`."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name not in ("name", "timeout")}
+        others = ("name", "find_unused_parameters", "timeout")
+        return {name: getattr(self, name) for name in type(self).model_fields if name not in others}
 
 
 class FormatSection(Section):

@@ -95,7 +95,7 @@ class Seq2Seq(Task):
     one that has not, such as `bytes` and `bpe`, 100 ids above its vocabulary are the sentinels: sentinel k has the id
     `vocab_size + k`, the model has so many more ids, and the tokenizer that is exported with it knows no text for them.
 
-    The decoder starts with the padding token, as T5's does.
+    The decoder starts with the padding token, as T5's does, or with what weights that are read were trained with.
     """
 
     name: ClassVar[str] = "seq2seq"

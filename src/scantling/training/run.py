@@ -24,7 +24,7 @@ from scantling.data.sampler import Sampler
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.groups import param_groups
-from scantling.models.build import build_model, checkpoint_activations, convert_model, mixes_documents
+from scantling.models.build import build_model, checkpoint_activations, convert_model, mixes_documents, recipe_task
 from scantling.numerics.compute import warn_of_slow_products
 from scantling.optim.registry import build_optimizer
 from scantling.planning.memory import bytes_of_cores, held_gradient_bytes
@@ -260,13 +260,6 @@ def _train(
     return _finish(folder, name, outcome, place)
 
 
-def recipe_task(recipe: Recipe) -> str:
-    """The name of the task: as given, or the preset's, or what the model folder's configuration says."""
-    from scantling.models.build import default_task
-
-    return recipe.model.task or default_task(recipe.model)
-
-
 def build_loop(
     recipe: Recipe,
     task: Task,
@@ -437,7 +430,9 @@ def build_exchange(section: CommSection, place: Place, clip: float | None) -> Gr
     """
     if section.name == "demo":
         return DemoExchange(clip=clip, **section.demo_options)
-    return AllReduce(bucket_mb=section.bucket_mb) if place.world_size > 1 else NoExchange()
+    if place.world_size == 1:
+        return NoExchange()
+    return AllReduce(bucket_mb=section.bucket_mb, find_unused_parameters=section.find_unused_parameters)
 
 
 def _seed_generators(seed: int) -> None:
