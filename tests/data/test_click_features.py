@@ -59,6 +59,8 @@ def test_validation_files_are_held_out_whole(tmp_path: Path, path: str) -> None:
     assert ready.info["heldout_by"] == "files"
     assert ready.info["heldout"] == {"rows": 70, "clicks": int(ready.held_store.labels[:].sum())}
     np.testing.assert_array_equal(ready.features.means, prepared(path, heldout=0).features.means)
+    other = str(write_csv(tmp_path / "later.csv", click_rows(70, seed=6)))
+    assert prepared(path, validation=other).info["fingerprint"] != ready.info["fingerprint"]
 
 
 def test_validation_rows_that_are_trained_on_are_warned_of(path: str, caplog: pytest.LogCaptureFixture) -> None:

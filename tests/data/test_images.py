@@ -127,6 +127,9 @@ def test_validation_and_labels(tmp_path: Path) -> None:
     assert ready.info["heldout_by"] == "files"
     images, labels = image_arrays(10, seed=1)
     assert [ready.labels[label] for label in ready.heldout.labels] == labels.tolist()
+    write_npz(tmp_path / "valid.npz", 10, seed=2)
+    again = prepared(images=str(tmp_path / "train.npz"), validation=str(tmp_path / "valid.npz"), heldout=0)
+    assert again.info["fingerprint"] != ready.info["fingerprint"]
     ordered = prepared(images=str(tmp_path / "train.npz"), labels=["top", "right", "left"])
     assert ordered.labels == ["top", "right", "left"]
     assert ordered.info["fingerprint"] != ready.info["fingerprint"]

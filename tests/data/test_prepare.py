@@ -232,11 +232,15 @@ def test_one_label_is_too_few(tmp_path: Path, labels: list[str] | None) -> None:
 def test_validation_files(corpus: tuple[list[str], DataSection], tmp_path: Path) -> None:
     texts, section = corpus
     (tmp_path / "v.txt").write_text("#doc\nheld\n#doc\nout\n")
-    prepared = prepare(section.model_copy(update={"validation": str(tmp_path / "v.txt")}), seed=0)
+    section = section.model_copy(update={"validation": str(tmp_path / "v.txt")})
+    prepared = prepare(section, seed=0)
     assert prepared.heldout is not None
     assert texts_of(prepared.train, prepared) == texts
     assert texts_of(prepared.heldout, prepared) == ["held\n", "out\n"]
     assert prepared.info["heldout_by"] == "files"
+    assert prepare(section, seed=0).info["fingerprint"] == prepared.info["fingerprint"]
+    (tmp_path / "v.txt").write_text("#doc\nheld\n#doc\nelse\n")
+    assert prepare(section, seed=0).info["fingerprint"] != prepared.info["fingerprint"]
 
 
 def test_source_that_changes_while_it_is_read(

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from scantling.data.files import expand
 from scantling.errors import RecipeError, UserError
 from scantling.recipe import Recipe, differences, dump_recipe, load_recipe
+from scantling.recipe.loading import apply_override, missing_files, read_yaml
 
 MINIMAL: dict[str, Any] = {
     "model": {"preset": "llama-1m"},
@@ -273,6 +275,32 @@ def test_overrides_are_yaml_values_and_create_sections() -> None:
     assert recipe.optim.options["betas"] == [0.9, 0.95, 0.99]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("#", "#"),
+        (" # ", "#"),
+        ("010", "010"),
+        ("12:30", "12:30"),
+        ("-1:30.5", "-1:30.5"),
+        ("[010, 8]", ["010", 8]),
+        ("1_000", 1000),
+        ("0x1f", 31),
+        ("-0.5", -0.5),
+        ("1e3", 1000.0),
+        ("0 # or 6", 0),
+        ("~", None),
+    ],
+)
+def test_values_that_yaml_would_read_as_others(tmp_path: Path, text: str, value: Any) -> None:
+    content: dict[str, Any] = {}
+    apply_override(content, f"a={text}")
+    assert content == {"a": value}
+    if "#" not in text:
+        (tmp_path / "a.yaml").write_text(f"a: {text}")
+        assert read_yaml(tmp_path / "a.yaml") == content
+
+
 @pytest.mark.parametrize("text", ["train.steps", "=3", "train..steps=3", "a.b={", "name=2024-02-30"])
 def test_broken_override(text: str) -> None:
     with pytest.raises(UserError, match="--set"):
@@ -310,6 +338,19 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CORPUS", "books")
     recipe = load_recipe({**MINIMAL, "data": {"text": ["$CORPUS/*.txt", "b.txt"]}})
     assert recipe.data.text == [str(tmp_path / "books/*.txt"), str(tmp_path / "b.txt")]
+
+
+def test_a_pattern_in_a_folder_with_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "[p]" / "data"
+    folder.mkdir(parents=True)
+    for name in ("a.txt", "b[1].txt"):
+        (folder / name).write_text(name)
+    monkeypatch.chdir(folder.parent)
+    recipe = load_recipe({**MINIMAL, "data": {"text": ["data/*.txt", "data/b[1].txt"]}})
+    assert missing_files(recipe) == []
+    assert load_recipe(recipe).data.text == recipe.data.text
+    assert recipe.data.text is not None
+    assert expand(recipe.data.text, "data.text") == [folder / "a.txt", folder / "b[1].txt", folder / "b[1].txt"]
 
 
 def test_differences_name_the_keys() -> None:

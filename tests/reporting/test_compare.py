@@ -44,7 +44,7 @@ def test_rows_compare_with_the_first_run(pair: list[Run]) -> None:
     assert loss.changes == (f"{difference:+.4f}",)
     assert loss.better == (difference < 0,)
     assert "accuracy" not in rows
-    assert "energy (J)" not in rows
+    assert "energy, first process (J)" not in rows
 
 
 def test_table_of_two_has_a_last_column_with_the_change(pair: list[Run]) -> None:

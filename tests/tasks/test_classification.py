@@ -155,6 +155,7 @@ def test_baselines(tmp_path: Path) -> None:
     assert set(figures) == {"majority_accuracy", "hypothesis_only_accuracy"}
     assert figures["hypothesis_only_accuracy"] > 0.95
     assert 0.1 < figures["majority_accuracy"] < 0.6
+    assert set(task.baselines(data, max_samples=1).values()) <= {0.0, 1.0}, "of one document"
     only_first = FIELDS | {"pair": None}
     figures = task.baselines(task.prepare(DataSection(jsonl=pairs(tmp_path), fields=only_first, heldout=0.2), seed=0))
     assert set(figures) == {"majority_accuracy", "bag_of_words_accuracy"}

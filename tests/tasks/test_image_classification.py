@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from scantling.data.images import ImageSet
-from scantling.data.loader import EVALUATION
+from scantling.data.loader import EVALUATION, spread
 from scantling.recipe.schema import DataSection
+from scantling.tasks import baselines
 from scantling.tasks.base import TaskData
 from scantling.tasks.image_classification import ImageClassification, PixelBatches
-from tests.images import images_recipe
+from tests.images import images_recipe, write_npz
 
 TASK = ImageClassification()
 
@@ -93,6 +94,26 @@ def test_baselines(tmp_path: Path) -> None:
     assert figures["class_mean_accuracy"] > 0.95
     most = np.bincount(data.train.labels).argmax()
     assert figures["majority_accuracy"] == float((data.heldout.labels == most).mean())
+
+
+@pytest.mark.parametrize("most", [None, 7])
+def test_class_means_of_few_pixels_at_a_time(tmp_path: Path, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are those of the differences themselves, to the images that the evaluation takes."""
+    write_npz(tmp_path / "images.npz", 60)
+    images = np.load(tmp_path / "images.npz")
+    noise = np.random.default_rng(1).permutation(images["labels"])  # or nearly all answers were right
+    np.savez(tmp_path / "images.npz", images=images["images"], labels=noise)
+    data = prepared(tmp_path)
+    assert isinstance(data.heldout, ImageSet)
+    pixels = np.stack([data.train[n].pixels for n in range(len(data.train))]).astype(np.float64)
+    means = [pixels[data.train.labels == label].mean(0) for label in range(3)]
+    evaluated = [data.heldout[n] for n in spread(len(data.heldout), most)]
+    distances = [[((item.pixels - mean) ** 2).sum() for mean in means] for item in evaluated]
+    labels = [item.label for item in evaluated]
+    monkeypatch.setattr(baselines, "PIXELS", 200)
+    figures = TASK.baselines(data, max_samples=most)
+    assert figures["class_mean_accuracy"] == np.mean(np.argmin(distances, axis=1) == labels)
+    assert figures["majority_accuracy"] == np.mean(np.array(labels) == np.bincount(data.train.labels).argmax())
 
 
 def test_the_configuration_comes_from_the_data(tmp_path: Path) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from scantling.errors import UserError
+from scantling.training import checkpoint
 from scantling.training.checkpoint import (
     Checkpointer,
     State,
@@ -24,7 +28,8 @@ from scantling.training.checkpoint import (
     optimizer_state,
     rng_state,
 )
-from scantling.training.distributed import Place
+from scantling.training.distributed import _MET, Place
+from tests import processes
 
 ALONE = Place(0, 1, torch.device("cpu"))
 
@@ -80,6 +85,39 @@ def test_keeps_the_newest_k(tmp_path: Path) -> None:
         saver.save(step, State({"x": torch.arange(step)}))
     assert saver.steps() == [15, 10]
     assert saver.newest() == tmp_path / "step-15"
+
+
+def test_what_a_kill_tore_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    torn = tmp_path / "step-3.tmp"
+    torn.mkdir()
+    (torn / "__0_0.distcp").write_bytes(b"half")
+    Checkpointer(tmp_path, ALONE).save(5, State({"x": torch.arange(5)}))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+
+
+def slow_sums(folder: Path) -> None:
+    """The first process sums a file only once the other waits where no collective's timeout ends it."""
+    place = Place(dist.get_rank(), 2, torch.device("cpu"))
+    store, digest = dist.distributed_c10d._get_default_store(), checkpoint._digest
+
+    def summed(path: Path) -> dict[str, Any]:
+        until = time.monotonic() + 60
+        while store.add(f"{_MET}1", 0) <= store.add(f"{_MET}0", 0):
+            assert time.monotonic() < until, "the other process waits in a collective"
+            time.sleep(0.01)
+        return digest(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_digest", summed)
+        saver = Checkpointer(folder, place)
+        assert saver.newest() is None
+        saver.save(1, State({"x": torch.arange(5)}))
+        assert saver.newest() == folder / "step-1"
+
+
+@pytest.mark.dist
+def test_processes_wait_for_the_sums_of_large_files(tmp_path: Path) -> None:
+    processes.run(2, slow_sums, tmp_path)
 
 
 def test_a_new_checkpoint_outlives_damaged_ones_of_later_steps(tmp_path: Path) -> None:

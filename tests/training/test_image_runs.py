@@ -14,7 +14,8 @@ import torch
 import scantling as sc
 from scantling.cli import run as run_cli
 from scantling.training.checkpoint import load_tensors
-from scantling.training.trained import load_trained
+from scantling.training.rundir import RunDir
+from scantling.training.trained import evaluate_run, load_trained
 from tests.images import image_arrays, images_recipe
 from tests.runs import records, scantling, write_recipe
 
@@ -49,6 +50,15 @@ def test_eval_gives_what_the_run_recorded(trained: Path, capsys: pytest.CaptureF
     for key in ("eval_loss", "accuracy"):
         assert figures[key] == pytest.approx(last[key], rel=1e-6), key
     assert figures["majority_accuracy"] < 0.5 < figures["class_mean_accuracy"]
+
+
+def test_eval_answers_no_more_images_than_the_recipe_says(trained: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    recipe = RunDir(run).stored_recipe().model_dump(mode="json")
+    write_recipe(run / "recipe.yaml", recipe | {"train": recipe["train"] | {"eval_samples": 3}})
+    figures = evaluate_run(run)
+    for key in ("accuracy", "majority_accuracy", "class_mean_accuracy"):
+        assert float(figures[key]) * 3 == pytest.approx(round(float(figures[key]) * 3)), key
 
 
 def test_an_exported_folder_takes_raw_images(trained: Path, tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ import torch
 
 import scantling as sc
 from scantling.cli import run as run_cli
+from scantling.errors import RecipeError
+from scantling.recipe import Recipe
+from scantling.training.run import resolve
 from scantling.training.rundir import RunDir
 from tests.runs import command, records, tiny_recipe, write_recipe
 
@@ -43,6 +46,18 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], lis
     recipe = tiny_recipe(folder)
     sc.train(recipe, run_dir=folder / "run")
     return recipe, losses(folder / "run")
+
+
+def test_sections_are_taken_as_they_are(tmp_path: Path) -> None:
+    def resolved(**sections: dict[str, Any]) -> Recipe:
+        return resolve(tiny_recipe(tmp_path), None, resume=False, settings=["train.steps=7"], overrides=sections)[0]
+
+    text = str(tmp_path / "\U0001f600\x7f# 010.txt")
+    recipe = resolved(data={"text": [Path("a.txt"), text]}, train={"warmup": 3e-5})
+    assert recipe.data.text == [str(Path("a.txt").absolute()), text]
+    assert (recipe.train.steps, recipe.train.warmup) == (7, 3e-5)
+    with pytest.raises(RecipeError, match=r"train\.steps"):
+        resolved(train={"steps": object()})
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def prepare_clicks(
         "heldout_by": "files" if held_store is not None else "row" if held else None,
         "features": features.facts(),
         "cache": str(entry.path),
-        "fingerprint": entry.path.name,
+        "fingerprint": entry.path.name if held_store is None else fingerprint([entry.path.name, held_store.content]),
     }
     return PreparedClicks(features, store, held_store, train, heldout, info)
 

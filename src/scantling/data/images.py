@@ -110,6 +110,7 @@ def prepare_images(
     sides = split(found, heldout=share, max_bytes=None, seed=seed, name=source.name, unit="image")
     labels = label_set(section, found, sides, source.name)
     heldout, held_by, seen = None, None, 0
+    facts = ["images", FORMAT, found.content, shape, fingerprint_array(sides), labels]
     if (sides == HELDOUT).any():
         heldout, held_by = _chosen(path, shape, found, sides == HELDOUT, labels), "image"
     if section.validation is not None:
@@ -118,6 +119,7 @@ def prepare_images(
         check_labels(labels, held_found, held_source.name)
         held_sides = all_of(held_found, HELDOUT)
         heldout, held_by = _chosen(held_path, shape, held_found, held_sides == HELDOUT, labels), "files"
+        facts.append(held_found.content)
         seen = int(np.isin(held_found.digests, found.digests).sum())
         if seen:
             logger.warning("%d of %d held-out images are also among the training images", seen, len(held_found))
@@ -130,7 +132,7 @@ def prepare_images(
         "heldout_seen": seen,
         "shape": list(shape),
         "cache": str(path),
-        "fingerprint": fingerprint(["images", FORMAT, found.content, shape, fingerprint_array(sides), labels]),
+        "fingerprint": fingerprint(facts),
     }
     return PreparedImages(train, heldout, labels, info)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
@@ -157,6 +158,12 @@ def _load_here(dataset: Dataset, collate: Collate, keys: Any, *, pin_memory: boo
         yield batch.pin_memory() if pin_memory else batch
 
 
+def spread(size: int, most: int | None) -> npt.NDArray[np.int64]:
+    """At most so many of the numbers 0 .. size-1, spread evenly; None for all."""
+    count = size if most is None else min(most, size)
+    return np.arange(count) * size // count
+
+
 def eval_batches(
     dataset: Dataset,
     collate: Collate,
@@ -178,8 +185,7 @@ def eval_batches(
         max_samples: use only so many samples, spread evenly over the dataset.
         workers: processes that make batches.
     """
-    count = len(dataset) if max_samples is None else min(max_samples, len(dataset))
-    indices = (np.arange(count) * len(dataset) // count)[rank::world_size].tolist()
+    indices = spread(len(dataset), max_samples)[rank::world_size].tolist()
     parts = [indices[at : at + batch_size] for at in range(0, len(indices), batch_size)]
     keys = [[(EVALUATION, index) for index in part] for part in parts]
     return _load(dataset, collate, keys, workers=workers, pin_memory=False)

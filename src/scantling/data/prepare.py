@@ -93,12 +93,13 @@ def prepare(
     train = open_store(entry, "train", meta)
     heldout = open_store(entry, "heldout", meta) if (sides == HELDOUT).any() else None
     held_by = "document" if heldout is not None else None
-    seen = 0
+    content, seen = entry.name, 0
     if held_source is not None:
         held_found = scan(held_source, cache, progress)
         check_labels(labels, held_found, held_source.name)
         held_entry, held_meta = maker.entry(held_source, held_found, all_of(held_found, HELDOUT))
         heldout, held_by = open_store(held_entry, "heldout", held_meta), "files"
+        content = fingerprint([entry.name, held_entry.name])
         seen = int(np.isin(held_found.digests[held_found.sizes > 0], found.digests[sides == TRAIN]).sum())
         if seen:
             logger.warning(
@@ -112,7 +113,7 @@ def prepare(
         "heldout_seen": seen,
         "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint},
         "cache": str(entry),
-        "fingerprint": entry.name,
+        "fingerprint": content,
     }
     return Prepared(tokenizer, train, heldout, labels or None, info)
 

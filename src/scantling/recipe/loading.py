@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -24,12 +25,15 @@ from scantling.recipe.schema import DIGITS, Recipe
 RecipeLike = Recipe | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def load_recipe(source: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    source: RecipeLike, overrides: Sequence[str] = (), *, sections: Mapping[str, Mapping[str, Any]] | None = None
+) -> Recipe:
     """Read, override and check a recipe.
 
     Args:
         source: a `Recipe`, a mapping, or the path of a YAML file.
         overrides: texts `a.b=c`; the value is read as YAML.
+        sections: keys to change by section, after the overrides; the values are taken as they are.
 
     Returns:
         The recipe with every path in it made absolute.
@@ -52,6 +56,9 @@ def load_recipe(source: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
         content.setdefault("name", path.stem)
     for override in overrides:
         apply_override(content, override)
+    for section, keys in (sections or {}).items():
+        for key, value in keys.items():
+            set_key(content, [section, *key.split(".")], _plain(value))
     return check_recipe(content, name)
 
 
@@ -84,8 +91,18 @@ def read_yaml(path: Path, kind: str = "recipe", keys: str = "model, data and tra
     return content
 
 
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that reads `1e-3` as a number (YAML 1.1 does not) and refuses a key given twice."""
+    """Safe YAML that reads `1e-3` as a number (YAML 1.1 does not), `010` and `12:30` as text (YAML 1.1: 8 and 750), and
+    refuses a key given twice.
+    """
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        is_old = tag in (_INT, _FLOAT) and (":" in value or re.fullmatch(r"[-+]?0[0-7_]+", value))
+        return "tag:yaml.org,2002:str" if is_old else tag
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -96,21 +113,24 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 _StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    __import__("re").compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    _FLOAT,
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+0123456789."),
 )
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
-    """Set one dotted key of `content` in place from the text `a.b=value`; the value is YAML, `null` included."""
+    """Set one dotted key of `content` in place from the text `a.b=value`; the value is YAML, `null` included.
+
+    What YAML would read as an alias or as nothing but a comment is a pattern of files, or text, here.
+    """
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
     if not separator or not all(parts):
         raise UserError(f"--set takes key=value, such as train.steps=100; given '{override}'")
     try:
-        glob = text.lstrip().startswith("*")  # an alias in YAML, a pattern of files here
-        value = text.strip() if glob else yaml.load(text, Loader=_StrictLoader) if text.strip() else None  # noqa: S506
+        plain = text.lstrip().startswith(("*", "#"))
+        value = text.strip() if plain else yaml.load(text, Loader=_StrictLoader) if text.strip() else None  # noqa: S506
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"--set {override}: the value is not valid YAML: {error}") from None
     set_key(content, parts, value)
@@ -167,6 +187,8 @@ def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_unset=True)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -261,6 +283,8 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
         path = local(value)
         if must_exist and not path.exists():
             return value
+        if glob.has_magic(str(path)) and not path.exists():  # a pattern, which must match the folder as it is written
+            return os.path.normpath(Path(glob.escape(os.getcwd())) / path)
         return os.path.abspath(path)
 
     data, model = content["data"], content["model"]

@@ -284,7 +284,7 @@ class CommSection(Section):
     """allreduce: whether some parameters may get no gradient in a step, which is looked for in each: a model that has
     such ones is refused otherwise."""
     timeout: float = Field(default=300.0, gt=0.0, le=1e7)
-    """Seconds that processes wait for each other in a step; for the data of one that is not ready they wait longer."""
+    """Seconds that processes wait for each other in a step; for data and the sums of a checkpoint they wait longer."""
     topk: int = Field(default=32, ge=1)
     """demo: components sent of a block of chunk x chunk."""
     chunk: int = Field(default=64, ge=1, le=4096)

@@ -73,7 +73,7 @@ FIGURES = (
     Figure("accuracy", "accuracy", _percent, _percentage_points, lower_is_better=False),
     Figure("AUC", "auc", format_decimal, format_difference, lower_is_better=False),
     Figure("normalized entropy", "normalized_entropy", format_decimal, format_difference),
-    Figure("energy (J)", "energy_j", format_number),
+    Figure("energy, first process (J)", "energy_j", format_number),
 )
 """What is compared, in this order; a line that no run has a value for is left out."""
 

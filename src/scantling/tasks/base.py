@@ -146,8 +146,13 @@ class Task(ABC):
         """Further figures, from the `LossSums.outputs` of a dataset, each (examples,)."""
         return {}
 
-    def baselines(self, data: TaskData) -> dict[str, float]:
-        """What trivial answers reach on the held-out data; empty where none is known."""
+    def baselines(self, data: TaskData, *, max_samples: int | None = None) -> dict[str, float]:
+        """What trivial answers reach on the held-out data; empty where none is known.
+
+        Args:
+            data: what was prepared.
+            max_samples: answer only so many examples, those of `eval_batches`; of clicks, all count.
+        """
         return {}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,8 @@ WEIGHTS = 1 << 24
 """Most weights, buckets times labels, unless there are very many labels."""
 TRAIN_DOCUMENTS = 50_000
 """Most training documents used, chosen by hash."""
+PIXELS = 1 << 24
+"""Most numbers of held-out images that are compared at a time, unless a single one has more."""
 EPOCHS = 3
 BATCH = 256
 LR = 0.1
@@ -40,7 +43,13 @@ def majority_accuracy(train: npt.NDArray[np.int64], heldout: npt.NDArray[np.int6
 
 
 def bag_accuracy(
-    train: LabelledDataset, heldout: LabelledDataset, tokenizer: Tokenizer, *, num_labels: int, seed: int = 0
+    train: LabelledDataset,
+    heldout: LabelledDataset,
+    tokenizer: Tokenizer,
+    *,
+    num_labels: int,
+    chosen: npt.NDArray[np.int64],
+    seed: int = 0,
 ) -> float:
     """Accuracy of logistic regression on the hashed words and bigrams of one text, of pairs the second; by Adagrad.
 
@@ -49,6 +58,7 @@ def bag_accuracy(
         heldout: documents to answer.
         tokenizer: what made their ids.
         num_labels: size of the label set.
+        chosen: numbers of the held-out documents that are answered.
         seed: decides the order of learning.
     """
     size = min(FEATURES, max(1 << 10, WEIGHTS // num_labels))
@@ -71,15 +81,17 @@ def bag_accuracy(
             bias_squares += error.sum(0) ** 2
             bias -= LR * error.sum(0) / np.sqrt(bias_squares)
     correct, labels = 0, heldout.labels()
-    for at in range(0, len(heldout), BATCH):
-        numbers = range(at, min(at + BATCH, len(heldout)))
-        batch = _Bags([_features(heldout, number, tokenizer, size) for number in numbers])
-        correct += int((batch.scores(weights, bias).argmax(1) == labels[at : at + BATCH]).sum())
-    return correct / len(heldout)
+    for at in range(0, len(chosen), BATCH):
+        numbers = chosen[at : at + BATCH]
+        batch = _Bags([_features(heldout, int(number), tokenizer, size) for number in numbers])
+        correct += int((batch.scores(weights, bias).argmax(1) == labels[numbers]).sum())
+    return correct / len(chosen)
 
 
 def class_mean_accuracy(train: ImageSet, heldout: ImageSet, *, num_labels: int, seed: int = 0) -> float:
     """Accuracy of answering the class whose mean training image is the closest, by the squares of the differences.
+
+    Of |p - m|^2 = |p|^2 - 2 p m + |m|^2 the first term is the same for all classes.
 
     Args:
         train: images to take the means of.
@@ -88,15 +100,19 @@ def class_mean_accuracy(train: ImageSet, heldout: ImageSet, *, num_labels: int, 
         seed: decides which training images are used where there are many.
     """
     chosen = permutation(len(train), key64("means", seed))[:TRAIN_DOCUMENTS]
-    sums, counts = np.zeros((num_labels, *train.shape)), np.zeros(num_labels)
+    means, counts = np.zeros((num_labels, prod(train.shape))), np.zeros(num_labels)
     for index in chosen:
         pixels, label = train[int(index)]
-        sums[label] += pixels
+        means[label] += pixels.ravel()
         counts[label] += 1
-    means = sums / np.maximum(counts, 1)[:, None, None, None]
-    distances = (((means - pixels) ** 2).sum((1, 2, 3)) for pixels, _ in map(heldout.__getitem__, range(len(heldout))))
-    answers = [np.where(counts > 0, distance, np.inf).argmin() for distance in distances]
-    return float((np.array(answers) == heldout.labels).mean())
+    means /= np.maximum(counts, 1)[:, None]
+    squares = np.where(counts > 0, np.einsum("cp,cp->c", means, means), np.inf)
+    correct, step = 0, max(1, PIXELS // prod(train.shape))
+    for at in range(0, len(heldout), step):
+        numbers = range(at, min(at + step, len(heldout)))
+        images = np.stack([heldout[number].pixels.ravel() for number in numbers]).astype(np.float64)
+        correct += int(((squares - 2 * (images @ means.T)).argmin(1) == heldout.labels[at : at + step]).sum())
+    return correct / len(heldout)
 
 
 def _features(dataset: LabelledDataset, index: int, tokenizer: Tokenizer, size: int) -> npt.NDArray[np.int64]:

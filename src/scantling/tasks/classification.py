@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from scantling.data.batch import Batch
-from scantling.data.loader import Numbered
+from scantling.data.loader import Numbered, spread
 from scantling.data.prepare import prepare
 from scantling.data.progress import Progress
 from scantling.data.store import MappedArray, TokenStore
@@ -149,7 +149,7 @@ class Classification(Task):
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
         return {"eval_loss": mean_loss(sums), "accuracy": sums["correct"] / sums["targets"]}
 
-    def baselines(self, data: TaskData) -> dict[str, float]:
+    def baselines(self, data: TaskData, *, max_samples: int | None = None) -> dict[str, float]:
         """`majority_accuracy`, and `hypothesis_only_accuracy` for pairs or `bag_of_words_accuracy` for single texts."""
         from scantling.tasks.baselines import bag_accuracy, majority_accuracy
 
@@ -157,7 +157,8 @@ class Classification(Task):
         if not isinstance(train, LabelledDataset) or not isinstance(heldout, LabelledDataset) or data.tokenizer is None:
             return {}
         name = "hypothesis_only_accuracy" if train.has_pairs else "bag_of_words_accuracy"
+        chosen = spread(len(heldout), max_samples)
         return {
-            "majority_accuracy": majority_accuracy(train.labels(), heldout.labels()),
-            name: bag_accuracy(train, heldout, data.tokenizer, num_labels=len(data.labels or [])),
+            "majority_accuracy": majority_accuracy(train.labels(), heldout.labels()[chosen]),
+            name: bag_accuracy(train, heldout, data.tokenizer, num_labels=len(data.labels or []), chosen=chosen),
         }

@@ -129,7 +129,7 @@ class ClickPrediction(Task):
         area = auc(outputs["scores"], outputs["labels"])
         return {} if area is None else {"auc": area}
 
-    def baselines(self, data: TaskData) -> dict[str, float]:
+    def baselines(self, data: TaskData, *, max_samples: int | None = None) -> dict[str, float]:
         """Of the one probability that is the share of clicks in the training rows: `base_rate_loss`, accuracy."""
         train, held = data.info["train"], data.info["heldout"]
         if held is None:

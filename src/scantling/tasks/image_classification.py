@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ import torch
 from scantling.data.batch import Batch
 from scantling.data.hashing import key64, uniform
 from scantling.data.images import ImageSet, prepare_images
-from scantling.data.loader import EVALUATION, Numbered
+from scantling.data.loader import EVALUATION, Numbered, spread
 from scantling.data.progress import Progress
 from scantling.files import write_json
 from scantling.recipe.schema import DIGITS, DataSection
@@ -122,13 +122,15 @@ class ImageClassification(Task):
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
         return {"eval_loss": mean_loss(sums), "accuracy": sums["correct"] / sums["targets"]}
 
-    def baselines(self, data: TaskData) -> dict[str, float]:
+    def baselines(self, data: TaskData, *, max_samples: int | None = None) -> dict[str, float]:
         """`majority_accuracy`, and `class_mean_accuracy`: that of the class whose mean image is the closest."""
         from scantling.tasks.baselines import class_mean_accuracy, majority_accuracy
 
         train, heldout = data.train, data.heldout
         if not isinstance(train, ImageSet) or not isinstance(heldout, ImageSet):
             return {}
+        chosen = spread(len(heldout), max_samples)
+        heldout = replace(heldout, numbers=heldout.numbers[chosen], labels=heldout.labels[chosen])
         return {
             "majority_accuracy": majority_accuracy(train.labels, heldout.labels),
             "class_mean_accuracy": class_mean_accuracy(train, heldout, num_labels=len(data.labels or [])),

@@ -86,6 +86,7 @@ class Checkpointer:
             problem = next((p for p in self.place.gather(problem) if p), None)
         if problem is None:
             outcome = _attempt(lambda: self._publish(step, state, aside, target)) if self.place.is_main else None
+            self.place.meet()  # the sums of large files take longer than a collective may
             problem = self.place.share(outcome)
         if problem is not None:
             if self.place.is_main:
@@ -131,7 +132,8 @@ class Checkpointer:
     def newest(self) -> Path | None:
         """The newest checkpoint that is whole; each damaged one that is passed over is a warning.
 
-        Collective: one broadcast, so that all ranks take the same.
+        Collective: one broadcast, so that all ranks take the same. They wait for rank 0, which reads whole files, as
+        long as for data.
         """
         found: Path | None = None
         if self.place.is_main:
@@ -142,6 +144,7 @@ class Checkpointer:
                     found = path
                     break
                 logger.warning("checkpoint %s is damaged (%s); trying the one before", path, problem)
+        self.place.meet()
         result: Path | None = self.place.share(found)
         return result
 
@@ -442,8 +445,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _fresh_folder(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+    """Make a folder anew for one checkpoint, and remove what others left that a kill tore."""
+    for torn in folder.parent.glob("step-*.tmp"):
+        shutil.rmtree(torn, ignore_errors=torn != folder)
     folder.mkdir(parents=True)
 
 

@@ -26,7 +26,7 @@ DEVICES = ("auto", "cpu", "cuda")
 TIMEOUT_S = 300.0
 """How long a collective may take."""
 PREPARATION_S = 6 * 3600.0
-"""How long processes wait for one that still prepares its data."""
+"""How long processes wait for one that still prepares its data, or sums up a checkpoint."""
 _MET, _ENDED = "scantling/met/", "scantling/ended/"
 """What notes in the store begin with: how often a rank has met the others, and that it ended with an error."""
 
@@ -85,8 +85,8 @@ class Place:
             raise
         except RuntimeError as error:
             raise SilentPeerError(
-                "the process that holds the store of the group, in general rank 0, ended while others prepared their "
-                f"data ({str(error).splitlines()[0]}); what it says is the reason"
+                "the process that holds the store of the group, in general rank 0, ended while others waited "
+                f"for each other ({str(error).splitlines()[0]}); what it says is the reason"
             ) from error
 
     def _meet(self, store: Any, within_s: float) -> None:

@@ -52,7 +52,10 @@ def _status_bytes(field: str) -> int:
 
 
 class EnergyMeter:
-    """Energy since the meter was made, from NVML (GPU) or RAPL (CPU package), or None where neither can be read."""
+    """Energy since the meter was made, from NVML (GPU) or RAPL (CPU package), or None where neither can be read.
+
+    It is that of one GPU or of one machine: other GPUs and machines of a run are not in it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.source: str | None = None

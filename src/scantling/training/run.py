@@ -5,7 +5,6 @@ recipe → validate → data → plan → model → optimizer and exchange → l
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
@@ -150,8 +149,7 @@ def resolve(
         run_dir, recipe = folder, RunDir(folder).stored_recipe()
     elif resume and run_dir is None:
         raise UserError("to resume, give the run directory: scantling train RUN_DIR --resume")
-    texts = [*settings, *(f"{s}.{k}={json.dumps(v)}" for s, keys in overrides.items() for k, v in keys.items())]
-    return load_recipe(recipe, texts), run_dir
+    return load_recipe(recipe, settings, sections=overrides), run_dir
 
 
 def _of_restart(run_dir: Path | None, *, resume: bool, force: bool) -> tuple[bool, bool]:

@@ -110,4 +110,5 @@ def evaluate_run(run_dir: str | Path, *, device: str | None = None) -> dict[str,
         UserError: there is no such run, or it holds nothing out.
     """
     with opened(run_dir, device=device) as run:
-        return {"step": run.step, **run.evaluate(), **run.task.baselines(run.data)}
+        baselines = run.task.baselines(run.data, max_samples=run.recipe.train.eval_samples)
+        return {"step": run.step, **run.evaluate(), **baselines}
