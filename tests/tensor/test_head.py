@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scantling as sc
+from scantling.errors import UserError
 from scantling.tensor.head import TTMHead
 
 
@@ -118,6 +119,12 @@ def test_it_moves_with_the_table() -> None:
     assert model.head(torch.randn(3, 12, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert (model.head.in_features, model.head.out_features) == (12, 50)
     assert model.head.weight.shape == (50, 12)
+
+
+def test_a_head_apart_from_its_table_is_refused() -> None:
+    model = Tied()
+    with pytest.raises(UserError, match=r"on cpu, its input is on meta; .* where its embedding is"):
+        model.head(torch.randn(3, 12, device="meta"))
 
 
 def test_to_dense() -> None:

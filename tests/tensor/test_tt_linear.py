@@ -231,7 +231,10 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_layer_without_memory_gives_shapes() -> None:
-    assert TTLinear(64, 48, 4, device="meta")(torch.zeros(3, 64, device="meta")).shape == (3, 48)
+    layer = TTLinear(64, 48, 4, device="meta")
+    assert layer(torch.zeros(3, 64, device="meta")).shape == (3, 48)
+    with pytest.raises(UserError, match="the cores of this layer are on meta, its input is on cpu"):
+        layer(torch.zeros(3, 64))
 
 
 def test_from_dense_needs_to_know_how_far() -> None:

@@ -194,8 +194,10 @@ class TTMEmbedding(CoreLayer):
             IndexError: an id below 0 or not below `num_embeddings`; a RuntimeError in compiled code, and on a GPU a
                 device-side assertion.
             RuntimeError: more distinct ids than the capacity.
+            UserError: what `check_input` refuses.
         """
         ids = input  # which is its name where `nn.Embedding` is called by keyword
+        self.check_input(ids)
         _check_ids(ids, self.num_embeddings)
         distinct, inverse = self._distinct(ids)
         rows = self.rows(distinct)
@@ -224,7 +226,11 @@ class TTMEmbedding(CoreLayer):
 
         Returns:
             The logits, (..., num_embeddings).
+
+        Raises:
+            UserError: what `check_input` refuses.
         """
+        self.check_input(hidden)
         flat = hidden.reshape(-1, self.embedding_dim)
         flat = flat if self.formats is None else self.formats.input(flat)
         flat = nn.functional.pad(flat, (0, prod(self.col_modes) - self.embedding_dim))
@@ -379,6 +385,7 @@ class TTMEmbeddingBag(TTMEmbedding):
             (bags, embedding_dim).
         """
         ids = input
+        self.check_input(ids)
         _check_ids(ids, self.num_embeddings)
         distinct, inverse = self._distinct(ids)
         rows = self.rows(distinct)

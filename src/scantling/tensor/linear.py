@@ -169,11 +169,12 @@ class TTLinear(CoreLayer):
         """y = x W + bias: (..., in_features) to (..., out_features).
 
         Raises:
-            UserError: another width of x.
+            UserError: another width of x, or what `check_input` refuses.
         """
         x = input  # which is its name where `nn.Linear` is called by keyword
         if x.shape[-1] != self.in_features:
             raise UserError(f"this layer takes {self.in_features} features; given x of the shape {tuple(x.shape)}")
+        self.check_input(x)
         flat = x if x.ndim == 2 else x.reshape(-1, self.in_features)
         flat = flat if self.formats is None else self.formats.input(flat)
         padding = prod(self.in_modes) - self.in_features
