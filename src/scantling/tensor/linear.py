@@ -18,7 +18,7 @@ cores are taken one by one, which is done with few tokens only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod, sqrt
+from math import nan, prod, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,8 @@ class TTLinear(CoreLayer):
         one of the cores.
         """
         if torch.compiler.is_compiling():
+            if self.activation is not None:  # there is none, which shows where more than the dtype is read
+                return self.chain[0].new_full((self.out_features, self.in_features), nan)
             return self.dense_weight()  # dropped by the compiler where only the dtype is read
         return LazyWeight(self.dense_weight, (self.out_features, self.in_features), self.cores[0])
 
@@ -199,7 +201,7 @@ class TTLinear(CoreLayer):
         else:
             y = self.formats.output(contract(state, blocks, steps, out_size, multiply=multiply or torch.matmul))
             y = y if bias is None else y + bias.to(y.dtype)
-        y = y[:, : self.out_features]
+        y = y[:, : self.out_features].contiguous()
         return y if x.ndim == 2 else y.view(*x.shape[:-1], self.out_features)
 
     @property
