@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,18 @@ def test_a_compiled_graph_holds_it_whole() -> None:
     layer = layer_of(rank=6, num_modes=3).float()
     x = torch.randn(64, 42)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
+def test_a_model_that_asks_for_the_dtype_compiles_and_one_that_takes_the_weight_gets_nan() -> None:
+    layer = layer_of(rank=6, num_modes=1)
+    x = torch.randn(5, 42)
+
+    def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        made: Callable[[Tensor], Tensor] = torch.compile(function, fullgraph=True, backend="aot_eager")
+        return made
+
+    torch.testing.assert_close(compiled(lambda x: layer(x.to(layer.weight.dtype)))(x), layer(x.double()))
+    assert compiled(lambda x: x.double() @ layer.weight.t())(x).isnan().all()
 
 
 class Block(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scantling as sc
+from scantling.errors import UserError
 from scantling.tensor.head import TTMHead
 
 
@@ -38,6 +39,15 @@ def test_values_and_gradients_are_those_of_a_dense_head(bias: bool, padding_idx:
         strict=True,
     ):
         assert torch.allclose(one, other)
+
+
+class Logits(nn.Module):
+    def __init__(self, table: sc.TTMEmbedding) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.table.logits(hidden)
 
 
 class Largest(TorchDispatchMode):
@@ -74,6 +84,26 @@ def test_many_tokens_compile_whole_with_the_same_gradients() -> None:
     compiled = torch.compile(model.head, fullgraph=True, backend="aot_eager")
     found = [torch.autograd.grad(head(hidden).square().sum(), [*model.parameters()]) for head in (compiled, model.head)]
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_gradients_by_torch_func(tokens: int) -> None:
+    table = sc.TTMEmbedding(400, 32, 4)
+    parameters, hidden = dict(table.named_parameters()), torch.randn(tokens, 32)
+    rows = table._order(tokens, of_head=True)[0].tree == ((0, 1), (2, 3))
+    assert rows == (tokens == 64), "many tokens are multiplied with the rows"
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(Logits(table), {f"table.{n}": p for n, p in parameters.items()}, hidden).sum()
+
+    found = torch.func.grad(loss)(parameters)
+    table.logits(hidden).sum().backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-4)
+    table.zero_grad()
+    torch.func.vmap(table.logits)(hidden.expand(2, -1, -1)).sum().backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(2 * found[name], parameter.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -118,6 +148,12 @@ def test_it_moves_with_the_table() -> None:
     assert model.head(torch.randn(3, 12, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert (model.head.in_features, model.head.out_features) == (12, 50)
     assert model.head.weight.shape == (50, 12)
+
+
+def test_a_head_apart_from_its_table_is_refused() -> None:
+    model = Tied()
+    with pytest.raises(UserError, match=r"on cpu, its input is on meta; .* where its embedding is"):
+        model.head(torch.randn(3, 12, device="meta"))
 
 
 def test_to_dense() -> None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import scantling as sc
+from scantling.errors import UserError
 from scantling.tensor.joint import Joint
 from scantling.tensor.layer import merge_once
 from scantling.tensor.linear import TTLinear
@@ -287,3 +288,19 @@ def test_a_compiled_model_is_whole() -> None:
     x = torch.randn(512, 48)
     compiled = torch.compile(joint, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), alone(x), rtol=1e-4, atol=1e-4)
+
+
+def replica(module: nn.Module) -> nn.Module:
+    """As `nn.DataParallel` makes it: what was a parameter is an attribute."""
+    made: nn.Module = module._replicate_for_data_parallel()
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(made, name, parameter.view_as(parameter))
+    for name, child in module.named_children():
+        setattr(made, name, replica(child))
+    return made
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["joint", "alone"])
+def test_copies_without_cores_say_so(which: int) -> None:
+    with pytest.raises(UserError, match=r"nn\.DataParallel made, which leaves out cores; .*with torchrun"):
+        replica(pair()[which])(torch.randn(500, 48, dtype=torch.float64))

@@ -266,6 +266,29 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
         sc.load(tmp_path / "bert")
 
 
+def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
+    from accelerate import cpu_offload
+
+    model = sc.tensorize(made("llama"), {"*layers*": RANK})
+    model.save_pretrained(tmp_path)
+    places = {"model.layers": "disk", "model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    with pytest.raises(UserError, match=r"model\.layers\.0\..* is made of cores, which cannot be offloaded to disk"):
+        sc.load(tmp_path, device_map={**places, "lm_head": "cpu"})
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(UserError, match="the cores of this layer are on meta, its input is on cpu"):
+        logits(model)
+
+
+def test_a_head_that_is_untied_since_its_base_alone_was_converted_is_not_tied_again(tmp_path: Path) -> None:
+    model = made("llama-tied")
+    sc.tensorize(model.model, RANK)
+    model.model.save_pretrained(tmp_path / "base")  # whose configuration the whole model shares
+    model.save_pretrained(tmp_path / "whole")
+    with pytest.raises(UserError, match=r"without a place in its LlamaForCausalLM, such as lm_head\.weight"):
+        sc.load(tmp_path / "whole")
+    assert type(sc.load(tmp_path / "base")) is type(model.model)
+
+
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 8

@@ -647,6 +647,39 @@ def test_micro_batches_are_one_step() -> None:
     assert adapter.step == 4
 
 
+LARGE_STEPS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "rprop": lambda params: torch.optim.Rprop(params, lr=1.0),
+    "adam": lambda params: torch.optim.Adam(params, lr=5.0),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_STEPS)
+@pytest.mark.parametrize("cut_every", [0, 12])
+def test_the_target_stays_held_however_far_a_step_goes_and_on_to_the_bit(name: str, cut_every: int) -> None:
+    def started(seed: int) -> tuple[Net, RankAdapter, torch.optim.Optimizer]:
+        model = net(seed)
+        adapter = RankAdapter(model, size_target=0.5, steps=10)
+        controls = [param for param_name, param in model.named_parameters() if "controls" in param_name]
+        optimizer = LARGE_STEPS[name](controls)
+        others = [param for param_name, param in model.named_parameters() if "controls" not in param_name]
+        optimizer.add_param_group({"params": others, "lr": 1e-4})
+        return model, adapter, optimizer
+
+    model, adapter, optimizer = started(0)
+    steps(model, adapter, optimizer, range(15), cut_every)
+    saved = copy.deepcopy((adapter.state_dict(), model.state_dict(), optimizer.state_dict()))
+    for number in range(15, 40):
+        steps(model, adapter, optimizer, range(number, number + 1), cut_every)
+        assert adapter.size() == pytest.approx(adapter.target, rel=0.01)
+
+    again, resumed, stepped = started(5)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    stepped.load_state_dict(saved[2])
+    steps(again, resumed, stepped, range(15, 40), cut_every)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
+
+
 class Plain(torch.optim.Optimizer):
     """SGD that writes through `.data`, as many optimizers of papers do: version counters do not see it."""
 

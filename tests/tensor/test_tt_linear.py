@@ -93,6 +93,22 @@ def test_gradients_go_through_the_weight() -> None:
     assert all(core.grad is not None and core.grad.any() for core in layer.cores)
 
 
+def test_a_copy_of_the_weight_is_a_matrix_of_its_own() -> None:
+    layer = TTLinear(16, 32, rank=4)
+    weight = copy.deepcopy(layer.weight)
+    assert torch.equal(weight, layer.dense_weight())
+    assert weight.is_leaf
+    assert weight.requires_grad
+
+
+@pytest.mark.parametrize("lead", [(3,), (2, 3), (2, 300)], ids=str)
+def test_outputs_are_contiguous_where_modes_pad_them(lead: tuple[int, ...]) -> None:
+    assert TTLinear(64, 97, rank=4)(torch.randn(*lead, 64)).is_contiguous()
+    table = sc.TTMEmbedding(97, 13, rank=4)
+    assert table.logits(torch.randn(*lead, 13)).is_contiguous()
+    assert torch.func.vmap(table)(torch.randint(97, (2, *lead))).is_contiguous()
+
+
 @pytest.mark.parametrize("num_tokens", [2, 40])
 def test_gradients_and_their_gradients(num_tokens: int) -> None:
     layer = layer_of((7, 10), {"rank": 3, "num_modes": 2})
@@ -231,7 +247,10 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_layer_without_memory_gives_shapes() -> None:
-    assert TTLinear(64, 48, 4, device="meta")(torch.zeros(3, 64, device="meta")).shape == (3, 48)
+    layer = TTLinear(64, 48, 4, device="meta")
+    assert layer(torch.zeros(3, 64, device="meta")).shape == (3, 48)
+    with pytest.raises(UserError, match="the cores of this layer are on meta, its input is on cpu"):
+        layer(torch.zeros(3, 64))
 
 
 def test_from_dense_needs_to_know_how_far() -> None:

@@ -263,6 +263,13 @@ def test_the_target_holds_where_the_ranks_come_down_until_the_last_step(tmp_path
     assert f"{evaluated[-1]:.4f}" in again.stdout, again.stderr
 
 
+def test_what_is_shut_at_the_end_of_the_schedule_is_removed_then(tmp_path: Path) -> None:
+    tensor = {**ADAPTING, "adapt": 4, "truncate_every": 50}
+    lines = records(sc.train(recipe(tmp_path, tensor=tensor, train={"steps": 6}), run_dir=tmp_path / "run").run_dir)
+    numbers = [line["num_parameters"] for line in lines if "num_parameters" in line]
+    assert numbers[2] == numbers[0] > numbers[3] == numbers[-1]
+
+
 def test_cores_learn_at_their_share_of_the_rate(tmp_path: Path) -> None:
     from scantling.training.checkpoint import read_manifest
 

@@ -248,7 +248,7 @@ class TensorSection(Section):
     adapt: float = Field(default=0.5, gt=0.0, allow_inf_nan=False)
     """When the target is reached: a number of steps, or a share of all steps when at most 1."""
     truncate_every: int = Field(default=50, ge=1)
-    """Steps between removals of ranks that have come to be shut, until the target is reached."""
+    """Steps between removals of ranks that have come to be shut; the last is when the target is reached."""
     adapter: dict[str, Any] = Field(default_factory=dict)
     """Further settings of the adapter, such as `{schedule: paper, gamma: 0.1}`; see `RankOptions`."""
 

@@ -194,12 +194,16 @@ class TTMEmbedding(CoreLayer):
             IndexError: an id below 0 or not below `num_embeddings`; a RuntimeError in compiled code, and on a GPU a
                 device-side assertion.
             RuntimeError: more distinct ids than the capacity.
+            UserError: what `check_input` refuses.
         """
         ids = input  # which is its name where `nn.Embedding` is called by keyword
+        self.check_input(ids)
         _check_ids(ids, self.num_embeddings)
         distinct, inverse = self._distinct(ids)
         rows = self.rows(distinct)
-        return rows.view(*ids.shape, self.embedding_dim) if inverse is None else nn.functional.embedding(inverse, rows)
+        if inverse is None:
+            return rows.contiguous().view(*ids.shape, self.embedding_dim)
+        return nn.functional.embedding(inverse, rows)
 
     def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Ids to look up, 1-D, and for each id given its place among them; None where they are all of them in order."""
@@ -224,7 +228,11 @@ class TTMEmbedding(CoreLayer):
 
         Returns:
             The logits, (..., num_embeddings).
+
+        Raises:
+            UserError: what `check_input` refuses.
         """
+        self.check_input(hidden)
         flat = hidden.reshape(-1, self.embedding_dim)
         flat = flat if self.formats is None else self.formats.input(flat)
         flat = nn.functional.pad(flat, (0, prod(self.col_modes) - self.embedding_dim))
@@ -247,7 +255,7 @@ class TTMEmbedding(CoreLayer):
 
     def _finished(self, values: Tensor, hidden: Tensor) -> Tensor:
         """Logits of all rows, (tokens, padded rows), as those of the rows there are."""
-        values = values[:, : self.num_embeddings]
+        values = values[:, : self.num_embeddings].contiguous()
         if self.padding_idx is not None:
             padding = torch.arange(self.padding_idx, self.padding_idx + 1, device=values.device)
             values = values.index_fill(1, padding, 0.0)
@@ -379,6 +387,7 @@ class TTMEmbeddingBag(TTMEmbedding):
             (bags, embedding_dim).
         """
         ids = input
+        self.check_input(ids)
         _check_ids(ids, self.num_embeddings)
         distinct, inverse = self._distinct(ids)
         rows = self.rows(distinct)
@@ -485,7 +494,7 @@ def _products_by_rows(flat: Tensor, left: Tensor, right: Tensor, most_numbers: i
         return flat @ wide.permute(1, 3, 0, 2).reshape(flat.shape[1], -1).to(flat.dtype)
 
     parts = torch.split(left, rows)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not _is_transformed():
         made = [checkpoint(product, flat, part, right, use_reentrant=False, preserve_rng_state=False) for part in parts]
     else:
         made = [product(flat, part, right) for part in parts]
@@ -517,6 +526,11 @@ def _is_batched(values: Tensor) -> bool:
             return True
         values = torch._C._functorch.get_unwrapped(values)
     return False
+
+
+def _is_transformed() -> bool:
+    """Whether this is within a transform of `torch.func`, in which nothing can be checkpointed."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
 def _check_ids(ids: Tensor, num_embeddings: int) -> None:

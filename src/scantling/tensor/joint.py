@@ -136,7 +136,7 @@ class Joint:
 
 def _are_alike(layers: Sequence[TTLinear]) -> bool:
     """Whether one product can serve all layers."""
-    kinds = {(each.cores[0].dtype, each.cores[0].device, each.is_trainable, each.formats) for each in layers}
+    kinds = {(core.dtype, core.device, each.is_trainable, each.formats) for each in layers for core in each.chain[:1]}
     return len(kinds) == 1 and not any(isinstance(core, DTensor) for each in layers for core in each.cores)
 
 

@@ -114,6 +114,24 @@ class CoreLayer(nn.Module):
         """Elements of each core beside its bonds."""
         return tuple(core.shape[1:-1].numel() for core in self.cores)
 
+    def check_input(self, x: Tensor) -> None:
+        """See that there are cores, and where the input is.
+
+        Raises:
+            UserError: the layer is a copy of `nn.DataParallel`, or x is on another device than the cores.
+        """
+        cores = self.chain
+        if not cores:
+            raise UserError(
+                "this layer is a copy that nn.DataParallel made, which leaves out cores; start one process for each "
+                "GPU, with torchrun, or show one GPU alone to the process (CUDA_VISIBLE_DEVICES)"
+            )
+        if cores[0].device != x.device:
+            raise UserError(
+                f"the cores of this layer are on {cores[0].device}, its input is on {x.device}; layers of cores cannot "
+                "be offloaded, and a tied head computes where its embedding is: give them one device in the device_map"
+            )
+
     @property
     def is_trainable(self) -> bool:
         """Whether the cores take steps, or did until a bond died and nothing was left of them."""

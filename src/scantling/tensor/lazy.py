@@ -61,6 +61,9 @@ class LazyWeight(Tensor):
                 args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda one: one._build(), (args, kwargs))
             return func(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._build().detach().clone().requires_grad_(self.requires_grad)
+
     def _empty(self) -> Tensor:
         """An empty tensor of the same dtype and device, not trained."""
         return torch.empty((), dtype=self.dtype, device=self.device)

@@ -18,7 +18,7 @@ cores are taken one by one, which is done with few tokens only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod, sqrt
+from math import nan, prod, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,8 @@ class TTLinear(CoreLayer):
         one of the cores.
         """
         if torch.compiler.is_compiling():
+            if self.activation is not None:  # there is none, which shows where more than the dtype is read
+                return self.chain[0].new_full((self.out_features, self.in_features), nan)
             return self.dense_weight()  # dropped by the compiler where only the dtype is read
         return LazyWeight(self.dense_weight, (self.out_features, self.in_features), self.cores[0])
 
@@ -169,11 +171,12 @@ class TTLinear(CoreLayer):
         """y = x W + bias: (..., in_features) to (..., out_features).
 
         Raises:
-            UserError: another width of x.
+            UserError: another width of x, or what `check_input` refuses.
         """
         x = input  # which is its name where `nn.Linear` is called by keyword
         if x.shape[-1] != self.in_features:
             raise UserError(f"this layer takes {self.in_features} features; given x of the shape {tuple(x.shape)}")
+        self.check_input(x)
         flat = x if x.ndim == 2 else x.reshape(-1, self.in_features)
         flat = flat if self.formats is None else self.formats.input(flat)
         padding = prod(self.in_modes) - self.in_features
@@ -198,7 +201,7 @@ class TTLinear(CoreLayer):
         else:
             y = self.formats.output(contract(state, blocks, steps, out_size, multiply=multiply or torch.matmul))
             y = y if bias is None else y + bias.to(y.dtype)
-        y = y[:, : self.out_features]
+        y = y[:, : self.out_features].contiguous()
         return y if x.ndim == 2 else y.view(*x.shape[:-1], self.out_features)
 
     @property

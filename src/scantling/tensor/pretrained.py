@@ -99,6 +99,8 @@ class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
                 if getattr(parameter, "_is_hf_initialized", False):
                     continue
                 if not isinstance(layer, TTMHead):
+                    if parameter.is_meta:
+                        raise UserError(f"{names[0]} is made of cores, which cannot be offloaded to disk by device_map")
                     raise UserError(f"the checkpoint holds no values for {names[0]}.{name}")
                 nn.init.zeros_(parameter)  # of a head that is new, on a base model
         model.is_quantized = False  # nothing is: .half() and the like stay possible
@@ -142,7 +144,8 @@ def load(
         state: the tensors, where they are not in the folder as transformers writes them.
 
     Raises:
-        UserError: no such folder, a class that is not known, or weights that are missing.
+        UserError: no such folder, a class that is not known, weights that are missing, or in a model of cores some that
+            have no place in it.
     """
     import transformers
 
@@ -172,6 +175,12 @@ def load(
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"{folder} holds no values for {len(missing)} parameters, such as {', '.join(missing[:3])}")
+    if report["unexpected_keys"] and layers_of_cores(model):
+        unknown = sorted(report["unexpected_keys"])
+        raise UserError(
+            f"{folder} holds {len(unknown)} tensors without a place in its {name}, such as {', '.join(unknown[:3])}; a "
+            "tied head comes untied where sc.tensorize was given the base of the model alone: give it the whole model"
+        )
     return model
 
 

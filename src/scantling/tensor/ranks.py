@@ -94,6 +94,7 @@ class RankAdapter:
         self._is_fresh = False
         self._passed_by = 0
         self._knows_decay = False
+        self._has_core_optimizer = False
         new = [layer for layer in self.layers.values() if layer.controls is None]
         uses = uses_in(model, self.options.tokens) if self.options.unit == "flops" else {}
         try:
@@ -213,6 +214,7 @@ class RankAdapter:
         controls = set(map(id, self._bonds.controls))
         if any(id(param) in controls for group in optimizer.param_groups for param in group["params"]):
             return
+        self._has_core_optimizer = True
         self._passed_by += 1
         if self._passed_by == 2 and self._bonds.controls:
             logger.warning(
@@ -262,8 +264,8 @@ class RankAdapter:
             How many ranks were removed.
 
         Raises:
-            UserError: an optimizer that does not hold the controls, LBFGS, or a control that is not finite; nothing has
-                been removed.
+            UserError: optimizers that hold no controls, or no cores where another one does, LBFGS, or a control that
+                is not finite; nothing has been removed.
         """
         self._check_optimizers([each for each in (optimizer, *holders) if isinstance(each, torch.optim.Optimizer)])
         self._bonds.check_finite()
@@ -403,9 +405,9 @@ class RankAdapter:
             for param, dim, index in layer.cuts([torch.arange(rank, device=self.device) for rank in wanted[1:-1]]):
                 cut_parameter(param, dim, index, None)
         self.step = state["step"]
-        self._schedule.load_values(state["values"], self.step)
-        self._seen = None
         self._refresh()
+        self._schedule.load_values(state["values"])
+        self._seen = None
 
     def _check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if not optimizers or not self._bonds.controls:
@@ -427,3 +429,5 @@ class RankAdapter:
                 f"the optimizer does not step the rank controls of '{missing[0]}'; attach the RankAdapter before the "
                 "optimizer is built, and give every optimizer that steps cores or controls"
             )
+        if self._has_core_optimizer and held.isdisjoint(map(id, self._bonds.cores())):
+            raise UserError("another optimizer steps the cores; give every optimizer that steps cores or controls")

@@ -22,7 +22,7 @@ from scantling.tensor.importance import Importance
 from scantling.tensor.options import RankOptions
 
 _SHUT = -1.0
-"""What the controls that are shut at the end become: too far from the threshold ever to come back."""
+"""What the controls of ranks that are shut at the end are kept at."""
 _LITTLE = 1e-6
 """Weight of what ranks contribute beside their importance: it decides between those that the loss does not need."""
 _MOST = 1000.0
@@ -51,7 +51,7 @@ class Schedule(nn.Module):
         self.initial = bonds.size_of_all()
         self.target = options.size_target * (self.initial if options.size_target <= 1.0 else 1.0)
         self.register_buffer("held", torch.zeros((), dtype=torch.bool), persistent=False)
-        self._is_held = False  # as `held`, without asking the device
+        self._open: list[Tensor] | None = None  # which ranks stay so, bool (r) of each bond; None until the end
 
     @property
     def holds(self) -> bool:
@@ -83,6 +83,8 @@ class Schedule(nn.Module):
     def refresh(self) -> None:
         """See the controls anew, after shapes or device have changed."""
         self.to(self._bonds.device)
+        if self._open is not None:
+            self._open = self._open_now()
 
     def stepped(self, step: int) -> None:
         """Act on the ranks after a step, the `step`-th one."""
@@ -103,7 +105,8 @@ class Schedule(nn.Module):
     def values(self) -> dict[str, Any]:
         """What a resumed run needs, as plain values."""
         buffers = {name: buffer.item() for name, buffer in self.state_dict().items()}
-        return {"initial": self.initial, "target": self.target, **buffers}
+        is_open = None if self._open is None else torch.cat(self._open).tolist()
+        return {"initial": self.initial, "target": self.target, "open": is_open, **buffers}
 
     def check_values(self, values: dict[str, Any], ranks: int) -> None:
         """See that the values are those of such a schedule over so many ranks.
@@ -114,15 +117,21 @@ class Schedule(nn.Module):
         missing = sorted({*self.values()} - {*values})
         if missing:
             raise UserError(f"the state of the RankAdapter is of another schedule or version: it lacks '{missing[0]}'")
+        for name, known in values.items():
+            if isinstance(known, list) and len(known) != ranks:
+                raise UserError(f"the state of the RankAdapter knows '{name}' of {len(known)} ranks, not of {ranks}")
 
     @torch.no_grad()
-    def load_values(self, values: dict[str, Any], step: int) -> None:
-        """Go on from the values after a step."""
+    def load_values(self, values: dict[str, Any]) -> None:
+        """Go on from the values, at the ranks there were."""
         self.initial, self.target = values["initial"], values["target"]
         for name, buffer in self.state_dict().items():
             buffer.fill_(values[name])
-        self._is_held = self.has_ended(step)
-        self.held.fill_(self._is_held)
+        self._open = None
+        if values["open"] is not None:
+            is_open = torch.tensor(values["open"], dtype=torch.bool, device=self._bonds.device)
+            self._open = list(torch.split(is_open, [len(control) for control in self._bonds.controls]))
+        self.held.fill_(self._open is not None)
 
     def _follow_path(self, step: int) -> None:
         """Act on the ranks before the end."""
@@ -136,15 +145,16 @@ class Schedule(nn.Module):
     @torch.no_grad()
     def _end(self) -> None:
         """Hold the size to the target, and from then on every rank to what it is; nothing asks for fewer any more."""
-        threshold, lowest = self.options.threshold, 0.5 * _SHUT
-        if not self._is_held:
-            self._is_held = True
-            self.held.fill_(True)
+        if self._open is None:
             self.bring_to_target()
-            lowest = threshold
-        for control in self._bonds.controls:
-            shut = torch.where(control.isnan(), control, _SHUT)  # a NaN stays to be seen
-            control.copy_(torch.where(control > lowest, control.clamp(min=2.0 * threshold), shut))
+            self._open = self._open_now()
+            self.held.fill_(True)
+        for control, is_open in zip(self._bonds.controls, self._open, strict=True):
+            kept = torch.where(is_open, control.clamp(min=2.0 * self.options.threshold), _SHUT)
+            control.copy_(torch.where(control.isnan(), control, kept))  # a NaN stays to be seen
+
+    def _open_now(self) -> list[Tensor]:
+        return [control.detach() > self.options.threshold for control in self._bonds.controls]
 
     def _keep_to(self, wanted: float) -> None:
         """Shut or open ranks where the size is off."""
@@ -207,14 +217,8 @@ class ImportanceSchedule(Schedule):
     def values(self) -> dict[str, Any]:
         return {**super().values(), "importance": self._importance.values()}
 
-    def check_values(self, values: dict[str, Any], ranks: int) -> None:
-        super().check_values(values, ranks)
-        known = values["importance"]
-        if known is not None and len(known) != ranks:
-            raise UserError(f"the state of the RankAdapter knows the importance of {len(known)} ranks, not of {ranks}")
-
-    def load_values(self, values: dict[str, Any], step: int) -> None:
-        super().load_values(values, step)
+    def load_values(self, values: dict[str, Any]) -> None:
+        super().load_values(values)
         self._importance.load_values(values["importance"])
 
     def _follow_path(self, step: int) -> None:
@@ -342,8 +346,8 @@ class PaperSchedule(Schedule):
         self.recent_share.zero_()
         super().stepped(step)
 
-    def load_values(self, values: dict[str, Any], step: int) -> None:
-        super().load_values(values, step)
+    def load_values(self, values: dict[str, Any]) -> None:
+        super().load_values(values)
         self._is_late = bool(values["late"])
 
     def _remember(self, loss: Tensor, step: int) -> None:

@@ -66,7 +66,8 @@ class TensorMethod(Method):
         if adapter is None:
             return False
         adapter.observe()  # a step that was replayed, or released
-        due = step % self._section.truncate_every == 0 and adapter.step <= adapter.options.steps
+        last = adapter.options.steps  # after which the ranks stay
+        due = adapter.step == last or (adapter.step < last and step % self._section.truncate_every == 0)
         if not (due or step == self._steps):
             return False
         return adapter.truncate(optimizer, exchange) > 0
