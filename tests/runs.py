@@ -186,8 +186,9 @@ def start(words: Sequence[str], **env: str) -> subprocess.Popen[str]:
 
 
 def _heed_interrupts() -> None:
-    """A test suite in the background of a shell ignores SIGINT, and its children would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """A test suite in the background of a shell ignores SIGINT, one under nohup SIGHUP, and its children inherit it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], *, timeout: float = 180) -> None:

@@ -346,11 +346,19 @@ def test_a_pattern_in_a_folder_with_brackets(tmp_path: Path, monkeypatch: pytest
     for name in ("a.txt", "b[1].txt"):
         (folder / name).write_text(name)
     monkeypatch.chdir(folder.parent)
-    recipe = load_recipe({**MINIMAL, "data": {"text": ["data/*.txt", "data/b[1].txt"]}})
+    recipe = load_recipe({**MINIMAL, "data": {"text": ["data/b[1].txt", "data/*.txt"]}})
     assert missing_files(recipe) == []
     assert load_recipe(recipe).data.text == recipe.data.text
     assert recipe.data.text is not None
-    assert expand(recipe.data.text, "data.text") == [folder / "a.txt", folder / "b[1].txt", folder / "b[1].txt"]
+    assert expand(recipe.data.text, "data.text") == [folder / "b[1].txt", folder / "a.txt"]
+
+
+@pytest.mark.parametrize("text", ["1e-3", "010", "12:30", "null", "#"])
+def test_texts_that_look_like_numbers_are_written_as_texts(text: str, tmp_path: Path) -> None:
+    recipe = load_recipe({**MINIMAL, "data": {"text": "a.txt", "document_separator": text}, "name": text})
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path) == recipe
 
 
 def test_differences_name_the_keys() -> None:

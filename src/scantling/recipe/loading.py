@@ -112,11 +112,16 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_StrictLoader.add_implicit_resolver(
-    _FLOAT,
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+class _StrictDumper(yaml.SafeDumper):
+    """Safe YAML that puts into quotes what `_StrictLoader` would take for a number."""
+
+
+for _each in (_StrictLoader, _StrictDumper):
+    _each.add_implicit_resolver(
+        _FLOAT,
+        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
@@ -163,7 +168,7 @@ def check_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe with every default written out, as YAML that `load_recipe` reads back to an equal recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_StrictDumper, sort_keys=False, allow_unicode=True)
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
