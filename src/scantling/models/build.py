@@ -69,7 +69,7 @@ def recipe_task(recipe: Recipe) -> str:
         return recipe.model.task
     task = default_task(recipe.model)
     if recipe.model.hf is not None:
-        load_recipe(recipe, [f"model.task={task}"])
+        load_recipe(recipe, sections={"model": {"task": task}})
     return task
 
 

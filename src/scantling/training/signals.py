@@ -38,8 +38,5 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        if self._again is None:
-            self.__exit__()
-        else:
-            for each in self._before:
-                signal.signal(each, self._again)
+        for each, before in self._before.items():
+            signal.signal(each, self._again or before)
