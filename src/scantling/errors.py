@@ -76,6 +76,14 @@ class RecipeError(UserError):
         super().__init__(f"{source}: {count}\n" + "\n".join(f"  - {fault}" for fault in faults))
 
 
+def first_line(error: BaseException | str) -> str:
+    """The first line of a message, with the next where it only announces that; of an error without one its kind."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return "" if isinstance(error, str) else type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
 def did_you_mean(name: str, allowed: Iterable[str]) -> str | None:
     """Return "did you mean 'x'?" for the closest allowed name, or None where nothing is close."""
     close = difflib.get_close_matches(str(name), [str(a) for a in allowed], n=1, cutoff=0.6)

@@ -379,6 +379,27 @@ def test_bytes_of_the_last_step_stay_when_a_delayed_one_is_waited_for() -> None:
     together(2, work)
 
 
+def test_a_state_that_is_refused_leaves_what_is_on_its_way() -> None:
+    def work(link: ThreadLink, refused: bool) -> list[Tensor]:
+        params = params_of()
+        made = exchange_of(link, params, delay=1)
+        for step in range(4):
+            for param in params:
+                param.grad = gradient(link.rank, step, param.shape)
+            made.exchange()
+            if refused and step == 2:
+                with pytest.raises(UserError, match="this is rank"):
+                    made.load_local_state_dict({**made.local_state_dict(), "rank": 5})
+                with pytest.raises(UserError, match="must be a tensor"):
+                    made.load_shared_state_dict({"step": 3, "pending": {"param_groups.0.0": 3}})
+        return [param.grad for param in params if param.grad is not None]
+
+    found, wanted = (together(2, lambda link, refused=refused: work(link, refused)) for refused in (True, False))
+    assert any(grad.any() for grad in wanted[0])
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
 def test_a_channel_holds_as_many_numbers_as_its_device_allows() -> None:
     groups = [MomentumExchange([nn.Parameter(torch.empty(64, 64))]).param_groups[0]] * 8
     shapes = dict.fromkeys(range(8), (128, 128))

@@ -107,6 +107,17 @@ def test_a_dataset_of_hugging_face(tmp_path: Path, caplog: pytest.LogCaptureFixt
         prepared(hf=str(tmp_path / "d"), fields={"image": "fine", "label": "fine"})
 
 
+def test_rows_without_a_label_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    datasets = pytest.importorskip("datasets")
+    images, _ = image_arrays(6)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["no", "yes"])})
+    columns = {"image": [Image.fromarray(pixels) for pixels in images], "label": [0, 1, -1, 0, -1, 1]}
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(tmp_path / "d"))
+    ready = prepared(hf=str(tmp_path / "d"), fields={"label": "label"}, heldout=0)
+    assert ready.train.labels.tolist() == [0, 1, 0, 1]
+    assert "left out 2 rows without a label" in caplog.text
+
+
 def test_digits_are_those_of_scikit_learn() -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed (pip install 'scantling[vision]')")
     ready = prepared(images="digits", image_size=None, image_channels=None)

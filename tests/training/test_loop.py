@@ -20,7 +20,7 @@ import torch
 
 import scantling as sc
 from scantling.cli import run as run_cli
-from scantling.errors import RecipeError
+from scantling.errors import RecipeError, RunError
 from scantling.recipe import Recipe
 from scantling.training.run import resolve
 from scantling.training.rundir import RunDir
@@ -121,6 +121,21 @@ def test_embeddings_follow_the_schedule_at_a_rate_of_their_own(tmp_path: Path) -
     for name, value in scaled.items():
         assert torch.equal(value, (slow if "embed" in name or "lm_head" in name else plain)[name]), name
         assert not torch.equal(plain[name], slow[name])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), RuntimeError("can't allocate memory")],
+)
+def test_what_needs_too_much_memory_is_told_what_to_do(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("scantling.training.step.Stepper.step", fail)
+    with pytest.raises(RunError, match=r"^out of memory: .+\. Set train\.micro_batch_size lower"):
+        sc.train(tiny_recipe(tmp_path), run_dir=tmp_path / "run")
 
 
 def test_tensorboard_gets_the_records(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scantling.comm.link import Link
-from scantling.errors import SilentPeerError, UserError
+from scantling.errors import SilentPeerError, UserError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def _named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
+        first = first_line(error)
         raise SilentPeerError(f"another replica does not answer ({first})") from error
 
 

@@ -67,7 +67,6 @@ class Replica:
             UserError: another kind of state, world size or rank, other parameters or shapes; nothing has been loaded.
         """
         check_kind(state_dict, "local_state_dict", ("world_size", "rank", "residuals"))
-        self.drop()
         for key, own in (("world_size", self.link.size), ("rank", self.link.rank)):
             if self.link.stays and state_dict[key] not in (None, own):
                 raise UserError(
@@ -75,6 +74,7 @@ class Replica:
                     "own; for another number of replicas give each what scantling.comm.merge_local_states makes of all"
                 )
         self._check_tensors("residual", state_dict["residuals"])
+        self.drop()
         kept = self.residuals
         groups = groups_of(self.param_groups)
         for name, param, group in zip(names_of(self.param_groups), self._parameters(), groups, strict=True):
@@ -132,9 +132,9 @@ class Replica:
             UserError: another kind of state, other parameters or shapes; nothing has been loaded.
         """
         check_kind(state_dict, "shared_state_dict", ("step",))
-        self.drop()
         pending = state_dict.get("pending", {})
         self._check_tensors("momentum", pending)
+        self.drop()
         self.step, self.decided = int(state_dict["step"]), state_dict.get("decided")
         for name, param in zip(names_of(self.param_groups), self._parameters(), strict=True):
             self.state.get(param, {}).pop("pending", None)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from scantling.errors import SilentPeerError
+from scantling.errors import SilentPeerError, first_line
 
 WAIT_S = 10.0
 """How long notes of the others are waited for."""
@@ -43,7 +43,7 @@ def named(group: Any = None) -> Iterator[None]:
 
 
 def _explained(error: RuntimeError, group: Any) -> str:
-    first = str(error).strip().splitlines()[0]
+    first = first_line(error)
     advice = "Start the run again from its last checkpoint; all processes must be started together"
     silent = silent_ranks(WAIT_S, group)
     if silent is None:

@@ -191,7 +191,7 @@ def _parquet_parts(path: Path, columns: Columns) -> Iterator[_Part]:
             for batch in file.iter_batches(batch_size=ROWS, columns=list(columns.all)):
                 yield _Part([batch.column(name).to_pylist() for name in columns.all], path, first=first)
                 first += batch.num_rows
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable Parquet file: {error}") from None
 
 

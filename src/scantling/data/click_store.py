@@ -7,7 +7,6 @@ categories). What depends on the settings (means, ids) is not in it, so that the
 from __future__ import annotations
 
 import hashlib
-import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,8 @@ from scantling.data.files import refuse_changed
 from scantling.data.hashing import fingerprint
 from scantling.data.progress import Progress
 from scantling.data.store import MappedArray
+from scantling.data.tables import warn_of_unlabelled
 from scantling.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 
 class Rows(NamedTuple):
@@ -76,8 +74,7 @@ def read_clicks(files: ClickFiles, cache: Cache, progress: Progress) -> ClickSto
     stamp = files.stamp()
     key = fingerprint(["clicks, decimals as numbers", FORMAT, stamp])
     entry = cache.get("clicks", key, lambda folder: _write(files, stamp, folder, progress))
-    if entry.meta["unlabelled"]:
-        logger.warning("%s: left out %d rows without a label", files.name, entry.meta["unlabelled"])
+    warn_of_unlabelled(files.name, entry.meta["unlabelled"])
     return ClickStore(
         files.name,
         MappedArray(entry.path / "labels", "uint8"),

@@ -18,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from scantling.data.files import file_stamp
-from scantling.data.tables import check_columns, label_text, load_hub, shown_kind
+from scantling.data.tables import (
+    UNLABELLED,
+    check_columns,
+    class_names,
+    label_text,
+    load_hub,
+    shown_kind,
+    warn_of_unlabelled,
+)
 from scantling.errors import UserError, did_you_mean
 from scantling.recipe.schema import DIGITS, DataSection, Fields
 
@@ -196,7 +204,8 @@ class HubImages(ImageSource):
         from PIL import Image
 
         image_name, label_name = self.fields.image, str(self.fields.label)
-        classes: list[str] | None = getattr(self._data.features[label_name], "names", None)
+        classes = class_names(self._data, label_name)
+        unlabelled = 0
         rows = self._data.select_columns([image_name, label_name])
         for number in range(len(rows)):
             where = f"{self.name}, row {number + 1}"
@@ -208,10 +217,12 @@ class HubImages(ImageSource):
             if not isinstance(image, Image.Image):
                 raise UserError(f"{where}: column '{image_name}' must hold images; given {shown_kind(image)}")
             if classes is not None and isinstance(label, int):
-                if label == -1:  # the convention of `datasets` for a row without a label
+                if label == UNLABELLED:
+                    unlabelled += 1
                     continue
                 label = classes[label]
             yield Picture(image, label_text(label, label_name, where), where)
+        warn_of_unlabelled(self.name, unlabelled)
 
 
 def pixels_of(picture: Picture, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from scantling.data.documents import Piece, Source
 from scantling.data.files import PACKED, file_stamp, read_lines
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, did_you_mean, first_line
 from scantling.files import local
 from scantling.recipe.schema import Fields
 
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 ROWS = 1000
 """Rows of Parquet and Arrow read at a time."""
+UNLABELLED = -1
+"""The label, by the convention of `datasets`, of a row without one."""
 
 
 def source_name(paths: Sequence[Path]) -> str:
@@ -161,21 +163,31 @@ class HubSource(Source):
     def pieces(self) -> Iterator[Piece]:
         names = columns(self.fields)
         label = self.fields.label
-        feature = self._data.features[label] if label else None
-        classes: list[str] | None = getattr(feature, "names", None)
+        classes = class_names(self._data, label)
         number = unlabelled = 0
         for batch in self._data.select_columns(names).iter(batch_size=ROWS):
             for values in zip(*(batch[name] for name in names), strict=True):
                 number += 1
                 row = dict(zip(names, values, strict=True))
                 if classes is not None and label is not None and isinstance(row[label], int):
-                    if row[label] == -1:  # the convention of `datasets` for a row without a label
+                    if row[label] == UNLABELLED:
                         unlabelled += 1
                         continue
                     row[label] = classes[row[label]]
                 yield to_piece(row, self.fields, f"{self.name}, row {number}")
-        if unlabelled:
-            logger.warning("%s: left out %d rows without a label", self.name, unlabelled)
+        warn_of_unlabelled(self.name, unlabelled)
+
+
+def class_names(data: Any, label: str | int | None) -> list[str] | None:
+    """What the numbers in a column of a Hugging Face dataset stand for; None where they are what they are."""
+    names: list[str] | None = getattr(data.features[label], "names", None) if label else None
+    return names
+
+
+def warn_of_unlabelled(name: str, count: int) -> None:
+    """Say how many rows of a data set were left out, if any were."""
+    if count:
+        logger.warning("%s: left out %d rows without a label", name, count)
 
 
 def load_hub(path: str, config: str | None, split: str) -> Any:
@@ -199,12 +211,11 @@ def load_hub(path: str, config: str | None, split: str) -> Any:
         raise
     except Exception as error:  # `datasets` documents no set of errors; offline it raises half a dozen kinds
         cause = error.__cause__ or error
-        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         offline = isinstance(error, ConnectionError) or "offline" in str(error).lower() or "hub" in str(error).lower()
         hint = (
             "; without a network give a local folder, or fetch it into the Hugging Face cache first" if offline else ""
         )
-        raise UserError(f"data.hf: cannot load '{path}' (split '{split}'): {reason}{hint}") from None
+        raise UserError(f"data.hf: cannot load '{path}' (split '{split}'): {first_line(cause)}{hint}") from None
 
 
 def columns(fields: Fields) -> list[str]:

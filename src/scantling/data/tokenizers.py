@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scantling.data.hashing import fingerprint
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, did_you_mean, first_line
 from scantling.files import local
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -331,8 +331,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers documents no set of errors here
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"data.tokenizer: cannot load a tokenizer from {path}: {lines[0]}") from None
+        raise UserError(f"data.tokenizer: cannot load a tokenizer from {path}: {first_line(error)}") from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"data.tokenizer: {path} is not a fast tokenizer (it has no tokenizer.json); convert it first")

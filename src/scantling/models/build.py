@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, did_you_mean, first_line
 from scantling.models.presets import PRESETS
+from scantling.modes import evaluating
 from scantling.precision.training import quantize_training
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.schema import TASKS, ModelSection
@@ -159,7 +160,7 @@ def build_config(
             config = config_class(**{**given, **config_overrides, **section.overrides})
             config.use_cache = False
     except Exception as error:  # configuration classes raise errors of many kinds for values that do not fit
-        raise UserError(f"model: {config_class.__name__} refuses these settings: {_first_line(error)}") from None
+        raise UserError(f"model: {config_class.__name__} refuses these settings: {first_line(error)}") from None
     _check_fit(config, vocab_size, seq_len)
     return config
 
@@ -201,14 +202,14 @@ def build_model(
         except UserError:
             raise
         except SafetensorError as error:
-            raise UserError(f"model.hf: the weights in {section.hf} are damaged: {_first_line(error)}") from None
+            raise UserError(f"model.hf: the weights in {section.hf} are damaged: {first_line(error)}") from None
         except (
             *(ValueError, TypeError, RuntimeError, OSError, LookupError, AttributeError, ArithmeticError),
             AssertionError,  # of torch, for a padding beyond the vocabulary
         ) as error:
             if section.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
                 raise UserError(f"model.attention: {config.model_type} has no sdpa; set eager") from None
-            raise UserError(f"model: transformers cannot build it: {_first_line(error)}") from None
+            raise UserError(f"model: transformers cannot build it: {first_line(error)}") from None
     if task.name == "causal-lm" and (_is_encoder(model) or (device == "cpu" and _sees_ahead(model))):
         raise UserError(
             f"{type(model).__name__} as configured sees the tokens that it is to predict; "
@@ -236,7 +237,7 @@ def checkpoint_activations(model: Any) -> None:
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
-        raise UserError(f"train.activation_checkpointing: {_first_line(error)}") from None
+        raise UserError(f"train.activation_checkpointing: {first_line(error)}") from None
 
 
 def _is_encoder(model: Any) -> bool:
@@ -279,14 +280,11 @@ def _probe_ids(model: Any) -> torch.Tensor:
 @torch.no_grad()
 def _differ(model: Any, one: dict[str, Any], other: dict[str, Any], places: slice) -> bool:
     """Whether logits at some places change from one input to another, by more than the order of sums does."""
-    was_training = model.training
-    model.eval()
     try:
-        logits, changed = (model(**inputs).logits[:, places] for inputs in (one, other))
+        with evaluating(model):
+            logits, changed = (model(**inputs).logits[:, places] for inputs in (one, other))
     except Exception:  # models that want further inputs
         return False
-    finally:
-        model.train(was_training)
     return bool((logits - changed).abs().max() > 1e-5 * logits.abs().max())
 
 
@@ -419,12 +417,6 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
 
 def _other_weights(folder: Path) -> bool:
     return folder.is_dir() and any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.msgpack"))
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of a message, with the next where it only announces that."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def _some(names: Iterable[str]) -> str:

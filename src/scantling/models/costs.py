@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scantling.errors import UserError
+from scantling.errors import UserError, first_line
 from scantling.kinds import made_from_conv1d
 
 BACKWARD = 2
@@ -172,8 +172,7 @@ def trace_step(
                 meter.in_backward = True
                 result.backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # the code of any architecture runs here, on tensors that it was not written for
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise UserError(f"this model cannot be traced: {lines[0]}") from None
+        raise UserError(f"this model cannot be traced: {first_line(error)}") from None
     return Trace(flops, meter.flops - flops, activations, meter.peak_bytes)
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scantling.errors import first_line
+
 logger = logging.getLogger(__name__)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,7 +81,7 @@ def _run_kernels(device: torch.device) -> bool:
     except Exception as error:  # of Triton, its compilers and the driver
         logger.warning(
             "no kernels can be made for %s, so that many operations do what they would: %s",
-            *(device, str(error).strip().splitlines()[:1]),
+            *(device, first_line(error)),
         )
         return False
 

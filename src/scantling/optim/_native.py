@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scantling.errors import first_line
 from scantling.optim._eager import Job, is_plain
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ def _library() -> Any:
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                 return ctypes.CDLL(str(target))
             except subprocess.CalledProcessError as error:
-                problem = f"{compiler} failed: {error.stderr.strip().splitlines()[:1]}"
+                problem = f"{compiler} failed: {first_line(error.stderr)}"
             except (OSError, subprocess.TimeoutExpired) as error:
                 problem = f"{compiler}: {error}"
     logger.warning("CAME steps at less than half the speed that it could have: %s", problem)

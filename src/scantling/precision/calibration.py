@@ -16,13 +16,13 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
+from scantling.modes import evaluating
 from scantling.precision.matrices import Matrix
 
 logger = logging.getLogger(__name__)
@@ -179,18 +179,6 @@ class Calibration:
         if tokens < columns:
             text = "%s has %d inputs and sees only %d tokens of the calibration; give more batches"
             logger.warning(text, matrix.name, columns, tokens)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The context in which all modules are in evaluation mode; each has its own mode again after it."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _checked(batches: Iterable[Batch]) -> list[Batch]:

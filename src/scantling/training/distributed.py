@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from scantling.comm.silence import named
-from scantling.errors import SilentPeerError, UserError
+from scantling.errors import SilentPeerError, UserError, first_line
 
 DEVICES = ("auto", "cpu", "cuda")
 """Kinds of device by name; `auto` is the GPU where there is one."""
@@ -86,7 +86,7 @@ class Place:
         except RuntimeError as error:
             raise SilentPeerError(
                 "the process that holds the store of the group, in general rank 0, ended while others waited "
-                f"for each other ({str(error).splitlines()[0]}); what it says is the reason"
+                f"for each other ({first_line(error)}); what it says is the reason"
             ) from error
 
     def _meet(self, store: Any, within_s: float) -> None:
@@ -144,7 +144,7 @@ def _join(backend: str, timeout: timedelta) -> None:
         address = f"{known('MASTER_ADDR', '?')}:{known('MASTER_PORT', '?')}"
         raise SilentPeerError(
             f"the processes did not find each other within {timeout.total_seconds():g} s by way of {address}: "
-            f"{str(error).splitlines()[0]}. Look whether all {known('WORLD_SIZE')} were started, rank 0 there, "
+            f"{first_line(error)}. Look whether all {known('WORLD_SIZE')} were started, rank 0 there, "
             "at firewalls, and at GLOO_SOCKET_IFNAME, which names the interface to use"
         ) from error
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scantling.errors import RunError
+from scantling.errors import RunError, first_line
 from scantling.training.distributed import Place
 
 _ROUNDS = 10
@@ -84,7 +84,7 @@ def measure_pairs(place: Place) -> list[Pair]:
             found = _pair(place, source, target)
         except RuntimeError as error:
             raise RunError(
-                f"{told}: {str(error).splitlines()[0]}. Look at firewalls, at MASTER_ADDR, and at GLOO_SOCKET_IFNAME, "
+                f"{told}: {first_line(error)}. Look at firewalls, at MASTER_ADDR, and at GLOO_SOCKET_IFNAME, "
                 "which names the interface to use"
             ) from error
         if found is not None:

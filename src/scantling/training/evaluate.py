@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from scantling.data.batch import Batch
+from scantling.modes import evaluating
 from scantling.numerics.compute import autocast
 from scantling.tasks.base import Task, TaskData
 from scantling.tensor.layer import keep_merged
@@ -37,8 +38,6 @@ def evaluate(
     Collectives, at the end: a gather of the names, one all-reduce of their sums, and a gather of the outputs where the
     task has some. The forward passes have none, so ranks may hold different numbers of batches.
     """
-    was_training = model.training
-    model.eval()
     sums: dict[str, torch.Tensor] = {}
     outputs: dict[str, list[torch.Tensor]] = {}
 
@@ -46,7 +45,7 @@ def evaluate(
         value = value.detach().to(place.device, torch.float64)
         sums[name] = sums[name] + value if name in sums else value
 
-    with same_draws(place.device), keep_merged(model):
+    with evaluating(model), same_draws(place.device), keep_merged(model):
         for batch in batches:
             batch = batch.to(place.device, non_blocking=True)
             with autocast(compute, place.device):
@@ -57,7 +56,6 @@ def evaluate(
                 add(name, value)
             for name, value in result.outputs.items():
                 outputs.setdefault(name, []).append(value)
-    model.train(was_training)
     own = {name: torch.cat(parts).float().cpu().numpy() for name, parts in outputs.items()}
     known = place.gather((set(sums), set(own)))
     names = sorted(set().union(*(summed for summed, _ in known)))

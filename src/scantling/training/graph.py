@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.data.batch import Batch
-from scantling.errors import UserError
+from scantling.errors import UserError, first_line
 
 WARM_UP = 3
 """Steps without a graph before one is captured, at least one of the same shape: they allocate state and compile."""
@@ -182,7 +182,7 @@ class StepGraphs:
             while cause.__context__ is not None:  # the end of a capture that failed fails, too
                 cause = cause.__context__
             raise UserError(
-                f"train.graph: the step cannot be captured as a CUDA graph: {str(cause).splitlines()[0]}; set "
+                f"train.graph: the step cannot be captured as a CUDA graph: {first_line(cause)}; set "
                 "train.graph to false"
             ) from error
         self.num_captured += 1

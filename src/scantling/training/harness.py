@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, did_you_mean, first_line
 from scantling.models.build import quiet
 from scantling.numerics.compute import autocast
 from scantling.training.trained import opened
@@ -58,8 +58,7 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | N
         try:
             found = lm_eval.simple_evaluate(harnessed, tasks=chosen, task_manager=manager)
         except Exception as error:  # the harness and its data sets raise errors of many kinds
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise UserError(f"--lm-eval {','.join(tasks)}: {lines[0]}") from error
+            raise UserError(f"--lm-eval {','.join(tasks)}: {first_line(error)}") from error
     return dict(found["results"])
 
 

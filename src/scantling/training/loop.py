@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from scantling.data.loader import BatchSource
-from scantling.errors import NonFiniteError, RunError
+from scantling.errors import NonFiniteError, RunError, first_line
 from scantling.optim.memory import state_bytes
 from scantling.training.checkpoint import (
     Checkpointer,
@@ -286,7 +286,7 @@ def out_of_memory(error: BaseException) -> RunError | None:
     """A clear error for a failed allocation, or None for any other error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         return RunError(
-            f"out of memory: {str(error).splitlines()[0]}. "
+            f"out of memory: {first_line(error)}. "
             "Set train.micro_batch_size lower, train.activation_checkpointing: true, or a smaller model; "
             "`scantling plan` shows what each part needs"
         )

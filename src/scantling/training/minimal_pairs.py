@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from scantling.data.blimp import MinimalPair, read_pairs
 from scantling.data.tokenizers import Ids, Tokenizer
 from scantling.errors import UserError
+from scantling.modes import evaluating
 from scantling.numerics.compute import autocast
 from scantling.tasks.base import model_config
 from scantling.tensor.layer import keep_merged
@@ -115,16 +116,13 @@ def log_probabilities(
         raise UserError(f"a sentence of {longest} tokens is longer than the model's context of {context}; leave it out")
     device = next(model.parameters()).device
     scores = np.zeros(len(rows))
-    was_training = model.training
-    model.eval()
-    with same_draws(device), keep_merged(model):
+    with evaluating(model), same_draws(device), keep_merged(model):
         for chosen in _batches([len(row) - 1 for row in rows], config.vocab_size):
             ids = torch.from_numpy(np.stack([rows[number] for number in chosen])).to(device)  # (batch, length + 1)
             with autocast(compute, device):
                 logits = model(input_ids=ids[:, :-1], use_cache=False).logits
             nats = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")  # (batch, length)
             scores[chosen] = -nats.double().sum(1).cpu().numpy()
-    model.train(was_training)
     return scores
 
 

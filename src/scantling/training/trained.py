@@ -61,7 +61,7 @@ def opened(run_dir: str | Path, *, device: str | None = None, causal: str | None
     recipe = folder.stored_recipe()
     if causal is not None and (name := recipe_task(recipe)) != "causal-lm":
         raise UserError(f"{causal}; {run_dir} holds a run of the task '{name}'")
-    with joined(device or recipe.train.device) as place:
+    with joined(device or recipe.train.device, timeout_s=recipe.comm.timeout) as place:
         yield _load(folder, recipe, place)
 
 
