@@ -101,6 +101,28 @@ def test_resume_is_bitwise(tmp_path: Path, case: str) -> None:
             assert torch.equal(value, other[key]), key
 
 
+def test_a_model_in_few_bits_resumes_bitwise_and_saves_its_own_weights(tmp_path: Path) -> None:
+    def rounded() -> torch.nn.Module:
+        return sc.quantize_training(model(), weights="int4", activations="int8", kv_cache="int4")
+
+    pair = sc.hf.came(lr=1e-2, **OPTIONS["fp32"])
+    straight = trainer(tmp_path / "straight", pair, net=rounded())
+    straight.train()
+    whole = trainer(tmp_path / "whole", pair)
+    whole.train()
+    losses = [[entry["loss"] for entry in made.state.log_history if "loss" in entry] for made in (straight, whole)]
+    assert all(one != other for one, other in zip(*losses, strict=True))
+    parted = trainer(tmp_path / "parted", pair, net=rounded())
+    parted.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-3"))
+    end = straight.model.state_dict()
+    for name, tensor in parted.model.state_dict().items():
+        assert torch.equal(tensor, end[name]), name
+    saved = LlamaForCausalLM.from_pretrained(str(tmp_path / "straight" / "checkpoint-6")).state_dict()
+    assert saved.keys() == model().state_dict().keys()
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, end[name]), name
+
+
 def test_a_run_that_was_stopped_is_the_same_run(tmp_path: Path) -> None:
     """Three steps of six, then a new Trainer that goes on; the schedule is that of six."""
     pair = sc.hf.came(lr=1e-2, **OPTIONS["fp32"])

@@ -140,3 +140,13 @@ def test_weight_decay_without_effect_is_one_warning(caplog: pytest.LogCaptureFix
         build_optimizer("rprop", param_groups(model(), weight_decay=0.1), lr=1e-3, weight_decay=0.1)
         build_optimizer("rprop", param_groups(model()), lr=1e-3)
     assert [record.message for record in caplog.records] == ["Rprop has no weight decay: weight_decay has no effect"]
+
+
+def test_rounding_without_effect_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        build_optimizer("came", param_groups(model()), lr=1e-3, rounding="stochastic")
+        build_optimizer("came", param_groups(model()), lr=1e-3)
+        build_optimizer("came", param_groups(model().bfloat16()), lr=1e-3, rounding="stochastic")
+    assert [record.message for record in caplog.records] == [
+        "rounding: stochastic has no effect, since it is of bf16 parameters and there are none"
+    ]

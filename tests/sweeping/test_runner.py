@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,3 +301,27 @@ def test_another_table_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no table of a sweep"):
         sweep(tmp_path, {"axes": {"train.steps": [2]}, "table": str(other)})
     assert other.read_text() == "a,b\n1,2\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "counted", "wanted"),
+    [("4,7", 0, {"4", "7"}), (None, 2, {"0", "1"}), ("4", 0, {"4"}), ("", 0, {""}), (None, 1, {None})],
+)
+def test_jobs_are_spread_over_the_gpus(
+    visible: str | None, counted: int, wanted: set[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    def popen(command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        seen.append(env.get("CUDA_VISIBLE_DEVICES"))
+        return subprocess.Popen(["sleep", "0.3"], env=env, **options)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: counted)
+    parts = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr("scantling.sweeping.runner.subprocess", parts)
+    sweep(tmp_path, {"axes": {"train.steps": [2, 3, 4]}})  # two at once
+    assert len(seen) == 3
+    assert set(seen) == wanted

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scantling.cli.console import ConsoleSink, make_console, print_missing, show_warnings
+from scantling.cli.console import ConsoleSink, make_console, print_data_problems, show_warnings
 from scantling.errors import RunError, UserError
 
 
@@ -30,7 +30,7 @@ def train(
         checked, _ = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
         console.print(make_plan(checked, world_size=int(os.environ.get("WORLD_SIZE", "1"))).table())
         console.print(f"{recipe}: the recipe is valid; nothing was loaded or trained", markup=False)
-        print_missing(console, [checked])
+        print_data_problems(console, [checked])
         return 0
     from scantling.data.progress import RichProgress
 

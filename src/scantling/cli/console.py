@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from scantling.recipe import Recipe
-from scantling.recipe.loading import missing_files
+from scantling.recipe.loading import data_problems
 from scantling.reporting.format import format_bytes, format_number, format_percent
 from scantling.training.sinks import Sink
 
@@ -44,13 +44,13 @@ def show_warnings(console: Console) -> None:
     logger.propagate = False
 
 
-def print_missing(console: Console, recipes: Iterable[Recipe]) -> None:
-    """Say which data of recipes is not on this machine, for what loads none of it."""
-    missing = list(dict.fromkeys(path for recipe in recipes for path in missing_files(recipe)))
-    for path in missing[:MOST_MISSING]:
-        console.print(f"not here yet: {path}", markup=False)
-    if len(missing) > MOST_MISSING:
-        console.print(f"and {len(missing) - MOST_MISSING} more", markup=False)
+def print_data_problems(console: Console, recipes: Iterable[Recipe]) -> None:
+    """Say which data of recipes cannot be read on this machine, for what loads none of it."""
+    problems = list(dict.fromkeys(problem for recipe in recipes for problem in data_problems(recipe)))
+    for problem in problems[:MOST_MISSING]:
+        console.print(problem, markup=False)
+    if len(problems) > MOST_MISSING:
+        console.print(f"and {len(problems) - MOST_MISSING} more", markup=False)
 
 
 class _Live(Progress):

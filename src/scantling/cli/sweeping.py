@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console, print_missing, show_warnings
+from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console, print_data_problems, show_warnings
 from scantling.cli.fitting import pairs
 from scantling.errors import UserError
 from scantling.reporting.format import format_number, format_seconds
@@ -37,7 +37,7 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         console.print(_grid_table(read, chosen, runner.states()))
         total = format_number(sum(case.num_tokens for case in chosen))
         console.print(f"{len(chosen)} runs, {total} tokens; every recipe is valid; nothing was run", markup=False)
-        print_missing(console, [case.recipe for case in chosen])
+        print_data_problems(console, [case.recipe for case in chosen])
         for error in lacking:
             console.print(f"after the runs: {error}", markup=False)
         return 0

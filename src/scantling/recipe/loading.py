@@ -264,17 +264,23 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-_LOCAL = ("text", "jsonl", "csv", "parquet", "bin", "criteo", "images", "validation", "tokenizer")
+_FILES = ("text", "jsonl", "csv", "parquet", "bin", "criteo")
+_LOCAL = (*_FILES, "images", "validation", "tokenizer")
 
 
-def missing_files(recipe: Recipe) -> list[str]:
-    """Files and folders of data that a checked recipe names and that are not on this machine."""
-    given: list[str] = []
+def data_problems(recipe: Recipe) -> list[str]:
+    """What of the data that a checked recipe names is not on this machine, or is a folder where files are read."""
+    problems = []
     for key in _LOCAL:
         value = getattr(recipe.data, key)
-        given += value if isinstance(value, list) else [value]
-    paths = [each for each in given if isinstance(each, str) and os.path.isabs(each)]
-    return [path for path in paths if not (os.path.exists(path) or glob.glob(path, recursive=True))]
+        for path in value if isinstance(value, list) else [value]:
+            if not isinstance(path, str) or not os.path.isabs(path):
+                continue
+            if not (os.path.exists(path) or glob.glob(path, recursive=True)):
+                problems.append(f"not here yet: {path}")
+            elif key in _FILES and os.path.isdir(path):
+                problems.append(f"data.{key}: {path} is a folder; give files or a glob")
+    return problems
 
 
 def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:

@@ -300,7 +300,7 @@ class CommSection(Section):
     exchange: Literal["auto", "all_gather", "owner", "whole"] = "auto"
     """demo: how messages travel; `auto` takes what sends fewer bytes, with `whole` everything travels by all-reduce."""
     sync_every: int = Field(default=1, ge=1)
-    """demo: steps from one exchange to the next; in the others gradients are only accumulated."""
+    """demo: steps from one exchange to the next; in the others gradients are only summed, without local steps."""
     state_sync_every: int | None = Field(default=None, ge=1)
     """demo: exchanges after which the momenta of all processes are averaged. Default: never."""
     check_every: int | None = Field(default=100, ge=1)

@@ -87,6 +87,8 @@ class _Job:
     process: subprocess.Popen[bytes]
     log: Path
     begins: int
+    slot: int
+    """Which of the jobs at once it is; with several GPUs, which of them it computes on."""
     row: Row | None
     """Of the finished run whose evaluations these are; None for a training."""
 
@@ -114,6 +116,7 @@ class Runner:
         self._columns = after.columns(self._settings)
         self._rows: dict[str, Row] = {}
         self._busy: list[Case] = []
+        self._gpus = visible_gpus() if self.jobs > 1 else []
 
     def states(self) -> dict[str, Row]:
         """The rows of the runs that are there, from the table and the folders, by their keys; nothing is changed."""
@@ -198,7 +201,8 @@ class Runner:
                         self.watcher.message("stopping: each run saves after the step it is in")
                         _signal(running)
                     while queue and len(running) < self.jobs:
-                        running += self._start(queue.pop(0))
+                        slot = min({*range(self.jobs)} - {job.slot for job in running})
+                        running += self._start(queue.pop(0), slot)
                     for job in [job for job in running if job.process.poll() is not None]:
                         running.remove(job)
                         running += self._end(job, stopping=told)
@@ -212,7 +216,7 @@ class Runner:
                     job.process.wait()
         return told
 
-    def _start(self, case: Case) -> list[_Job]:
+    def _start(self, case: Case, slot: int) -> list[_Job]:
         """Begin a run or go on with it; nothing where another process is at it."""
         row = self._rows.get(case.key)
         folder = self._folder(case)
@@ -225,7 +229,7 @@ class Runner:
             return []
         held.unlock()
         if row is not None and row["state"] == "done":
-            return self._evaluate(case, row)
+            return self._evaluate(case, row, slot)
         recipe = self.sweep.folder / "recipes" / f"{case.key}.yaml"
         write_whole(recipe, dump_recipe(case.recipe))
         # where all checkpoints are damaged, the run refuses and stays as it is: what of it is wanted, its user knows
@@ -233,20 +237,22 @@ class Runner:
         how = "--resume" if resumes else "--force"
         self.watcher.begin(case, "goes on" if resumes else "begins")
         arguments = ["-m", "scantling", "train", str(recipe), "--run-dir", str(folder), how]
-        return [self._process(case, arguments, None)]
+        return [self._process(case, arguments, slot, None)]
 
-    def _evaluate(self, case: Case, row: Row) -> list[_Job]:
+    def _evaluate(self, case: Case, row: Row, slot: int) -> list[_Job]:
         settings = self._missing(case)
         if not settings:
             return []
         self.watcher.begin(case, "is evaluated")
         arguments = ["-m", "scantling.sweeping.after", str(self._folder(case)), json.dumps(settings)]
-        return [self._process(case, arguments, row)]
+        return [self._process(case, arguments, slot, row)]
 
-    def _process(self, case: Case, arguments: Sequence[str], row: Row | None) -> _Job:
+    def _process(self, case: Case, arguments: Sequence[str], slot: int, row: Row | None) -> _Job:
         environment = dict(os.environ)
         if self.jobs > 1:
             environment.setdefault("OMP_NUM_THREADS", str(threads_a_job(self.jobs)))
+        if len(self._gpus) > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[slot % len(self._gpus)]
         log = self._folder(case) / "log.txt"
         with open(log, "ab") as file:
             begins = file.tell()
@@ -259,7 +265,7 @@ class Runner:
                 env=environment,
                 start_new_session=True,
             )
-        return _Job(case, process, log, begins, row)
+        return _Job(case, process, log, begins, slot, row)
 
     def _end(self, job: _Job, *, stopping: bool) -> list[_Job]:
         """Record how a process ended; its evaluations follow a training that came to its end."""
@@ -275,7 +281,8 @@ class Runner:
             row = row_of(case, folder, "failed", _error(job, code))
         self._rows[case.key] = row
         self._write()
-        following = self._evaluate(case, row) if job.row is None and row["state"] == "done" and not stopping else []
+        is_trained = job.row is None and row["state"] == "done"
+        following = self._evaluate(case, row, job.slot) if is_trained and not stopping else []
         if not following:
             self.watcher.end(case, row)
         return following
@@ -302,6 +309,16 @@ class Runner:
 def threads_a_job(jobs: int) -> int:
     """How many threads a run has when several run at once."""
     return max(1, len(os.sched_getaffinity(0)) // jobs)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that a process started from here would see, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
 
 
 def _signal(running: Sequence[_Job]) -> None:
