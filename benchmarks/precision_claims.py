@@ -161,13 +161,14 @@ def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
         for part in in_few_bits(row)
     }
     foretold: dict[str, list[float]] = {name: [] for name in (*laws, "the product of what was measured", "their sum")}
-    measured = []
+    measured, cells = list[float](), list[list[float]]()
     for row, beside in pairs:
         own = [costs.get((_place(row), part, row[part])) for part in in_few_bits(row)]
         known = [cost for cost in own if cost is not None]
         if len(known) < len(own):
             continue
         measured.append(row["loss"] - beside["loss"])
+        cells.append([row["N"], row["D"], *(row[part] for part in PARTS)])
         for name, law in laws.items():
             given = _given(row)
             foretold[name].append(float(law.loss(**given) - law.loss(**given | dict.fromkeys(PARTS, 16))))
@@ -189,8 +190,23 @@ def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
         "runs": counts,
         "constants": {name: law.constants() for name, law in laws.items()},
         "not_identified": {"base": base.unidentified} | {name: fitted.unidentified for name, fitted in fits.items()},
+        "cells": cells,
         "measured": measured,
         "rules": rules,
+    }
+
+
+def means_by_bits(multiply: dict[str, Any]) -> dict[tuple[float, ...], dict[str, float]]:
+    """Mean nats above 16 bits of runs with the same bits in each part, measured and by each rule."""
+    columns = {"measured": multiply["measured"]}
+    columns |= {name: rule["foretold"] for name, rule in multiply["rules"].items()}
+    kinds = [tuple(cell[2:]) for cell in multiply["cells"]]
+    return {
+        kind: {
+            name: float(np.mean([value for value, own in zip(values, kinds, strict=True) if own == kind]))
+            for name, values in columns.items()
+        }
+        for kind in sorted(set(kinds))
     }
 
 
@@ -351,6 +367,10 @@ def report(results: dict[str, Any]) -> None:
         print(f"  measured: mean {np.mean(multiply['measured']):.4f} of {multiply['runs']['several']} runs")
         for rule, found in multiply["rules"].items():
             print(f"  {rule:34} off by {found['mean_error']:.4f}, too much by {found['bias']:+.4f}")
+        print(f"  means by bits of {', '.join(PARTS)}: measured, then by the same rules")
+        for kind, means in means_by_bits(multiply).items():
+            told = "  ".join(f"{mean:+.4f}" for mean in means.values())
+            print(f"    {' '.join(f'{bits:g}' for bits in kind):10} {told}")
         for law, reasons in multiply["not_identified"].items():
             for name, reason in reasons.items():
                 print(f"  {law}: {name} is not identified: {reason}")

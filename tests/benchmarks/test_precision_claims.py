@@ -61,6 +61,12 @@ def test_the_published_law_is_found_again(tmp_path: Path) -> None:
         assert errors[name] < 0.1 * whole, name  # the base is fitted alone
     assert errors["their sum"] > 0.1 * whole
     assert multiply["rules"]["their sum"]["bias"] < 0.0, "factors of several parts are more than their sum"
+    means = claims.means_by_bits(multiply)
+    assert list(means) == [(4, 4, 4), (4, 5, 16), (6, 6, 6)]
+    of_all = [
+        row["loss"] - whole["loss"] for row, whole in claims.beside_whole(rows) if len(claims.in_few_bits(row)) == 3
+    ]
+    assert means[4, 4, 4]["measured"] + means[6, 6, 6]["measured"] == pytest.approx(sum(of_all) / 9)
     constants = multiply["constants"]["Kumar's law, fitted to alone"]
     assert constants["gamma_w"] == pytest.approx(2.6745, rel=0.2)
     lost = claims.after_training(rows)

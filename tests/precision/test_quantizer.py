@@ -181,7 +181,7 @@ def test_an_axis_that_is_not_there_is_refused(axis: Any) -> None:
 def test_what_are_no_floats_is_refused(given: Any) -> None:
     with pytest.raises(UserError, match="takes a tensor of 16-, 32- or 64-bit floats; given"):
         fake_quantize(given, "int4")
-    with pytest.raises(UserError, match="Quantizer.of\\('int4'\\) makes one from a name"):
+    with pytest.raises(UserError, match=r"Quantizer\.of\('int4'\) makes one from a name"):
         Quantizer("int4")  # type: ignore[arg-type]
 
 

@@ -95,7 +95,9 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
-            raise UserError(f"a Quantizer takes a Format; Quantizer.of('int4') makes one from a name; given {self.format!r}")
+            raise UserError(
+                f"a Quantizer takes a Format; Quantizer.of('int4') makes one from a name; given {self.format!r}"
+            )
         for name, kinds in (("granularity", Granularity), ("rounding", Rounding), ("clip", Clip), ("scales", Scales)):
             _check_choice(name, getattr(self, name), get_args(kinds))
         if (self.group_size is None) == (self.granularity == "group"):
