@@ -245,7 +245,7 @@ def test_what_is_the_work_of_one_process(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("os._exit", lambda code: None)
     assert run(command) == 2
-    assert f"{command[0]} is the work of one process; given 2" in capsys.readouterr().err
+    assert f"{command[0]} is the work of one process; given 2 processes by torchrun" in capsys.readouterr().err
 
 
 def test_a_signal_to_compare_is_passed_on_to_the_run(tmp_path: Path) -> None:

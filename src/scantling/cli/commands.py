@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from scantling.cli.console import ConsoleSink, make_console, print_data_problems, show_warnings
 from scantling.errors import RunError, UserError
+from scantling.launched import launched_world_size, refuse_processes
 
 
 def train(
@@ -28,7 +28,7 @@ def train(
         from scantling.planning.plan import plan as make_plan
 
         checked, _ = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
-        console.print(make_plan(checked, world_size=int(os.environ.get("WORLD_SIZE", "1"))).table())
+        console.print(make_plan(checked, world_size=launched_world_size()).table())
         console.print(f"{recipe}: the recipe is valid; nothing was loaded or trained", markup=False)
         print_data_problems(console, [checked])
         return 0
@@ -49,7 +49,7 @@ def train(
     console.print(f"{result.status} at step {result.step}: {listed or 'nothing recorded'}", markup=False)
     sent = metrics.get("wire_bytes")
     if sent:
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        processes = launched_world_size()
         dense = allreduce_wire_bytes(metrics["gradient_bytes"], processes)
         share = f", where all gradients would be {format_bytes(dense)}" if dense > sent else ""
         times = f": {dense / sent:.0f} times fewer" if dense > 2 * sent else ""
@@ -71,8 +71,7 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
 
     if len(recipes) < 2:
         raise UserError("compare needs two or more recipes")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("compare starts its runs itself; under torchrun, train each recipe, and then compare the runs")
+    refuse_processes("compare", "starts its runs itself; under torchrun train each recipe, and then compare the runs")
     taken = {recipe: read_run(recipe).name for recipe in recipes if Path(recipe).is_dir()}
     names = [taken.get(recipe) or load_recipe(recipe, settings).name or Path(recipe).stem for recipe in recipes]
     if len(set(names)) < len(names):
@@ -127,7 +126,6 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int, as_json: bool
 
 
 def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
-    from scantling.training.distributed import refuse_processes
     from scantling.training.export import export_hf
 
     refuse_processes("export")

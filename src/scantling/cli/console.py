@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from scantling.launched import launched_rank
 from scantling.recipe import Recipe
 from scantling.recipe.loading import data_problems
 from scantling.reporting.format import format_bytes, format_number, format_percent
@@ -33,7 +33,7 @@ MOST_MISSING = 5
 
 def make_console(*, stderr: bool = False) -> Console:
     """A console that honours NO_COLOR and whether the stream is a terminal; silent on ranks other than 0."""
-    return Console(stderr=stderr, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=not stderr)
+    return Console(stderr=stderr, quiet=launched_rank() > 0, highlight=False, soft_wrap=not stderr)
 
 
 def show_warnings(console: Console) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from scantling.cli.console import make_console, show_warnings
 from scantling.errors import UserError
+from scantling.launched import launched_rank
 from scantling.reporting.format import format_number, format_percent
 
 
@@ -48,7 +48,7 @@ def evaluate(
         table = Table(title=Text(f"{run}, held-out data"), show_header=False)
         for name, value in figures.items():
             table.add_row(name.replace("_", " "), _shown(value))
-    if int(os.environ.get("RANK", "0")):
+    if launched_rank():
         return 0
     if as_json:
         print(json.dumps(figures, indent=2, default=str))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from scantling.cli.console import make_console, show_warnings
 from scantling.errors import UserError
+from scantling.launched import refuse_processes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,7 +32,6 @@ def quantize(
     as_json: bool,
 ) -> int:
     from scantling.models.build import quiet
-    from scantling.training.distributed import refuse_processes
     from scantling.training.quantize import quantize_run
 
     if method not in ("rtn", "gptq"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console, print_data_problems, show_warnings
 from scantling.cli.fitting import pairs
-from scantling.errors import UserError
+from scantling.launched import refuse_processes
 from scantling.reporting.format import format_number, format_seconds
 from scantling.sweeping.grid import Case, cases, names_of, select, shown
 from scantling.sweeping.runner import Runner, Watcher
@@ -24,8 +23,7 @@ from scantling.sweeping.table import Row
 
 
 def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str], retry: bool, dry_run: bool) -> int:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("sweep starts its runs itself, on one machine each; call it without torchrun")
+    refuse_processes("sweep", "starts its runs itself, on one machine each")
     console = make_console()
     show_warnings(make_console(stderr=True))
     read, base = load_sweep(path, settings)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -25,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scantling.comm.silence import named
 from scantling.errors import SilentPeerError, UserError
+from scantling.launched import launched_world_size
 
 logger = logging.getLogger(__name__)
 
@@ -188,8 +188,8 @@ class Link:
                 "the process group of this exchange is gone: destroy_process_group() was called. Step, save and load "
                 "before it"
             )
-        elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
-            _warn_without_group(os.environ["WORLD_SIZE"])
+        elif (count := launched_world_size()) > 1:
+            _warn_without_group(count)
         return self._had_group
 
     def _all_gather(self, whole: Tensor, message: Tensor) -> None:
@@ -215,7 +215,7 @@ def link_to(group: Any) -> Link:
 
 
 @functools.cache
-def _warn_without_group(world_size: str) -> None:
+def _warn_without_group(world_size: int) -> None:
     """Once for each process."""
     logger.warning(
         "WORLD_SIZE is %s, but there is no process group: this process trains alone. Call "

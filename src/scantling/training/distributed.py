@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from scantling.comm.silence import named
 from scantling.errors import SilentPeerError, UserError, first_line
+from scantling.launched import launched_local_rank, launched_rank, launched_world_size
 
 DEVICES = ("auto", "cpu", "cuda")
 """Kinds of device by name; `auto` is the GPU where there is one."""
@@ -121,12 +122,6 @@ def launch() -> str:
     return name if name != "none" else f"{platform.node()} {os.getppid()}"
 
 
-def refuse_processes(command: str) -> None:
-    """Raise a UserError in one of several processes of torchrun."""
-    if (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise UserError(f"{command} is the work of one process; given {count} by torchrun")
-
-
 def _join(backend: str, timeout: timedelta) -> None:
     """Join the group; under names of its own in the store where torchrun has started the processes again.
 
@@ -165,13 +160,12 @@ def joined(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Pl
         raise UserError(f"the device is one of {', '.join(DEVICES)}; given '{device}'")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("the device is to be 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
+    world_size, rank = launched_world_size(), launched_rank()
     use_cuda = device != "cpu" and torch.cuda.is_available()
     place = Place(
         rank,
         world_size,
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu"),
+        torch.device("cuda", launched_local_rank()) if use_cuda else torch.device("cpu"),
     )
     if use_cuda:
         torch.cuda.set_device(place.device)
