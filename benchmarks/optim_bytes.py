@@ -33,7 +33,9 @@ from contenders import CONTENDERS, MOMENTA, Contender, Model, Spec, held_bytes
 from dated import dated, write
 from torch import nn
 
+from scantling.errors import first_line
 from scantling.groups import param_groups
+from scantling.numerics.resident import forget_peak, peak_resident_bytes, resident_bytes
 from scantling.optim import CAME, release_gradients, state_bytes
 from scantling.optim.memory import ScratchMeter
 
@@ -133,23 +135,17 @@ def counted(contender: Contender, specs: list[Spec], dtype: str, device: str) ->
                     optimizer.step()
                 row["tracked_transient_bytes"] = meter.peak
     except Exception as error:  # whatever a package raises here is its result
-        text = str(error).strip().splitlines()
-        return {"error": f"{type(error).__name__}: {text[0] if text else ''}"}
+        return {"error": f"{type(error).__name__}: {first_line(error)}"}
     row["bytes_per_parameter"] = row["state_bytes"] / numel
     return row
 
 
 def resident_peak(work: Callable[[], Any]) -> int:
     """Most resident bytes while this runs beyond those before it (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _resident("VmRSS")
+    forget_peak()
+    before = resident_bytes()
     work()
-    return _resident("VmHWM") - before
-
-
-def _resident(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+    return peak_resident_bytes() - before
 
 
 def training(momentum: str, **config: int) -> tuple[nn.Module, CAME, Callable[[], None]]:
@@ -173,14 +169,14 @@ def all_in(momentum: str, layers: int, vocab: int) -> Row:
     """
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
     training(momentum, **small, num_attention_heads=2, num_key_value_heads=1)[2]()  # loads whatever is loaded once
-    base = _resident("VmRSS")
+    base = resident_bytes()
     sides = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     model, optimizer, step = training(momentum, **sides, num_hidden_layers=layers, vocab_size=vocab)
     step()
     params = list(model.parameters())
     with ScratchMeter(optimizer) as meter:
         step()
-    held = _resident("VmRSS") - base
+    held = resident_bytes() - base
     transient = resident_peak(step)
     if any(param.grad is not None for param in params):
         raise RuntimeError("a gradient is left after the step")

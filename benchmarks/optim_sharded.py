@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 
+from scantling.errors import first_line
 from scantling.groups import param_groups
 from scantling.optim import CAME
 
@@ -130,8 +131,7 @@ def _rank(rank: int, world: int, folder: str, name: str) -> None:
     try:
         result = differences(stepped(OPTIMIZERS[name], net), stepped(OPTIMIZERS[name], network()))
     except Exception as error:  # whatever an optimizer raises here is its result
-        text = str(error).strip().splitlines()
-        result = {"error": f"{type(error).__name__}: {text[0] if text else ''}"}
+        result = {"error": f"{type(error).__name__}: {first_line(error)}"}
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)  # a gloo thread can abort while the interpreter shuts down, after all work is done (PyTorch 2.13)

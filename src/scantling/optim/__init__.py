@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from scantling.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from scantling.optim._release import ReleaseHandle, release_gradients
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from scantling.optim.memory import ParameterSpec, predicted_state_bytes, predicted_temporary_bytes, state_bytes
     from scantling.optim.registry import build_optimizer, check_options, optimizer_names, optimizer_options
 
-_MODULES = {
+_HOMES = {
     "CAME": "came",
     "CombinedOptimizer": "combined",
     "ParameterSpec": "memory",
@@ -51,11 +52,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})

@@ -20,12 +20,6 @@ MIB = 2**20
 _TUNED = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
 
 
-def resident_bytes() -> int:
-    """The resident set of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def allocator_bytes(working_bytes: int) -> int:
     """Freed blocks that glibc keeps in its heap, which count as resident, for tensors that come and go in a step.
 
@@ -40,8 +34,7 @@ def allocator_bytes(working_bytes: int) -> int:
 
 def frees_gradients(recipe: Recipe, *, world_size: int = 1) -> bool:
     """Whether the step frees each gradient as it comes: not where several micro-batches add to it."""
-    share = recipe.batch_size // world_size
-    return recipe.optim.release_gradients and (recipe.train.micro_batch_size or share) >= share
+    return recipe.optim.release_gradients and recipe.micro_batch_size(world_size) >= recipe.batch_size // world_size
 
 
 def held_gradient_bytes(recipe: Recipe, parameters: Iterable[torch.Tensor], *, world_size: int = 1) -> int:

@@ -51,9 +51,8 @@ def plan_passes(
         step_bytes: what the step of a parameter allocates, where it is taken within the backward pass.
     """
     seq_len = recipe.data.seq_len
-    share = recipe.batch_size // world_size
-    micro = min(recipe.train.micro_batch_size or share, share)
-    gradients_held = micro < share or world_size > 1
+    micro = recipe.micro_batch_size(world_size)
+    gradients_held = micro < recipe.batch_size // world_size or world_size > 1
     held = sum(p.nbytes for p in model.parameters() if p.requires_grad) if gradients_held else 0
     from_shapes = forward_flops(model, sequences=recipe.batch_size, seq_len=seq_len)
 

@@ -176,13 +176,13 @@ def plan(
     from scantling.groups import num_non_embedding, param_groups
     from scantling.models.build import checkpoint_activations, quiet, recipe_task
     from scantling.models.costs import BACKWARD
+    from scantling.numerics.resident import resident_bytes
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
     from scantling.planning.memory import (
         allocator_bytes,
         bytes_of_cores,
         frees_gradients,
         held_gradient_bytes,
-        resident_bytes,
     )
     from scantling.planning.passes import plan_passes
     from scantling.tasks import get_task

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from scantling.errors import Fault, UserError, did_you_mean
+from scantling.recipe.mappings import section_of
 from scantling.recipe.schema import (
     CLICK_SOURCES,
     DIGITS,
@@ -63,11 +64,6 @@ def _covers(path: str, other: str) -> bool:
     return path == other or other.startswith(path + ".")
 
 
-def _section(content: Content, name: str) -> Mapping[str, Any]:
-    section = content.get(name)
-    return section if isinstance(section, Mapping) else {}
-
-
 def _given(section: Content, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if section.get(name) is not None]
 
@@ -86,7 +82,7 @@ def _check_name(content: Content) -> Iterator[Fault]:
 def _check_model(content: Content) -> Iterator[Fault]:
     from scantling.models.presets import PRESETS
 
-    model = _section(content, "model")
+    model = section_of(content, "model")
     if not model:
         return
     preset = model.get("preset")
@@ -109,7 +105,7 @@ def _changed_fields(data: Content) -> bool:
 
 
 def _check_data(content: Content) -> Iterator[Fault]:
-    data = _section(content, "data")
+    data = section_of(content, "data")
     if not data:
         return
     given = _given(data, SOURCES)
@@ -136,14 +132,14 @@ def _check_data(content: Content) -> Iterator[Fault]:
     if data.get("validation") and _changed(data, DataSection, "heldout") and data["heldout"] != 0:
         yield Fault("data.heldout", "has no effect when data.validation names held-out data; give one of them")
     if data.get("heldout") == 0 and not data.get("validation"):
-        for key in _given(_section(content, "train"), ("eval_every", "eval_samples")):
+        for key in _given(section_of(content, "train"), ("eval_every", "eval_samples")):
             yield Fault(f"train.{key}", "has no effect where nothing is held out; raise data.heldout, or leave it out")
 
 
 def _check_task(content: Content) -> Iterator[Fault]:
     from scantling.models.presets import PRESETS
 
-    model, data = _section(content, "model"), _section(content, "data")
+    model, data = section_of(content, "model"), section_of(content, "data")
     preset = PRESETS.get(str(model.get("preset")))
     task = model.get("task") or (preset.task if preset else None)
     if task is None and _given(data, ("clicks", "criteo")):
@@ -182,7 +178,7 @@ def _check_task(content: Content) -> Iterator[Fault]:
 
 def _check_click_task(content: Content) -> Iterator[Fault]:
     """What has no meaning for rows of features, and what they need."""
-    data = _section(content, "data")
+    data = section_of(content, "data")
     source = next(iter(_given(data, SOURCES)), None)
     if source is not None and source not in CLICK_SOURCES:
         yield Fault("data", f"the task 'clicks' reads {', '.join(CLICK_SOURCES)}", f"'{source}'")
@@ -195,7 +191,7 @@ def _check_click_task(content: Content) -> Iterator[Fault]:
 
 def _check_image_task(content: Content) -> Iterator[Fault]:
     """What has no meaning for images, and what they need."""
-    data, task = _section(content, "data"), "image-classification"
+    data, task = section_of(content, "data"), "image-classification"
     source = next(iter(_given(data, SOURCES)), None)
     fields = data.get("fields")
     fields = fields if isinstance(fields, Mapping) else {}
@@ -213,17 +209,17 @@ def _check_image_task(content: Content) -> Iterator[Fault]:
 
 def _check_no_text(content: Content, task: str, examples: str) -> Iterator[Fault]:
     """What has no meaning for a task whose examples are no texts."""
-    data = _section(content, "data")
+    data = section_of(content, "data")
     for key in ("tokenizer", "seq_len", "max_bytes"):
         if _changed(data, DataSection, key):
             yield Fault(f"data.{key}", f"has no meaning for the task '{task}', whose {examples} have no text")
-    if _section(content, "train").get("batch_tokens") is not None:
+    if section_of(content, "train").get("batch_tokens") is not None:
         problem = f"has no meaning for the task '{task}'; give the {examples} of a batch in batch_size"
         yield Fault("train.batch_tokens", problem)
 
 
 def _check_clicks(content: Content) -> Iterator[Fault]:
-    data = _section(content, "data")
+    data = section_of(content, "data")
     clicks = data.get("clicks")
     if not isinstance(clicks, Mapping):
         return
@@ -255,7 +251,7 @@ def _check_clicks(content: Content) -> Iterator[Fault]:
 
 
 def _check_batch(content: Content) -> Iterator[Fault]:
-    train, data = _section(content, "train"), _section(content, "data")
+    train, data = section_of(content, "train"), section_of(content, "data")
     if not train:
         return
     given = _given(train, ("batch_tokens", "batch_size"))
@@ -271,7 +267,7 @@ def _check_batch(content: Content) -> Iterator[Fault]:
 
 
 def _check_schedule(content: Content) -> Iterator[Fault]:
-    train = _section(content, "train")
+    train = section_of(content, "train")
     steps = train.get("steps")
     schedule, warmup, decay = (
         train.get(key, TrainSection.model_fields[key].default) for key in ("schedule", "warmup", "decay")
@@ -293,7 +289,7 @@ def _check_tensor(content: Content) -> Iterator[Fault]:
     from scantling.tensor.formats import FORMATS, linear_options
     from scantling.tensor.options import RankOptions
 
-    tensor, train = _section(content, "tensor"), _section(content, "train")
+    tensor, train = section_of(content, "tensor"), section_of(content, "train")
     if not tensor:
         return
     name, num_modes = tensor.get("format"), tensor.get("num_modes")
@@ -327,7 +323,7 @@ def _check_tensor(content: Content) -> Iterator[Fault]:
 def _check_optim(content: Content) -> Iterator[Fault]:
     from scantling.optim.registry import check_options
 
-    optim = _section(content, "optim")
+    optim = section_of(content, "optim")
     name = optim.get("name", OptimSection.model_fields["name"].default)
     if not isinstance(name, str):
         return
@@ -337,7 +333,7 @@ def _check_optim(content: Content) -> Iterator[Fault]:
 
 
 def _check_release(content: Content) -> Iterator[Fault]:
-    optim, train, precision = (_section(content, name) for name in ("optim", "train", "precision"))
+    optim, train, precision = (section_of(content, name) for name in ("optim", "train", "precision"))
     if optim.get("release_gradients") is not True:
         return
     key = "optim.release_gradients"
@@ -359,7 +355,7 @@ def _check_release(content: Content) -> Iterator[Fault]:
 
 
 def _check_comm(content: Content) -> Iterator[Fault]:
-    comm, optim, train, precision = (_section(content, name) for name in ("comm", "optim", "train", "precision"))
+    comm, optim, train, precision = (section_of(content, name) for name in ("comm", "optim", "train", "precision"))
     if comm.get("name", "allreduce") != "demo":
         of_allreduce = ("name", "bucket_mb", "find_unused_parameters", "timeout")
         for key in CommSection.model_fields:
@@ -398,7 +394,7 @@ def _check_comm(content: Content) -> Iterator[Fault]:
 def _check_graph(content: Content) -> Iterator[Fault]:
     from scantling.optim.registry import optimizer_options
 
-    optim, train, precision = (_section(content, name) for name in ("optim", "train", "precision"))
+    optim, train, precision = (section_of(content, name) for name in ("optim", "train", "precision"))
     if train.get("graph") is not True:
         return
     key = "train.graph"
@@ -421,7 +417,7 @@ def _check_graph(content: Content) -> Iterator[Fault]:
 
 
 def _check_precision(content: Content) -> Iterator[Fault]:
-    precision, model = (_section(content, name) for name in ("precision", "model"))
+    precision, model = (section_of(content, name) for name in ("precision", "model"))
     if not precision:
         return
     from scantling.precision.products import Multiply

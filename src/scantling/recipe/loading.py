@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from scantling.errors import Fault, RecipeError, UserError, did_you_mean
 from scantling.files import local
 from scantling.recipe.checks import semantic_faults
+from scantling.recipe.mappings import flattened
 from scantling.recipe.schema import DIGITS, Recipe
 
 RecipeLike = Recipe | Mapping[str, Any] | str | os.PathLike[str]
@@ -173,20 +174,12 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
     """The dotted keys in which two recipes differ, as lines `key: old -> new`."""
-    before, after = dict(_flatten(old.model_dump())), dict(_flatten(new.model_dump()))
+    before, after = dict(flattened(old.model_dump())), dict(flattened(new.model_dump()))
     return [
         f"{key}: {_show(before.get(key))} -> {_show(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
 
 
 def _plain(value: Any) -> Any:

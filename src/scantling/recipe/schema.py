@@ -447,3 +447,8 @@ class Recipe(Section):
         if self.train.batch_tokens is None:
             raise AssertionError("a loaded recipe has a batch size")
         return self.train.batch_tokens // self.data.seq_len
+
+    def micro_batch_size(self, world_size: int = 1) -> int:
+        """Most sequences that one of so many processes puts through the model at once."""
+        share = max(1, self.batch_size // world_size)
+        return min(self.train.micro_batch_size or share, share)

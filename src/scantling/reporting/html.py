@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from markupsafe import Markup
 import scantling
 from scantling.errors import UserError
 from scantling.files import write_whole
+from scantling.recipe.mappings import flattened, section_of
 from scantling.reporting import charts
 from scantling.reporting.compare import compare_rows
 from scantling.reporting.format import (
@@ -101,9 +102,9 @@ def render(runs: Sequence[Run]) -> str:
         charts=_charts(runs),
         plans=_plan_lines(runs),
         notes=list(dict.fromkeys(str(note) for run in runs for note in run.plan.get("notes") or ())),
-        differences=_differing([dict(_flatten(run.recipe)) for run in runs], leave_out={"name"}),
+        differences=_differing([dict(flattened(run.recipe)) for run in runs], leave_out={"name"}),
         recipes=[(run.name, yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True)) for run in runs],
-        surroundings=_side_by_side([dict(_flatten(run.environment)) for run in runs]),
+        surroundings=_side_by_side([dict(flattened(run.environment)) for run in runs]),
         missing=MISSING,
         quiet=(MISSING, SAME),
         exact=EXACT,
@@ -138,13 +139,13 @@ def _css_line(place: int) -> tuple[str, str]:
 def _facts(run: Run) -> list[tuple[str, str]]:
     """What ran, in a few words, from the recipe and the environment."""
     recipe: Mapping[str, Any] = run.recipe
-    model, data, optim, train = (_section(recipe, name) for name in ("model", "data", "optim", "train"))
+    model, data, optim, train = (section_of(recipe, name) for name in ("model", "data", "optim", "train"))
     source = next((f"{key}: {_text(data[key])}" for key in _sources() if data.get(key)), MISSING)
     batch = f"{train['batch_tokens']:,} tokens" if isinstance(train.get("batch_tokens"), int) else None
     images = data.get("images") or data.get("image_size")
     unit = "rows" if data.get("clicks") or data.get("criteo") else "images" if images else "sequences"
     batch = batch or (f"{train['batch_size']:,} {unit}" if isinstance(train.get("batch_size"), int) else MISSING)
-    hardware, versions = _section(run.environment, "hardware"), _section(run.environment, "versions")
+    hardware, versions = section_of(run.environment, "hardware"), section_of(run.environment, "versions")
     facts = [
         ("model", _text(model.get("preset") or model.get("hf"))),
         ("task", _text(model.get("task"))),
@@ -153,7 +154,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("sequence length", _text(data.get("seq_len")) if unit == "sequences" else MISSING),
         ("optimizer", f"{_text(optim.get('name'))}, lr {_text(optim.get('lr'))}"),
         ("batch per step", batch),
-        ("number format", _formats(_section(recipe, "precision"))),
+        ("number format", _formats(section_of(recipe, "precision"))),
         ("processes", _text(run.environment.get("world_size"))),
         ("device", _text(", ".join(map(str, hardware.get("gpus") or [])) or hardware.get("cpu"))),
         ("torch", _text(versions.get("torch"))),
@@ -249,19 +250,6 @@ def _side_by_side(flat: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [(key, [_text(one.get(key)) for one in flat]) for key in keys]
     return [(key, values[:1] if len(set(values)) == 1 else values) for key, values in rows]
-
-
-def _flatten(value: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
-    elif prefix:
-        yield prefix, value
-
-
-def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = content.get(name)
-    return section if isinstance(section, Mapping) else {}
 
 
 def _text(value: object) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from scantling.numerics.resident import forget_peak, peak_resident_bytes, resident_bytes
+
 
 class MemoryMeter:
     """Peak memory of this process: allocated device memory on a GPU, the resident set on a CPU.
@@ -26,29 +28,14 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(device)
             self.base_bytes = torch.cuda.memory_allocated(device)
         else:
-            self._reset_high_water_mark()
-            self.base_bytes = _status_bytes("VmRSS")
+            forget_peak()
+            self.base_bytes = resident_bytes()
 
     def peak_bytes(self) -> int:
         """Highest use since this meter was made, in bytes."""
         if self.source == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return _status_bytes("VmHWM")
-
-    @staticmethod
-    def _reset_high_water_mark() -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return
-
-
-def _status_bytes(field: str) -> int:
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    return 0
+        return peak_resident_bytes()
 
 
 class EnergyMeter:

@@ -153,10 +153,11 @@ def losses_after(run_dir: str | Path, ways: Sequence[tuple[str, Method]], *, seq
     """
     found = []
     with opened(run_dir) as run:
+        needed = any(method != "rtn" for _, method in ways)  # with which rtn would measure errors
+        batches = list(calibration_batches(run, sequences)) if needed else []
         for name, method in ways:
             one = copy.deepcopy(run.model)
-            calibration = None if method == "rtn" else calibration_batches(run, sequences)  # rtn would measure errors
-            quantize_weights(one, name, method=method, calibration=calibration)
+            quantize_weights(one, name, method=method, calibration=None if method == "rtn" else batches)
             found.append(run.evaluate(one)["eval_loss"])
     return found
 
@@ -164,8 +165,7 @@ def losses_after(run_dir: str | Path, ways: Sequence[tuple[str, Method]], *, seq
 def calibration_batches(run: Trained, count: int) -> Iterator[Any]:
     """`count` training examples, evenly spread, as functions that put a batch through the model as the task does."""
     recipe, data = run.recipe, run.data
-    size = min(recipe.train.micro_batch_size or recipe.batch_size, recipe.batch_size, count)
-    for batch in eval_batches(data.train, data.collate, size, max_samples=count):
+    for batch in eval_batches(data.train, data.collate, min(recipe.micro_batch_size(), count), max_samples=count):
         batch = batch.to(run.place.device)
         yield lambda model, batch=batch: run.task.loss(model, batch)
 

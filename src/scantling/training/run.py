@@ -309,14 +309,12 @@ def build_loop(
         release=release,
         graph=settings.graph,
     )
-    batch_size = recipe.batch_size
-    micro = settings.micro_batch_size or batch_size // place.world_size
-    sampler = Sampler(len(data.train), batch_size=batch_size, seed=settings.seed, lengths=data.lengths)
+    sampler = Sampler(len(data.train), batch_size=recipe.batch_size, seed=settings.seed, lengths=data.lengths)
     batches = BatchSource(
         data.train,
         data.collate,
         sampler,
-        micro_batch_size=micro,
+        micro_batch_size=recipe.micro_batch_size(place.world_size),
         rank=place.rank,
         world_size=place.world_size,
         workers=recipe.data.workers,
@@ -407,11 +405,10 @@ def run_evaluation(
     """The held-out metrics of a model. Collectives: those of `evaluate`."""
     if data.heldout is None:
         raise UserError("nothing is held out: data.heldout is 0 and data.validation is not given")
-    share = max(1, recipe.batch_size // place.world_size)
     batches = eval_batches(
         data.heldout,
         data.collate,
-        min(recipe.train.micro_batch_size or share, share),
+        recipe.micro_batch_size(place.world_size),
         rank=place.rank,
         world_size=place.world_size,
         max_samples=recipe.train.eval_samples,
