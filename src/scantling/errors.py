@@ -6,6 +6,9 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+STOPPED = 3
+"""Exit code of what a signal has ended after saving."""
+
 
 class ScantlingError(Exception):
     """Base of all errors raised on purpose. The command line prints the message without a traceback."""

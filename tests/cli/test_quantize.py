@@ -139,7 +139,7 @@ def test_a_law_by_which_training_diverges() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--weights", "int4", "--method", "qptq"], "--method is rtn or gptq"),
+        (["--weights", "int4", "--method", "qptq"], "method must be rtn or gptq; given 'qptq' (did you mean 'gptq'?)"),
         (["--weights", "int44"], "integers have 2 to"),
         (["--weights", "int4", "--clip", "msa"], "did you mean 'mse'"),
         (["--weights", "nvfp4", "--group-size", "8"], "nvfp4 has group_size=16; given 8"),

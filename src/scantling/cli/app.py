@@ -40,7 +40,9 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    from scantling.cli.console import make_console, show_warnings
+
+    show_warnings(make_console(stderr=True))
 
 
 @app.command()

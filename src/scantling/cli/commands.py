@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scantling.cli.console import ConsoleSink, make_console, print_data_problems, show_warnings
-from scantling.errors import RunError, UserError
+from scantling.cli.console import ConsoleSink, make_console, print_data_problems
+from scantling.errors import STOPPED, RunError, UserError
 from scantling.launched import launched_world_size, refuse_processes
 
 
@@ -23,7 +23,6 @@ def train(
     from scantling.training.run import train as run_training
 
     console = make_console()
-    show_warnings(make_console(stderr=True))
     if dry_run:
         from scantling.planning.plan import plan as make_plan
 
@@ -58,7 +57,7 @@ def train(
     console.print(f"checkpoints {result.run_dir / 'checkpoints'}", markup=False)
     if result.status == "stopped":
         console.print(f"go on with: scantling train {result.run_dir} --resume", markup=False)
-        return 3
+        return STOPPED
     return 0
 
 
@@ -84,7 +83,7 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
         command = [sys.executable, "-m", "scantling", "train", recipe, "--run-dir", str(folder)]
         command += [part for setting in settings for part in ("--set", setting)] + (["--force"] if force else [])
         code = _wait(command)
-        if code == 3:
+        if code == STOPPED:
             return code
         if code:
             raise (UserError if code == 2 else RunError)(f"{recipe} ended with exit code {code}; see its message above")
@@ -131,7 +130,6 @@ def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
     refuse_processes("export")
     if form != "hf":
         raise UserError(f"--to takes hf and a folder; given '{form}'")
-    show_warnings(make_console(stderr=True))
     difference = export_hf(run, folder, dense=dense)
     make_console().print(
         f"wrote {folder}; reloaded with from_pretrained, largest logit difference {difference:.1e}", markup=False

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from scantling.cli.console import make_console, show_warnings
+from scantling.cli.console import make_console
 from scantling.errors import UserError
 from scantling.launched import launched_rank
 from scantling.reporting.format import format_number, format_percent
@@ -25,7 +25,6 @@ def evaluate(
     device: str | None,
     as_json: bool,
 ) -> int:
-    show_warnings(make_console(stderr=True))
     if limit is not None and not minimal_pairs:
         raise UserError(f"--limit {limit} is of minimal pairs; give their files with --minimal-pairs")
     if minimal_pairs and lm_eval is not None:

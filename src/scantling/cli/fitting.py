@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scantling.cli.console import make_console, show_warnings
+from scantling.cli.console import make_console
+from scantling.cli.options import pairs
 from scantling.errors import UserError
 from scantling.files import strict, write_json, write_whole
 
@@ -39,7 +40,6 @@ def fit(
     from scantling import laws
     from scantling.reporting.fit_chart import fit_chart
 
-    show_warnings(make_console(stderr=True))
     console = make_console()
     fitted = laws.fit(
         runs,
@@ -68,23 +68,6 @@ def fit(
     console.print(f"constants   {constants}", markup=False)
     console.print(f"plot        {plot}", markup=False)
     return 0
-
-
-def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE` each, as a mapping.
-
-    Raises:
-        UserError: if one has no `=`, or two have the same name.
-    """
-    found: dict[str, str] = {}
-    for each in given:
-        name, sign, value = (part.strip() for part in each.partition("="))
-        if not sign:
-            raise UserError(f"{option} takes NAME=VALUE; given '{each}'")
-        if name in found:
-            raise UserError(f"{option} gives {name} twice, as '{found[name]}' and '{value}'; give it once")
-        found[name] = value
-    return found
 
 
 def summary(fitted: Fit, samples: int) -> dict[str, Any]:

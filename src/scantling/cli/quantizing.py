@@ -7,8 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scantling.cli.console import make_console, show_warnings
-from scantling.errors import UserError
+from scantling.cli.console import make_console
 from scantling.launched import refuse_processes
 
 if TYPE_CHECKING:
@@ -32,11 +31,10 @@ def quantize(
     as_json: bool,
 ) -> int:
     from scantling.models.build import quiet
+    from scantling.precision.weights import check_method
     from scantling.training.quantize import quantize_run
 
-    if method not in ("rtn", "gptq"):
-        raise UserError(f"--method is rtn or gptq; given '{method}'")
-    show_warnings(make_console(stderr=True))
+    way = check_method(method)
     console = make_console()
     refuse_processes("quantize")
     given: dict[str, Any] = {"format": weights}
@@ -57,7 +55,7 @@ def quantize(
             run,
             given,
             folder,
-            method=method,  # type: ignore[arg-type]
+            method=way,
             embeddings=embeddings,
             sequences=calibration,
             dequantized=dequantized,

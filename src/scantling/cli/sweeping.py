@@ -12,8 +12,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console, print_data_problems, show_warnings
-from scantling.cli.fitting import pairs
+from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console, print_data_problems
+from scantling.cli.options import pairs
+from scantling.errors import STOPPED
 from scantling.launched import refuse_processes
 from scantling.reporting.format import format_number, format_seconds
 from scantling.sweeping.grid import Case, cases, names_of, select, shown
@@ -25,7 +26,6 @@ from scantling.sweeping.table import Row
 def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str], retry: bool, dry_run: bool) -> int:
     refuse_processes("sweep", "starts its runs itself, on one machine each")
     console = make_console()
-    show_warnings(make_console(stderr=True))
     read, base = load_sweep(path, settings)
     grid = cases(read, base, path)
     chosen = select(grid, pairs("--only", only))
@@ -52,7 +52,7 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         console.print("failed runs stay so; try them again with --retry", markup=False)
     if outcome.stopped or states.get("stopped") or outcome.busy:
         console.print("go on with the same command", markup=False)
-        return 3
+        return STOPPED
     return 1 if any(outcome.rows.get(case.key, {}).get("error") for case in chosen) else 0
 
 

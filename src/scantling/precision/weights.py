@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -208,11 +208,16 @@ def _stop_rounding(model: nn.Module, matrices: list[Matrix]) -> None:
             module.formats = replace(formats, weights=None, multiply=None)  # type: ignore[assignment]
 
 
-def check_method(method: str) -> None:
-    """Raise a UserError for a method that there is not."""
+def check_method(method: str) -> Method:
+    """The method of this name.
+
+    Raises:
+        UserError: there is none.
+    """
     if method not in get_args(Method):
         hint = did_you_mean(method, get_args(Method))
         raise UserError(f"method must be rtn or gptq; given {method!r}" + (f" ({hint})" if hint else ""))
+    return cast("Method", method)
 
 
 def _check(quantizer: Quantizer, method: str, calibration: Iterable[Batch] | None, damping: float) -> None:

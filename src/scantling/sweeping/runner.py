@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scantling.errors import UserError
+from scantling.errors import STOPPED, UserError
 from scantling.files import write_whole
 from scantling.recipe import dump_recipe
 from scantling.sweeping import after
@@ -37,8 +37,6 @@ from scantling.training.rundir import InUseError, RunDir
 from scantling.training.signals import StopSignal
 
 POLL_S = 0.2
-_STOPPED = 3
-"""The exit code of a run that a signal ended, after saving."""
 _MOST_ERROR = 500
 _TAIL = 1 << 16
 """Bytes at the end of a file of records that hold its last line."""
@@ -275,7 +273,7 @@ class Runner:
             row = with_figures({**job.row, "error": problem}, after.known_figures(folder, self._settings))
         elif code == 0:
             row = done_row(case, folder) or row_of(case, folder, "failed", f"ended early, see {job.log}")
-        elif code == _STOPPED or (stopping and code < 0):
+        elif code == STOPPED or (stopping and code < 0):
             row = row_of(case, folder, "stopped")
         else:
             row = row_of(case, folder, "failed", _error(job, code))
