@@ -70,7 +70,7 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
         UserError: a model whose attention has no function of that kind, or a part of which has such formats already.
     """
     for part in model.modules():
-        if is_quantized(part):
+        if has_quantized_attention(part):
             raise UserError(
                 f"the attention of this model's {type(part).__name__} takes keys, values or queries in few bits "
                 "already; call sc.precision.restore first"
@@ -93,7 +93,7 @@ def restore_attention(model: nn.Module) -> None:
         vars(part).pop(_ATTRIBUTE, None)
 
 
-def is_quantized(model: nn.Module) -> bool:
+def has_quantized_attention(model: nn.Module) -> bool:
     """Whether the attention of a model takes its arguments in few bits."""
     return _ATTRIBUTE in vars(model)
 

@@ -8,17 +8,14 @@ the format and the scales, which are kept as they were computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
 from scantling.errors import UserError
-from scantling.numerics.bits import pack, packed_bytes, unpack
+from scantling.numerics.bits import pack, unpack
 from scantling.numerics.formats import Format, IntFormat, parse_format
 from scantling.precision.quantizer import Encoded, Quantizer
-
-SCALE_BYTES = 4
 
 
 def values_of(format: Format) -> Tensor:
@@ -100,10 +97,3 @@ class PackedMatrix:
     def nbytes(self) -> int:
         """Bytes of patterns and scales."""
         return self.patterns.nbytes + self.scale.nbytes
-
-
-def matrix_bytes(rows: int, columns: int, quantizer: Quantizer) -> int:
-    """Bytes that a matrix takes in memory once it is packed, its scales in fp32."""
-    group = quantizer.group_size if quantizer.granularity == "group" else None
-    scales = (1,) if quantizer.granularity == "tensor" else (rows, 1 if group is None else -(-columns // group))
-    return packed_bytes(rows * columns, quantizer.format.bits) + SCALE_BYTES * prod(scales)

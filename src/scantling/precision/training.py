@@ -29,7 +29,7 @@ from scantling.groups import output_layers
 from scantling.kinds import is_conv1d
 from scantling.numerics.compute import warn_of_slow_products
 from scantling.numerics.words import Granularity
-from scantling.precision.attention import is_quantized, quantize_attention, restore_attention
+from scantling.precision.attention import has_quantized_attention, quantize_attention, restore_attention
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
 from scantling.precision.matrices import Filter, check_filter, check_module, is_of_cores, is_table, warn_of_the_rest
 from scantling.precision.products import Compute, Multiply, check_device
@@ -107,7 +107,7 @@ def quantize_training(
     of_attention = quantizer(kv_cache), quantizer(queries)
     if not of_layers and of_attention == (None, None):
         raise UserError("quantize_training: give a format for weights, activations, kv_cache, queries or gradients")
-    if is_quantized(model) or any(_is_quantized(module) for module in model.modules()):
+    if has_quantized_attention(model) or any(_is_quantized_layer(module) for module in model.modules()):
         raise UserError("quantize_training: the model is quantized already; call scantling.precision.restore first")
     if formats.multiply is not None:
         _check_products(model, formats, formats.multiply)
@@ -119,7 +119,7 @@ def quantize_training(
     for module in chosen.values():
         _quantize(module, formats)
     for module in model.modules():
-        if isinstance(module, tuple(_FAST_PATHS)) and any(map(_is_quantized, module.modules())):
+        if isinstance(module, tuple(_FAST_PATHS)) and any(map(_is_quantized_layer, module.modules())):
             _set_fast_path(module, on=False)
     if of_layers and filter_fn is None:
         taken = (each for module in chosen.values() for each in module.parameters() if each.ndim > 1)
@@ -150,7 +150,7 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
     for module in model.modules():
         if isinstance(module, tuple(_FAST_PATHS)):
             _set_fast_path(module, on=True)
-        if not _is_quantized(module):
+        if not _is_quantized_layer(module):
             continue
         if weights == "rounded":
             _round_weights(module, rounded)
@@ -226,7 +226,7 @@ def _check_products(model: nn.Module, formats: LayerFormats, multiply: Multiply)
         multiply.check_pair(one, other)
 
 
-def _is_quantized(module: nn.Module) -> bool:
+def _is_quantized_layer(module: nn.Module) -> bool:
     return isinstance(getattr(module, "formats", None), LayerFormats)
 
 

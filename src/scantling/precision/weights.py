@@ -152,8 +152,10 @@ def quantize_weights(
         for matrix in matrices:
             if calibrated is None or not matrix.modules:
                 put(matrix, quantizer.encode(matrix.read()), "rtn")
-        for block in [] if calibrated is None else calibrated.blocks():
-            hessians = calibrated.hessians(block)  # type: ignore[union-attr]
+        if calibrated is None:
+            return model
+        for block in calibrated.blocks():
+            hessians = calibrated.hessians(block)
             for matrix in block:
                 hessian = hessians[matrix.name]
                 encoded = round_like_gptq(matrix, hessian) if method == "gptq" else quantizer.encode(matrix.read())

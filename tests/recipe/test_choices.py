@@ -1,0 +1,38 @@
+"""Choices that the recipe names and the parts define: the schema stands below them, so that both are written out."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from scantling.comm import options, residuals, values
+from scantling.recipe import schema
+from scantling.tasks import TASKS
+from scantling.tensor import formats, replace
+from scantling.tensor import options as tensor_options
+from scantling.training.distributed import DEVICES
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "choices"),
+    [
+        (schema.CommSection, "values", values.Values),
+        (schema.CommSection, "dense", values.Values),
+        (schema.CommSection, "exchange", options.Exchange),
+        (schema.CommSection, "residual", residuals.Format),
+        (schema.TensorSection, "format", formats.Format),
+        (schema.TensorSection, "init", replace.Init),
+        (schema.TensorSection, "unit", tensor_options.Unit),
+    ],
+)
+def test_the_recipe_takes_what_the_part_takes(section: type[BaseModel], key: str, choices: Any) -> None:
+    assert get_args(section.model_fields[key].annotation) == get_args(choices)
+
+
+def test_tasks_and_devices_are_those_that_there_are() -> None:
+    choices: Any = schema.ModelSection.model_fields["task"].annotation
+    named = [name for part in get_args(choices) for name in get_args(part)]
+    assert sorted(named) == sorted(TASKS) == sorted(schema.TASKS)
+    assert sorted(get_args(schema.TrainSection.model_fields["device"].annotation)) == sorted(DEVICES)
