@@ -91,3 +91,9 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str | None:
     """Return "did you mean 'x'?" for the closest allowed name, or None where nothing is close."""
     close = difflib.get_close_matches(str(name), [str(a) for a in allowed], n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else None
+
+
+def hinted(text: str, name: str, allowed: Iterable[str]) -> str:
+    """A message about a name that is not allowed, with what was probably meant."""
+    hint = did_you_mean(name, allowed)
+    return f"{text} ({hint})" if hint else text

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 from scantling.files import local
 
 CHUNK = 1 << 20
@@ -48,8 +48,7 @@ def expand(paths: str | Sequence[str], key: str) -> list[Path]:
             found += files
         else:
             siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-            hint = did_you_mean(path.name, siblings)
-            raise UserError(f"{key}: file not found: {given}" + (f" ({hint})" if hint else ""))
+            raise UserError(hinted(f"{key}: file not found: {given}", path.name, siblings))
     return list(dict.fromkeys(found))
 
 

@@ -27,7 +27,7 @@ from scantling.data.tables import (
     shown_kind,
     warn_of_unlabelled,
 )
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 from scantling.recipe.schema import DIGITS, DataSection, Fields
 
 if TYPE_CHECKING:
@@ -85,12 +85,9 @@ def image_source(section: DataSection, *, validation: bool = False) -> ImageSour
     if path.is_file() and path.suffix.lower() == ".npz":
         return ImageArrays(path)
     siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    hint = did_you_mean(path.name, [DIGITS, *siblings])
     found = "is neither a folder nor an .npz file" if path.exists() else "is not there"
-    raise UserError(
-        f"{key}: {given} {found}; give a folder of images by class, an .npz file or '{DIGITS}'"
-        + (f" ({hint})" if hint else "")
-    )
+    text = f"{key}: {given} {found}; give a folder of images by class, an .npz file or '{DIGITS}'"
+    raise UserError(hinted(text, path.name, [DIGITS, *siblings]))
 
 
 class Digits(ImageSource):

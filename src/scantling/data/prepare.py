@@ -21,7 +21,7 @@ from scantling.data.sources import training_source, validation_source
 from scantling.data.split import HELDOUT, TRAIN, UNUSED, Sides, all_of, split
 from scantling.data.store import StoreWriter, TokenStore, open_store
 from scantling.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 from scantling.recipe.schema import BpeTokenizer, DataSection
 
 logger = logging.getLogger(__name__)
@@ -166,12 +166,10 @@ def check_labels(
     for index in range(len(found.label_names)) if which is None else which:
         label = found.label_names[index]
         if label not in labels:
-            hint = did_you_mean(label, labels)
             allowed = ", ".join(labels[:20]) + (", ..." if len(labels) > 20 else "")
-            raise UserError(
-                f"{found.label_places[index] or name}: the label '{label}' {problem}; allowed: {allowed}"
-                + (f" ({hint})" if hint else "" if which is None else "; list all labels in data.labels")
-            )
+            text = f"{found.label_places[index] or name}: the label '{label}' {problem}; allowed: {allowed}"
+            told = hinted(text, label, labels)
+            raise UserError(f"{text}; list all labels in data.labels" if told == text and which is not None else told)
 
 
 @dataclass(frozen=True)

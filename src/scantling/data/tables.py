@@ -15,7 +15,7 @@ from typing import Any
 
 from scantling.data.documents import Piece, Source
 from scantling.data.files import PACKED, file_stamp, read_lines
-from scantling.errors import UserError, did_you_mean, first_line
+from scantling.errors import UserError, first_line, hinted
 from scantling.files import local
 from scantling.recipe.schema import Fields
 
@@ -227,9 +227,8 @@ def check_columns(names: Iterable[str], there: Sequence[str], where: str) -> Non
     """Refuse a column that is not there, naming those that are."""
     for name in names:
         if name not in there:
-            hint = did_you_mean(name, there)
             known = ", ".join(there) or "none"
-            raise UserError(f"{where}: no column '{name}'; columns: {known}" + (f" ({hint})" if hint else ""))
+            raise UserError(hinted(f"{where}: no column '{name}'; columns: {known}", name, there))
 
 
 def to_piece(row: Mapping[str, Any], fields: Fields, where: str) -> Piece:

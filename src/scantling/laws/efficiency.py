@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 from scantling.laws.chinchilla import ChinchillaLaw
 from scantling.laws.law import Law, Published, Values, counts
 
@@ -160,9 +160,7 @@ class EfficiencyLaw(Law):
         found = super()._variables(given)
         known = {*self.eff_N, *UNQUANTISED}
         if (scheme := found["scheme"]) not in known:
-            hint = did_you_mean(scheme, known)
-            text = f"no scheme '{scheme}'; there are {', '.join(sorted(known))}"
-            raise UserError(text + (f" ({hint})" if hint else ""))
+            raise UserError(hinted(f"no scheme '{scheme}'; there are {', '.join(sorted(known))}", scheme, known))
         return found
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 
 if TYPE_CHECKING:
     from scantling.laws.optimum import Optimum, Speed
@@ -185,9 +185,8 @@ class Law(ABC):
             name = next(iter(cls.PUBLISHED))
         if name not in cls.PUBLISHED:
             allowed = ", ".join(cls.PUBLISHED)
-            hint = did_you_mean(name, cls.PUBLISHED)
             text = f"{cls.__name__} has no published constants '{name}'; there are {allowed}"
-            raise UserError(text + (f" ({hint})" if hint else ""))
+            raise UserError(hinted(text, name, cls.PUBLISHED))
         return cls.PUBLISHED[name]
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 from scantling.laws.fitting import Problem, solve
 from scantling.laws.law import BASE, Law
 from scantling.laws.result import Fit
@@ -39,8 +39,7 @@ def law_named(name: str) -> type[Law]:
         UserError: if there is none of this name.
     """
     if not isinstance(name, str) or name not in _HOMES:
-        hint = did_you_mean(name, _HOMES)
-        raise UserError(f"no law '{name}'; there are {', '.join(names())}" + (f" ({hint})" if hint else ""))
+        raise UserError(hinted(f"no law '{name}'; there are {', '.join(names())}", name, _HOMES))
     module, cls = _HOMES[name]
     found: type[Law] = getattr(importlib.import_module(f"scantling.laws.{module}"), cls)
     return found
@@ -186,9 +185,8 @@ def _check_names(cls: type[Law], table: Runs, what: str, given: Iterable[str]) -
     names = cls.named(table)
     for name in given:
         if name not in names:
-            hint = did_you_mean(name, names)
             text = f"{what} names '{name}'; the {cls.name} law of these runs has {', '.join(names)}"
-            raise UserError(text + (f" ({hint})" if hint else ""))
+            raise UserError(hinted(text, name, names))
 
 
 def _problem(

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 
 FEWEST_BITS, MOST_BITS = 2, 16
 _ALIASES = {"bf16": "fp16_e8m7", "fp16": "fp16_e5m10"}
@@ -139,8 +139,5 @@ def parse_format(name: str) -> Format:
         if not (1 <= exponent <= 8 and mantissa <= 10):
             raise UserError(f"floats have 1 to 8 bits of exponent and up to 10 of mantissa; given {name!r}")
         return FloatFormat(exponent, mantissa)
-    hint = did_you_mean(name.lower(), _KNOWN)
-    raise UserError(
-        f"a number format is one of int2 to int16, fp<bits>_e<x>m<y>, bf16 and fp16; given {name!r}"
-        + (f" ({hint})" if hint else "")
-    )
+    text = f"a number format is one of int2 to int16, fp<bits>_e<x>m<y>, bf16 and fp16; given {name!r}"
+    raise UserError(hinted(text, name.lower(), _KNOWN))

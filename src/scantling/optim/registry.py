@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 from scantling.optim._options import convert, signature_options
 
 if TYPE_CHECKING:
@@ -70,9 +70,8 @@ def check_options(name: str, options: Mapping[str, Any]) -> list[tuple[str, str]
     converted = {}
     for key, value in options.items():
         if key not in specification:
-            hint = did_you_mean(key, specification)
             allowed = f"not an option of {name.lower()}; allowed: {', '.join(specification)}"
-            problems.append((key, allowed + (f" ({hint})" if hint else "")))
+            problems.append((key, hinted(allowed, key, specification)))
             continue
         try:
             converted[key] = convert(value, specification[key][1])
@@ -193,8 +192,7 @@ def _specification(name: str) -> dict[str, tuple[Any, Any]]:
     if key in _torch_classes():
         return signature_options(_torch_classes()[key])
     names = optimizer_names()
-    hint = did_you_mean(key, names)
-    raise UserError(f"no optimizer '{name}'; there are {', '.join(names)}" + (f" ({hint})" if hint else ""))
+    raise UserError(hinted(f"no optimizer '{name}'; there are {', '.join(names)}", key, names))
 
 
 def _check_values(name: str, options: dict[str, Any]) -> list[tuple[str, str]]:

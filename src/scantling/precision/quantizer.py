@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 from scantling.numerics.formats import FloatFormat, Format, parse_format
 from scantling.numerics.words import Clip, Granularity, Rounding
 
@@ -154,11 +154,8 @@ class Quantizer:
             try:
                 return cls(parse_format(name.removeprefix("mx")), "group", MX_GROUP, scales="power2")
             except UserError:
-                hint = did_you_mean(name.lower(), _BLOCK_FORMATS)
-                raise UserError(
-                    f"a block format is mx and a format, such as {_BLOCK_FORMATS[0]}, or nvfp4; given {name!r}"
-                    + (f" ({hint})" if hint else "")
-                ) from None
+                text = f"a block format is mx and a format, such as {_BLOCK_FORMATS[0]}, or nvfp4; given {name!r}"
+                raise UserError(hinted(text, name.lower(), _BLOCK_FORMATS)) from None
         return cls(parse_format(name), granularity)
 
     def by(self, granularity: Granularity) -> Quantizer:
@@ -334,5 +331,4 @@ def _two_level_scale(largest: Tensor, format: Format) -> Tensor:
 
 def _check_choice(what: str, given: Any, allowed: Sequence[str]) -> None:
     if given not in allowed:
-        hint = did_you_mean(given, allowed)
-        raise UserError(f"{what} must be one of {', '.join(allowed)}; given {given!r}{f' ({hint})' if hint else ''}")
+        raise UserError(hinted(f"{what} must be one of {', '.join(allowed)}; given {given!r}", given, allowed))

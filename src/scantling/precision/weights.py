@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 from scantling.precision.calibration import Batch, Calibration
 from scantling.precision.gptq import BLOCK, gptq, output_error
 from scantling.precision.layers import LayerFormats
@@ -217,8 +217,7 @@ def check_method(method: str) -> Method:
         UserError: there is none.
     """
     if method not in get_args(Method):
-        hint = did_you_mean(method, get_args(Method))
-        raise UserError(f"method must be rtn or gptq; given {method!r}" + (f" ({hint})" if hint else ""))
+        raise UserError(hinted(f"method must be rtn or gptq; given {method!r}", method, get_args(Method)))
     return cast("Method", method)
 
 

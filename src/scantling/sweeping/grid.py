@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scantling.errors import Fault, RecipeError, UserError, did_you_mean
+from scantling.errors import Fault, RecipeError, UserError, hinted
 from scantling.planning.plan import planned_size
 from scantling.recipe import Recipe, check_recipe
 from scantling.recipe.loading import set_key
@@ -100,10 +100,7 @@ def select(chosen: Sequence[Case], where: Mapping[str, str]) -> list[Case]:
     for key, value in where.items():
         known = list(chosen[0].values) if chosen else []
         if key not in known:
-            hint = did_you_mean(key, known)
-            raise UserError(
-                f"--only: '{key}' is not swept; swept are {', '.join(known)}" + (f" ({hint})" if hint else "")
-            )
+            raise UserError(hinted(f"--only: '{key}' is not swept; swept are {', '.join(known)}", key, known))
         left = [case for case in chosen if shown(case.values[key]) == value]
         if not left:
             there = ", ".join(dict.fromkeys(shown(case.values[key]) for case in chosen))

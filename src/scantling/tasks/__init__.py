@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 from scantling.tasks.base import LossSums, Task, TaskData
 from scantling.tasks.causal_lm import CausalLM
 from scantling.tasks.classification import Classification
@@ -23,9 +23,7 @@ def get_task(name: str) -> Task:
         UserError: there is none.
     """
     if name not in TASKS:
-        hint = did_you_mean(name, TASKS)
-        allowed = ", ".join(TASKS)
-        raise UserError(f"model.task: must be one of {allowed}; given '{name}'" + (f" ({hint})" if hint else ""))
+        raise UserError(hinted(f"model.task: must be one of {', '.join(TASKS)}; given '{name}'", name, TASKS))
     return TASKS[name]()
 
 

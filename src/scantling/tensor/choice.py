@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 from scantling.tensor.modes import integers
 
 Rank: TypeAlias = int | Sequence[int]
@@ -62,8 +62,7 @@ def check_options(options: Mapping[str, Any], allowed: Sequence[str]) -> None:
     """
     for key in options:
         if key not in allowed:
-            hint = did_you_mean(key, allowed)
-            raise UserError(f"{key!r} must be one of {', '.join(allowed)}" + (f" ({hint})" if hint else ""))
+            raise UserError(hinted(f"{key!r} must be one of {', '.join(allowed)}", key, allowed))
 
 
 def _as_options(pattern: Any, value: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, get_args
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, hinted
 
 Format: TypeAlias = Literal["tt", "tt-silu", "low-rank", "cola"]
 
@@ -24,9 +24,8 @@ def linear_options(format: str, num_modes: int | None) -> dict[str, Any]:
         UserError: no such format, or several modes for one that has one.
     """
     if format not in FORMATS:
-        hint = did_you_mean(str(format), get_args(Format))
-        names = ", ".join(get_args(Format))
-        raise UserError(f"format must be one of {names}; given {format!r}" + (f" ({hint})" if hint else ""))
+        names = get_args(Format)
+        raise UserError(hinted(f"format must be one of {', '.join(names)}; given {format!r}", str(format), names))
     options = FORMATS[format]
     if num_modes is None:
         return options

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from scantling.errors import UserError, did_you_mean, first_line
+from scantling.errors import UserError, first_line, hinted
 from scantling.models.build import quiet
 from scantling.numerics.compute import autocast
 from scantling.training.trained import opened
@@ -89,6 +89,5 @@ def _task(name: str, known: Sequence[str]) -> Any:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise UserError(f"--lm-eval: cannot read the task {name}: {error}") from None
     if name not in known:
-        hint = did_you_mean(name, known)
-        raise UserError(f"--lm-eval: lm-evaluation-harness has no task '{name}'" + (f" ({hint})" if hint else ""))
+        raise UserError(hinted(f"--lm-eval: lm-evaluation-harness has no task '{name}'", name, known))
     return name
