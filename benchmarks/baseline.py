@@ -43,10 +43,10 @@ from scantling.data.sampler import Sampler
 from scantling.recipe import check_recipe
 from scantling.recipe.schema import Recipe
 from scantling.tasks import get_task
+from scantling.training.build import build_loop, build_run_model
 from scantling.training.checkpoint import Checkpointer
 from scantling.training.distributed import Place
 from scantling.training.meters import EnergyMeter, MemoryMeter
-from scantling.training.run import build_loop, build_run_model
 from scantling.training.schedule import lr_factor
 from scantling.training.sinks import JsonlSink
 

@@ -36,8 +36,8 @@ from scantling.optim.registry import build_optimizer
 from scantling.recipe import load_recipe
 from scantling.recipe.schema import TensorSection
 from scantling.tasks import get_task
+from scantling.training.build import build_run_model, run_evaluation
 from scantling.training.distributed import Place
-from scantling.training.run import build_run_model, run_evaluation
 from scantling.training.schedule import lr_factor
 
 RECIPE = ROOT / "recipes" / "flights-dlrm.yaml"

@@ -258,11 +258,12 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     from scantling.data.loader import BatchSource
     from scantling.data.sampler import Sampler
     from scantling.errors import NonFiniteError
+    from scantling.models.build import recipe_task
     from scantling.numerics.compute import autocast, has_products
     from scantling.recipe import load_recipe
     from scantling.tasks import get_task
+    from scantling.training.build import build_run_model, run_evaluation
     from scantling.training.distributed import Place
-    from scantling.training.run import build_run_model, recipe_task, run_evaluation
     from scantling.training.schedule import lr_factor
 
     world = spec["replicas"]

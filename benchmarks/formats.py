@@ -107,9 +107,9 @@ class Format(Method):
 
 def register(name: str, share: float, core_lr: float) -> None:
     """Let the runs of this process have a format, whose matrices or cores learn at a rate of their own."""
-    from scantling.training import run
+    from scantling.training import build
 
-    real = run.param_groups
+    real = build.param_groups
 
     def build_methods(recipe: Any) -> list[Method]:
         return [Format(name, share)]
@@ -117,4 +117,4 @@ def register(name: str, share: float, core_lr: float) -> None:
     def param_groups(model: nn.Module, *, weight_decay: float, **_: Any) -> list[dict[str, Any]]:
         return real(model, weight_decay=weight_decay, core_lr=core_lr)
 
-    run.build_methods, run.param_groups = build_methods, param_groups
+    build.build_methods, build.param_groups = build_methods, param_groups

@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
                     self.model.get_parameter("model.norm.weight")[0] = torch.nan
             return super().step(step, *args, **kwargs)
 
-    monkeypatch.setattr("scantling.training.run.Stepper", Poisoned)
+    monkeypatch.setattr("scantling.training.build.Stepper", Poisoned)
     with pytest.raises(NonFiniteError, match=r"step 7.*the loss is nan"):
         sc.train(recipe(tmp_path, train={"graph": True}), run_dir=tmp_path / "run")
     assert called.replays == 2 * (6 - graphs.WARM_UP) + 1

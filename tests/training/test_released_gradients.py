@@ -84,7 +84,7 @@ class Poisoned(Stepper):
 
 
 def test_a_gradient_that_is_not_finite_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scantling.training.run.Stepper", Poisoned)
+    monkeypatch.setattr("scantling.training.build.Stepper", Poisoned)
     recipe = recipe_of(tmp_path, release=True, checkpoint_every=1)
     with pytest.raises(NonFiniteError, match=f"step 3, rank 0: the gradient of {POISONED} is not finite"):
         sc.train(recipe, run_dir=tmp_path / "run")

@@ -335,16 +335,6 @@ def check_world_size(recipe: Recipe, world_size: int) -> None:
         )
 
 
-def check_graph(recipe: Recipe, world_size: int, device: str) -> None:
-    """Raise a UserError where the steps of a recipe cannot be captured here."""
-    if not recipe.train.graph:
-        return
-    if world_size > 1:
-        raise UserError(f"train.graph captures the step of one process; given {world_size}. Leave the key out")
-    if device != "cuda":
-        raise UserError("train.graph captures CUDA graphs, and there is no GPU here; leave the key out")
-
-
 def _vocabulary(recipe: Recipe, task: Task) -> int:
     """Ids that the model must know; only a tokenizer in a folder is read."""
     from scantling.data.tokenizers import ByteTokenizer, load_tokenizer

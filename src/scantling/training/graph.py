@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from scantling.data.batch import Batch
 from scantling.errors import UserError, first_line
+from scantling.recipe import Recipe
 
 WARM_UP = 3
 """Steps without a graph before one is captured, at least one of the same shape: they allocate state and compile."""
@@ -33,6 +34,16 @@ Passes: TypeAlias = Callable[[Sequence[Batch], Tensor], tuple[Tensor, Tensor]]
 """(micro-batches, share of a target) to (sum of the losses, gradient norm); gradients are in `.grad`, made anew."""
 Update: TypeAlias = Callable[[Tensor], None]
 """(gradient norm): clip and optimizer step."""
+
+
+def check_graph(recipe: Recipe, world_size: int, device: str) -> None:
+    """Raise a UserError where the steps of a recipe cannot be captured here."""
+    if not recipe.train.graph:
+        return
+    if world_size > 1:
+        raise UserError(f"train.graph captures the step of one process; given {world_size}. Leave the key out")
+    if device != "cuda":
+        raise UserError("train.graph captures CUDA graphs, and there is no GPU here; leave the key out")
 
 
 class Graph(Protocol):
