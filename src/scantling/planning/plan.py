@@ -30,6 +30,7 @@ from scantling.reporting.format import format_bytes, format_number
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from scantling.planning.passes import Passes
     from scantling.tasks.base import Task, TaskData
 
 
@@ -171,50 +172,32 @@ def plan(
     """
     import torch
 
-    from scantling.comm import MomentumExchange, allreduce_wire_bytes
-    from scantling.comm.demo_exchange import exchange_groups
     from scantling.groups import num_non_embedding, param_groups
     from scantling.models.build import checkpoint_activations, quiet, recipe_task
-    from scantling.models.costs import BACKWARD
     from scantling.numerics.resident import resident_bytes
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
-    from scantling.planning.memory import (
-        allocator_bytes,
-        bytes_of_cores,
-        frees_gradients,
-        held_gradient_bytes,
-    )
+    from scantling.planning.memory import frees_gradients, held_gradient_bytes
     from scantling.planning.passes import plan_passes
     from scantling.tasks import get_task
-    from scantling.tensor.ranks import RankAdapter
 
     recipe = load_recipe(recipe, settings)
     task = get_task(recipe_task(recipe))
     check_world_size(recipe, world_size)
     notes: list[str] = []
     model = planned_model(recipe, task, task_data, notes)
-    if recipe.tensor is not None and recipe.tensor.size_target is not None:
-        options = recipe.tensor.rank_options(recipe.train.steps)
-        adapter = RankAdapter(model, bytes_of=bytes_of_cores(recipe), **options)
-        target = f"{format_number(adapter.target)} {adapter.options.unit}"
-        notes.append(f"planned at the first ranks; the cores come down to {target} by step {adapter.options.steps}")
+    notes += _ranks_that_come_down(recipe, model)
+    wire, residuals = _traffic(recipe, model, world_size)
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
     on_gpu = device == "cuda" or (device == "auto" and recipe.train.device != "cpu" and torch.cuda.is_available())
     base = 0 if on_gpu else resident_bytes()
     parameters = list(model.parameters())
-    trainable = [p for p in parameters if p.requires_grad]
     weight_bytes = sum(p.nbytes for p in parameters)
     gradient_bytes = held_gradient_bytes(recipe, parameters, world_size=world_size)
     released = frees_gradients(recipe, world_size=world_size)
     if recipe.optim.release_gradients and not released:
         notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, where they are released")
-    num_parameters, num_trainable = (sum(p.numel() for p in each) for each in (parameters, trainable))
     groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
-    of_exchange = exchange_groups(model, recipe.comm.demo_options) if recipe.comm.name == "demo" else None
-    roles: dict[str, int] = {}
-    for group in groups:
-        roles[group["role"]] = roles.get(group["role"], 0) + sum(p.numel() for _, p in group["params"])
     state = predicted_state_bytes(recipe.optim.name, groups, **recipe.optim.options)
     if state is None:
         notes.append(f"the state of {recipe.optim.name} is not known before it has taken a step")
@@ -233,34 +216,27 @@ def plan(
         notes.append("the memory of the passes is that of a CPU's kernels; a GPU's may keep less")
     if recipe.train.compile:
         notes.append("compiled kernels keep less for the backward pass than is planned here")
-    working = None if passes.peak_bytes is None else max(passes.peak_bytes, gradient_bytes + of_optimizer)
-    temporary = None if working is None else working - max(passes.activation_bytes or 0, gradient_bytes)
-    kept = 0 if on_gpu else None if working is None else allocator_bytes(working)
-    wire, residuals = allreduce_wire_bytes(sum(p.nbytes for p in trainable), world_size), 0
-    if of_exchange is not None:
-        exchange = MomentumExchange(of_exchange, **recipe.comm.demo_options)
-        wire, residuals = round(exchange.planned_wire_bytes_a_step(world_size)), exchange.planned_state_bytes()
-    held = None if state is None else base + weight_bytes + state + residuals
-    peak = None if held is None or working is None else held + working + (kept or 0)
     tokens = recipe.batch_size * task.examples_to_tokens(recipe.data)
-    flops = None
-    if passes.forward_flops is not None and passes.recomputed_flops is not None:
-        flops = (1 + BACKWARD) * passes.forward_flops + passes.recomputed_flops
+    flops = _step_flops(passes)
     return Plan(
         name=recipe.name or "recipe",
         world_size=world_size,
-        num_parameters=num_parameters,
-        num_trainable=num_trainable,
+        num_parameters=sum(p.numel() for p in parameters),
+        num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
         num_non_embedding=num_non_embedding(model),
-        parameters_by_role=roles,
+        parameters_by_role=_by_role(groups),
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
         optimizer_state_bytes=state,
         activation_bytes=passes.activation_bytes,
-        temporary_bytes=temporary,
         base_bytes=base,
-        allocator_bytes=kept,
-        peak_memory_bytes=peak,
+        **_working_memory(
+            passes,
+            held=None if state is None else base + weight_bytes + state + residuals,
+            gradient_bytes=gradient_bytes,
+            of_optimizer=of_optimizer,
+            on_gpu=on_gpu,
+        ),
         wire_bytes=wire,
         flops_per_step=flops,
         flops_per_token=None if flops is None else flops / tokens,
@@ -269,6 +245,65 @@ def plan(
         residual_bytes=residuals,
         notes=tuple(notes),
     )
+
+
+def _ranks_that_come_down(recipe: Recipe, model: Any) -> list[str]:
+    """What is to be noted of cores whose ranks have a target."""
+    if recipe.tensor is None or recipe.tensor.size_target is None:
+        return []
+    from scantling.planning.memory import bytes_of_cores
+    from scantling.tensor.ranks import RankAdapter
+
+    options = recipe.tensor.rank_options(recipe.train.steps)
+    adapter = RankAdapter(model, bytes_of=bytes_of_cores(recipe), **options)
+    target = f"{format_number(adapter.target)} {adapter.options.unit}"
+    return [f"planned at the first ranks; the cores come down to {target} by step {adapter.options.steps}"]
+
+
+def _by_role(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Parameters by the role of their group."""
+    roles: dict[str, int] = {}
+    for group in groups:
+        roles[group["role"]] = roles.get(group["role"], 0) + sum(p.numel() for _, p in group["params"])
+    return roles
+
+
+def _traffic(recipe: Recipe, model: Any, world_size: int) -> tuple[int, int]:
+    """Bytes that a process sends in a step, and what it keeps for the exchange."""
+    from scantling.comm import MomentumExchange, allreduce_wire_bytes
+    from scantling.comm.demo_exchange import exchange_groups
+
+    if recipe.comm.name != "demo":
+        return allreduce_wire_bytes(sum(p.nbytes for p in model.parameters() if p.requires_grad), world_size), 0
+    options = recipe.comm.demo_options
+    exchange = MomentumExchange(exchange_groups(model, options), **options)
+    return round(exchange.planned_wire_bytes_a_step(world_size)), exchange.planned_state_bytes()
+
+
+def _working_memory(
+    passes: Passes, *, held: int | None, gradient_bytes: int, of_optimizer: int, on_gpu: bool
+) -> dict[str, int | None]:
+    """What comes and goes in a step, what the allocator keeps of it, and the peak; None where it is not known."""
+    from scantling.planning.memory import allocator_bytes
+
+    if passes.peak_bytes is None:
+        return {"temporary_bytes": None, "allocator_bytes": 0 if on_gpu else None, "peak_memory_bytes": None}
+    working = max(passes.peak_bytes, gradient_bytes + of_optimizer)
+    kept = 0 if on_gpu else allocator_bytes(working)
+    return {
+        "temporary_bytes": working - max(passes.activation_bytes or 0, gradient_bytes),
+        "allocator_bytes": kept,
+        "peak_memory_bytes": None if held is None else held + working + kept,
+    }
+
+
+def _step_flops(passes: Passes) -> int | None:
+    """Forward, backward, and what the backward pass computes again."""
+    from scantling.models.costs import BACKWARD
+
+    if passes.forward_flops is None or passes.recomputed_flops is None:
+        return None
+    return (1 + BACKWARD) * passes.forward_flops + passes.recomputed_flops
 
 
 def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes: list[str]) -> Any:
