@@ -181,6 +181,11 @@ def loss_and_perplexity(loss: float) -> dict[str, float]:
     return figures
 
 
+def loss_and_accuracy(sums: dict[str, float]) -> dict[str, float]:
+    """The metrics of what is right or wrong: the mean loss, and the share of targets that are `correct`."""
+    return {"eval_loss": mean_loss(sums), "accuracy": sums["correct"] / sums["targets"]}
+
+
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the cross entropy over the targets, in fp32.
 

@@ -10,12 +10,12 @@ import torch
 
 from scantling.data.batch import IGNORED, Batch
 from scantling.data.loader import Numbered
-from scantling.data.packing import WindowDataset, document_positions, training_windows
+from scantling.data.packing import document_positions
 from scantling.data.prepare import prepare, separator_id
 from scantling.data.progress import Progress
 from scantling.recipe.schema import DataSection
 from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, loss_and_perplexity, mean_loss, pad_rows
-from scantling.tasks.streams import bin_data, refuse_pairs
+from scantling.tasks.streams import bin_data, prepared_windows, refuse_pairs
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,13 @@ class CausalLM(Task):
             )
         refuse_pairs(data, self.name)
         prepared = prepare(data, seed=seed, progress=progress)
-        train = training_windows([prepared.train.tokens], length=length, stride=stride, seq_len=data.seq_len)
-        heldout = bytes_per_token = None
-        if prepared.heldout is not None:
-            heldout = WindowDataset([prepared.heldout.tokens], length=length, stride=stride, partial=True)
-            bytes_per_token = prepared.heldout.num_bytes / (len(prepared.heldout.tokens) - 1)
+        held = prepared.heldout
         return TaskData(
-            train,
-            heldout,
+            *prepared_windows(data, prepared, length=length, stride=stride),
             ShiftedWindows(data.document_mask, separator_id(prepared.tokenizer)),
             prepared.tokenizer,
             prepared.tokenizer.vocab_size,
-            heldout_bytes_per_token=bytes_per_token,
+            heldout_bytes_per_token=None if held is None else held.num_bytes / (len(held.tokens) - 1),
             info=prepared.info,
         )
 

@@ -23,7 +23,7 @@ from scantling.tasks.base import (
     TaskData,
     cross_entropy_sum,
     label_names,
-    mean_loss,
+    loss_and_accuracy,
     model_config,
     pad_rows,
     padded_length,
@@ -147,7 +147,7 @@ class Classification(Task):
         return Batch(inputs, batch.labels[:, 0].clone(), num_targets=batch_size, num_tokens=batch.num_tokens)
 
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
-        return {"eval_loss": mean_loss(sums), "accuracy": sums["correct"] / sums["targets"]}
+        return loss_and_accuracy(sums)
 
     def baselines(self, data: TaskData, *, max_samples: int | None = None) -> dict[str, float]:
         """`majority_accuracy`, and `hypothesis_only_accuracy` for pairs or `bag_of_words_accuracy` for single texts."""

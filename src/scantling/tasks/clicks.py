@@ -20,7 +20,7 @@ from scantling.data.click_store import ClickStore
 from scantling.data.loader import Numbered
 from scantling.data.progress import Progress
 from scantling.recipe.schema import Clicks, DataSection
-from scantling.tasks.base import LossSums, Task, TaskData, mean_loss
+from scantling.tasks.base import LossSums, Task, TaskData, loss_and_accuracy
 
 ASSUMED_ROWS = 1000
 """Rows that the plan gives a table whose size the data decides."""
@@ -120,10 +120,9 @@ class ClickPrediction(Task):
             data.features.save_pretrained(folder)
 
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
-        loss = mean_loss(sums)
-        figures = {"eval_loss": loss, "accuracy": sums["correct"] / sums["targets"]}
+        figures = loss_and_accuracy(sums)
         entropy = binary_entropy(sums["clicks"] / sums["targets"])
-        return figures | ({"normalized_entropy": loss / entropy} if entropy else {})
+        return figures | ({"normalized_entropy": figures["eval_loss"] / entropy} if entropy else {})
 
     def output_metrics(self, outputs: dict[str, npt.NDArray[Any]]) -> dict[str, float]:
         area = auc(outputs["scores"], outputs["labels"])

@@ -17,7 +17,7 @@ from scantling.data.loader import EVALUATION, Numbered, spread
 from scantling.data.progress import Progress
 from scantling.files import write_json
 from scantling.recipe.schema import DIGITS, DataSection
-from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, label_names, mean_loss
+from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, label_names, loss_and_accuracy
 
 MIDDLE = 127.5
 """Pixels of 0 to 255 go to the model as -1 to 1, as those of ViT."""
@@ -120,7 +120,7 @@ class ImageClassification(Task):
         write_json(folder / "preprocessor_config.json", settings)
 
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
-        return {"eval_loss": mean_loss(sums), "accuracy": sums["correct"] / sums["targets"]}
+        return loss_and_accuracy(sums)
 
     def baselines(self, data: TaskData, *, max_samples: int | None = None) -> dict[str, float]:
         """`majority_accuracy`, and `class_mean_accuracy`: that of the class whose mean image is the closest."""

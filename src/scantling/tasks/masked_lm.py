@@ -11,14 +11,13 @@ import torch
 from scantling.data.batch import IGNORED, Batch
 from scantling.data.hashing import key64, mix64, uniform
 from scantling.data.loader import Numbered
-from scantling.data.packing import WindowDataset, training_windows
 from scantling.data.prepare import prepare
 from scantling.data.progress import Progress
 from scantling.data.tokenizers import Tokenizer
 from scantling.errors import UserError
 from scantling.recipe.schema import DataSection
-from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, mean_loss, pad_rows, required
-from scantling.tasks.streams import bin_data, bin_tokenizer, refuse_pairs
+from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, loss_and_accuracy, pad_rows, required
+from scantling.tasks.streams import bin_data, bin_tokenizer, prepared_windows, refuse_pairs
 
 
 class MaskedWindows:
@@ -92,12 +91,8 @@ class MaskedLM(Task):
         prepared = prepare(data, seed=seed, needs=(self.name, ("mask", "pad")), wrap=True, progress=progress)
         tokenizer = prepared.tokenizer
         length = self._window(tokenizer, data.seq_len)
-        heldout = None
-        if prepared.heldout is not None:
-            heldout = WindowDataset([prepared.heldout.tokens], length=length, stride=length, partial=True)
         return TaskData(
-            training_windows([prepared.train.tokens], length=length, stride=length, seq_len=data.seq_len),
-            heldout,
+            *prepared_windows(data, prepared, length=length, stride=length),
             self._collate(tokenizer, data, seed),
             tokenizer,
             tokenizer.vocab_size,
@@ -121,7 +116,7 @@ class MaskedLM(Task):
         return LossSums(cross_entropy_sum(logits, batch.labels), {"correct": correct})
 
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
-        return {"eval_loss": mean_loss(sums), "accuracy": sums["correct"] / sums["targets"]}
+        return loss_and_accuracy(sums)
 
     def config_overrides(self, data: TaskData) -> dict[str, Any]:
         tokenizer = data.tokenizer

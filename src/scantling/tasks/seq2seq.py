@@ -12,7 +12,6 @@ import torch
 
 from scantling.data.batch import IGNORED, Batch
 from scantling.data.loader import Numbered
-from scantling.data.packing import WindowDataset, training_windows
 from scantling.data.prepare import Prepared, prepare
 from scantling.data.progress import Progress
 from scantling.data.tokenizers import Ids, Tokenizer
@@ -32,7 +31,7 @@ from scantling.tasks.base import (
 )
 from scantling.tasks.classification import LabelledDataset
 from scantling.tasks.spans import Spans
-from scantling.tasks.streams import bin_data, bin_tokenizer
+from scantling.tasks.streams import bin_data, bin_tokenizer, prepared_windows
 
 NUM_SENTINELS = 100
 """As T5's tokenizer has."""
@@ -113,12 +112,9 @@ class Seq2Seq(Task):
 
     def _windows(self, data: DataSection, prepared: Prepared, seed: int) -> TaskData:
         tokenizer = prepared.tokenizer
-        length, heldout = window_length(data, tokenizer), None
-        if prepared.heldout is not None:
-            heldout = WindowDataset([prepared.heldout.tokens], length=length, stride=length, partial=True)
+        length = window_length(data, tokenizer)
         return TaskData(
-            training_windows([prepared.train.tokens], length=length, stride=length, seq_len=data.seq_len),
-            heldout,
+            *prepared_windows(data, prepared, length=length, stride=length),
             CorruptedWindows(tokenizer, _spans(data), seed),
             tokenizer,
             tokenizer.vocab_size + self.extra_ids(data, tokenizer),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from scantling.data.bins import open_bins, read_through
 from scantling.data.hashing import fingerprint
 from scantling.data.loader import Collate
 from scantling.data.packing import WindowDataset, training_windows
+from scantling.data.prepare import Prepared
 from scantling.data.progress import Progress
 from scantling.data.tokenizers import Tokenizer, load_tokenizer
 from scantling.errors import UserError
@@ -26,6 +28,33 @@ def bin_tokenizer(data: DataSection) -> Tokenizer | None:
     if isinstance(data.tokenizer, BpeTokenizer):
         raise UserError("data.tokenizer: bin files hold ids already; name the tokenizer that made them")
     return None if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)
+
+
+def windows_of(
+    data: DataSection, train: Sequence[Any], heldout: Sequence[Any], *, length: int, stride: int
+) -> tuple[WindowDataset, WindowDataset | None]:
+    """Windows over streams of tokens to train on, and over those held out, the last ones as short as they are.
+
+    Args:
+        data: the recipe's section.
+        train: the streams.
+        heldout: the streams held out, or none.
+        length: tokens in a window.
+        stride: distance between windows.
+
+    Raises:
+        UserError: no window fits into the streams to train on.
+    """
+    held = WindowDataset(heldout, length=length, stride=stride, partial=True) if heldout else None
+    return training_windows(train, length=length, stride=stride, seq_len=data.seq_len), held
+
+
+def prepared_windows(
+    data: DataSection, prepared: Prepared, *, length: int, stride: int
+) -> tuple[WindowDataset, WindowDataset | None]:
+    """`windows_of` the streams of prepared documents."""
+    heldout = [] if prepared.heldout is None else [prepared.heldout.tokens]
+    return windows_of(data, [prepared.train.tokens], heldout, length=length, stride=stride)
 
 
 def bin_data(
@@ -72,8 +101,7 @@ def bin_data(
         "heldout_by": held_by,
     }
     return TaskData(
-        training_windows(streams, length=length, stride=stride, seq_len=data.seq_len),
-        WindowDataset(held_streams, length=length, stride=stride, partial=True) if held_streams else None,
+        *windows_of(data, streams, held_streams, length=length, stride=stride),
         collate(eos_id),
         tokenizer,
         tokenizer.vocab_size if tokenizer else largest + 1,
