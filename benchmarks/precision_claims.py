@@ -13,6 +13,8 @@ From the tables in benchmarks/results, of runs that are done:
     parts multiply    that excess of runs with several parts in few bits, as four rules foretell it: Kumar's law fitted
                       to runs with one part in few bits, and to all; the same product with what was measured of each
                       part in place of a formula; and the sum of what the parts cost alone
+    best bits         of weights, activations and KV cache together, at which the law fitted to all of these runs makes
+                      the most of a budget whatever it is, where bits save compute in proportion: the paper's 7 to 8
     after training    nats lost when weights are quantised after training: the power of tokens they grow with, of runs
                       whose learning rate decays and of runs whose rate stays; and the loss with it, which tells whether
                       more tokens still help
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -43,6 +46,10 @@ from scantling.laws.law import bits_of
 
 PARTS = ("weights", "activations", "kv_cache")
 POST = "post."
+SAMPLES = 200
+"""Refits of an interval."""
+ANY_COMPUTE = 1e14
+"""FLOPs; the best bits are the same for all."""
 Row = dict[str, Any]
 
 
@@ -210,6 +217,37 @@ def means_by_bits(multiply: dict[str, Any]) -> dict[tuple[float, ...], dict[str,
     }
 
 
+def best_bits(rows: Sequence[Row], samples: int = SAMPLES) -> dict[str, Any]:
+    """The best bits by Kumar's law, with intervals by refits to runs drawn with replacement.
+
+    Fitted in two stages, its base to the runs at 16 bits, which is then held; and all constants together.
+    """
+    rows = [row for row in rows if row["schedule"] == "cosine"]
+    whole = [row for row in rows if not in_few_bits(row)]
+    tied = {"beta": "alpha"}
+    base = sc.laws.fit(_table(whole), tie=tied)
+    fits = {
+        "in two stages": sc.laws.fit(_table(rows), law="kumar", base=base),
+        "together": sc.laws.fit(_table(rows), law="kumar", tie=tied),
+    }
+
+    def bits(law: sc.laws.Law) -> float:
+        found = law.optimum(compute=ANY_COMPUTE).bits
+        assert found is not None
+        return found
+
+    return {
+        name: {
+            "bits": bits(fitted.law),
+            "interval": fitted.interval(bits, samples),
+            "mean_error": fitted.mean_error,
+            "constants": fitted.law.constants(),
+            "not_identified": fitted.unidentified,
+        }
+        for name, fitted in fits.items()
+    }
+
+
 def _given(row: Row) -> Row:
     return {name: row[name] for name in ("N", "D", *PARTS)}
 
@@ -324,6 +362,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=Path, default=RESULTS / "precision-seeds.csv")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
+    logging.getLogger("scantling").setLevel(logging.ERROR)  # that it extrapolates: any budget does
     tables = {name: getattr(options, name) for name in ("parts", "tokens", "seeds")}
     read_tables = {name: read(path) if path.exists() else [] for name, path in tables.items()}
     every = together(*read_tables.values())
@@ -331,9 +370,9 @@ def main() -> int:
     counts = {**{name: len(rows) for name, rows in read_tables.items()}, "together": len(every)}
     results: dict[str, Any] = {"runs": counts, "noise": noise(every), "saturation": saturation(first)}
     try:
-        results["parts multiply"] = parts_multiply(first)
+        results |= {"parts multiply": parts_multiply(first), "best bits": best_bits(first)}
     except UserError as error:
-        results["parts multiply"] = {"error": str(error)}
+        results |= {"parts multiply": {"error": str(error)}, "best bits": {}}
     results |= {
         "after training": after_training(first),
         "decay": decay(first),
@@ -374,6 +413,10 @@ def report(results: dict[str, Any]) -> None:
         for law, reasons in multiply["not_identified"].items():
             for name, reason in reasons.items():
                 print(f"  {law}: {name} is not identified: {reason}")
+    print("\nbest bits of weights, activations and KV cache together, with 95 % intervals")
+    for name, found in results["best bits"].items():
+        low, high = found["interval"]
+        print(f"  fitted {name:14} {found['bits']:.2f} [{low:.2f}, {high:.2f}], mean error {found['mean_error']:.2%}")
     print("\nafter training: nats lost by tokens, and the tokens beyond which the loss with them grows")
     for what, found in results["after training"].items():
         power = "" if found["power_of_D"] is None else f"   D^{found['power_of_D']:.2f}"

@@ -69,6 +69,10 @@ def test_the_published_law_is_found_again(tmp_path: Path) -> None:
     assert means[4, 4, 4]["measured"] + means[6, 6, 6]["measured"] == pytest.approx(sum(of_all) / 9)
     constants = multiply["constants"]["Kumar's law, fitted to alone"]
     assert constants["gamma_w"] == pytest.approx(2.6745, rel=0.2)
+    best = claims.best_bits(rows, samples=5)
+    assert best["together"]["bits"] == pytest.approx(7.0, abs=0.3)
+    assert best["in two stages"]["bits"] == pytest.approx(7.0, abs=0.3)
+    assert all(own["interval"][0] <= own["interval"][1] for own in best.values())
     lost = claims.after_training(rows)
     assert lost["cosine, N=30000000, int3"]["best_tokens"] in (1e9, 4e9, 1.6e10)
     assert lost["cosine, N=30000000, int3"]["power_of_D"] == pytest.approx(0.5068, abs=1e-3)
