@@ -297,6 +297,25 @@ def test_nan_in_one_bucket_leaves_a_replica_out_of_that_bucket_alone() -> None:
         torch.testing.assert_close(last, (wanted[0][1] + wanted[1][1]) / 2, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"sync_every": 2}, {"overlap": True}], ids=str)
+def test_a_replica_knows_at_once_that_its_gradients_are_withheld(options: dict[str, Any]) -> None:
+    """And not at the next exchange, or when the result of this one comes."""
+
+    def work(link: ThreadLink) -> list[bool]:
+        params, found = params_of(), []
+        made = exchange_of(link, params, **options)
+        for step in range(4):
+            for param in params:
+                param.grad = gradient(link.rank, step, param.shape)
+            if link.rank == 1 and step == 2:
+                params[3].grad[0] = torch.nan
+            made.exchange()
+            found.append(made.withheld)
+        return found
+
+    assert together(2, work) == [[False] * 4, [False, False, True, False]]
+
+
 def test_an_error_on_its_way_is_raised_by_the_next_call() -> None:
     def work(link: ThreadLink) -> None:
         params = params_of()

@@ -150,6 +150,7 @@ class MomentumExchange(Replica):
         wire_bytes: what this process sent in the exchange of the last result, headers included; without what compares
             the replicas at the start, and where shapes or options have changed, 8 bytes and more for each parameter.
         left_out: ranks whose gradients were NaN or Inf in it; with overlap, in a part of it.
+        withheld: whether gradients of this process in the last call were NaN or Inf, and go into no exchange.
         decided: with `auto_off`, once it was measured: whether everything travels, and the number of processes.
         replica_divergence: how far the residuals were apart when they were last compared, from 0 to 1.
 
@@ -205,6 +206,7 @@ class MomentumExchange(Replica):
         self.decided = None
         self.wire_bytes = 0
         self.left_out: list[int] = []
+        self.withheld = False
         self._layout: Layout | None = None
         self._opened: Opened | None = None
         self._sent: list[Sent] = []
@@ -352,7 +354,7 @@ class MomentumExchange(Replica):
     def _open(self) -> Opened:
         """Begin a step: take in what is still on its way, and compare the replicas where it is time to."""
         self.wire_bytes, self.left_out = self._settled
-        self._settled = 0, []
+        self._settled, self.withheld = (0, []), False
         before, failure = self._held_back()
         self._failure = None
         if self.link.step is not None:
@@ -427,6 +429,7 @@ class MomentumExchange(Replica):
         bucket = layout.buckets[number]
         gradients = {place: _gradient(params[place]) for place in bucket.params}
         valid = self._is_valid(gradients)
+        self.withheld |= not valid
         if not bucket.channels:  # all of it is frozen, or empty
             if opened.is_due:
                 self._sent.append(Sent(bucket, self.step, lambda: ([], [])))
@@ -452,7 +455,7 @@ class MomentumExchange(Replica):
             logger.warning("step %d, rank %d: a residual is NaN or Inf and begins anew", self.step, self.link.rank)
             for place in bucket.params:
                 self.residuals.drop(params[place])
-            valid = False
+            valid, self.withheld = False, True
             selected = [channel.kind.section.select(_zeros(channel, params)) for channel in bucket.channels]
         configuration = (layout.configuration + number) & 0xFFFFFFFF
         header = Header(valid, self.link.epoch, self.step, self.link.rank, configuration)
