@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
+from scantling.comm.agreement import _decoder
 from scantling.comm.channels import channels_of, kind_and_grid
 from scantling.comm.momentum import MomentumExchange
 from scantling.comm.values import VALUES
@@ -158,6 +160,26 @@ def test_other_options_are_named_with_their_rank() -> None:
 
     with pytest.raises(UserError, match=r"rank 1 differs from the others in square: it has topk 4; they have topk 8$"):
         together(3, work)
+
+
+@pytest.fixture
+def unset_precision() -> Iterator[None]:
+    yield
+    torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("module", [torch.backends, torch.backends.cuda.matmul], ids=["all", "matmul"])
+def test_the_precision_of_products_is_read_however_it_was_set(module: Any, unset_precision: None) -> None:
+    """The getter of the older calls raises an error after the newer settings, which transformers uses."""
+    plain = _decoder(torch.device("cuda"))
+    assert plain.endswith("fp32 products of precision ieee")
+    module.fp32_precision = "tf32"
+    assert _decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
+    module.fp32_precision = "none"
+    torch.set_float32_matmul_precision("high")
+    assert _decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
+    torch.set_float32_matmul_precision("highest")
+    assert _decoder(torch.device("cuda")) == plain
 
 
 def test_damaged_messages_are_errors() -> None:
