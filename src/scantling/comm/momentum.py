@@ -59,7 +59,7 @@ from scantling.comm.payload import Header
 from scantling.comm.replica import Replica
 from scantling.comm.residuals import Format
 from scantling.comm.rounds import Outcome, Sparse, Way, exchange
-from scantling.comm.shards import all_agree, all_finite, as_gradient, check_meshes, local
+from scantling.comm.shards import all_agree, all_finite, as_gradient, check_meshes, local, place_gradient
 from scantling.comm.values import DTYPES, Values
 from scantling.errors import NonFiniteError, ReplicaError, SilentPeerError, UserError
 
@@ -223,7 +223,8 @@ class MomentumExchange(Replica):
 
         Collectives: one all-gather, or an all-to-all and an all-gather, see `rounds.py`, for each bucket of `overlap`;
         at the first call, whenever shapes have changed, and every `check_every` exchanges two more, which compare the
-        replicas. With `delay` or `overlap` they are those of a thread, in a process group of its own.
+        replicas. With `delay` or `overlap` they are those of a thread, in a process group of its own. Where a gradient
+        is placed otherwise than its parameter, those of `place_gradient` in `shards.py`.
 
         Returns:
             Whether there is a result; where not (`sync_every`, the first call with `delay`, and over a `ManagedLink`
@@ -750,6 +751,7 @@ def _gradient(param: Tensor) -> Tensor | None:
         raise UserError(
             f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; use sparse=False in its embedding"
         )
+    place_gradient(param)
     return local(param.grad)
 
 

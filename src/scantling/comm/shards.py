@@ -33,6 +33,17 @@ def as_gradient(value: Tensor, param: Tensor) -> Tensor:
     return cast
 
 
+def place_gradient(param: Tensor) -> None:
+    """Place the gradient of a parameter as the parameter is placed.
+
+    Under tensor and sequence parallelism each process can hold a part of the sum that is the gradient of a parameter
+    which all of them hold whole. Collectives: those of the placements that differ; none with FSDP2 alone.
+    """
+    gradient = param.grad
+    if isinstance(param, DTensor) and isinstance(gradient, DTensor) and gradient.placements != param.placements:
+        param.grad = gradient.redistribute(placements=param.placements)
+
+
 def check_meshes(params: Iterable[Tensor], ranks: Iterable[int]) -> None:
     """See that an exchange goes between replicas, and not between the parts of one.
 
