@@ -107,6 +107,38 @@ def test_what_a_delay_holds_back_is_saved_and_loaded() -> None:
     together(2, work)
 
 
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_what_a_delay_has_held_back_is_applied_without_one(sync_every: int) -> None:
+    """With the result of the next call that has one, and after one in which all overflow."""
+
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params, delay=1)
+        stepped(made, params, link.rank, range(2))
+        state = copy.deepcopy(made.state_dict())
+        pending = state["shared"]["pending"]
+        found = []
+        for shared in (state["shared"], {**state["shared"], "pending": {}}):
+            again = exchange_of(link, params, sync_every=sync_every)
+            again.load_state_dict({**state, "shared": shared})
+            if sync_every == 1:
+                for param in params:
+                    param.grad = torch.full_like(param, torch.inf)
+                with pytest.raises(NonFiniteError):
+                    again.exchange()
+                again.load_local_state_dict(state["local"])
+            found.append(stepped(again, params, link.rank, range(2, 3))[0])
+            assert not again.state_dict()["shared"]["pending"]
+        ours, theirs = found
+        assert ours is not None
+        assert (theirs is None) == (sync_every == 2)
+        wanted = theirs or [torch.zeros_like(param) for param in params]
+        for one, other, value in zip(ours, wanted, pending.values(), strict=True):
+            assert torch.equal(one, other + value)
+
+    together(2, work)
+
+
 def test_demo_with_a_delay_goes_on_bitwise() -> None:
     def work(link: ThreadLink) -> None:
         def begin() -> tuple[list[nn.Parameter], sc.DeMo]:

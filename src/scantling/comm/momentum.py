@@ -335,7 +335,7 @@ class MomentumExchange(Replica):
             return None, error
 
     def _set_pending(self, result: list[Tensor] | None) -> None:
-        """Keep the result of an exchange in the state, for the next call with `delay`."""
+        """Keep the result of an exchange in the state, for the next call that has one."""
         for param, value in zip(self._parameters(), result or [], strict=False):
             self.state.setdefault(param, {})["pending"] = value
 
@@ -358,6 +358,9 @@ class MomentumExchange(Replica):
         self._settled, self.withheld = (0, []), False
         before, failure = self._held_back()
         self._failure = None
+        if not self.rounds.delay:  # of a state that was saved with one: it comes with the result of this call
+            self._set_pending(before)
+            before = None
         if self.link.step is not None:
             self.step = self.link.step
         try:
@@ -476,11 +479,10 @@ class MomentumExchange(Replica):
             self._sent.append(Sent(bucket, self.step, partial(task.result, _tensors)))
 
     def _arrived(self) -> list[Tensor] | None:
-        """The momentum of what was sent, which residuals lose; or what was kept of it; None without any."""
+        """The momentum of what was sent, which residuals lose, and what was kept of it before; None without any."""
         params = self._parameters()
         if not self._sent:
-            kept = [self.state[param].pop("pending", None) if param in self.state else None for param in params]
-            return _filled(kept, params) if any(value is not None for value in kept) else None
+            return self._kept()
         sent, self._sent = self._sent, []
         arrived, errors = [], []
         for each in sent:  # all of them, so that nothing is on its way any more when one raises
@@ -504,7 +506,14 @@ class MomentumExchange(Replica):
                         value = self._followed(channel, params[place], groups[place], value, seed)
                     found[place] = value
                 self._forget(channel, outcome, each.step)
-        return _filled(found, params)
+        whole, kept = _filled(found, params), self._kept()
+        return whole if kept is None else [one + other for one, other in zip(whole, kept, strict=True)]
+
+    def _kept(self) -> list[Tensor] | None:
+        """Take the result of an exchange out of the state, where there is one."""
+        params = self._parameters()
+        kept = [self.state[param].pop("pending", None) if param in self.state else None for param in params]
+        return _filled(kept, params) if any(value is not None for value in kept) else None
 
     def _is_valid(self, gradients: Mapping[int, Tensor | None]) -> bool:
         """Whether all gradients are finite, on all processes that share the parameters of this replica.
