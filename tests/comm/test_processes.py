@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 import scantling as sc
-from scantling.comm import AllReduce, load_rank_tensors, rank_tensors, refuse_reduction, sparseloco
+from scantling.comm import AllReduce, diloco, load_rank_tensors, rank_tensors, refuse_reduction, sparseloco
 from scantling.comm.agreement import SKETCH
 from scantling.comm.link import Link
 from scantling.comm.silence import named
@@ -122,6 +123,18 @@ def a_nan_in_a_shard() -> None:
         hook.remove()
     train(net, optimizer, 0, range(3, 8))
     assert {int(state["step"]) for state in inner.state.values()} == {7}
+
+
+def anchors_of_shards() -> None:
+    """What replicas go back to is numbers, and not a part of the graph of a backward pass."""
+    net = model()
+    shard(net, init_device_mesh("cpu", (1,)))
+    optimizer = diloco(torch.optim.SGD(net.parameters(), lr=0.1), sc.param_groups(net), sync_every=2)
+    train(net, optimizer, 0, range(3))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(net, optimizer, 0, range(3, 4))
+    assert optimizer.steps == 4
+    assert not any(anchor.requires_grad for anchor in optimizer._anchors)
 
 
 def replicas_of_shards() -> None:
@@ -408,6 +421,10 @@ def test_replicas_are_alike_for_two_thousand_steps(way: str, sync_every: int) ->
 
 def test_messages_go_beside_the_training() -> None:
     run(2, beside_the_training)
+
+
+def test_local_steps_over_shards_hold_numbers() -> None:
+    run(1, anchors_of_shards)
 
 
 def test_shards_are_exchanged_between_replicas_alone() -> None:

@@ -154,6 +154,7 @@ class LocalSteps:
             "steps": self.steps,
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this replica.
 

@@ -15,7 +15,7 @@ from scantling.errors import UserError
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, without a gradient."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def as_gradient(value: Tensor, param: Tensor) -> Tensor:
