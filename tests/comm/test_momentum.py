@@ -327,6 +327,12 @@ def test_what_is_dense_has_long_rows(shape: tuple[int, ...]) -> None:
     assert torch.equal(grid.paste(grid.cut(value)), value)
 
 
+def test_dims_given_as_lists_are_those_of_tuples() -> None:
+    group = MomentumExchange([nn.Parameter(torch.ones(64, 80))]).param_groups[0]
+    found = [kind_and_grid((64, 80), 5120, {**group, "matrix_dims": dims}) for dims in ([[1], [0]], ((1,), (0,)))]
+    assert len(set(found)) == 1  # on a GPU they are keys
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("values", VALUES)
 def test_an_exchange_does_the_same_on_every_device_and_every_time(device: str, values: str) -> None:
