@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,6 +153,28 @@ def test_other_weights_are_named_with_their_rank() -> None:
 
     with pytest.raises(UserError, match="rank 2 differs from the others: stack has other values"):
         together(3, work)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_after_a_load_replicas_are_compared_again(begun: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """And one that has exchanged before says so, since it may be the only one that loads."""
+
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params)
+        assert made.way
+        if begun:
+            made.exchange()
+        made.load_state_dict(made.state_dict())
+        made.exchange()
+        made.load_state_dict(made.state_dict())
+        with torch.no_grad():
+            params[2][1, 2, 3] += 1e-6 * link.rank
+        made.exchange()
+
+    with caplog.at_level(logging.WARNING), pytest.raises(UserError, match=r"rank 1 differs .* stack has other values"):
+        together(2, work)
+    assert caplog.text.count("or a state was loaded; replicas are compared") == 2 * (1 + begun)
 
 
 def test_other_options_are_named_with_their_rank() -> None:

@@ -148,7 +148,8 @@ class MomentumExchange(Replica):
         state: by parameter: `residual`, and in int8 `residual_scale`; `pending`, a result that a delay holds back, once
             it was asked for by `state_dict`.
         wire_bytes: what this process sent in the exchange of the last result, headers included; without what compares
-            the replicas at the start, and where shapes or options have changed, 8 bytes and more for each parameter.
+            the replicas at the start, where shapes or options have changed, and after a state was loaded, 8 bytes and
+            more for each parameter.
         left_out: ranks whose gradients were NaN or Inf in it; with overlap, in a part of it.
         withheld: whether gradients of this process in the last call were NaN or Inf, and go into no exchange.
         decided: with `auto_off`, once it was measured: whether everything travels, and the number of processes.
@@ -222,9 +223,9 @@ class MomentumExchange(Replica):
         """Take each `.grad` into the residual, exchange, and put the decoded momentum in its place.
 
         Collectives: one all-gather, or an all-to-all and an all-gather, see `rounds.py`, for each bucket of `overlap`;
-        at the first call, whenever shapes have changed, and every `check_every` exchanges two more, which compare the
-        replicas. With `delay` or `overlap` they are those of a thread, in a process group of its own. Where a gradient
-        is placed otherwise than its parameter, those of `place_gradient` in `shards.py`.
+        at the first call, whenever shapes have changed or a state was loaded, and every `check_every` exchanges two
+        more, which compare the replicas. With `delay` or `overlap` they are those of a thread, in a process group of
+        its own. Where a gradient is placed otherwise than its parameter, those of `place_gradient` in `shards.py`.
 
         Returns:
             Whether there is a result; where not (`sync_every`, the first call with `delay`, and over a `ManagedLink`
@@ -340,7 +341,10 @@ class MomentumExchange(Replica):
             self.state.setdefault(param, {})["pending"] = value
 
     def drop(self) -> None:
-        """Wait for what is on its way and forget it: what is loaded is in its place."""
+        """Wait for what is on its way and forget it: what is loaded is in its place. Replicas are compared again."""
+        if self._layout is not None and self.link.stays:  # over a ManagedLink, who comes loads alone
+            known = () if self._calls else self._layout.key[1:]  # nobody waits before the first call
+            self._layout = replace(self._layout, key=(None, *known))
         self._calls, self._opened, self._failure = 0, None, None
         sent, self._sent = self._sent, []
         for each in sent:
