@@ -430,6 +430,25 @@ def test_bytes_of_the_last_step_stay_when_a_delayed_one_is_waited_for() -> None:
     together(2, work)
 
 
+def test_who_takes_over_tells_of_what_was_on_its_way() -> None:
+    def work(link: ThreadLink) -> list[int]:
+        params = params_of()
+        made = exchange_of(link, params, delay=1, check_every=None)
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(link.rank, step, param.shape)
+            if link.rank == 1 and step == 1:
+                params[0].grad[0, 0] = torch.nan
+            if step == 2:
+                before, made = made, exchange_of(link, params, delay=1, check_every=None)
+                made.take_over(before)
+            made.exchange()
+        assert made.wire_bytes == made.planned_wire_bytes()
+        return made.left_out
+
+    assert together(2, work) == [[1], [1]]
+
+
 def test_a_state_that_is_refused_leaves_what_is_on_its_way() -> None:
     def work(link: ThreadLink, refused: bool) -> list[Tensor]:
         params = params_of()

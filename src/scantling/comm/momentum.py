@@ -310,6 +310,7 @@ class MomentumExchange(Replica):
         params = set(self._parameters())
         self.state = {param: state for param, state in other.state.items() if param in params}
         self.step, self.decided, self._failure = other.step, other.decided, other._failure
+        self._settled = other._settled
         if other._background is not None:
             self._line, self._background = other._line, other._background
 
