@@ -246,6 +246,24 @@ def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: 
     together(2, work)
 
 
+@pytest.mark.parametrize("alike", [False, True])
+def test_gradients_that_were_averaged_are_told_with_overlap_too(alike: bool, caplog: pytest.LogCaptureFixture) -> None:
+    first_network()
+
+    def work(link: ThreadLink) -> None:
+        net, x = network(0 if alike else link.rank)
+        made = MomentumExchange(sc.param_groups(net), overlap=True, bucket_mb=0.02)
+        made.link = link
+        for _ in range(2):
+            with made.overlapped():
+                net(x).square().mean().backward()
+            assert made.exchange()
+            net.zero_grad()
+
+    together(2, work)
+    assert caplog.text.count("the gradients of all 2 replicas are the same") == alike
+
+
 def test_a_gradient_that_comes_again_after_it_left_is_an_error() -> None:
     net, x = network(0)
     made = MomentumExchange(sc.param_groups(net), overlap=True, bucket_mb=0.02)

@@ -253,6 +253,8 @@ class MomentumExchange(Replica):
         self._opened = None
         while opened.next < len(opened.waiting):
             self._send(opened)
+        if self.step == 1 and self.rounds.overlap:  # when the step began, there were no gradients yet
+            warn_if_averaged(self.link, self._parameters())
         if not self.link.commits():
             self._sent = []  # and so nothing of it leaves the residuals
             return None
@@ -399,7 +401,7 @@ class MomentumExchange(Replica):
         layout = self._laid_out()
         self.step += 1
         rounds, params = self.rounds, self._parameters()
-        if self.step == 1:
+        if self.step == 1 and not rounds.overlap:
             warn_if_averaged(self.link, params)
         self.link.start()
         if rounds.comes_round(self.step, rounds.check_every):
