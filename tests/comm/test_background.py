@@ -107,6 +107,38 @@ def test_what_a_delay_holds_back_is_saved_and_loaded() -> None:
     together(2, work)
 
 
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_what_a_delay_has_held_back_is_applied_without_one(sync_every: int) -> None:
+    """With the result of the next call that has one, and after one in which all overflow."""
+
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params, delay=1)
+        stepped(made, params, link.rank, range(2))
+        state = copy.deepcopy(made.state_dict())
+        pending = state["shared"]["pending"]
+        found = []
+        for shared in (state["shared"], {**state["shared"], "pending": {}}):
+            again = exchange_of(link, params, sync_every=sync_every)
+            again.load_state_dict({**state, "shared": shared})
+            if sync_every == 1:
+                for param in params:
+                    param.grad = torch.full_like(param, torch.inf)
+                with pytest.raises(NonFiniteError):
+                    again.exchange()
+                again.load_local_state_dict(state["local"])
+            found.append(stepped(again, params, link.rank, range(2, 3))[0])
+            assert not again.state_dict()["shared"]["pending"]
+        ours, theirs = found
+        assert ours is not None
+        assert (theirs is None) == (sync_every == 2)
+        wanted = theirs or [torch.zeros_like(param) for param in params]
+        for one, other, value in zip(ours, wanted, pending.values(), strict=True):
+            assert torch.equal(one, other + value)
+
+    together(2, work)
+
+
 def test_demo_with_a_delay_goes_on_bitwise() -> None:
     def work(link: ThreadLink) -> None:
         def begin() -> tuple[list[nn.Parameter], sc.DeMo]:
@@ -214,6 +246,24 @@ def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: 
     together(2, work)
 
 
+@pytest.mark.parametrize("alike", [False, True])
+def test_gradients_that_were_averaged_are_told_with_overlap_too(alike: bool, caplog: pytest.LogCaptureFixture) -> None:
+    first_network()
+
+    def work(link: ThreadLink) -> None:
+        net, x = network(0 if alike else link.rank)
+        made = MomentumExchange(sc.param_groups(net), overlap=True, bucket_mb=0.02)
+        made.link = link
+        for _ in range(2):
+            with made.overlapped():
+                net(x).square().mean().backward()
+            assert made.exchange()
+            net.zero_grad()
+
+    together(2, work)
+    assert caplog.text.count("the gradients of all 2 replicas are the same") == alike
+
+
 def test_a_gradient_that_comes_again_after_it_left_is_an_error() -> None:
     net, x = network(0)
     made = MomentumExchange(sc.param_groups(net), overlap=True, bucket_mb=0.02)
@@ -295,6 +345,25 @@ def test_nan_in_one_bucket_leaves_a_replica_out_of_that_bucket_alone() -> None:
         assert left_out == [1]
         torch.testing.assert_close(first, wanted[0][0], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(last, (wanted[0][1] + wanted[1][1]) / 2, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"sync_every": 2}, {"overlap": True}], ids=str)
+def test_a_replica_knows_at_once_that_its_gradients_are_withheld(options: dict[str, Any]) -> None:
+    """And not at the next exchange, or when the result of this one comes."""
+
+    def work(link: ThreadLink) -> list[bool]:
+        params, found = params_of(), []
+        made = exchange_of(link, params, **options)
+        for step in range(4):
+            for param in params:
+                param.grad = gradient(link.rank, step, param.shape)
+            if link.rank == 1 and step == 2:
+                params[3].grad[0] = torch.nan
+            made.exchange()
+            found.append(made.withheld)
+        return found
+
+    assert together(2, work) == [[False] * 4, [False, False, True, False]]
 
 
 def test_an_error_on_its_way_is_raised_by_the_next_call() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -27,6 +28,27 @@ def test_running_statistics_become_their_mean_and_nothing_else_changes() -> None
         assert int(net[1].num_batches_tracked) == 7
         assert net.table.tolist() == [float(rank)] * 5
         assert torch.equal(net[0].weight, weights[rank])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_on_a_replica_does_not_reach_the_others(dtype: torch.dtype) -> None:
+    nets = [nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6)).to(dtype) for _ in range(3)]
+    for rank, net in enumerate(nets):
+        net.register_buffer("mask", torch.full((5,), -torch.inf, dtype=dtype))
+        net[0].running_mean.fill_(2 * rank)
+        net[1].running_mean.fill_(rank)
+    nets[1][0].running_mean[2] = torch.nan
+    nets[2][1].running_var[0] = torch.inf
+
+    def work(link: ThreadLink) -> None:
+        average_buffers(nets[link.rank], link)
+
+    together(3, work)
+    for net in nets:
+        assert net[0].running_mean.tolist() == [2.0] * 6
+        assert net[1].running_mean.tolist() == [1.0] * 6
+        assert net[1].running_var.tolist() == [1.0] * 6
+        assert net.mask.tolist() == [-torch.inf] * 5
 
 
 def test_a_model_without_them_sends_nothing() -> None:

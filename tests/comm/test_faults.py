@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import scantling as sc
+from scantling.comm import silence
 from scantling.errors import SilentPeerError
 from tests.processes import quiet_exit, start_all
 
@@ -86,6 +87,43 @@ def test_the_others_stop_and_name_it(
         for process in processes:
             if process.is_alive():
                 process.kill()
+
+
+class Store:
+    """Of a group whose notes are known, and which is gone after so many questions."""
+
+    def __init__(self, notes: set[int], questions: int) -> None:
+        self.notes, self.questions = notes, questions
+
+    def set(self, key: str, value: str) -> None:
+        self.check([key])
+
+    def check(self, keys: list[str]) -> bool:
+        if not self.questions:
+            raise RuntimeError("Connection reset by peer")
+        self.questions -= 1
+        return int(keys[0].rpartition("/")[2]) in self.notes
+
+
+@pytest.mark.parametrize(
+    ("notes", "questions", "text"),
+    [
+        ({0, 1, 2}, 10, r"^no answer from rank 3 of 4 \("),
+        ({1, 2}, 10, r"^no sign from ranks 0, 3 of 4, of whom at least one is gone \("),
+        ({0, 1, 2}, 4, r"^no answer from rank 3 of 4 \("),  # rank 0 knew as much, and has left
+        ({0, 1, 2}, 3, "^the process that holds the store of the group, in general rank 0, does not answer"),
+        ({0, 1, 2, 3}, 10, "^the connection between the processes broke, and all are still there"),
+    ],
+)
+def test_who_is_named(monkeypatch: pytest.MonkeyPatch, notes: set[int], questions: int, text: str) -> None:
+    monkeypatch.setattr(silence, "WAIT_S", 0.3)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: Store(notes, questions))
+    with pytest.raises(SilentPeerError, match=text), silence.named():
+        raise RuntimeError("gloo: connection closed by peer")
 
 
 def wait_until(condition: Any, seconds: float) -> None:

@@ -143,6 +143,25 @@ def test_ranks_that_come_down_are_refused() -> None:
         made.step()
 
 
+@pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
+def test_what_is_frozen_in_between_goes_back_and_stays(kind: str) -> None:
+    """In the midst of local steps, when replicas have moved it apart, and after an exchange with outer momentum."""
+
+    def work(link: ThreadLink) -> list[Tensor]:
+        net = copy.deepcopy(START)
+        made = optimizer_of(net, kind, link, sync_every=4)
+        train(net, made, link.rank, range(4))
+        begun = net[0].weight.detach().clone()
+        train(net, made, link.rank, range(4, 6))
+        net[0].weight.requires_grad_(False)
+        for steps in (range(6, 8), range(8, 12)):
+            train(net, made, link.rank, steps)
+            assert torch.equal(net[0].weight, begun)
+        return [param.detach() for param in net.parameters()]
+
+    assert all(map(torch.equal, *together(2, work)))
+
+
 def test_a_scaler_leaves_out_no_step_that_the_others_count() -> None:
     """Of an overflow on one replica: its own step is left out, and both meet after as many."""
 

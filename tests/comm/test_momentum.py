@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
+from scantling.comm.agreement import _decoder
 from scantling.comm.channels import channels_of, kind_and_grid
 from scantling.comm.momentum import MomentumExchange
 from scantling.comm.values import VALUES
@@ -152,12 +155,54 @@ def test_other_weights_are_named_with_their_rank() -> None:
         together(3, work)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_after_a_load_replicas_are_compared_again(begun: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """And one that has exchanged before says so, since it may be the only one that loads."""
+
+    def work(link: ThreadLink) -> None:
+        params = params_of()
+        made = exchange_of(link, params)
+        assert made.way
+        if begun:
+            made.exchange()
+        made.load_state_dict(made.state_dict())
+        made.exchange()
+        made.load_state_dict(made.state_dict())
+        with torch.no_grad():
+            params[2][1, 2, 3] += 1e-6 * link.rank
+        made.exchange()
+
+    with caplog.at_level(logging.WARNING), pytest.raises(UserError, match=r"rank 1 differs .* stack has other values"):
+        together(2, work)
+    assert caplog.text.count("or a state was loaded; replicas are compared") == 2 * (1 + begun)
+
+
 def test_other_options_are_named_with_their_rank() -> None:
     def work(link: ThreadLink) -> None:
         exchange_of(link, params_of(), topk=4 if link.rank == 1 else 8).exchange()
 
     with pytest.raises(UserError, match=r"rank 1 differs from the others in square: it has topk 4; they have topk 8$"):
         together(3, work)
+
+
+@pytest.fixture
+def unset_precision() -> Iterator[None]:
+    yield
+    torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("module", [torch.backends, torch.backends.cuda.matmul], ids=["all", "matmul"])
+def test_the_precision_of_products_is_read_however_it_was_set(module: Any, unset_precision: None) -> None:
+    """The getter of the older calls raises an error after the newer settings, which transformers uses."""
+    plain = _decoder(torch.device("cuda"))
+    assert plain.endswith("fp32 products of precision ieee")
+    module.fp32_precision = "tf32"
+    assert _decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
+    module.fp32_precision = "none"
+    torch.set_float32_matmul_precision("high")
+    assert _decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
+    torch.set_float32_matmul_precision("highest")
+    assert _decoder(torch.device("cuda")) == plain
 
 
 def test_damaged_messages_are_errors() -> None:
@@ -305,6 +350,12 @@ def test_what_is_dense_has_long_rows(shape: tuple[int, ...]) -> None:
     assert torch.equal(grid.paste(grid.cut(value)), value)
 
 
+def test_dims_given_as_lists_are_those_of_tuples() -> None:
+    group = MomentumExchange([nn.Parameter(torch.ones(64, 80))]).param_groups[0]
+    found = [kind_and_grid((64, 80), 5120, {**group, "matrix_dims": dims}) for dims in ([[1], [0]], ((1,), (0,)))]
+    assert len(set(found)) == 1  # on a GPU they are keys
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("values", VALUES)
 def test_an_exchange_does_the_same_on_every_device_and_every_time(device: str, values: str) -> None:
@@ -377,6 +428,25 @@ def test_bytes_of_the_last_step_stay_when_a_delayed_one_is_waited_for() -> None:
         return sent
 
     together(2, work)
+
+
+def test_who_takes_over_tells_of_what_was_on_its_way() -> None:
+    def work(link: ThreadLink) -> list[int]:
+        params = params_of()
+        made = exchange_of(link, params, delay=1, check_every=None)
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(link.rank, step, param.shape)
+            if link.rank == 1 and step == 1:
+                params[0].grad[0, 0] = torch.nan
+            if step == 2:
+                before, made = made, exchange_of(link, params, delay=1, check_every=None)
+                made.take_over(before)
+            made.exchange()
+        assert made.wire_bytes == made.planned_wire_bytes()
+        return made.left_out
+
+    assert together(2, work) == [[1], [1]]
 
 
 def test_a_state_that_is_refused_leaves_what_is_on_its_way() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,10 +17,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 import scantling as sc
-from scantling.comm import AllReduce, load_rank_tensors, rank_tensors, refuse_reduction, sparseloco
+from scantling.comm import AllReduce, diloco, load_rank_tensors, rank_tensors, refuse_reduction, sparseloco
 from scantling.comm.agreement import SKETCH
 from scantling.comm.link import Link
 from scantling.comm.silence import named
@@ -123,6 +125,18 @@ def a_nan_in_a_shard() -> None:
     assert {int(state["step"]) for state in inner.state.values()} == {7}
 
 
+def anchors_of_shards() -> None:
+    """What replicas go back to is numbers, and not a part of the graph of a backward pass."""
+    net = model()
+    shard(net, init_device_mesh("cpu", (1,)))
+    optimizer = diloco(torch.optim.SGD(net.parameters(), lr=0.1), sc.param_groups(net), sync_every=2)
+    train(net, optimizer, 0, range(3))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(net, optimizer, 0, range(3, 4))
+    assert optimizer.steps == 4
+    assert not any(anchor.requires_grad for anchor in optimizer._anchors)
+
+
 def replicas_of_shards() -> None:
     """Two replicas of two shards, everything sent, against two replicas that each hold all."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -147,6 +161,24 @@ def replicas_of_shards() -> None:
     if mesh.get_local_rank("shard") == 0:  # in the group of one shard, those of the other have heard of nothing
         with pytest.raises(SilentPeerError, match="all are still there"), named(mesh["replicate"].get_group()):
             raise RuntimeError("gloo: connection closed")
+
+
+def partial_sums() -> None:
+    """Of a layer whose positions are parted, each process has a part of the gradient, and its weights whole."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "tensor"))
+    x = torch.randn(6, 4, 33, generator=torch.Generator().manual_seed(0))
+    for options in ({}, {"overlap": True}):
+        plain, parted = nn.LayerNorm(33), nn.LayerNorm(33)
+        plain(x).square().mean(dim=(0, 2)).sum().backward()
+        parallelize_module(parted, mesh["tensor"], SequenceParallel())
+        made = sc.MomentumExchange(parted.parameters(), dense="fp32", process_group=mesh["replicate"], **options)
+        loss = parted(x.chunk(2, 1)[mesh.get_local_rank("tensor")]).square().mean(dim=(0, 2)).sum()
+        with made.overlapped():
+            loss.to_local().backward()
+        made.exchange()
+        for whole, part in zip(plain.parameters(), parted.parameters(), strict=True):
+            assert isinstance(part.grad, DTensor)
+            torch.testing.assert_close(part.grad.to_local(), whole.grad)
 
 
 class Uneven(nn.Module):
@@ -391,8 +423,16 @@ def test_messages_go_beside_the_training() -> None:
     run(2, beside_the_training)
 
 
+def test_local_steps_over_shards_hold_numbers() -> None:
+    run(1, anchors_of_shards)
+
+
 def test_shards_are_exchanged_between_replicas_alone() -> None:
     run(4, replicas_of_shards)
+
+
+def test_partial_sums_of_a_gradient_are_added_up() -> None:
+    run(2, partial_sums)
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "bucket_mb": 1e-4}], ids=str)

@@ -13,9 +13,11 @@ import torch
 
 import scantling as sc
 from scantling.comm.exchange import GradientExchange
+from scantling.errors import NonFiniteError
 from scantling.training import checkpoint
 from scantling.training.checkpoint import load_exchange, load_tensors, read_manifest
 from scantling.training.distributed import Place
+from scantling.training.step import Stepper
 from tests.runs import (
     WIDE,
     forget,
@@ -107,14 +109,30 @@ def test_what_was_measured_is_kept_over_a_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_a_process_with_nan_is_left_out_of_one_step(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "recipe.yaml", demo_recipe(tmp_path))
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_process_with_nan_is_left_out_of_one_step(tmp_path: Path, delay: int) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", demo_recipe(tmp_path, comm={"delay": delay}))
     done = run_script(poisoned.__file__, "train", path, "--run-dir", tmp_path / "run", processes=2)
     assert done.returncode == 0, done.stderr
     assert "step 3: ranks [1] have NaN or Inf gradients and are left out" in done.stderr
     found = records(tmp_path / "run")
-    assert [record.get("left_out") for record in found] == [None, None, [1], *[None] * 5]
+    told = {3 + delay: [1]}
+    assert [record.get("left_out") for record in found] == [told.get(step) for step in range(1, 9)]
     assert all(record["loss"] > 0 for record in found)
+
+
+def test_a_run_stops_where_nothing_of_a_step_is_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step without an exchange too, in which that does not say so."""
+    passes = Stepper._passes
+
+    def poisoned_passes(stepper: Stepper, batches: Any, share: torch.Tensor, step: int) -> Any:
+        if step == 3:
+            stepper.model.get_parameter(poisoned.POISONED).register_hook(poisoned.poison)
+        return passes(stepper, batches, share, step)
+
+    monkeypatch.setattr(Stepper, "_passes", poisoned_passes)
+    with pytest.raises(NonFiniteError, match="step 3, rank 0: the gradient norm is not finite"):
+        sc.train(demo_recipe(tmp_path, comm={"sync_every": 2}), run_dir=tmp_path / "run")
 
 
 @pytest.mark.parametrize("optim", ["came", "sign"])

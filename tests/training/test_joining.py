@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,31 @@ def test_the_pair_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
         left[0] = silent
         with pytest.raises(RunError, match=f"{told}.*Timed out waiting for a barrier"):
             doctor.measure_pairs(place)
+
+
+def test_a_pair_is_measured_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is queued on a device takes its time only when something is read from there."""
+    queued, clock = [0.0], [0.0]
+
+    def send(message: torch.Tensor, _: int) -> None:
+        queued[0] += 0.25 if message.numel() == 1 else 2.0
+
+    def read(_: torch.Tensor) -> int:
+        clock[0] += queued[0]
+        queued[0] = 0.0
+        return 1
+
+    def zeros(*size: int, **options: Any) -> torch.Tensor:
+        queued[0] += 64.0
+        return torch.ones(*size, **options)
+
+    monkeypatch.setattr(dist, "send", send)
+    monkeypatch.setattr(dist, "recv", send)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.Tensor, "__int__", read)
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    found = doctor._pair(Place(0, 2, torch.device("cpu")), 0, 1)
+    assert found == doctor.Pair(0, 1, 0.25, 65536 / 2.0)
 
 
 def meetings(world: int) -> None:

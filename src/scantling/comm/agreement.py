@@ -31,7 +31,8 @@ _SEPARATOR = "; "
 """Of the facts of a parameter in words."""
 _OF_THE_LAST_BITS = (
     ". The same bytes would decode to other last bits: install the same versions on all, and set OMP_NUM_THREADS (or "
-    "call torch.set_num_threads), SCANTLING_NATIVE and torch.set_float32_matmul_precision alike"
+    "call torch.set_num_threads), SCANTLING_NATIVE and the precision of products (torch.backends.fp32_precision, or "
+    "torch.set_float32_matmul_precision) alike"
 )
 
 
@@ -101,7 +102,8 @@ def _decoder(device: torch.device) -> str:
         import triton
 
         kernels = f"kernels of Triton {triton.__version__}"
-    return f"{found}, {kernels}, fp32 products of precision {torch.get_float32_matmul_precision()}"
+    precision = torch.backends.cuda.matmul.fp32_precision  # set by the older calls too, which only they could read
+    return f"{found}, {kernels}, fp32 products of precision {'ieee' if precision == 'none' else precision}"
 
 
 def _in_words(name: str, facts: Mapping[str, Any]) -> str:

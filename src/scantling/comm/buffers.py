@@ -15,8 +15,9 @@ from scantling.comm.shards import local
 def average_buffers(model: nn.Module, process_group: Any = None) -> int:
     """Give all replicas the mean of their buffers, such as the running statistics of batch normalisation.
 
-    Of the buffers that are saved, those of real numbers: others are counters and masks, which are alike. Call it before
-    an evaluation or a checkpoint, on all replicas. Collective: one all-reduce for each dtype among them.
+    Of the buffers that are saved, those of real numbers: others are counters and masks, which are alike. The mean of a
+    buffer is over the replicas on which it is finite; where it is on none, it stays. Call it before an evaluation or a
+    checkpoint, on all replicas. Collective: one all-reduce for each dtype among them.
 
     Args:
         model: the same on all replicas.
@@ -35,7 +36,11 @@ def average_buffers(model: nn.Module, process_group: Any = None) -> int:
     ]
     for dtype in sorted({value.dtype for value in found}, key=str):
         parts = [value for value in found if value.dtype == dtype]
-        flat = link.mean(torch.cat([value.flatten() for value in parts]))
-        for value, mean in zip(parts, torch.split(flat, [value.numel() for value in parts]), strict=True):
-            value.copy_(mean.view_as(value))
+        sound = torch.stack([value.isfinite().all() for value in parts])
+        sent = [torch.where(each, value, 0.0).flatten() for each, value in zip(sound, parts, strict=True)]
+        sizes = [value.numel() for value in parts]
+        *means, share = torch.split(link.mean(torch.cat([*sent, sound.to(dtype)])), [*sizes, len(parts)])
+        for value, mean, number in zip(parts, means, (share.float() * link.size).round().tolist(), strict=True):
+            if number:
+                value.copy_(mean.view_as(value) * (link.size / number))
     return link.wire_bytes

@@ -188,8 +188,9 @@ def kind_and_grid(
         section, decay = Section(1, 1, "fp32" if dense == "fp32" else "bf16"), group["decay"] if is_matrix else 1.0
         return Kind(section, 1, 1, is_matrix, False, decay, 1.0), Grid(shape, ((), tuple(range(len(shape)))), 1, 1)
     if is_matrix:
-        view: MatrixDims = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _row(shape))
-        dims = [*view[0], *view[1]]
+        rows, cols = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _row(shape))
+        view: MatrixDims = tuple(rows), tuple(cols)  # lists cannot be hashed, as channels are on a GPU
+        dims = [*rows, *cols]
         if len(set(dims)) < len(dims) or not set(dims) <= set(range(len(shape))) or (len(shape) > 1 and not view[1]):
             raise UserError(f"matrix_dims must be dims of shape {shape}, of rows and of columns; given {view!r}")
         grid = grid_of(shape, view, chunk, divide=paper)

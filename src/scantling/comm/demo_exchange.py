@@ -75,6 +75,7 @@ class DemoExchange(GradientExchange):
         inner.exchange()
         sent = average_buffers(self._model, inner.link)
         self.wire_bytes, self.left_out = inner.wire_bytes + sent, tuple(inner.left_out)
+        self.withheld = inner.withheld
 
     @property
     def inner(self) -> MomentumExchange:

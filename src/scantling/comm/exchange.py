@@ -19,7 +19,9 @@ class GradientExchange:
     Attributes:
         wire_bytes: that this process sent for the last step.
         exposed_s: seconds of the backward pass in which only the exchange went on.
-        left_out: ranks whose gradients were NaN or Inf and were left out of the last exchange.
+        left_out: ranks whose gradients were NaN or Inf and were left out of the last exchange, which with a delay is
+            that of the step before.
+        withheld: whether this process's own gradient of this step is NaN or Inf, and goes into no exchange.
         norm: of this process's own gradient before the exchange, where a norm after it would mean nothing; else None.
         learns_from_a_pass: whether a backward pass changes how later ones are summed.
     """
@@ -27,6 +29,7 @@ class GradientExchange:
     wire_bytes: int = 0
     exposed_s: float = 0.0
     left_out: tuple[int, ...] = ()
+    withheld: bool = False
     norm: Tensor | None = None
     learns_from_a_pass: ClassVar[bool] = False
 

@@ -92,8 +92,9 @@ def laid_out(
     check_groups(groups, rounds)
     if last is not None and last.key[-2:] != key[-2:] and not link.is_alone:
         logger.warning(
-            "step %d, rank %d: options, shapes or what is frozen have changed; replicas are compared. If nothing has "
-            "changed on the others, they are exchanging now, and the run hangs or ends in an error",
+            "step %d, rank %d: options, shapes or what is frozen have changed, or a state was loaded; replicas are "
+            "compared. If nothing has changed on the others, they are exchanging now, and the run hangs or ends in an "
+            "error",
             *(step, link.rank),
         )
     described = []

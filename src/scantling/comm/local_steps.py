@@ -39,7 +39,8 @@ _OF_A_SELECTION = frozenset({"decay", "topk", "chunk", "alpha", "values", "trans
 class LocalSteps:
     """An optimizer that steps by itself, and the exchange that brings replicas together every so many steps.
 
-    A step whose gradients are NaN or Inf is left out on its replica.
+    A step whose gradients are NaN or Inf is left out on its replica. What is frozen between two exchanges goes back to
+    what all replicas had after the first.
 
     It goes where an optimizer goes in a loop: `step()`, `zero_grad()`, `state_dict()`, and `torch.amp.GradScaler.step`.
     Schedules of the learning rate belong to the inner optimizer.
@@ -134,7 +135,8 @@ class LocalSteps:
             moved = anchor - part
             part.copy_(anchor)  # what replicas compare, and where the outer step begins
             param.grad = None
-            param.grad = as_gradient(moved, param)
+            if param.requires_grad:  # what is frozen is not exchanged, and may not move on one replica alone
+                param.grad = as_gradient(moved, param)
         self.exchange.exchange()
         self.wire_bytes = self.exchange.wire_bytes
         self.outer.step()
@@ -152,6 +154,7 @@ class LocalSteps:
             "steps": self.steps,
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this replica.
 

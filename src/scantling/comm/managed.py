@@ -2,8 +2,8 @@
 
 The manager (`torchft.Manager`) finds out before every step who takes part. Where an exchange breaks, because somebody
 died or was stopped in it, nothing of it is applied, and the gradients of that step stay in the residuals of those that
-are left. Who comes, or was away, takes weights and optimizer state from one that is there, and begins with residuals of
-zero.
+are left, where there are residuals. Who comes, or was away, takes weights and optimizer state from one that is there,
+and begins with residuals of zero.
 
     manager = torchft.Manager(pg=group, load_state_dict=None, state_dict=None, min_replica_size=1,
                               use_async_quorum=False, timeout=timedelta(seconds=10))
@@ -37,7 +37,8 @@ class ManagedLink(Link):
 
     It goes into `process_group` of `DeMo` and of `MomentumExchange`, whose `exchange()` is False, and whose `step()`
     changes nothing, where the exchange broke. `delay`, `overlap` and `auto_off` need replicas that stay, and are
-    refused. Of what is sent in fp32 in full no residual is kept, and its gradients in a step that broke are lost.
+    refused. Of what is sent in fp32 in full no residual is kept, and its gradients in a step that broke are lost; with
+    `exchange="whole"`, those of everything.
 
     Args:
         manager: with `use_async_quorum=False`: replicas are whole before their forward pass, or not there. Call its

@@ -59,7 +59,7 @@ from scantling.comm.payload import Header
 from scantling.comm.replica import Replica
 from scantling.comm.residuals import Format
 from scantling.comm.rounds import Outcome, Sparse, Way, exchange
-from scantling.comm.shards import all_agree, all_finite, as_gradient, check_meshes, local
+from scantling.comm.shards import all_agree, all_finite, as_gradient, check_meshes, local, place_gradient
 from scantling.comm.values import DTYPES, Values
 from scantling.errors import NonFiniteError, ReplicaError, SilentPeerError, UserError
 
@@ -148,8 +148,10 @@ class MomentumExchange(Replica):
         state: by parameter: `residual`, and in int8 `residual_scale`; `pending`, a result that a delay holds back, once
             it was asked for by `state_dict`.
         wire_bytes: what this process sent in the exchange of the last result, headers included; without what compares
-            the replicas at the start, and where shapes or options have changed, 8 bytes and more for each parameter.
+            the replicas at the start, where shapes or options have changed, and after a state was loaded, 8 bytes and
+            more for each parameter.
         left_out: ranks whose gradients were NaN or Inf in it; with overlap, in a part of it.
+        withheld: whether gradients of this process in the last call were NaN or Inf, and go into no exchange.
         decided: with `auto_off`, once it was measured: whether everything travels, and the number of processes.
         replica_divergence: how far the residuals were apart when they were last compared, from 0 to 1.
 
@@ -205,6 +207,7 @@ class MomentumExchange(Replica):
         self.decided = None
         self.wire_bytes = 0
         self.left_out: list[int] = []
+        self.withheld = False
         self._layout: Layout | None = None
         self._opened: Opened | None = None
         self._sent: list[Sent] = []
@@ -220,8 +223,9 @@ class MomentumExchange(Replica):
         """Take each `.grad` into the residual, exchange, and put the decoded momentum in its place.
 
         Collectives: one all-gather, or an all-to-all and an all-gather, see `rounds.py`, for each bucket of `overlap`;
-        at the first call, whenever shapes have changed, and every `check_every` exchanges two more, which compare the
-        replicas. With `delay` or `overlap` they are those of a thread, in a process group of its own.
+        at the first call, whenever shapes have changed or a state was loaded, and every `check_every` exchanges two
+        more, which compare the replicas. With `delay` or `overlap` they are those of a thread, in a process group of
+        its own. Where a gradient is placed otherwise than its parameter, those of `place_gradient` in `shards.py`.
 
         Returns:
             Whether there is a result; where not (`sync_every`, the first call with `delay`, and over a `ManagedLink`
@@ -249,6 +253,8 @@ class MomentumExchange(Replica):
         self._opened = None
         while opened.next < len(opened.waiting):
             self._send(opened)
+        if self.step == 1 and self.rounds.overlap:  # when the step began, there were no gradients yet
+            warn_if_averaged(self.link, self._parameters())
         if not self.link.commits():
             self._sent = []  # and so nothing of it leaves the residuals
             return None
@@ -306,6 +312,7 @@ class MomentumExchange(Replica):
         params = set(self._parameters())
         self.state = {param: state for param, state in other.state.items() if param in params}
         self.step, self.decided, self._failure = other.step, other.decided, other._failure
+        self._settled = other._settled
         if other._background is not None:
             self._line, self._background = other._line, other._background
 
@@ -332,12 +339,15 @@ class MomentumExchange(Replica):
             return None, error
 
     def _set_pending(self, result: list[Tensor] | None) -> None:
-        """Keep the result of an exchange in the state, for the next call with `delay`."""
+        """Keep the result of an exchange in the state, for the next call that has one."""
         for param, value in zip(self._parameters(), result or [], strict=False):
             self.state.setdefault(param, {})["pending"] = value
 
     def drop(self) -> None:
-        """Wait for what is on its way and forget it: what is loaded is in its place."""
+        """Wait for what is on its way and forget it: what is loaded is in its place. Replicas are compared again."""
+        if self._layout is not None and self.link.stays:  # over a ManagedLink, who comes loads alone
+            known = () if self._calls else self._layout.key[1:]  # nobody waits before the first call
+            self._layout = replace(self._layout, key=(None, *known))
         self._calls, self._opened, self._failure = 0, None, None
         sent, self._sent = self._sent, []
         for each in sent:
@@ -352,9 +362,12 @@ class MomentumExchange(Replica):
     def _open(self) -> Opened:
         """Begin a step: take in what is still on its way, and compare the replicas where it is time to."""
         self.wire_bytes, self.left_out = self._settled
-        self._settled = 0, []
+        self._settled, self.withheld = (0, []), False
         before, failure = self._held_back()
         self._failure = None
+        if not self.rounds.delay:  # of a state that was saved with one: it comes with the result of this call
+            self._set_pending(before)
+            before = None
         if self.link.step is not None:
             self.step = self.link.step
         try:
@@ -388,7 +401,7 @@ class MomentumExchange(Replica):
         layout = self._laid_out()
         self.step += 1
         rounds, params = self.rounds, self._parameters()
-        if self.step == 1:
+        if self.step == 1 and not rounds.overlap:
             warn_if_averaged(self.link, params)
         self.link.start()
         if rounds.comes_round(self.step, rounds.check_every):
@@ -427,6 +440,7 @@ class MomentumExchange(Replica):
         bucket = layout.buckets[number]
         gradients = {place: _gradient(params[place]) for place in bucket.params}
         valid = self._is_valid(gradients)
+        self.withheld |= not valid
         if not bucket.channels:  # all of it is frozen, or empty
             if opened.is_due:
                 self._sent.append(Sent(bucket, self.step, lambda: ([], [])))
@@ -452,7 +466,7 @@ class MomentumExchange(Replica):
             logger.warning("step %d, rank %d: a residual is NaN or Inf and begins anew", self.step, self.link.rank)
             for place in bucket.params:
                 self.residuals.drop(params[place])
-            valid = False
+            valid, self.withheld = False, True
             selected = [channel.kind.section.select(_zeros(channel, params)) for channel in bucket.channels]
         configuration = (layout.configuration + number) & 0xFFFFFFFF
         header = Header(valid, self.link.epoch, self.step, self.link.rank, configuration)
@@ -472,11 +486,10 @@ class MomentumExchange(Replica):
             self._sent.append(Sent(bucket, self.step, partial(task.result, _tensors)))
 
     def _arrived(self) -> list[Tensor] | None:
-        """The momentum of what was sent, which residuals lose; or what was kept of it; None without any."""
+        """The momentum of what was sent, which residuals lose, and what was kept of it before; None without any."""
         params = self._parameters()
         if not self._sent:
-            kept = [self.state[param].pop("pending", None) if param in self.state else None for param in params]
-            return _filled(kept, params) if any(value is not None for value in kept) else None
+            return self._kept()
         sent, self._sent = self._sent, []
         arrived, errors = [], []
         for each in sent:  # all of them, so that nothing is on its way any more when one raises
@@ -500,7 +513,14 @@ class MomentumExchange(Replica):
                         value = self._followed(channel, params[place], groups[place], value, seed)
                     found[place] = value
                 self._forget(channel, outcome, each.step)
-        return _filled(found, params)
+        whole, kept = _filled(found, params), self._kept()
+        return whole if kept is None else [one + other for one, other in zip(whole, kept, strict=True)]
+
+    def _kept(self) -> list[Tensor] | None:
+        """Take the result of an exchange out of the state, where there is one."""
+        params = self._parameters()
+        kept = [self.state[param].pop("pending", None) if param in self.state else None for param in params]
+        return _filled(kept, params) if any(value is not None for value in kept) else None
 
     def _is_valid(self, gradients: Mapping[int, Tensor | None]) -> bool:
         """Whether all gradients are finite, on all processes that share the parameters of this replica.
@@ -747,6 +767,7 @@ def _gradient(param: Tensor) -> Tensor | None:
         raise UserError(
             f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; use sparse=False in its embedding"
         )
+    place_gradient(param)
     return local(param.grad)
 
 

@@ -128,6 +128,8 @@ class Replica:
     def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `shared_state_dict` gave on any replica.
 
+        A result that a delay held back, where there is none any more, is added to that of the next call.
+
         Raises:
             UserError: another kind of state, other parameters or shapes; nothing has been loaded.
         """

@@ -15,7 +15,7 @@ from scantling.errors import UserError
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, without a gradient."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def as_gradient(value: Tensor, param: Tensor) -> Tensor:
@@ -31,6 +31,17 @@ def as_gradient(value: Tensor, param: Tensor) -> Tensor:
             cast, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
         )
     return cast
+
+
+def place_gradient(param: Tensor) -> None:
+    """Place the gradient of a parameter as the parameter is placed.
+
+    Under tensor and sequence parallelism each process can hold a part of the sum that is the gradient of a parameter
+    which all of them hold whole. Collectives: those of the placements that differ; none with FSDP2 alone.
+    """
+    gradient = param.grad
+    if isinstance(param, DTensor) and isinstance(gradient, DTensor) and gradient.placements != param.placements:
+        param.grad = gradient.redistribute(placements=param.placements)
 
 
 def check_meshes(params: Iterable[Tensor], ranks: Iterable[int]) -> None:

@@ -1,7 +1,9 @@
 """Who did not answer: an error of a collective says that something took too long, and not whom it waited for.
 
 Every process that such an error reaches leaves a note in the store of the process group. After a while, whoever has
-left none is silent: stopped, killed, or cut off.
+left none is silent: stopped, killed, or cut off; or still in a collective. Of four and more processes around a ring
+only the neighbours of one that dies hear of it at once. The others wait until those leave, or for the whole timeout,
+and nothing wakes them: gloo keeps its connections as long as the process (PyTorch 2.13, `abort` and `shutdown` too).
 """
 
 from __future__ import annotations
@@ -50,12 +52,17 @@ def _explained(error: RuntimeError, group: Any) -> str:
         return f"the process that holds the store of the group, in general rank 0, does not answer ({first}). {advice}"
     if not silent:
         return f"the connection between the processes broke, and all are still there ({first}). {advice}"
+    world = dist.get_world_size()
+    if len(silent) == 1:
+        return f"no answer from rank {silent[0]} of {world} ({first}). {advice}"
     ranks = ", ".join(map(str, silent))
-    return f"no answer from rank {ranks} of {dist.get_world_size()} ({first}). {advice}"
+    return f"no sign from ranks {ranks} of {world}, of whom at least one is gone ({first}). {advice}"
 
 
 def silent_ranks(wait_s: float, group: Any = None) -> list[int] | None:
     """The processes that have not come here too, by their ranks among all; None where the store does not answer either.
+
+    Where it has answered, and is gone later, what was known last.
 
     Args:
         wait_s: how long they are waited for.
@@ -69,7 +76,7 @@ def silent_ranks(wait_s: float, group: Any = None) -> list[int] | None:
 
 
 def _not_there(wait_s: float, group: Any, found: list[list[int]]) -> None:
-    """Append the answer to a list, unless the store is gone."""
+    """Keep in a list what is known, which is nothing where the store is gone from the start."""
     store = dist.distributed_c10d._get_default_store()
     silent = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     until = time.monotonic() + wait_s
@@ -77,5 +84,5 @@ def _not_there(wait_s: float, group: Any, found: list[list[int]]) -> None:
         store.set(f"scantling/failed/{dist.get_rank()}", "1")
         while silent and time.monotonic() < until:
             silent = [rank for rank in silent if not store.check([f"scantling/failed/{rank}"])]
+            found[:] = [silent]
             time.sleep(0.1)
-        found.append(silent)

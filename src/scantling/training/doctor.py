@@ -106,7 +106,11 @@ def measure_allreduce(place: Place) -> float:
 
 
 def _pair(place: Place, source: int, target: int) -> Pair | None:
-    """What the source measures; the target answers."""
+    """What the source measures; the target answers.
+
+    On a GPU sends and receives return once they are queued: the source reads what it received before it stops a clock,
+    and waits for its device before it starts one.
+    """
     if place.rank not in (source, target):
         return None
     small = torch.zeros(1, dtype=torch.int64, device=place.device)
@@ -121,19 +125,23 @@ def _pair(place: Place, source: int, target: int) -> Pair | None:
             dist.recv(torch.empty(int(small), dtype=torch.uint8, device=place.device), source)
             dist.send(small, source)
     trips = []
+    int(small)
     for _ in range(_ROUNDS):
         began = time.perf_counter()
         dist.send(small, target)
         dist.recv(small, target)
+        int(small)
         trips.append(time.perf_counter() - began)
     trip = statistics.median(trips)
     rate = 0.0
     for size in _SIZES:
         message = torch.zeros(size, dtype=torch.uint8, device=place.device)
+        int(message[-1])
         began = time.perf_counter()
         dist.send(small.fill_(size), target)
         dist.send(message, target)
         dist.recv(small, target)
+        int(small)
         took = time.perf_counter() - began
         rate = size / max(took - trip, 1e-9)
         if took > _ENOUGH_S:

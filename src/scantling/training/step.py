@@ -102,15 +102,16 @@ class Stepper:
         figures = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
         own_loss = loss_sum.clone()
         left_out = 0.0
-        if self.place.rank in self.exchange.left_out:
+        if self.exchange.withheld:
             figures.zero_()
             left_out = float(sum(b.num_targets for b in batches))
         rest = torch.tensor([float(stop()), left_out], dtype=torch.float64, device=device)
         figures = self.place.sum(torch.cat([figures, rest]))
         self.watch.lap("exchange")
         total, bad_losses, bad_norms, stops, targets_left_out = figures.tolist()
+        targets, tokens = counts.tolist()
         overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
-        if bad_losses or (bad_norms and not overflow):
+        if bad_losses or (bad_norms and not overflow) or targets_left_out == targets:
             self._refuse(step, own_loss)  # before clipping, which would spread a NaN to every gradient
         if self.graphs is not None and replayed is not None:
             self.graphs.update()
@@ -123,7 +124,6 @@ class Stepper:
         if any(reshaped):
             self.reshape(batches[-1])
         self.watch.lap("optimizer")
-        targets, tokens = counts.tolist()
         return StepResult(total / (targets - targets_left_out), float(norm), int(tokens), overflow, stops > 0)
 
     def _passes(self, batches: Sequence[Batch], share: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
