@@ -211,12 +211,12 @@ def test_default_run_directories_do_not_collide(tmp_path: Path, monkeypatch: pyt
     assert [first.run_dir.name, second.run_dir.name] == ["tiny-2", "tiny-3"]
 
 
-def on_a_terminal(arguments: list[str | Path], **environment: str) -> tuple[int, str]:
+def on_a_terminal(arguments: list[str | Path]) -> tuple[int, str]:
     """Run the command line on a pseudo-terminal of 80 columns and return its exit code and all it wrote."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "CI")}
-    settings = {**kept, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", **environment}
+    settings = {**kept, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command(arguments), stdin=child, stdout=child, stderr=child, env=settings)
     os.close(child)
     written = b""
@@ -242,7 +242,3 @@ def test_live_line_on_a_terminal(tmp_path: Path) -> None:
     assert "30/30" in written
     assert "tok/s" in written
     assert "\x1b[3" in written, "colours"
-    code, written = on_a_terminal(["train", path, "--run-dir", tmp_path / "run", "--force"], NO_COLOR="1")
-    assert code == 0, written
-    assert "30/30" in written
-    assert "\x1b[3" not in written
