@@ -87,8 +87,14 @@ def test_low_precision_stays_near_fp32(plain: tuple[dict[str, Any], list[float]]
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["num_parameters"] > 0
 
 
-def test_compiled_model_computes_the_same(plain: tuple[dict[str, Any], list[float]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_model_computes_the_same(
+    plain: tuple[dict[str, Any], list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Inductor is what a run takes; the other captures and differentiates the same graphs and generates no code."""
     recipe, wanted = plain
+    compile_model = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **keys: compile_model(*args, **{**keys, "backend": backend}))
     result = sc.train(recipe, run_dir=tmp_path / "run", train={"compile": True})
     assert losses(tmp_path / "run") == pytest.approx(wanted, rel=1e-5)
     assert result.status == "done"
