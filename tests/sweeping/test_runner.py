@@ -22,7 +22,7 @@ from scantling.sweeping.runner import Outcome, Runner, Watcher
 from scantling.sweeping.schema import load_sweep
 from scantling.sweeping.table import read_table, row_of, write_table
 from scantling.training.rundir import RunDir
-from tests.runs import start_scantling, tiny_recipe, wait_for_step, write_corpus, write_recipe
+from tests.runs import command, start, tiny_recipe, wait_for_step, write_corpus, write_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -204,7 +204,7 @@ def test_ctrl_c_leaves_all_in_order_and_the_same_command_goes_on(tmp_path: Path)
     path = write_recipe(tmp_path / "sweep.yaml", content)
     (case,) = cases(*load_sweep(path))
     folder = tmp_path / "out" / "runs" / case.key
-    process = start_scantling("sweep", path)
+    process = start(command(["sweep", path]))
     wait_for_step(folder / "metrics.jsonl", 3, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
     output, _ = process.communicate(timeout=60)
