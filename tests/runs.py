@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -242,6 +242,20 @@ def start_scantling(*arguments: str | Path, processes: int = 1, **env: str) -> S
     started = Started(["scantling", *map(str, arguments)], [(log, log)] * processes, env=env, own_session=True)
     weakref.finalize(started, shutil.rmtree, folder, ignore_errors=True)
     return started
+
+
+def popen(
+    words: Sequence[str],
+    *,
+    stdout: IO[bytes],
+    env: Mapping[str, str] | None = None,
+    start_new_session: bool = False,
+    **_: int,
+) -> Started:
+    """In place of `subprocess.Popen` where that starts `python -m`, with all that is printed in a file."""
+    assert [*words[:2]] == [sys.executable, "-m"]
+    log = Path(stdout.name).absolute()
+    return Started(words[2:], [(log, log)], env=env, own_session=start_new_session)
 
 
 def start(words: Sequence[str], **env: str) -> subprocess.Popen[str]:
