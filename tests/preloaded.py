@@ -1,6 +1,7 @@
 """What processes of tests need, imported once: `tests.processes` forks them from a server that has imported this.
 
-Nothing here computes: a server with threads of its own could not be forked safely.
+CAME's step in C is compiled here too, which takes seconds: a forked process has the library already. Nothing here
+computes, since a server with threads of its own could not be forked safely.
 """
 
 from __future__ import annotations
@@ -20,5 +21,8 @@ import scantling.cli.console
 import scantling.integrations.hf
 import scantling.reporting.html
 import scantling.training.run
+from scantling.optim import _native
+
+_native._library()
 
 del matplotlib, pytest, scantling, torch, transformers

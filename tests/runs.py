@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import runpy
 import shutil
 import signal
 import socket
@@ -13,15 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
-from scantling.cli import main
 from tests.processes import server, torchrun_names
 
 TINY: dict[str, int] = {
@@ -98,82 +99,167 @@ def scantling(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
     timeout: float = 240,
+    before: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own, or in several as torchrun starts them, and return what it printed.
 
-    The processes come from the server of `tests.processes`. Those of `start_scantling` begin from nothing, and under
-    torchrun itself.
+    Args:
+        before: called in each process before the command; a function of a module, since it is sent there by its name.
     """
-    words = [str(argument) for argument in arguments]
-    places: list[dict[str, str]] = [{}]
-    if processes > 1:
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            port = found.getsockname()[1]
-        places = [torchrun_names(rank, processes, port) for rank in range(processes)]
-    context = server()
     with tempfile.TemporaryDirectory() as folder:
-        started: list[BaseProcess] = []
-        for place in places:
-            whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **place}
-            files = [Path(folder) / f"{name}-{len(started)}" for name in ("out", "err")]
-            started.append(context.Process(target=_command, args=(words, cwd or Path.cwd(), whole, *files)))
-            started[-1].start()
+        files = [(Path(folder) / f"out-{rank}", Path(folder) / f"err-{rank}") for rank in range(processes)]
+        started = Started(["scantling", *map(str, arguments)], files, cwd=cwd, env=env, before=before)
         try:
-            _wait_for_all(started, words, timeout)
+            code = started.wait(timeout)
         finally:
-            for process in started:
-                process.kill()
-                process.join()
-        codes = [process.exitcode or 0 for process in started]
-        code = codes[0] if processes == 1 else int(any(codes))
-        out, err = ("".join(path.read_text() for path in sorted(Path(folder).glob(f"{n}-*"))) for n in ("out", "err"))
-        return subprocess.CompletedProcess(words, code, out, err)
+            started.kill()
+        out, err = ("".join(path.read_text() for path in paths) for paths in zip(*files, strict=True))
+        return subprocess.CompletedProcess(arguments, code, out, err)
 
 
-def _wait_for_all(processes: Sequence[BaseProcess], words: Sequence[str], timeout: float) -> None:
-    """Until all have ended; where one has failed the others are told to end."""
-    until, has_told = time.monotonic() + timeout, False
-    while waited_for := [process for process in processes if process.exitcode is None]:
-        if time.monotonic() > until:
-            raise subprocess.TimeoutExpired(words, timeout)
-        if not has_told and any(process.exitcode for process in processes):
-            for process in waited_for:
-                process.terminate()
-            has_told = True
-        connection.wait([process.sentinel for process in waited_for], timeout=1.0)
+class Started:
+    """`python -m` in a process, or in several as torchrun starts them, with what tests ask of a Popen.
+
+    The processes are forked by the server of `tests.processes`. Those of `start` begin from nothing, and under torchrun
+    itself.
+
+    Args:
+        words: a module and its arguments.
+        files: what each process adds its output and its errors to; they may be one.
+        own_session: whether each leads a group of its own.
+        before: called in each before the module is run.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        files: Sequence[tuple[Path, Path]],
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        own_session: bool = False,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self._words, self._log = words, files[0][0]
+        places: list[dict[str, str]] = [{}]
+        if len(files) > 1:
+            with socket.create_server(("127.0.0.1", 0)) as found:
+                port = found.getsockname()[1]
+            places = [torchrun_names(rank, len(files), port) for rank in range(len(files))]
+        self._processes: list[BaseProcess] = []
+        self._are_told = False
+        weakref.finalize(self, _kill, self._processes)  # at its exit this process would wait for all that is left
+        for place, paths in zip(places, files, strict=True):
+            whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **place}
+            given = (words, cwd or Path.cwd(), whole, paths, own_session, before)
+            self._processes.append(server().Process(target=_command, args=given))
+            self._processes[-1].start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
+
+    @property
+    def pid(self) -> int:
+        return self.pids[0]
+
+    @property
+    def returncode(self) -> int | None:
+        """Of one process its exit code, of several 0 where all came to their end, and otherwise 1."""
+        codes = [process.exitcode for process in self._processes]
+        if None in codes:
+            return None
+        return codes[0] if len(codes) == 1 else int(any(codes))
+
+    def poll(self) -> int | None:
+        """The exit code once all have ended; where one has failed the others are told to end."""
+        if not self._are_told and any(process.exitcode for process in self._processes):
+            self._are_told = True
+            self.terminate()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = time.monotonic() + (timeout or float("inf"))
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(self._words, timeout or 0)
+            connection.wait([process.sentinel for process in self._processes if process.exitcode is None], timeout=0.5)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """What they printed until they all ended."""
+        self.wait(timeout)
+        return self._log.read_text(), None
+
+    def send_signal(self, number: int) -> None:
+        for process in self._processes:
+            if process.exitcode is None and process.pid is not None:
+                os.kill(process.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        _kill(self._processes)
 
 
-def _command(arguments: list[str], folder: Path, env: dict[str, str], out: Path, err: Path) -> None:
-    """The command line in a process that was forked."""
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def _command(
+    words: Sequence[str],
+    folder: Path,
+    env: Mapping[str, str],
+    files: tuple[Path, Path],
+    own_session: bool,
+    before: Callable[[], None] | None,
+) -> None:
+    """A module as `python -m` runs it, in a process that was forked."""
+    if own_session:
+        os.setsid()
     os.environ.clear()
     os.environ |= env
     os.chdir(folder)
-    for path, number in ((out, 1), (err, 2)):
-        with path.open("wb") as file:
+    for number, path in enumerate(files, start=1):
+        with path.open("ab") as file:
             os.dup2(file.fileno(), number)
-    _heed_interrupts()
-    sys.argv = ["scantling", *arguments]
-    main(arguments)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if before is not None:
+        before()
+    sys.argv = [*words]
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
-def run_script(script: str, *arguments: str | Path, processes: int) -> subprocess.CompletedProcess[str]:
-    """Run a script in place of the command line under torchrun and return what it printed."""
-    return subprocess.run(
-        [*command([], processes=processes)[:-2], script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def start_scantling(*arguments: str | Path, processes: int = 1, **env: str) -> Started:
+    """Start the command line, each process in a group of its own, to be signalled."""
+    folder = Path(tempfile.mkdtemp())
+    log = folder / "log"
+    log.touch()
+    started = Started(["scantling", *map(str, arguments)], [(log, log)] * processes, env=env, own_session=True)
+    weakref.finalize(started, shutil.rmtree, folder, ignore_errors=True)
+    return started
 
 
-def start_scantling(*arguments: str | Path, processes: int = 1, **env: str) -> subprocess.Popen[str]:
-    """Start the command line in a process group of its own, to be signalled."""
-    return start(command(arguments, processes=processes), **env)
+def popen(
+    words: Sequence[str],
+    *,
+    stdout: IO[bytes],
+    env: Mapping[str, str] | None = None,
+    start_new_session: bool = False,
+    **_: int,
+) -> Started:
+    """In place of `subprocess.Popen` where that starts `python -m`, with all that is printed in a file."""
+    assert [*words[:2]] == [sys.executable, "-m"]
+    log = Path(stdout.name).absolute()
+    return Started(words[2:], [(log, log)], env=env, own_session=start_new_session)
 
 
 def start(words: Sequence[str], **env: str) -> subprocess.Popen[str]:
-    """Start a command in a process group of its own, to be signalled."""
+    """Start a command from nothing, in a process group of its own, to be signalled."""
     return subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -191,20 +277,22 @@ def _heed_interrupts() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], *, timeout: float = 180) -> None:
+Running = subprocess.Popen[str] | Started
+
+
+def wait_for(condition: Callable[[], bool], process: Running, *, timeout: float = 180) -> None:
     """Return once the condition holds; fail when the process ends first."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         if condition():
             return
         if process.poll() is not None:
-            output = process.stdout.read() if process.stdout else ""
-            raise AssertionError(f"the process ended too early, with {process.returncode}:\n{output}")
+            raise AssertionError(f"the process ended too early, with {process.returncode}:\n{process.communicate()[0]}")
         time.sleep(0.005)
     raise AssertionError(f"what was waited for did not come in {timeout} s")
 
 
-def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(metrics: Path, step: int, process: Running) -> None:
     """Return once the run has recorded `step`."""
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= step, process)
 
@@ -216,13 +304,13 @@ def forget(run: Path, last: int) -> None:
             shutil.rmtree(folder)
 
 
-def kill_tree(process: subprocess.Popen[str]) -> None:
+def kill_tree(process: Running) -> None:
     """SIGKILL to the process and to all it started (torchrun gives its workers sessions of their own)."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
-    doomed = [process.pid]
+    doomed = [*getattr(process, "pids", [process.pid])]
     for pid in doomed:
         doomed += [child for child, parent in parents.items() if parent == pid]
     for pid in doomed:

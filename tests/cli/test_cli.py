@@ -10,14 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from scantling.cli import commands, run
-from tests.runs import TINY, records, scantling, tiny_recipe, write_recipe
+from tests.runs import TINY, popen, records, scantling, tiny_recipe, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -202,21 +204,19 @@ def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixt
 
 
 @pytest.mark.dist
-def test_compare_prints_and_writes_the_table(tmp_path: Path) -> None:
+def test_compare_prints_and_writes_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs are forked; that they share the terminal, `test_a_signal_to_compare_is_passed_on_to_the_run` shows."""
     for name, optim in (("dense", "adamw"), ("lean", "came")):
         recipe = tiny_recipe(tmp_path, optim={"name": optim}) | {"name": name}
         write_recipe(tmp_path / f"{name}.yaml", recipe)
-    arguments = [
-        "compare",
-        tmp_path / "dense.yaml",
-        tmp_path / "lean.yaml",
-        "--out",
-        tmp_path / "out",
-        "--set",
-        "train.steps=12",
-    ]
-    done = scantling(*arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+    recipes = [str(tmp_path / f"{name}.yaml") for name in ("dense", "lean")]
+    arguments = ["compare", *recipes, "--out", str(tmp_path / "out"), "--set", "train.steps=12"]
+    with (tmp_path / "log").open("ab") as log:
+        monkeypatch.setattr(commands, "subprocess", SimpleNamespace(Popen=partial(popen, stdout=log)))
+    assert run(arguments) == 0, (tmp_path / "log").read_text()
+    shown, told = capsys.readouterr().out, (tmp_path / "log").read_text()
     compared = json.loads((tmp_path / "out" / "compare.json").read_text())
     dense, lean = compared["runs"]
     assert (dense["name"], lean["name"]) == ("dense", "lean")
@@ -228,13 +228,14 @@ def test_compare_prints_and_writes_the_table(tmp_path: Path) -> None:
         assert all(isinstance(own[key], int | float) for key in keys.split())
     assert lean["optimizer_state_bytes"] < 0.65 * dense["optimizer_state_bytes"]
     assert (tmp_path / "out" / "report.html").exists()
-    assert "checkpoints" in done.stdout
-    assert not re.search(r"\x1b\[", done.stdout), "colours where there is no terminal"
-    again = scantling(*arguments)
-    assert again.returncode == 2
-    assert "already holds a run" in again.stderr
-    taken = scantling("compare", tmp_path / "out" / "dense", tmp_path / "out" / "lean", "--out", tmp_path / "again")
-    assert taken.returncode == 0, taken.stderr
+    assert "checkpoints" in shown
+    assert "step 12/12" in told
+    assert not re.search(r"\x1b\[", shown + told), "colours where there is no terminal"
+    assert run(arguments) == 2
+    assert "dense.yaml ended with exit code 2; see its message above" in capsys.readouterr().err
+    assert "already holds a run" in (tmp_path / "log").read_text().removeprefix(told)
+    runs = [str(tmp_path / "out" / name) for name in ("dense", "lean")]
+    assert run(["compare", *runs, "--out", str(tmp_path / "again")]) == 0
     assert json.loads((tmp_path / "again" / "compare.json").read_text()) == compared
 
 
@@ -248,10 +249,15 @@ def test_what_is_the_work_of_one_process(
     assert f"{command[0]} is the work of one process; given 2 processes by torchrun" in capsys.readouterr().err
 
 
-def test_a_signal_to_compare_is_passed_on_to_the_run(tmp_path: Path) -> None:
+def test_a_signal_to_compare_is_passed_on_to_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = """
 import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+
+def end(*_):
+    print("told", file=sys.stderr)
+    sys.exit(3)
+
+signal.signal(signal.SIGTERM, end)
 pathlib.Path(sys.argv[1]).touch()
 time.sleep(60)
 """
@@ -264,6 +270,7 @@ time.sleep(60)
     teller = threading.Thread(target=tell)
     teller.start()
     assert commands._wait([sys.executable, "-c", script, str(tmp_path / "ready")]) == 3
+    assert capfd.readouterr().err == "told\n"
     teller.join()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 

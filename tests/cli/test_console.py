@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from scantling.cli.console import ConsoleSink
+from scantling.cli.console import ConsoleSink, make_console
 
 RECORD: dict[str, Any] = {
     "step": 4,
@@ -51,6 +51,29 @@ def test_every_figure_has_room(width: int) -> None:
     for figure in (*figures, "optimizer 45.0 MiB (plan 44.0 MiB)"):
         assert figure in " ".join(latest.split()), figure
     assert len(latest.splitlines()) <= (5 if width >= 80 else 10)
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_no_color_leaves_the_line_and_takes_its_colours(colours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "CI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if not colours:
+        monkeypatch.setenv("NO_COLOR", "1")
+    shown = Terminal()
+    monkeypatch.setattr("sys.stdout", shown)
+    sink = ConsoleSink(make_console())
+    plan: Any = SimpleNamespace(optimizer_state_bytes=44 << 20, short=lambda: "plan")
+    sink.start(name="llama-10m", run_dir=Path("runs/x"), plan=plan, first_step=1, last_step=4)
+    sink.record(RECORD)
+    sink.close()
+    assert "\x1b[?25l" in shown.getvalue(), "no live display"
+    assert "4/4" in shown.getvalue()
+    assert ("\x1b[3" in shown.getvalue()) == colours
 
 
 def test_a_run_goes_on_where_nobody_reads_what_it_prints() -> None:

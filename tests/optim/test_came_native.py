@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -311,10 +311,9 @@ def test_what_it_does_not_know_goes_through_the_operations() -> None:
 
 
 @pytest.fixture
-def no_library() -> Iterator[None]:
-    _native._library.cache_clear()
-    yield
-    _native._library.cache_clear()
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled yet; the library that other tests use is kept."""
+    monkeypatch.setattr(_native, "_library", lru_cache(maxsize=1)(_native._library.__wrapped__))
 
 
 @pytest.mark.usefixtures("no_library")

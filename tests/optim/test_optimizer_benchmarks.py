@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import server
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -46,9 +48,11 @@ def test_bytes_are_counted_wherever_an_optimizer_keeps_them() -> None:
 
 
 @pytest.mark.dist
-def test_sharded_steps_are_compared_with_those_of_one_device() -> None:
+def test_sharded_steps_are_compared_with_those_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import optim_sharded
     from optim_sharded import HELD_TO_LIMIT, LIMIT, OPTIMIZERS, differences, network, sharded, stepped
 
+    monkeypatch.setattr(optim_sharded, "mp", SimpleNamespace(get_context=lambda _: server()))
     assert sharded(HELD_TO_LIMIT, 2)["difference"] <= LIMIT
     start = [param.detach().clone() for param in network().parameters()]
     moved = stepped(OPTIMIZERS[HELD_TO_LIMIT], network())

@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-1m": {"model": {"preset": "llama-1m"}, "train": {"batch_size": 16}},
     "llama-10m": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 8}},
     "bert-6-encoder": {"model": {"preset": "bert-6-encoder", "task": "masked-lm"}, "train": {"batch_size": 4}},
-    "micro-batches": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 4, "micro_batch_size": 1}},
+    "micro-batches": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 2, "micro_batch_size": 1}},
     "released": {
         "model": {"preset": "llama-10m"},
         "optim": {"name": "came", "release_gradients": True},

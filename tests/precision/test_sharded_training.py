@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 import scantling as sc
 from scantling.precision import fake_quantize
 from tests import processes
-from tests.precision.test_training import INPUT, llama
+from tests.precision.llamas import INPUT, llama
 
 FORMATS: dict[str, Any] = {
     "weights": "int4",

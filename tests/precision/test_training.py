@@ -25,7 +25,6 @@ from transformers import (
     Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
 )
@@ -36,22 +35,7 @@ from scantling.precision import Quantizer, fake_quantize, restore
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
 from scantling.precision.products import check_device
 from scantling.tensor._cut import cut_parameter
-
-LLAMA = LlamaConfig(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-    tie_word_embeddings=True,
-)
-INPUT = torch.randint(0, 64, (2, 19), generator=torch.Generator().manual_seed(0))
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(copy.deepcopy(LLAMA))
+from tests.precision.llamas import INPUT, llama
 
 
 def gradients(model: nn.Module, inputs: Tensor = INPUT) -> dict[str, Tensor]:

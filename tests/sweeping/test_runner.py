@@ -24,9 +24,16 @@ from scantling.sweeping.runner import Outcome, Runner, Watcher
 from scantling.sweeping.schema import load_sweep
 from scantling.sweeping.table import read_table, row_of, write_table
 from scantling.training.rundir import RunDir
-from tests.runs import start_scantling, tiny_recipe, wait_for_step, write_corpus, write_recipe
+from tests.runs import command, popen, start, tiny_recipe, wait_for_step, write_corpus, write_recipe
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that a sweep of this process starts are forked, with everything imported."""
+    own = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr("scantling.sweeping.runner.subprocess", own)
 
 
 class Recorder(Watcher):
@@ -75,6 +82,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("forked")
 def test_the_shipped_sweep_gives_a_table_for_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +113,7 @@ def test_the_shipped_sweep_gives_a_table_for_fits(
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("forked")
 def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     corpus, late = tmp_path / "corpus.txt", tmp_path / "late.txt"
     content: dict[str, Any] = {"axes": {"data.text": [str(corpus), str(late)]}}
@@ -201,12 +210,13 @@ def test_what_the_table_alone_holds_stays_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("forked")
 def test_ctrl_c_leaves_all_in_order_and_the_same_command_goes_on(tmp_path: Path) -> None:
     content = {"base": tiny_recipe(tmp_path), "axes": {"train.steps": [3000]}, "out": str(tmp_path / "out")}
     path = write_recipe(tmp_path / "sweep.yaml", content)
     (case,) = cases(*load_sweep(path))
     folder = tmp_path / "out" / "runs" / case.key
-    process = start_scantling("sweep", path)
+    process = start(command(["sweep", path]))
     wait_for_step(folder / "metrics.jsonl", 3, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
     output, _ = process.communicate(timeout=60)

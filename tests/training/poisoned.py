@@ -1,14 +1,13 @@
-"""The command line with a NaN put into one gradient of rank 1 in its third step; started by test_interruptions."""
+"""A NaN in one gradient of rank 1, in the third step of a run."""
 
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import torch
 
-from scantling.cli import main
+from scantling.training import build
 from scantling.training.step import Stepper
 
 POISONED = "model.layers.1.mlp.up_proj.weight"
@@ -31,6 +30,6 @@ class Poisoned(Stepper):
             hook.remove()
 
 
-if __name__ == "__main__":
-    sys.modules["scantling.training.step"].Stepper = Poisoned  # type: ignore[attr-defined]
-    main()
+def patch() -> None:
+    """For `before` of `tests.runs.scantling`: runs of this process are poisoned."""
+    build.Stepper = Poisoned  # type: ignore[misc]

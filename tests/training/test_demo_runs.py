@@ -23,7 +23,6 @@ from tests.runs import (
     forget,
     kill_tree,
     records,
-    run_script,
     scantling,
     start_scantling,
     tiny_recipe,
@@ -112,7 +111,7 @@ def test_what_was_measured_is_kept_over_a_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_process_with_nan_is_left_out_of_one_step(tmp_path: Path, delay: int) -> None:
     path = write_recipe(tmp_path / "recipe.yaml", demo_recipe(tmp_path, comm={"delay": delay}))
-    done = run_script(poisoned.__file__, "train", path, "--run-dir", tmp_path / "run", processes=2)
+    done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2, before=poisoned.patch)
     assert done.returncode == 0, done.stderr
     assert "step 3: ranks [1] have NaN or Inf gradients and are left out" in done.stderr
     found = records(tmp_path / "run")

@@ -26,9 +26,10 @@ from scantling.training.rundir import RunDir
 from scantling.training.sinks import Sink, Sinks
 from scantling.training.trained import evaluate_run
 from tests.runs import (
+    command,
     records,
-    run_script,
     scantling,
+    start,
     start_scantling,
     tiny_recipe,
     wait_for,
@@ -48,9 +49,11 @@ def newest_step(run_dir: Path) -> int:
 @pytest.mark.dist
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_saves_after_the_step_and_exits_with_3(tmp_path: Path, number: signal.Signals) -> None:
+    """The first of them to a process that began from nothing, as users start it."""
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 100_000}))
     run = tmp_path / "run"
-    process = start_scantling("train", path, "--run-dir", run)
+    words = ["train", path, "--run-dir", run]
+    process = start(command(words)) if number == signal.SIGTERM else start_scantling(*words)
     wait_for_step(run / "metrics.jsonl", 3, process)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
@@ -274,7 +277,7 @@ def test_nan_stops_before_the_update_and_names_step_and_tensor(tmp_path: Path) -
 def test_nan_on_one_of_two_ranks_is_named_with_its_rank(tmp_path: Path) -> None:
     """Only rank 1's own gradient is NaN; after the exchange it would be NaN everywhere and its origin lost."""
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"checkpoint_every": 1}))
-    done = run_script(poisoned.__file__, "train", path, "--run-dir", tmp_path / "run", processes=2)
+    done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2, before=poisoned.patch)
     assert done.returncode == 1
     assert f"step 3, rank 1: the gradient of {poisoned.POISONED} " in done.stderr, done.stderr
     assert newest_step(tmp_path / "run") == 2

@@ -19,8 +19,6 @@ from scantling.training.distributed import launch
 from scantling.training.rundir import RunDir
 from tests.runs import WIDE, command, records, scantling, start, tiny_recipe, wait_for_step, write_recipe
 
-STEPS = 60
-
 
 def workers(parent: int) -> list[int]:
     """The processes that torchrun has started and that are alive."""
@@ -37,14 +35,16 @@ def workers(parent: int) -> list[int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("kills", "comm"),
+    ("kills", "steps", "comm"),
     [
-        (2, {"name": "demo", "delay": 1}),
-        pytest.param(20, {"name": "demo"}, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        (1, 24, {"name": "demo", "delay": 1}),
+        pytest.param(20, 60, {"name": "demo"}, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )
-def test_killed_at_random_steps_it_ends_with_the_same_bits(tmp_path: Path, kills: int, comm: dict[str, object]) -> None:
-    train = {"steps": STEPS, "checkpoint_every": 2, "batch_size": 16}
+def test_killed_at_random_steps_it_ends_with_the_same_bits(
+    tmp_path: Path, kills: int, steps: int, comm: dict[str, object]
+) -> None:
+    train = {"steps": steps, "checkpoint_every": 2, "batch_size": 16}
     recipe = {**tiny_recipe(tmp_path, comm=comm, train=train), "optim": {"name": "sign", "lr": 1e-3}}
     recipe["model"]["overrides"] |= WIDE
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
@@ -53,7 +53,7 @@ def test_killed_at_random_steps_it_ends_with_the_same_bits(tmp_path: Path, kills
     assert done.returncode == 0, done.stdout + done.stderr
 
     chosen = random.Random(0)
-    at = sorted(chosen.sample(range(3, STEPS - 4), kills))
+    at = sorted(chosen.sample(range(3, steps - 4), kills))
     again = ["--max-restarts", str(kills), "--monitor-interval", "0.1"]
     process = start(command(["train", path, "--run-dir", broken], processes=2, launcher=again))
     killed: set[int] = set()
@@ -68,7 +68,7 @@ def test_killed_at_random_steps_it_ends_with_the_same_bits(tmp_path: Path, kills
     assert process.returncode == 0, output
     assert output.count("resumed from") == kills
     assert [record["loss"] for record in records(broken)] == [record["loss"] for record in records(straight)]
-    wanted, found = (load_tensors(run / "checkpoints" / f"step-{STEPS}") for run in (straight, broken))
+    wanted, found = (load_tensors(run / "checkpoints" / f"step-{steps}") for run in (straight, broken))
     assert wanted.keys() == found.keys()
     assert all(torch.equal(tensor, found[key]) for key, tensor in wanted.items())
 

@@ -12,7 +12,17 @@ import torch
 
 from scantling.training.checkpoint import Checkpointer, load_tensors, read_manifest
 from scantling.training.distributed import Place
-from tests.runs import forget, kill_tree, records, scantling, start_scantling, tiny_recipe, wait_for_step, write_recipe
+from tests.runs import (
+    forget,
+    kill_tree,
+    records,
+    scantling,
+    start_scantling,
+    tiny_recipe,
+    wait_for_step,
+    write_corpus,
+    write_recipe,
+)
 
 ALONE = Place(0, 1, torch.device("cpu"))
 
@@ -50,6 +60,7 @@ def test_kill_and_resume_is_bitwise(
     tmp_path: Path, processes: int, optim: str, compute: str, steps: int, comm: dict[str, Any]
 ) -> None:
     """Dropout is on, batches are accumulated, an epoch ends in between: all generators and counters matter."""
+    write_corpus(tmp_path / "corpus.txt", documents=10)
     recipe = tiny_recipe(
         tmp_path,
         model={"preset": None, "overrides": {}, "hf": str(gpt2_with_dropout(tmp_path / "model"))},
@@ -58,8 +69,8 @@ def test_kill_and_resume_is_bitwise(
         comm=comm,
         train={
             "steps": steps,
-            "batch_size": 1280 // steps,
-            "micro_batch_size": 320 // steps,
+            "batch_size": 320 // steps,
+            "micro_batch_size": 80 // steps,
             "checkpoint_every": 3,
             "eval_every": 6,
             "clip": None if comm.get("overlap") else 1.0,
@@ -70,6 +81,7 @@ def test_kill_and_resume_is_bitwise(
 
     done = scantling("train", path, "--run-dir", straight, processes=processes)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert records(straight)[-1]["epoch"] == 1
     process = start_scantling("train", path, "--run-dir", broken, processes=processes)
     wait_for_step(broken / "metrics.jsonl", 8, process)
     kill_tree(process)

@@ -21,12 +21,13 @@ from scantling.training.checkpoint import load_tensors
 from scantling.training.trained import load_trained
 from tests.runs import records, scantling, tiny_recipe, write_recipe
 
+SAVED = {"checkpoint_every": 3, "keep_checkpoints": 4}
 ADAPTING = {"rank": 6, "size_target": 0.5, "adapt": 8, "truncate_every": 3}
 CAME = {"name": "came", "lr": 0.003, "debias": True, "betas": [0.9, 0.95, 0.995], "momentum": "int8"}
 
 
 def recipe(folder: Path, **sections: Any) -> dict[str, Any]:
-    train = {"steps": 12, "micro_batch_size": 1, "checkpoint_every": 3, "keep_checkpoints": 4}
+    train = {"steps": 12, "micro_batch_size": 1}
     return tiny_recipe(
         folder, **{"tensor": ADAPTING, "optim": CAME, **sections, "train": {**train, **sections.get("train", {})}}
     )
@@ -90,7 +91,7 @@ def test_an_exported_model_of_cores_is_trained_further(tmp_path: Path) -> None:
     exported = scantling("export", first.run_dir, "--to", "hf", tmp_path / "model")
     assert exported.returncode == 0, exported.stderr
     assert "difference 0.0e+00" in exported.stdout
-    given = recipe(tmp_path, train={"steps": 1, "checkpoint_every": None})
+    given = recipe(tmp_path, train={"steps": 1})
     del given["tensor"]
     given["model"] = {"hf": str(tmp_path / "model")}
     given["optim"] = {"name": "sgd", "lr": 1e-12}
@@ -111,7 +112,7 @@ def test_resume_is_bitwise_across_a_removal(tmp_path: Path, schedule: str) -> No
     adapter = {"schedule": schedule, "interval": 1}
     if schedule == "paper":
         adapter |= {"early_steps": 4, "gamma": 1.0}
-    given = recipe(tmp_path, tensor={**ADAPTING, "adapter": adapter})
+    given = recipe(tmp_path, tensor={**ADAPTING, "adapter": adapter}, train=SAVED)
     straight = sc.train(given, run_dir=tmp_path / "straight").run_dir
     broken = tmp_path / "broken"
     shutil.copytree(straight, broken)
@@ -153,7 +154,7 @@ def test_a_target_in_bytes_is_one_of_the_optimizer_of_the_run(tmp_path: Path, op
 def test_micro_batches_may_be_checkpointed(tmp_path: Path) -> None:
     losses = []
     for checkpointing in (False, True):
-        train = {"steps": 4, "checkpoint_every": None, "activation_checkpointing": checkpointing}
+        train = {"steps": 4, "activation_checkpointing": checkpointing}
         given = recipe(tmp_path, tensor={**ADAPTING, "adapt": 2, "truncate_every": 2}, train=train)
         lines = records(sc.train(given, run_dir=tmp_path / str(checkpointing)).run_dir)
         losses.append([line["loss"] for line in lines if "loss" in line])
@@ -162,7 +163,7 @@ def test_micro_batches_may_be_checkpointed(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_two_processes_remove_the_same_ranks_and_go_on_to_the_bit(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "recipe.yaml", recipe(tmp_path, train={"batch_size": 8}))
+    path = write_recipe(tmp_path / "recipe.yaml", recipe(tmp_path, train={"batch_size": 8, **SAVED}))
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     done = scantling("train", path, "--run-dir", straight, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -250,7 +251,7 @@ def test_faults_of_the_section_are_found_when_the_recipe_is_read(tmp_path: Path)
 def test_the_target_holds_where_the_ranks_come_down_until_the_last_step(tmp_path: Path, optim: Any) -> None:
     """Also with an optimizer that leaves no trace in version counters; evaluations see what it does."""
     tensor = {**ADAPTING, "adapt": 1.0}
-    given = recipe(tmp_path, optim=optim, tensor=tensor, train={"eval_every": 4, "checkpoint_every": None})
+    given = recipe(tmp_path, optim=optim, tensor=tensor, train={"eval_every": 4})
     result = sc.train(given, run_dir=tmp_path / "run")
     lines = records(result.run_dir)
     assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
