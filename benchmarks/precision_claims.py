@@ -163,9 +163,8 @@ def with_several_parts(rows: Sequence[Row]) -> list[Row]:
 def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
     """Nats above 16 bits of runs with several parts in few bits, measured and foretold, and how far apart they are.
 
-    A product of factors of N_eff makes the part of the loss that falls with N larger by a factor for each part. How
-    large that part is, the runs hardly tell; the smaller, the more the product foretells. It is taken as all of the loss,
-    with which it foretells the least.
+    A product of factors of N_eff makes what of the loss falls with N larger by a factor for each part. How much that is
+    the runs hardly tell; the less, the more the product foretells. It is taken as all of the loss.
     """
     rows = with_several_parts(rows)
     whole = [row for row in rows if not in_few_bits(row)]
