@@ -19,6 +19,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whatever test that is
 
+from tests.runs import NO_CHARTS, no_charts
+
+WITHOUT_CHARTS = ("planning", "sweeping", "tasks", "training")
+"""Folders of tests whose runs draw no charts, but where a test is marked so, or a fixture of its module runs them."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -29,6 +34,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["SCANTLING_CACHE"]
     else:
         os.environ["SCANTLING_CACHE"] = before
+
+
+@pytest.fixture(autouse=True)
+def _charts_only_where_they_matter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that takes a second or two, drawing its charts is nearly half."""
+    if request.path.parent.name in WITHOUT_CHARTS and request.node.get_closest_marker("charts") is None:
+        monkeypatch.setenv(NO_CHARTS, "1")
+        monkeypatch.setattr("scantling.reporting.html._charts", no_charts)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import yaml
 
+from scantling.reporting import html
 from tests.processes import server, torchrun_names
 
 TINY: dict[str, int] = {
@@ -36,6 +37,15 @@ TINY: dict[str, int] = {
 
 WIDE: dict[str, int] = {"hidden_size": 64, "intermediate_size": 128}
 """Wide enough that DeMo sends matrices by blocks: 4,096 numbers each."""
+
+
+NO_CHARTS = "SCANTLING_TESTS_WITHOUT_CHARTS"
+"""Set in the environment of tests whose runs draw none, for the processes that they start."""
+
+
+def no_charts(runs: Sequence[Any]) -> list[Any]:
+    """In place of what draws the charts of a report."""
+    return []
 
 
 def write_corpus(path: Path, *, documents: int = 40, seed: int = 0) -> Path:
@@ -228,6 +238,8 @@ def _command(
             os.dup2(file.fileno(), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if NO_CHARTS in env:
+        html._charts = no_charts
     if before is not None:
         before()
     sys.argv = [*words]

@@ -60,6 +60,7 @@ def test_it_learns_on_one_process(tmp_path: Path, optim: dict[str, Any]) -> None
 
 
 @pytest.mark.dist
+@pytest.mark.charts
 def test_two_processes_send_little_and_stay_alike(tmp_path: Path) -> None:
     dense, sparse = (
         write_recipe(tmp_path / f"{name}.yaml", {**demo_recipe(tmp_path, train={"steps": 6}), "comm": comm})
@@ -81,6 +82,7 @@ def test_two_processes_send_little_and_stay_alike(tmp_path: Path) -> None:
     assert plan["wire_bytes"] == sent["sparse"]
     stored = load_tensors(tmp_path / "sparse" / "checkpoints" / "step-6", "exchange/rank0/")
     assert plan["residual_bytes"] == sum(value.nbytes for value in stored.values())
+    assert "<svg" in (tmp_path / "sparse" / "report.html").read_text()
 
 
 @pytest.mark.dist

@@ -170,6 +170,7 @@ def test_masked_lm_from_recipe_to_exported_folder(tmp_path: Path, capsys: pytest
     )
 
 
+@pytest.mark.charts
 def test_classification_from_recipe_to_report(tmp_path: Path) -> None:
     rows = [
         {"a": word * 3, "b": other, "label": int(word == other)}
@@ -195,6 +196,7 @@ def test_classification_from_recipe_to_report(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
 
 
+@pytest.mark.charts
 def test_a_run_can_be_moved_and_resumed(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, train={"checkpoint_every": 4})
     sc.train(recipe, run_dir=tmp_path / "run")
@@ -206,6 +208,7 @@ def test_a_run_can_be_moved_and_resumed(tmp_path: Path) -> None:
     assert losses(moved) == wanted
 
 
+@pytest.mark.charts
 def test_default_run_directories_do_not_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that another run has taken but not yet written to is not free either."""
     monkeypatch.chdir(tmp_path)

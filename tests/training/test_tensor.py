@@ -42,6 +42,7 @@ def test_cores_are_drawn_from_the_seed_whatever_ran_before(tmp_path: Path) -> No
     assert first_loss("one", 0) == first_loss("another", 0) != first_loss("other seed", 1)
 
 
+@pytest.mark.charts
 def test_the_planned_size_is_the_first_and_the_target_the_last(tmp_path: Path) -> None:
     result = sc.train(recipe(tmp_path), run_dir=tmp_path / "run")
     lines = records(result.run_dir)
