@@ -187,6 +187,8 @@ def test_other_options_are_named_with_their_rank() -> None:
 
 @pytest.fixture
 def unset_precision() -> Iterator[None]:
+    """Whatever other tests of the process have set, by either way of setting it."""
+    torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
     yield
     torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
 
