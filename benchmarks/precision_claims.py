@@ -46,6 +46,7 @@ from scantling.laws.law import bits_of
 
 PARTS = ("weights", "activations", "kv_cache")
 POST = "post."
+TIED = {"beta": "alpha"}
 SAMPLES = 200
 """Refits of an interval."""
 ANY_COMPUTE = 1e14
@@ -160,6 +161,11 @@ def with_several_parts(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if _place(row) in places and row["schedule"] == "cosine"]
 
 
+def base_of(rows: Sequence[Row]) -> sc.laws.Fit:
+    """Chinchilla's law of the runs at 16 bits, with one exponent as in the paper."""
+    return sc.laws.fit(_table(row for row in rows if not in_few_bits(row)), tie=TIED)
+
+
 def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
     """Nats above 16 bits of runs with several parts in few bits, measured and foretold, and how far apart they are.
 
@@ -170,7 +176,7 @@ def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
     whole = [row for row in rows if not in_few_bits(row)]
     alone = [row for row in rows if len(in_few_bits(row)) == 1]
     pairs = [(row, beside) for row, beside in beside_whole(rows) if len(in_few_bits(row)) > 1]
-    base = sc.laws.fit(_table(whole), tie={"beta": "alpha"})
+    base = base_of(rows)
     fits = {
         f"Kumar's law, fitted to {name}": sc.laws.fit(_table(whole + fitted_to), law="kumar", base=base)
         for name, fitted_to in (("alone", alone), ("all", alone + [row for row, _ in pairs]))
@@ -236,12 +242,9 @@ def best_bits(rows: Sequence[Row], samples: int = SAMPLES) -> dict[str, Any]:
     Fitted in two stages, its base to the runs at 16 bits, which is then held; and all constants together.
     """
     rows = with_several_parts(rows)
-    whole = [row for row in rows if not in_few_bits(row)]
-    tied = {"beta": "alpha"}
-    base = sc.laws.fit(_table(whole), tie=tied)
     fits = {
-        "in two stages": sc.laws.fit(_table(rows), law="kumar", base=base),
-        "together": sc.laws.fit(_table(rows), law="kumar", tie=tied),
+        "in two stages": sc.laws.fit(_table(rows), law="kumar", base=base_of(rows)),
+        "together": sc.laws.fit(_table(rows), law="kumar", tie=TIED),
     }
 
     def bits(law: sc.laws.Law) -> float:

@@ -110,13 +110,16 @@ def build_optimizer(
     decayed = weight_decay or any(isinstance(group, dict) and group.get("weight_decay") for group in groups)
     if decayed and "weight_decay" not in optimizer.defaults and name.lower() not in FOR_MATRICES:
         logger.warning("%s has no weight decay: weight_decay has no effect", type(optimizer).__name__)
-    import torch
-
     rounding = optimizer.defaults.get("rounding", "nearest")
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if rounding != "nearest" and not any(param.dtype == torch.bfloat16 for param in params):
+    if rounding != "nearest" and not _has_bf16(optimizer):
         logger.warning("rounding: %s has no effect, since it is of bf16 parameters and there are none", rounding)
     return optimizer
+
+
+def _has_bf16(optimizer: torch.optim.Optimizer) -> bool:
+    import torch
+
+    return any(param.dtype == torch.bfloat16 for group in optimizer.param_groups for param in group["params"])
 
 
 def build_unwarned(

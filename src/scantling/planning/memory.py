@@ -34,7 +34,7 @@ def allocator_bytes(working_bytes: int) -> int:
 
 def frees_gradients(recipe: Recipe, *, world_size: int = 1) -> bool:
     """Whether the step frees each gradient as it comes: not where several micro-batches add to it."""
-    return recipe.optim.release_gradients and recipe.micro_batch_size(world_size) >= recipe.batch_size // world_size
+    return recipe.optim.release_gradients and not recipe.accumulates(world_size)
 
 
 def held_gradient_bytes(recipe: Recipe, parameters: Iterable[torch.Tensor], *, world_size: int = 1) -> int:

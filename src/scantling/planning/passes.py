@@ -52,7 +52,7 @@ def plan_passes(
     """
     seq_len = recipe.data.seq_len
     micro = recipe.micro_batch_size(world_size)
-    gradients_held = micro < recipe.batch_size // world_size or world_size > 1
+    gradients_held = recipe.accumulates(world_size) or world_size > 1
     held = sum(p.nbytes for p in model.parameters() if p.requires_grad) if gradients_held else 0
     from_shapes = forward_flops(model, sequences=recipe.batch_size, seq_len=seq_len)
 

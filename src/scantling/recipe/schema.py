@@ -452,3 +452,7 @@ class Recipe(Section):
         """Most sequences that one of so many processes puts through the model at once."""
         share = max(1, self.batch_size // world_size)
         return min(self.train.micro_batch_size or share, share)
+
+    def accumulates(self, world_size: int = 1) -> bool:
+        """Whether several micro-batches of a process add up to its gradient."""
+        return self.micro_batch_size(world_size) < self.batch_size // world_size

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,6 @@ class Runner:
         self._columns = after.columns(self._settings)
         self._rows: dict[str, Row] = {}
         self._busy: list[Case] = []
-        self._gpus = visible_gpus() if self.jobs > 1 else []
 
     def states(self) -> dict[str, Row]:
         """The rows of the runs that are there, from the table and the folders, by their keys; nothing is changed."""
@@ -249,7 +249,7 @@ class Runner:
         environment = dict(os.environ)
         if self.jobs > 1:
             environment.setdefault("OMP_NUM_THREADS", str(threads_a_job(self.jobs)))
-        if len(self._gpus) > 1:
+        if self.jobs > 1 and len(self._gpus) > 1:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus[slot % len(self._gpus)]
         log = self._folder(case) / "log.txt"
         with open(log, "ab") as file:
@@ -264,6 +264,10 @@ class Runner:
                 start_new_session=True,
             )
         return _Job(case, process, log, begins, slot, row)
+
+    @cached_property
+    def _gpus(self) -> list[str]:
+        return visible_gpus()
 
     def _end(self, job: _Job, *, stopping: bool) -> list[_Job]:
         """Record how a process ended; its evaluations follow a training that came to its end."""
