@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -43,21 +43,41 @@ class Bucket:
     channels: tuple[Channel, ...]
 
 
+class Origin(NamedTuple):
+    """What a layout was made of.
+
+    Attributes:
+        exchange: how everything travels.
+        replicas: generation of the link, number of its processes and rank among them.
+        shapes: of each parameter, with what tells it from others and whether it is trained.
+        options: of each group.
+    """
+
+    exchange: str
+    replicas: tuple[int, int, int]
+    shapes: tuple[Any, ...]
+    options: tuple[Any, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How everything travels.
 
     Attributes:
-        key: what it was made of.
+        origin: what it was made of.
         buckets: a message each.
         configuration: a hash of what all replicas agree on.
         way: of the messages.
+        is_stale: whether a state was loaded since, so that replicas are compared again.
+        is_late: whether that was after the first call, when others that have loaded nothing may be exchanging.
     """
 
-    key: Any
+    origin: Origin
     buckets: list[Bucket]
     configuration: int
     way: Way
+    is_stale: bool = False
+    is_late: bool = False
 
 
 def laid_out(
@@ -86,11 +106,14 @@ def laid_out(
     params = parameters_of(groups)
     shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
     options_of = tuple(tuple(group[option] for option in OPTIONS) for group in groups)
-    key = (rounds.exchange, link.generation, link.size, link.rank, shapes, options_of)
-    if last is not None and last.key == key:
+    origin = Origin(rounds.exchange, (link.generation, link.size, link.rank), shapes, options_of)
+    if last is not None and last.origin == origin and not last.is_stale:
         return last
     check_groups(groups, rounds)
-    if last is not None and last.key[-2:] != key[-2:] and not link.is_alone:
+    has_changed = last is not None and (
+        last.is_late or (last.origin.shapes, last.origin.options) != (shapes, options_of)
+    )
+    if has_changed and not link.is_alone:
         logger.warning(
             "step %d, rank %d: options, shapes or what is frozen have changed, or a state was loaded; replicas are "
             "compared. If nothing has changed on the others, they are exchanging now, and the run hangs or ends in an "
@@ -104,7 +127,7 @@ def laid_out(
         described.append({**own, **facts, "calls so far": step})
     buckets = buckets_of(groups, rounds)
     return Layout(
-        key, buckets, check_alike(link, described, names_of(groups), params), way_of(groups, rounds, link.size)
+        origin, buckets, check_alike(link, described, names_of(groups), params), way_of(groups, rounds, link.size)
     )
 
 

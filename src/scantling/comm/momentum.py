@@ -33,11 +33,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from scantling.comm import fused
+from scantling.comm.accumulator import Accumulator, filled_up, seed_of, zeros_of
 from scantling.comm.agreement import spread, unlike, warn_if_averaged
 from scantling.comm.auto_off import WARM_UP, measured
 from scantling.comm.background import Background
-from scantling.comm.channels import Channel
 from scantling.comm.layout import (
     Bucket,
     Layout,
@@ -56,7 +55,6 @@ from scantling.comm.layout import (
 from scantling.comm.link import Link, link_to
 from scantling.comm.options import Exchange, Group, Rounds, Transform, as_groups, check_groups
 from scantling.comm.payload import Header
-from scantling.comm.replica import Replica
 from scantling.comm.residuals import Format
 from scantling.comm.rounds import Outcome, Sparse, Way, exchange
 from scantling.comm.shards import all_agree, all_finite, as_gradient, check_meshes, local, place_gradient
@@ -65,8 +63,6 @@ from scantling.errors import NonFiniteError, ReplicaError, SilentPeerError, User
 
 logger = logging.getLogger(__name__)
 
-AVERAGED_AT_ONCE = 1 << 24
-"""Numbers of the residuals that are averaged in one collective; a larger one goes alone."""
 Found: TypeAlias = tuple[list[Outcome], list[int]]
 
 
@@ -104,7 +100,7 @@ class Sent:
     arrived: Callable[[], Found]
 
 
-class MomentumExchange(Replica):
+class MomentumExchange(Accumulator):
     """Turn local gradients into the same decoded momentum on all replicas; any optimizer steps with it.
 
     Gradients must not have been averaged: no DistributedDataParallel, or every backward pass in its `no_sync()`.
@@ -346,8 +342,7 @@ class MomentumExchange(Replica):
     def drop(self) -> None:
         """Wait for what is on its way and forget it: what is loaded is in its place. Replicas are compared again."""
         if self._layout is not None and self.link.stays:  # over a ManagedLink, who comes loads alone
-            known = () if self._calls else self._layout.key[1:]  # nobody waits before the first call
-            self._layout = replace(self._layout, key=(None, *known))
+            self._layout = replace(self._layout, is_stale=True, is_late=self._layout.is_late or self._calls > 0)
         self._calls, self._opened, self._failure = 0, None, None
         sent, self._sent = self._sent, []
         for each in sent:
@@ -448,7 +443,7 @@ class MomentumExchange(Replica):
         selected: list[Sparse] = []
         for channel in bucket.channels:
             if layout.way == "whole":
-                blocks = channel.cut(_filled_up(channel, gradients, params)) if valid else _zeros(channel, params)
+                blocks = channel.cut(filled_up(channel, gradients, params)) if valid else zeros_of(channel, params)
                 selected.append((None, blocks.to(DTYPES[channel.kind.section.values])))
                 continue
             if opened.is_due and valid and (at_once := self._selected_at_once(channel, gradients)) is not None:
@@ -456,7 +451,7 @@ class MomentumExchange(Replica):
                 continue
             values = self._accumulated(channel, gradients, valid=valid)
             if opened.is_due:
-                blocks = channel.cut(values) if valid else _zeros(channel, params)
+                blocks = channel.cut(values) if valid else zeros_of(channel, params)
                 selected.append(channel.kind.section.select(blocks))
         if not opened.is_due or self._line is None:
             if not valid:
@@ -467,7 +462,7 @@ class MomentumExchange(Replica):
             for place in bucket.params:
                 self.residuals.drop(params[place])
             valid, self.withheld = False, True
-            selected = [channel.kind.section.select(_zeros(channel, params)) for channel in bucket.channels]
+            selected = [channel.kind.section.select(zeros_of(channel, params)) for channel in bucket.channels]
         configuration = (layout.configuration + number) & 0xFFFFFFFF
         header = Header(valid, self.link.epoch, self.step, self.link.rank, configuration)
         by_senders = self.param_groups[0]["compat"] == "paper"
@@ -509,7 +504,7 @@ class MomentumExchange(Replica):
             for channel, outcome in zip(each.bucket.channels, outcomes, strict=True):
                 for place, value in channel.paste_sent(*outcome.mean):
                     if is_whole:
-                        seed = _seed(each.step, 0, place)
+                        seed = seed_of(each.step, 0, place)
                         value = self._followed(channel, params[place], groups[place], value, seed)
                     found[place] = value
                 self._forget(channel, outcome, each.step)
@@ -617,128 +612,9 @@ class MomentumExchange(Replica):
         if is_whole:
             self._average()
 
-    def _average(self) -> None:
-        """Give all replicas the mean of their residuals, some at a time. Collectives: all-reduces of up to 64 MiB."""
-        held: list[tuple[int, Tensor]] = []
-        for place, value in self._all_residuals():
-            if held and sum(each.numel() for _, each in held) + value.numel() > AVERAGED_AT_ONCE:
-                self._average_these(held)
-                held = []
-            held.append((place, value))
-        self._average_these(held)
-
-    def _all_residuals(self) -> Iterator[tuple[int, Tensor]]:
-        """The residuals that replicas have, in one order: zeros where this one has none, or one that is not finite."""
-        params, kept = self._parameters(), self.residuals
-        for channel in channels_in(buckets_of(self.param_groups, self.rounds)):
-            for place in (member.param for member in channel.members if keeps_residuals(channel, self.rounds)):
-                value = kept.read(params[place], local(params[place]))
-                yield place, value if all_finite([value]) else torch.zeros_like(value)
-
-    def _average_these(self, held: Sequence[tuple[int, Tensor]]) -> None:
-        if not held:
-            return
-        mean = self.link.mean(torch.cat([value.flatten() for _, value in held]))
-        parts = torch.split(mean, [value.numel() for _, value in held])
-        params, groups = self._parameters(), groups_of(self.param_groups)
-        for (place, value), part in zip(held, parts, strict=True):
-            self._keep(params[place], groups[place], part.view_as(value).clone())
-
     def _shared_tensors(self) -> list[Tensor]:
         """What all replicas hold alike beside their parameters."""
         return []
-
-    def _accumulated(
-        self, channel: Channel, gradients: Mapping[int, Tensor | None], *, valid: bool
-    ) -> dict[int, Tensor]:
-        """The residuals of a channel's members with their gradients in them, in fp32, by position."""
-        found: dict[int, Tensor] = {}
-        params, groups, kept = self._parameters(), groups_of(self.param_groups), self.residuals
-        for member in channel.members:
-            place = member.param
-            part, gradient = local(params[place]), gradients[place]
-            group = groups[place]
-            scale = float(group["lr"]) if group["compat"] == "paper" else 1.0
-            if not keeps_residuals(channel, self.rounds):
-                found[place] = torch.zeros_like(part) if gradient is None else gradient
-                continue
-            residual = found[place] = kept.read(params[place], part)
-            if not valid:
-                continue
-            if gradient is None:
-                residual.mul_(channel.kind.decay)
-            elif scale == 1.0:
-                torch.add(gradient, residual, alpha=channel.kind.decay, out=residual)
-            else:
-                residual.mul_(channel.kind.decay).add_(gradient, alpha=scale)
-            self._keep(params[place], group, residual, _seed(self.step, 0, place))
-        return found
-
-    def _selected_at_once(self, channel: Channel, gradients: Mapping[int, Tensor | None]) -> Sparse | None:
-        """What `_accumulated` and a selection do, by one kernel; None where there is none that does."""
-        params = self._parameters()
-        places = [member.param for member in channel.members]
-        if local(params[places[0]]).device.type not in fused.DEVICES or not keeps_residuals(channel, self.rounds):
-            return None
-        groups = groups_of(self.param_groups)
-        if any(groups[place]["compat"] == "paper" or groups[place]["residual"] != "fp32" for place in places):
-            return None
-        residuals = [self.residuals.read(params[place], local(params[place])) for place in places]
-        given = [gradient for place in places if (gradient := gradients[place]) is not None]
-        if len(given) < len(places) or not fused.can_select(channel, residuals, given):
-            return None
-        found = fused.select(channel, residuals, given)
-        for place, residual in zip(places, residuals, strict=True):
-            self._keep(params[place], groups[place], residual, 0)
-        return found
-
-    def _followed(self, channel: Channel, param: Tensor, group: Group, mean: Tensor, seed: int) -> Tensor:
-        """What the mean of all gradients makes of a parameter's momentum, which is alike on all replicas.
-
-        M <- decay M + mean, of which (1 - decay) M goes into the update: in the end each gradient goes in once, as it
-        does where it is selected. What is no matrix gets the mean itself, and once what it was still owed.
-        """
-        decay, kept = channel.kind.decay, self.residuals
-        momentum = kept.read(param, mean)
-        if not keeps_residuals(channel, self.current):
-            kept.drop(param)
-            return momentum.add_(mean)
-        torch.add(mean.float(), momentum, alpha=decay, out=momentum)
-        self._keep(param, group, momentum, seed)
-        return momentum * (1.0 - decay)
-
-    def _forget(self, channel: Channel, outcome: Outcome, step: int) -> None:
-        """Take out of the residuals what is in the mean, and into them what an owner owes."""
-        if not keeps_residuals(channel, self.rounds):
-            return
-        params, groups, kept = self._parameters(), groups_of(self.param_groups), self.residuals
-        changed: dict[int, Tensor] = {}
-
-        def read(place: int) -> Tensor:
-            if place not in changed:
-                changed[place] = kept.read(params[place], local(params[place]))
-            return changed[place]
-
-        alpha = channel.kind.alpha
-        for part, share in ((outcome.accepted, -alpha), (outcome.gained, alpha)):
-            if part is not None:
-                channel.add_sent(*part, share, to=read)
-        for place, residual in changed.items():
-            self._keep(params[place], groups[place], residual, _seed(step, 1, place))
-
-
-def _seed(step: int, turn: int, place: int) -> int:
-    """Of the noise of one rounding of one residual."""
-    return ((2 * step + turn) << 24) + place
-
-
-def _filled_up(channel: Channel, gradients: Mapping[int, Tensor | None], params: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The gradients of a channel's members by position, zeros where there is none."""
-    found = {}
-    for member in channel.members:
-        gradient = gradients[member.param]
-        found[member.param] = torch.zeros_like(local(params[member.param])) if gradient is None else gradient
-    return found
 
 
 def _tensors(found: Found) -> Iterator[Tensor]:
@@ -769,8 +645,3 @@ def _gradient(param: Tensor) -> Tensor | None:
         )
     place_gradient(param)
     return local(param.grad)
-
-
-def _zeros(channel: Channel, params: Sequence[Tensor]) -> Tensor:
-    like = local(params[channel.members[0].param])
-    return torch.zeros(channel.count, channel.kind.section.size, dtype=torch.float32, device=like.device)
