@@ -15,20 +15,17 @@ from torch import nn
 
 from scantling.errors import UserError
 from scantling.training import checkpoint
-from scantling.training.checkpoint import (
-    Checkpointer,
-    State,
-    damage,
+from scantling.training.checkpoint import Checkpointer, State, damage, load_tensors
+from scantling.training.distributed import _MET, Place
+from scantling.training.states import (
     load_model,
     load_optimizer,
     load_rng,
-    load_tensors,
     merge,
     model_state,
     optimizer_state,
     rng_state,
 )
-from scantling.training.distributed import _MET, Place
 from tests import processes
 
 ALONE = Place(0, 1, torch.device("cpu"))

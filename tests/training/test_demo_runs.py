@@ -15,8 +15,9 @@ import scantling as sc
 from scantling.comm.exchange import GradientExchange
 from scantling.errors import NonFiniteError
 from scantling.training import checkpoint
-from scantling.training.checkpoint import load_exchange, load_tensors, read_manifest
+from scantling.training.checkpoint import load_tensors, read_manifest
 from scantling.training.distributed import Place
+from scantling.training.states import load_exchange
 from scantling.training.step import Stepper
 from tests.runs import (
     WIDE,

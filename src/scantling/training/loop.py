@@ -20,27 +20,23 @@ from torch import nn
 from scantling.data.loader import BatchSource
 from scantling.errors import NonFiniteError, RunError, first_line
 from scantling.optim.memory import state_bytes
-from scantling.training.checkpoint import (
-    Checkpointer,
-    State,
-    check_data,
-    exchange_state,
-    load_exchange,
-    load_model,
-    load_optimizer,
-    load_rng,
-    load_tensors,
-    merge,
-    model_state,
-    optimizer_state,
-    read_manifest,
-    rng_state,
-)
+from scantling.training.checkpoint import Checkpointer, State, check_data, load_tensors, read_manifest
 from scantling.training.distributed import Place
 from scantling.training.meters import EnergyMeter, MemoryMeter
 from scantling.training.methods import Method
 from scantling.training.signals import StopSignal
 from scantling.training.sinks import Sink
+from scantling.training.states import (
+    exchange_state,
+    load_exchange,
+    load_model,
+    load_optimizer,
+    load_rng,
+    merge,
+    model_state,
+    optimizer_state,
+    rng_state,
+)
 from scantling.training.step import Stepper
 
 

@@ -14,10 +14,11 @@ from scantling.recipe import Recipe
 from scantling.tasks import get_task
 from scantling.tasks.base import Task, TaskData
 from scantling.training.build import build_methods, build_run_model, run_evaluation
-from scantling.training.checkpoint import Checkpointer, check_data, load_model, read_manifest
+from scantling.training.checkpoint import Checkpointer, check_data, read_manifest
 from scantling.training.distributed import ALONE, Place, joined
 from scantling.training.loop import load_methods
 from scantling.training.rundir import RunDir
+from scantling.training.states import load_model
 
 
 @dataclass(frozen=True)
