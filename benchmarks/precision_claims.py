@@ -7,7 +7,7 @@
 
 From the tables in benchmarks/results, of runs that are done:
 
-    noise             nats between runs that differ in their seed alone, of losses as trained and after quantisation
+    noise             of runs that differ in their seed alone: losses, nats above 16 bits, nats lost after training
     saturation        what each part costs by its bits: nats above the run of the same size and tokens at 16 bits, over
                       the sizes and tokens that there are of all bits
     parts multiply    that excess of runs with several parts in few bits, as four rules foretell it: Kumar's law fitted
@@ -101,8 +101,8 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 
 def noise(rows: Sequence[Row]) -> dict[str, Any]:
-    """The standard deviation over seeds for each kind of run with several: of losses, of what few bits cost, and of
-    what is lost by each quantisation after training."""
+    """Mean and standard deviation over seeds for each kind of run with several: of losses, of what few bits cost, and
+    of what is lost by each quantisation after training."""
     excess = {id(row): row["loss"] - whole["loss"] for row, whole in beside_whole(rows) if in_few_bits(row)}
     kinds: dict[str, list[Row]] = {}
     for row in rows:
@@ -124,8 +124,8 @@ def noise(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _spread(values: Sequence[float]) -> float | None:
-    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    return {"mean": float(np.mean(values)), "deviation": float(np.std(values, ddof=1))} if len(values) > 1 else None
 
 
 def saturation(rows: Sequence[Row]) -> dict[str, Any]:
@@ -403,12 +403,12 @@ def main() -> int:
 def report(results: dict[str, Any]) -> None:
     """The results in words."""
     print("{parts}, {tokens} and {seeds} runs, {together} different ones".format(**results["runs"]))
-    print("\nnoise: standard deviation over seeds, nats")
+    print("\nnoise: mean over seeds and standard deviation, nats")
     for kind, found in results["noise"].items():
-        print(f"  {kind:40} of the loss {found['of_loss']:.4f}", end="")
-        print("" if found["of_excess"] is None else f", of the excess {found['of_excess']:.4f}", end="")
-        lost = (f"{name} {spread:.4f}" for name, spread in found["of_lost_after"].items() if spread is not None)
-        print(f" ({found['seeds']} seeds); lost after training: " + "  ".join(lost))
+        figures = {"loss": found["of_loss"], "above 16 bits": found["of_excess"]}
+        figures |= {f"lost at {name}": own for name, own in found["of_lost_after"].items()}
+        told = [f"{name} {own['mean']:.4f} ± {own['deviation']:.4f}" for name, own in figures.items() if own]
+        print(f"  {kind} ({found['seeds']} seeds): " + ", ".join(told))
     print("\nsaturation: nats above 16 bits, by bits")
     for what, by_bits in results["saturation"].items():
         means = (f"{bits:g}: {own['mean']:+.4f}" for bits, own in by_bits.items() if own["mean"] is not None)

@@ -100,7 +100,7 @@ def test_the_published_law_is_found_again(tmp_path: Path) -> None:
     seeds = [{**row, "seed": seed, "loss": row["loss"] + 0.1 * seed} for row in rows for seed in (0, 1, 2)]
     spreads = claims.noise(seeds)
     assert spreads["N=30000000, D=1000000000, 16 bits"]["of_excess"] is None
-    assert spreads["N=30000000, D=1000000000, 16 bits"]["of_loss"] == pytest.approx(0.1)
-    assert spreads["N=30000000, D=1000000000, weights 4"]["of_excess"] == pytest.approx(0.0, abs=1e-9)
+    assert spreads["N=30000000, D=1000000000, 16 bits"]["of_loss"]["deviation"] == pytest.approx(0.1)
+    assert spreads["N=30000000, D=1000000000, weights 4"]["of_excess"]["deviation"] == pytest.approx(0.0, abs=1e-9)
     again = claims.read(table(tmp_path / "other.csv"))
     assert claims.together(rows, again[:20]) == rows, "a run of two grids counts once"
