@@ -36,6 +36,21 @@ def golden(epoch: tuple[np.ndarray, ...]) -> Fit:
     return ChinchillaLaw.fit(*(column[5:] for column in epoch))
 
 
+def test_a_law_of_ones_own_is_fitted_by_every_way() -> None:
+    """Whose file is all that it takes."""
+
+    class Mine(ChinchillaLaw):
+        name = "mine"
+
+    runs = simulate(CHINCHILLA, small_grid(), noise=0.001)
+    by_class, by_method = sc.laws.fit(runs, Mine), Mine.fit(runs["N"], runs["D"], runs["loss"])
+    for found in (by_class, by_method):
+        assert isinstance(found.law, Mine)
+        assert found.constants() == sc.laws.fit(runs).constants()
+    assert by_class.bootstrap(3).keys() == {"A", "B", "E", "alpha", "beta"}
+    assert by_class.hold_out().mean < 0.01
+
+
 def test_epochs_refit_to_four_figures(golden: Fit) -> None:
     """The notebook's own best: 477.84, 2143.86, 1.81724, 0.34731, 0.36718 at 1.0182740e-3."""
     assert golden.objective == pytest.approx(1.0182740e-3, rel=1e-7)

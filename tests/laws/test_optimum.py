@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,17 @@ def test_measured_speeds_choose_by_the_product() -> None:
     assert threshold == pytest.approx(1.62, abs=0.005)
     for speed, scheme in ((threshold * 0.999, "bf16"), (threshold * 1.001, "quartet")):
         assert law.optimum(compute=1e20, speed={"bf16": 1.0, "quartet": speed}).scheme == scheme
+
+
+@pytest.mark.parametrize(
+    ("speed", "bits"),
+    [
+        (lambda p: 12.0 if p <= 4 else 2.0 if p <= 8 else 1.0, 4.0),
+        (lambda p: {4: 4.0, 8: 2.0, 16: 1.0}.get(p, 0.1), 8.0),
+    ],
+)
+def test_speeds_may_jump_at_whole_bits(speed: Callable[[float], float], bits: float) -> None:
+    assert KUMAR.optimum(compute=1e21, speed=speed).bits == bits
 
 
 def test_a_given_size_wants_more_bits_the_longer_it_is_trained() -> None:

@@ -331,6 +331,9 @@ def test_rows_with_more_cells_than_names_are_named(tmp_path: Path) -> None:
     path.write_text("N,D,loss\n1e8,1e10,3.1\n1e8,2e10,3.0,extra,more\n")
     with pytest.raises(UserError, match=r"line 3, has more cells"):
         read_runs(path, ChinchillaLaw)
+    path.write_text("N,D,loss,loss\n1e8,1e10,3.1,3.4\n")
+    with pytest.raises(UserError, match="two columns 'loss'"):
+        read_runs(path, ChinchillaLaw)
     path.write_text(f"N,D,loss,notes\n1e8,1e10,3.1,{'x' * 200_000}\n")
     before = csv.field_size_limit(1 << 17)  # the module's default, which reading documents raises for the process
     try:

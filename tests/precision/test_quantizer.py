@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.numerics.formats import IntFormat
@@ -132,6 +133,21 @@ def test_compiled_it_computes_the_same(given: Any) -> None:
     expected = quantizer(x)
     torch.manual_seed(3)
     assert torch.equal(compiled(x), expected)
+
+
+def test_compiled_it_takes_formats_by_name() -> None:
+    x = torch.randn(16, 64)
+    for given, more in (
+        ("int4", {"granularity": "channel"}),
+        ("nvfp4", {}),
+        ({"format": "int4", "group_size": 16}, {}),
+    ):
+
+        def rounded(x: Tensor, given: Any = given, more: Any = more) -> Tensor:
+            return fake_quantize(x, given, **more)
+
+        compiled = torch.compile(rounded, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x), rounded(x))
 
 
 def test_block_formats_are_those_of_torchao() -> None:

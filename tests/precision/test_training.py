@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import subprocess
 import sys
@@ -144,6 +143,41 @@ def test_rows_of_an_embedding_are_those_of_the_rounded_table(given: Any) -> None
     assert model[0].weight.grad.sum() == indices.numel() * 32
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_bags_are_of_rows_of_the_rounded_table(sparse: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.EmbeddingBag(40, 32, mode="sum", sparse=sparse, padding_idx=7))
+    sc.quantize_training(model, weights="int4", filter_fn=lambda *_: True)
+    assert "QuantizedEmbeddingBag(40, 32, mode='sum', padding_idx=7, weights=int4 by channel)" in repr(model)
+    rows, offsets, shares = torch.tensor([0, 2, 2, 39, 7]), torch.tensor([0, 3]), torch.rand(5)
+    table = fake_quantize(model[1].weight, "int4", granularity="channel")
+    settings = {"mode": "sum", "per_sample_weights": shares, "padding_idx": 7}
+    expected = nn.functional.embedding_bag(rows, table.detach(), offsets, **settings)
+    y = model[1](rows, offsets, shares)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    grad = model[1].weight.grad
+    assert grad.is_sparse == sparse
+    dense = grad.to_dense()[:, 0]
+    torch.testing.assert_close(
+        dense[torch.tensor([0, 2, 39, 7])], torch.stack([shares[0], shares[1:3].sum(), shares[3], 0 * shares[4]])
+    )
+    assert type(restore(model)[1]) is nn.EmbeddingBag
+
+
+@pytest.mark.parametrize("table", [nn.Embedding(10, 8), nn.EmbeddingBag(10, 8), sc.TTMEmbedding(10, 8, rank=2)])
+def test_a_model_that_is_a_table_is_quantised_and_one_in_a_model_is_not(table: nn.Module) -> None:
+    rows = torch.tensor([[1, 2]])
+    whole = table(rows)
+    sc.quantize_training(table, weights="int3")
+    assert not torch.equal(table(rows), whole)
+    restore(table)
+    assert torch.equal(table(rows), whole)
+    sc.quantize_training(nn.Sequential(table, nn.Linear(8, 8)), weights="int3")
+    assert torch.equal(table(rows), whole)
+    sc.quantize_weights(table, "int3")
+    assert not torch.equal(table(rows), whole)
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_the_padding_row_of_an_embedding_does_not_learn(granularity: str) -> None:
     model = nn.Sequential(nn.Embedding(40, 32, padding_idx=3))
@@ -274,6 +308,20 @@ def test_parts_with_attentions_of_their_own_are_rounded_each() -> None:
     model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
     with pytest.raises(UserError, match="attention 'eager' belongs to each model"):
         sc.quantize_training(model, kv_cache="int4")
+
+
+def test_an_attention_that_would_round_nothing_is_refused_later_too() -> None:
+    model = llama()
+    whole = model(INPUT).logits
+    sc.quantize_training(model, kv_cache="int4")
+    copied = copy.deepcopy(model)
+    copied.set_attn_implementation("eager")
+    with pytest.raises(UserError, match="values and queries would stay whole"):
+        copied(INPUT)
+    restore(copied)
+    torch.testing.assert_close(copied(INPUT).logits, whole)
+    copied.set_attn_implementation("sdpa")
+    assert not torch.equal(model(INPUT).logits, copied(INPUT).logits)
 
 
 def chooses_its_keys() -> PreTrainedModel:
@@ -453,24 +501,47 @@ def test_layers_beside_a_quantized_one_multiply_what_they_are_given() -> None:
         torch.testing.assert_close(y, getattr(attention, name)(x), msg=name)
 
 
-def test_layers_of_cores_multiply_merged_blocks_in_int8(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(sc.TTLinear(48, 32, rank=4, in_modes=(6, 8), out_modes=(8, 4)))
+    sc.quantize_training(model, weights="int4", activations="int6", compute="int8")
     x = torch.randn(200, 48)
     steps = model[0].plan(200).steps
-    assert len(steps) == 2  # x A B
+    assert len(steps) == 2  # x A B, of cores that are rounded
     a, b = (block.reshape(step.inner, step.width) for block, step in zip(model[0].blocks(steps), steps, strict=True))
-    by_column = Quantizer.of("int8", "channel")
-    inner = fake_quantize(x, "int8") @ by_column(a.t()).t()
-    expected = fake_quantize(inner, "int8") @ by_column(b.t()).t() + model[0].bias
-    sc.quantize_training(model, weights="int8", activations="int8", compute="int8")
+    by_token, by_column = Quantizer.of("int8", "token"), Quantizer.of("int8", "channel")
+    inner = by_token(fake_quantize(x, "int6")) @ by_column(a.t()).t()
+    expected = by_token(inner) @ by_column(b.t()).t() + model[0].bias
     y = model(x)
     torch.testing.assert_close(y, expected)
     y.square().sum().backward()
     assert all(core.grad is not None and core.grad.abs().sum() > 0 for core in model[0].cores)
-    with caplog.at_level(logging.WARNING):
-        restore(model, weights="rounded")
-    assert "1 layers multiplied merged blocks" in caplog.text
+
+
+@pytest.mark.parametrize("gradients", [None, "int8"])
+@pytest.mark.parametrize(("weights", "activations"), [("int8", "int8"), ("int4", "int8"), ("int3", "int5")])
+def test_products_in_int8_of_layers_of_cores_are_close_to_the_simulation(
+    weights: str, activations: str, gradients: str | None
+) -> None:
+    """Whatever the formats, what products add is the rounding of int8."""
+    torch.manual_seed(0)
+    simulated = nn.Sequential(sc.TTLinear(64, 48, rank=6))
+    real = copy.deepcopy(simulated)
+    of_gradients = None if gradients is None else {"format": gradients, "granularity": "token"}
+    sc.quantize_training(simulated, weights=weights, activations=activations, gradients=of_gradients)
+    sc.quantize_training(real, weights=weights, activations=activations, gradients=gradients, compute="int8")
+    x, up = torch.randn(100, 64), torch.randn(100, 48)
+    found = []
+    for model in (simulated, real):
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        found.append([y, *torch.autograd.grad(y, [leaf, *model[0].cores], up)])
+    (y, *grads), (close, *close_grads) = found
+    assert (close - y).norm() < 0.02 * y.norm()
+    for one, other in zip(grads, close_grads, strict=True):
+        assert torch.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.999
+    plain, expected = (restore(model, weights="rounded") for model in (real, simulated))
+    torch.testing.assert_close(plain(x), expected(x))
 
 
 @pytest.mark.parametrize(

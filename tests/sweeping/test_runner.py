@@ -305,6 +305,22 @@ def test_an_evaluation_that_cannot_be_done_is_known_before_the_first_run(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_row_that_was_cut_is_no_run(tmp_path: Path) -> None:
+    content = {"axes": {"train.steps": [2]}}
+    sweep(tmp_path, content)
+    path = tmp_path / "out" / "runs.csv"
+    whole = path.read_text()
+    for damaged in (whole.rstrip().rsplit(",", 3)[0], whole.rstrip() + ",more"):
+        path.write_text(damaged)
+        with pytest.raises(UserError, match=r"row 1 of .* has not as many cells as the first line"):
+            sweep(tmp_path, content)
+        assert path.read_text() == damaged
+    path.write_text(whole.splitlines()[0])
+    _, begun = sweep(tmp_path, content)
+    assert begun == []
+    assert path.read_text() == whole
+
+
 def test_another_table_is_not_written_over(tmp_path: Path) -> None:
     other = tmp_path / "own.csv"
     other.write_text("a,b\n1,2\n")

@@ -41,7 +41,7 @@ Values = Mapping[str, Any]
 BASE = ("A", "B", "E", "alpha", "beta", "power")
 _STEP = 1e-30
 _TINY = 1e-300
-UNNAMED = ("", "none", "inf", "nan")
+UNNAMED = ("", "none", "inf", "nan", "<na>")
 """Cells of what is not quantised."""
 _FORMAT = re.compile(r"(?:mx|nv)?(?:int|fp|bf)(\d+)(?:_e\d+m\d+)?")
 """A number format as recipes spell it, `int4` or `fp8_e4m3`, and its bits."""
@@ -164,7 +164,7 @@ class Law(ABC):
 
         cls._check_variables(variables)
         options: dict[str, Any] = {"base": base, "fixed": fixed, "tie": tie, "free": free, "delta": delta}
-        return fit({"N": N, "D": D, "loss": loss, **variables}, cls.name, **options)
+        return fit({"N": N, "D": D, "loss": loss, **variables}, cls, **options)
 
     @classmethod
     def published(cls, name: str | None = None) -> Self:

@@ -12,7 +12,7 @@ is minimised, over bits and within them over N.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from scantling.errors import UserError
 from scantling.laws.law import Array, Law
 
 Speed = Callable[[float], float] | Mapping[Any, float]
-"""By how much faster than at 16 bits a model trains: a function of bits, or a mapping of bits or schemes."""
+"""By how much faster than at 16 bits a model trains: a function of bits, which may jump at whole ones, or a mapping of
+bits or schemes."""
 
 BITS = (1.0, 32.0)
 """Between which bits are sought."""
@@ -126,7 +127,8 @@ class _Budget:
         cost = self._waste if free else lambda at: self.best_at(at, quiet=True).loss
         if isinstance(self.speed, Mapping):
             return min(self.speed, key=cost)
-        found = zoom(lambda values: np.array([cost(float(each)) for each in values]), *BITS)
+        whole = np.arange(BITS[0], BITS[1] + 1)  # where speeds jump, if they do
+        found = zoom(lambda values: np.array([cost(float(each)) for each in values]), *BITS, also=whole)
         return self._polished(found) if free and self.speed is None else found
 
     def best_at(self, at: Any, *, quiet: bool = False, sought: bool = False) -> Optimum:
@@ -232,11 +234,17 @@ class _Budget:
         return rate
 
 
-def zoom(function: Callable[[Array], Array], low: float, high: float) -> float:
-    """The place of the smallest value of a function of one number, by ever finer rows of points."""
+def zoom(function: Callable[[Array], Array], low: float, high: float, also: Sequence[float] | Array = ()) -> float:
+    """The place of the smallest value of a function of one number, by ever finer rows of points.
+
+    Args:
+        function: of a row of points.
+        low, high: between which it is sought.
+        also: points of the first row besides those at equal distances.
+    """
     for _ in range(_ROUNDS):
-        points = np.linspace(low, high, _POINTS)
+        points = np.union1d(np.linspace(low, high, _POINTS), also)
         values = function(points)
         best = int(np.nanargmin(values))
-        low, high = points[max(best - 1, 0)], points[min(best + 1, _POINTS - 1)]
+        low, high, also = points[max(best - 1, 0)], points[min(best + 1, len(points) - 1)], points[best : best + 1]
     return float(points[best])

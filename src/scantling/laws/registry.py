@@ -32,12 +32,14 @@ def names() -> list[str]:
     return sorted(_HOMES)
 
 
-def law_named(name: str) -> type[Law]:
-    """The class of a law.
+def law_named(name: str | type[Law]) -> type[Law]:
+    """The class of a law; one of the caller's own is itself.
 
     Raises:
         UserError: if there is none of this name.
     """
+    if isinstance(name, type) and issubclass(name, Law):
+        return name
     if not isinstance(name, str) or name not in _HOMES:
         raise UserError(hinted(f"no law '{name}'; there are {', '.join(names())}", name, _HOMES))
     module, cls = _HOMES[name]
@@ -47,7 +49,7 @@ def law_named(name: str) -> type[Law]:
 
 def fit(
     runs: Any,
-    law: str = "chinchilla",
+    law: str | type[Law] = "chinchilla",
     *,
     base: Law | Fit | Literal["fit"] | None = None,
     columns: Mapping[str, str] | None = None,
@@ -61,7 +63,7 @@ def fit(
 
     Args:
         runs: a CSV, JSON or JSON-lines file, .gz or not; a mapping of columns; a data frame; or one mapping a run.
-        law: a name of `names()`.
+        law: a name of `names()`, or a class of your own.
         base: a law all of whose constants are held, so that only what it does not have is fitted (the second stage);
             `fit` for Chinchilla's, fitted to those of the runs in which nothing has few bits (the first stage). One
             that was fitted is fitted anew where a size of model is left out, see `Fit.hold_out`.

@@ -213,6 +213,7 @@ def _table(runs: Any) -> Mapping[str, Sequence[Any]]:
     if isinstance(runs, str | Path):
         runs = _read(Path(runs))
     elif hasattr(runs, "to_dict") and hasattr(runs, "columns"):
+        _check_unlike(list(runs.columns))
         runs = {name: runs[name] for name in runs.columns}
     if not isinstance(runs, Mapping):
         rows = list(runs) if isinstance(runs, Iterable) else [runs]
@@ -238,6 +239,7 @@ def _read(path: Path) -> Any:
         if kind == ".jsonl":
             return [json.loads(line) for line in text.splitlines() if line.strip()]
         reader = csv.DictReader(io.StringIO(text))
+        _check_unlike(reader.fieldnames or [])
         rows = []
         for row in reader:
             if None in row:
@@ -248,6 +250,13 @@ def _read(path: Path) -> Any:
         return rows
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
         raise UserError(f"{path} cannot be read as a table of runs: {error}") from error
+
+
+def _check_unlike(names: Sequence[Any]) -> None:
+    """Raise a UserError for two columns of one name."""
+    for place, name in enumerate(names):
+        if name and name in names[:place]:
+            raise UserError(f"the table has two columns '{name}'; rename one")
 
 
 def _cells(column: Any) -> list[Any]:

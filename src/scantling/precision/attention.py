@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
@@ -85,12 +86,16 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
     formats = _formats(kv_cache, queries)
     for part in model.modules():
         setattr(part, _ATTRIBUTE, formats)
+    model.register_forward_pre_hook(_still_by_name)
 
 
 def restore_attention(model: nn.Module) -> None:
     """Give a model and its parts the attention that they had before `quantize_attention`."""
     for part in model.modules():
         vars(part).pop(_ATTRIBUTE, None)
+        for key, hook in list(part._forward_pre_hooks.items()):
+            if hook is _still_by_name:
+                del part._forward_pre_hooks[key]
 
 
 def has_quantized_attention(model: nn.Module) -> bool:
@@ -98,13 +103,20 @@ def has_quantized_attention(model: nn.Module) -> bool:
     return _ATTRIBUTE in vars(model)
 
 
+def _still_by_name(model: nn.Module, _: Any) -> None:
+    """Before a forward pass: the attention may have been set to one that is not wrapped, and would round nothing."""
+    if not torch.compiler.is_compiling():
+        for name in _names(model.config):
+            _check(name)
+
+
 def _check(name: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise UserError(
-            f"attention {name!r} belongs to each model and cannot be wrapped; call "
-            "model.set_attn_implementation('sdpa') first"
+            f"attention {name!r} belongs to each model and cannot be wrapped, so that keys, values and queries would "
+            "stay whole; call model.set_attn_implementation('sdpa') first"
         )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,7 +31,7 @@ Batch: TypeAlias = Mapping[str, Any] | Tensor | Callable[[nn.Module], Any]
 """Arguments of a model by name, its one argument, or a function that puts a batch through the model."""
 
 
-_WANTED = "a mapping of inputs such as {'input_ids': ids}, or a tensor of ids"
+_WANTED = "a mapping of inputs such as {'input_ids': ids}, or a tensor of ids (alone in a tuple or list, too)"
 
 
 class _Enough(Exception):
@@ -181,12 +181,12 @@ class Calibration:
             logger.warning(text, matrix.name, columns, tokens)
 
 
-def _checked(batches: Iterable[Batch]) -> list[Batch]:
+def _checked(batches: Iterable[Batch | Sequence[Tensor]]) -> list[Batch]:
     if isinstance(batches, str | bytes | Mapping | Tensor) or not isinstance(batches, Iterable):
         raise UserError(
             f"calibration is an iterable of batches of the model's inputs: {_WANTED}; given a {type(batches).__name__}"
         )
-    found = list(batches)
+    found = [_unwrapped(each) for each in batches]
     if not found:
         raise UserError(
             "calibration gives no batches, as of a text that is shorter than one sequence; take more text or shorter "
@@ -201,6 +201,12 @@ def _checked(batches: Iterable[Batch]) -> list[Batch]:
         if any(isinstance(each, Tensor) and not each.numel() for each in tensors):
             raise UserError("calibration gives a batch without tokens: its text is shorter than one sequence")
     return found
+
+
+def _unwrapped(batch: Any) -> Any:
+    """The tensor of a batch that holds nothing else, as those of a `TensorDataset` do."""
+    is_alone = isinstance(batch, tuple | list) and len(batch) == 1 and isinstance(batch[0], Tensor)
+    return batch[0] if is_alone else batch
 
 
 def _put_through(model: nn.Module, batch: Batch, device: torch.device) -> None:

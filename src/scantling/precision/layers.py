@@ -4,7 +4,7 @@ A layer changes its class in place, so that its name, parameters, hooks and ties
 
     nn.Linear       QuantizedLinear        y = qa(x) qw(W)^T + b
     Conv1D          QuantizedConv1D        y = qa(x) qw(W) + b, see `conv1d.py`
-    nn.Embedding    QuantizedEmbedding     rows of qw(W)
+    nn.Embedding    QuantizedEmbedding     rows of qw(W), and their sums or means: QuantizedEmbeddingBag
 
 The backward pass multiplies by what the forward pass did, the gradient of the result times qw(W) and times qa(x)
 (straight-through); with a format of gradients, by the rounded gradient.
@@ -49,8 +49,10 @@ class LayerFormats:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y = x W^T + bias in these formats: (..., in) by (out, in) to (..., out)."""
-        if self.matmul is not None:
-            y = self.matmul(x, weight.t())
+        if self.multiply is not None and self.activations is not None and self.weights is not None:
+            y = self.multiply(
+                x, weight.t(), activations=self.activations, weights=self.weights, gradients=self.gradients
+            )
             return y if bias is None else y + bias.to(y.dtype)
         x, weight = self.input(x), self.matrix(weight)
         if self.gradients is None:
@@ -60,31 +62,34 @@ class LayerFormats:
 
     @property
     def matmul(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """The product of the hardware, of (..., k) and (k, n); None where products are simulated."""
-        if self.multiply is None or self.activations is None or self.weights is None:
+        """The product of the hardware, of (..., k) and a merged block (k, n) of cores; None where it is simulated.
+
+        Cores, what comes in and the gradient of what goes out are rounded to their formats before: a block of several
+        cores, and what one product hands to the next, would lose more by these, and takes the widest numbers there are.
+        """
+        if self.multiply is None:
             return None
-        return partial(self.multiply, activations=self.activations, weights=self.weights, gradients=self.gradients)
+        by_row, by_column = (Quantizer(self.multiply.widest, each) for each in ("token", "channel"))
+        gradients = None if self.gradients is None else by_row
+        return partial(self.multiply, activations=by_row, weights=by_column, gradients=gradients)
 
     def input(self, x: Tensor) -> Tensor:
         """What a layer computes with in place of its input."""
-        return x if self.activations is None or self.multiply is not None else self.activations(x, axis=-1)
+        return x if self.activations is None else self.activations(x, axis=-1)
 
     def matrix(self, weight: Tensor) -> Tensor:
         """What a layer computes with in place of its weight, (out, in)."""
         return weight if self.weights is None else self.weights(weight, axis=0)
 
     def core(self, core: Tensor) -> Tensor:
-        """What a layer of cores computes with in place of a core (r, modes..., r'), as the matrix (r modes..., r').
-
-        Products of the hardware round the blocks of cores that they multiply instead.
-        """
-        if self.weights is None or self.multiply is not None:
+        """What a layer of cores computes with in place of a core (r, modes..., r'), as the matrix (r modes..., r')."""
+        if self.weights is None:
             return core
         return from_matrix(self.matrix(as_matrix(core, channels_last=True)), core.shape, channels_last=True)
 
     def output(self, y: Tensor) -> Tensor:
         """A product, with a gradient that is rounded on its way back."""
-        if self.gradients is None or self.multiply is not None or not y.requires_grad:
+        if self.gradients is None or not y.requires_grad:
             return y
         return _RoundedGradient.apply(y, self.gradients)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -131,6 +136,31 @@ class QuantizedEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         found = super().forward(input)
         return self.formats.rows(self.weight, input, found, self.padding_idx, self.scale_grad_by_freq)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.formats}"
+
+
+class QuantizedEmbeddingBag(nn.EmbeddingBag):
+    """`nn.EmbeddingBag` in few bits, made by `quantize_training`; each pass rounds the whole table."""
+
+    plain: ClassVar[type] = nn.EmbeddingBag
+    formats: LayerFormats
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        return nn.functional.embedding_bag(
+            input,
+            self.formats.matrix(self.weight),
+            offsets,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.mode,
+            self.sparse,
+            per_sample_weights,
+            self.include_last_offset,
+            self.padding_idx,
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.formats}"

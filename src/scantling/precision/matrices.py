@@ -80,7 +80,7 @@ def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Mat
     Args:
         model: any module.
         filter_fn: says of the name of a layer and the layer whether to take it; default all linear layers but those
-            that `get_output_embeddings()` names.
+            that `get_output_embeddings()` names, and a model that is an embedding and nothing else.
 
     Raises:
         UserError: none, or weights that are sharded, on the meta device, or hold NaN or Inf.
@@ -90,8 +90,8 @@ def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Mat
     found: dict[int, Matrix] = {}
     for name, module in model.named_modules():
         weights = list(_weights(name, module))
-        linear = not is_table(module) and id(module) not in heads
-        if weights and (linear if filter_fn is None else filter_fn(name, module)):
+        by_default = (not is_table(module) or module is model) and id(module) not in heads
+        if weights and (by_default if filter_fn is None else filter_fn(name, module)):
             for parameter_name, parameter, channels_last in weights:
                 found.setdefault(id(parameter), Matrix(parameter_name, parameter, channels_last))
     if not found:

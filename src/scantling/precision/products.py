@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scantling.errors import UserError
-from scantling.numerics.formats import FloatFormat, Format, IntFormat
+from scantling.numerics.formats import FloatFormat, Format, IntFormat, parse_format
 from scantling.precision.quantizer import Quantizer
 
 Compute: TypeAlias = Literal["int8", "fp8"]
@@ -47,6 +47,11 @@ class Multiply:
         if name not in get_args(Compute):
             raise UserError(f"compute must be one of {', '.join(get_args(Compute))}; given {name!r}")
         self.name = name
+
+    @property
+    def widest(self) -> Format:
+        """Of the formats that it multiplies, the one that rounds the least."""
+        return parse_format("int8" if self.name == "int8" else "fp8_e4m3")
 
     def check(self, quantizer: Quantizer | None, what: str) -> None:
         """See that numbers of this format can be multiplied.

@@ -20,7 +20,7 @@ Cost: a few passes over the numbers; with `clip="mse"` a few for each of the 31 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from math import floor, log2
 from operator import index
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
@@ -133,7 +133,7 @@ class Quantizer:
             raise UserError(
                 f"give a format by name, or a mapping with the key 'format', or a Quantizer; given {given!r}"
             )
-        known = [field.name for field in fields(cls)]
+        known = tuple(cls.__dataclass_fields__)
         for key in given:
             _check_choice("key", key, known)
         rest = {key: value for key, value in given.items() if key != "format"}
@@ -144,7 +144,7 @@ class Quantizer:
             own = getattr(named, key)
             if rest.get(key, own) != own:
                 raise UserError(f"{given['format']} has {key}={own!r}; given {rest[key]!r}")
-        return replace(named, **rest)
+        return named.but(**rest)
 
     @classmethod
     def _named(cls, name: str, granularity: Granularity) -> Quantizer:
@@ -160,7 +160,11 @@ class Quantizer:
 
     def by(self, granularity: Granularity) -> Quantizer:
         """The same with scales shared by something else than a group."""
-        return replace(self, granularity=granularity, group_size=None, scales="fp32")
+        return self.but(granularity=granularity, group_size=None, scales="fp32")
+
+    def but(self, **settings: Any) -> Quantizer:
+        """The same with other settings; as `dataclasses.replace`, which `torch.compile` does not take."""
+        return Quantizer(**{name: getattr(self, name) for name in type(self).__dataclass_fields__} | settings)
 
     @property
     def bits(self) -> float:

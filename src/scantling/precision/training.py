@@ -6,8 +6,8 @@ add formats other than integers, other granularities, the rounding of gradients,
 hardware.
 
 A layer of cores (`scantling.tensorize`) rounds its cores, each with a scale for every index of its last bond, and its
-input; the products in between are not rounded. With products of the hardware it rounds what these multiply: merged
-blocks of cores, the input, and the products in between.
+input; the products in between are not rounded. With products of the hardware it rounds them, too, and merged blocks of
+cores, to int8 or fp8_e4m3 by row and column, which is what these multiply.
 
 Cost: nothing is stored in few bits while the model trains, and rounding takes passes over weights and activations. The
 autograd graph holds the rounded weights and activations beside the master weights.
@@ -30,13 +30,14 @@ from scantling.kinds import is_conv1d
 from scantling.numerics.compute import warn_of_slow_products
 from scantling.numerics.words import Granularity
 from scantling.precision.attention import has_quantized_attention, quantize_attention, restore_attention
-from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
+from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
 from scantling.precision.matrices import Filter, check_filter, check_module, is_of_cores, is_table, warn_of_the_rest
 from scantling.precision.products import Compute, Multiply, check_device
 from scantling.precision.quantizer import Quantizer
 
 logger = logging.getLogger(__name__)
 
+_CLASSES: dict[type, type] = {each.plain: each for each in (QuantizedLinear, QuantizedEmbedding, QuantizedEmbeddingBag)}
 Given: TypeAlias = Quantizer | str | Mapping[str, Any]
 Weights: TypeAlias = Literal["master", "rounded"]
 
@@ -133,7 +134,6 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
     Args:
         model: quantized or not.
         weights: `master` leaves the parameters as they are; `rounded` writes into them what the model computed with.
-            Cores whose merged blocks were rounded, by products of the hardware, stay as they are, with a warning.
 
     Returns:
         The model.
@@ -146,7 +146,6 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
         raise UserError(f"restore: weights must be {' or '.join(get_args(Weights))}; given {weights!r}")
     restore_attention(model)
     rounded: set[int] = set()
-    merged = 0
     for module in model.modules():
         if isinstance(module, tuple(_FAST_PATHS)):
             _set_fast_path(module, on=True)
@@ -154,17 +153,11 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
             continue
         if weights == "rounded":
             _round_weights(module, rounded)
-            merged += is_of_cores(module) and module.formats.multiply is not None
         if is_of_cores(module):
             module.formats = None  # type: ignore[assignment]
         else:
             module.__class__ = _plain_class(type(module))
             del module.formats
-    if merged:
-        logger.warning(
-            "%d layers multiplied merged blocks of cores in few bits, which cores cannot hold: theirs are not rounded",
-            merged,
-        )
     return model
 
 
@@ -201,13 +194,15 @@ def _chosen(model: nn.Module, filter_fn: Filter | None, *, with_embeddings: bool
     heads = {id(head) for head in output_layers(model)}
     chosen = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and not with_embeddings:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and not with_embeddings:
             continue
         if not _can_be_quantized(module):
-            if filter_fn is not None and isinstance(module, nn.Linear | nn.Embedding) and filter_fn(name, module):
+            known = isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag)
+            if filter_fn is not None and known and filter_fn(name, module):
                 logger.warning("quantize_training: %s stays whole: no %s is quantized", name, type(module).__name__)
             continue
-        if filter_fn(name, module) if filter_fn is not None else not is_table(module) and id(module) not in heads:
+        by_default = (not is_table(module) or module is model) and id(module) not in heads
+        if filter_fn(name, module) if filter_fn is not None else by_default:
             chosen[name] = module
     return chosen
 
@@ -233,7 +228,7 @@ def _is_quantized_layer(module: nn.Module) -> bool:
 def _can_be_quantized(module: nn.Module) -> bool:
     if is_of_cores(module):
         return True
-    known = type(module) in (nn.Linear, nn.Embedding) or is_conv1d(type(module))
+    known = type(module) in _CLASSES or is_conv1d(type(module))
     weight = module._parameters.get("weight")  # not there where `weight_norm` and the like compute it
     return known and weight is not None and weight.is_floating_point()
 
@@ -243,7 +238,7 @@ def _quantized_class(kind: type) -> type:
         from scantling.precision.conv1d import QuantizedConv1D
 
         return QuantizedConv1D
-    return QuantizedLinear if kind is nn.Linear else QuantizedEmbedding
+    return _CLASSES[kind]
 
 
 def _plain_class(kind: type) -> type:

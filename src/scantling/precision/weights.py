@@ -111,7 +111,7 @@ def quantize_weights(
     """
     check_module(model, "quantize_weights")
     quantizer = Quantizer.of(format, "channel")
-    _check(quantizer, method, calibration, damping)
+    _check(quantizer, method, calibration, damping, act_order)
     matrices = find_matrices(model, filter_fn)
     if filter_fn is None:
         warn_of_the_rest(model, (matrix.parameter for matrix in matrices), "quantize_weights")
@@ -221,7 +221,9 @@ def check_method(method: str) -> Method:
     return cast("Method", method)
 
 
-def _check(quantizer: Quantizer, method: str, calibration: Iterable[Batch] | None, damping: float) -> None:
+def _check(
+    quantizer: Quantizer, method: str, calibration: Iterable[Batch] | None, damping: float, act_order: bool
+) -> None:
     check_method(method)
     if method == "gptq" and calibration is None:
         raise UserError("method='gptq' needs calibration: batches of what the model will read; without, take 'rtn'")
@@ -229,3 +231,5 @@ def _check(quantizer: Quantizer, method: str, calibration: Iterable[Batch] | Non
         raise UserError(f"method='gptq' rounds to the nearest; given rounding={quantizer.rounding!r}")
     if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0.0 <= damping < float("inf"):
         raise UserError(f"damping must be at least 0 and finite; given {damping!r}")
+    if not isinstance(act_order, bool):
+        raise UserError(f"act_order must be True or False; given {act_order!r}")

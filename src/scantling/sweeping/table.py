@@ -33,7 +33,7 @@ def read_table(path: Path) -> dict[str, Row]:
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file, restval="")
+            reader = csv.DictReader(file)
             rows = list(reader)
             header = reader.fieldnames or []
     except FileNotFoundError:
@@ -42,6 +42,12 @@ def read_table(path: Path) -> dict[str, Row]:
         raise UserError(f"cannot read the table {path}: {error}") from None
     if not {*FIGURES, *_LAST} <= set(header):
         raise UserError(f"{path} is no table of a sweep; name another file in the sweep's key table")
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise UserError(
+                f"row {number} of {path} has not as many cells as the first line, which names the columns: it was cut "
+                "or edited. Remove it; what a run came to is read from the run's folder again"
+            )
     return {Path(row["run"]).name or f"row {number}": row for number, row in enumerate(rows)}
 
 

@@ -58,7 +58,7 @@ class Formats(Protocol):
 
     @property
     def matmul(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """In place of the products of the input with blocks of cores, in which case nothing else is rounded."""
+        """In place of the products of the input with merged blocks of cores; None leaves them to torch."""
 
 
 class CoreLayer(nn.Module):

@@ -39,7 +39,7 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
     check_is_free(folder)
     run = load_trained(run_dir)
     task, model = run.task, run.model
-    restore(model, weights="rounded")  # before cores are merged: it says which of them stay as they were trained
+    restore(model, weights="rounded")
     if dense:
         densify(model)
     model.config.use_cache = True
