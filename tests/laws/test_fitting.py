@@ -228,6 +228,18 @@ def test_quest_alone_does_not_tell_its_base(quest: list[dict[str, str]]) -> None
         sc.laws.fit([run for run in runs if run["a_quant"] == "NoQuantizer"], "kumar", columns=QUEST)
 
 
+def test_a_profile_rises_to_both_sides(quest: list[dict[str, str]]) -> None:
+    """The valley of these runs bends, and a search that leaves it ends elsewhere."""
+    both = [run for run in quest if {run["w_quant"], run["a_quant"]} <= {*HADAMARD, "NoQuantizer"}]
+    runs = [run for run in both if run["w_bits"] == run["a_bits"]]
+    fitted = sc.laws.fit(runs, "kumar", columns=QUEST, tie={"beta": "alpha", **SHARED})
+    _, deviances = fitted.profile("alpha")
+    middle = len(deviances) // 2
+    assert deviances[middle] == pytest.approx(0.0, abs=1e-6)
+    assert (np.diff(deviances[middle:]) > 0).all()
+    assert (np.diff(deviances[: middle + 1]) < 0).all()
+
+
 def test_quests_schemes_as_efficiencies(quest: list[dict[str, str]]) -> None:
     """On Quartet's base 0.700, 0.442 and 0.187 at 4, 3 and 2 bits, larger runs among them."""
     runs = [run for run in quest if run["w_quant"] in HADAMARD and run["w_bits"] == run["a_bits"]]

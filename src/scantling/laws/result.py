@@ -23,6 +23,8 @@ _TOGETHER = 0.95
 _ALONG = 1e-6
 """Squared share of a flat direction from which on a constant counts as moving along it."""
 _FOLDS = 8
+_STAGES = 4
+"""Of the way along which a profile is followed."""
 _VANISHED = 0.01
 
 
@@ -312,9 +314,12 @@ class Fit:
 
     def _deviance(self, place: int, step: float) -> float:
         """Twice the rise of the sum over the scale that makes it chi-square with one degree of freedom."""
-        theta = self._theta + step * self._ridge(place)
-        _, total = minimise(self._problem, theta, frozen=(place,), slope=ENOUGH)
-        return max(2 * (total - self.objective) / self._scale, 0.0)
+        along = self._ridge(place)
+        straight = minimise(self._problem, self._theta + step * along, frozen=(place,), slope=ENOUGH)
+        theta, total = self._theta, straight[1]
+        for _ in range(_STAGES):  # the valley bends: where the straight way has left it, one that follows has not
+            theta, reached = minimise(self._problem, theta + step / _STAGES * along, frozen=(place,), slope=ENOUGH)
+        return max(2 * (min(total, reached) - self.objective) / self._scale, 0.0)
 
     def _ridge(self, place: int) -> Array:
         """How the other coordinates go along, to first order, when one moves by 1."""
