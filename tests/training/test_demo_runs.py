@@ -14,7 +14,7 @@ import torch
 import scantling as sc
 from scantling.comm.exchange import GradientExchange
 from scantling.errors import NonFiniteError
-from scantling.training import checkpoint
+from scantling.training import states
 from scantling.training.checkpoint import load_tensors, read_manifest
 from scantling.training.distributed import Place
 from scantling.training.states import load_exchange
@@ -217,8 +217,8 @@ def test_on_another_number_of_processes_residuals_begin_with_their_mean(tmp_path
 def test_a_residual_that_one_process_has_not_is_zeros_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"exchange/rank0/": {"exchange/rank0/a": torch.ones(2)}, "exchange/rank1/": {}}
     values = {"exchange": {"0": {"step": 3}, "1": {"step": 3}}}
-    monkeypatch.setattr(checkpoint, "read_manifest", lambda _: {"world_size": 2, "values": values})
-    monkeypatch.setattr(checkpoint, "load_tensors", lambda _, prefix: kept[prefix])
+    monkeypatch.setattr(states, "read_manifest", lambda _: {"world_size": 2, "values": values})
+    monkeypatch.setattr(states, "load_tensors", lambda _, prefix: kept[prefix])
     found: dict[str, Any] = {}
     monkeypatch.setattr(GradientExchange, "load_state_dict", lambda _, state: found.update(state))
     load_exchange(GradientExchange(), tmp_path, Place(0, 1, torch.device("cpu")))

@@ -97,9 +97,7 @@ def test_an_export_has_rounded_weights_and_plain_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compute", ["fp32", "int8"])
-def test_a_dense_export_of_cores_has_what_they_computed_with_and_says_what_is_not_rounded(
-    compute: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dense_export_of_cores_has_what_they_computed_with(compute: str, tmp_path: Path) -> None:
     from scantling.training.export import export_hf
 
     precision = {"weights": "int4", "activations": "int8", "compute": compute}
@@ -109,8 +107,7 @@ def test_a_dense_export_of_cores_has_what_they_computed_with_and_says_what_is_no
     weight = sc.load(tmp_path / "model").model.layers[0].mlp.up_proj.weight
     assert torch.equal(weight, layer.dense_weight())
     layer.formats = None
-    assert torch.equal(weight, layer.dense_weight()) == (compute == "int8")
-    assert ("blocks of cores in few bits, which cores cannot hold" in caplog.text) == (compute == "int8")
+    assert not torch.equal(weight, layer.dense_weight())
 
 
 def test_faults_are_reported_together_with_their_paths(tmp_path: Path) -> None:
