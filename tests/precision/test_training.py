@@ -518,28 +518,37 @@ def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
     assert all(core.grad is not None and core.grad.abs().sum() > 0 for core in model[0].cores)
 
 
-@pytest.mark.parametrize("gradients", [None, "int8"])
-@pytest.mark.parametrize(("weights", "activations"), [("int8", "int8"), ("int4", "int8"), ("int3", "int5")])
-def test_products_in_int8_of_layers_of_cores_are_close_to_the_simulation(
-    weights: str, activations: str, gradients: str | None
+@pytest.mark.parametrize("gradients_too", [False, True])
+@pytest.mark.parametrize(
+    ("compute", "weights", "activations", "apart", "cosine"),
+    [
+        ("int8", "int8", "int8", 0.012, 0.999),
+        ("int8", "int4", "int8", 0.012, 0.999),
+        ("int8", "int3", "int5", 0.012, 0.999),
+        ("fp8", "fp8_e4m3", "fp8_e4m3", 0.05, 0.998),
+    ],
+)
+def test_products_of_layers_of_cores_are_close_to_the_simulation(
+    compute: Any, weights: str, activations: str, apart: float, cosine: float, gradients_too: bool
 ) -> None:
-    """Whatever the formats, what products add is the rounding of int8."""
+    """Whatever the formats, what products add is the rounding of the widest numbers that they take."""
+    gradients = ("int8" if compute == "int8" else "fp8_e5m2") if gradients_too else None
     torch.manual_seed(0)
     simulated = nn.Sequential(sc.TTLinear(64, 48, rank=6))
     real = copy.deepcopy(simulated)
     of_gradients = None if gradients is None else {"format": gradients, "granularity": "token"}
     sc.quantize_training(simulated, weights=weights, activations=activations, gradients=of_gradients)
-    sc.quantize_training(real, weights=weights, activations=activations, gradients=gradients, compute="int8")
-    x, up = torch.randn(100, 64), torch.randn(100, 48)
+    sc.quantize_training(real, weights=weights, activations=activations, gradients=gradients, compute=compute)
+    x, up = torch.randn(200, 64), torch.randn(200, 48)
     found = []
     for model in (simulated, real):
         leaf = x.clone().requires_grad_()
         y = model(leaf)
         found.append([y, *torch.autograd.grad(y, [leaf, *model[0].cores], up)])
     (y, *grads), (close, *close_grads) = found
-    assert (close - y).norm() < 0.02 * y.norm()
+    assert (close - y).norm() < apart * y.norm()
     for one, other in zip(grads, close_grads, strict=True):
-        assert torch.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.999
+        assert torch.cosine_similarity(one.flatten(), other.flatten(), dim=0) > cosine
     plain, expected = (restore(model, weights="rounded") for model in (real, simulated))
     torch.testing.assert_close(plain(x), expected(x))
 
