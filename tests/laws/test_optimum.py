@@ -13,6 +13,7 @@ from scipy.special import lambertw
 
 from scantling.errors import UserError
 from scantling.laws import ChinchillaLaw, EfficiencyLaw, Law, PostTrainingLaw, PrecisionLaw
+from scantling.laws.optimum import zoom
 from tests.laws.worlds import KUMAR
 
 GAMMA = (2.6745 + 2.2102 + 0.9578) / 3
@@ -97,6 +98,13 @@ def test_measured_speeds_choose_by_the_product() -> None:
 )
 def test_speeds_may_jump_at_whole_bits(speed: Callable[[float], float], bits: float) -> None:
     assert KUMAR.optimum(compute=1e21, speed=speed).bits == bits
+
+
+@pytest.mark.parametrize("place", np.random.default_rng(0).uniform(1.0, 32.0, 200))
+def test_a_smooth_minimum_is_found_to_half_of_the_digits(place: float) -> None:
+    for also in ((), np.arange(1.0, 33.0)):
+        found = zoom(lambda x: (x - place) ** 2 + 0.01 * np.abs(x - place) ** 3, 1.0, 32.0, also=also)
+        assert found == pytest.approx(place, abs=1e-6)
 
 
 def test_a_given_size_wants_more_bits_the_longer_it_is_trained() -> None:

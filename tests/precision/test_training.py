@@ -164,6 +164,15 @@ def test_bags_are_of_rows_of_the_rounded_table(sparse: bool) -> None:
     assert type(restore(model)[1]) is nn.EmbeddingBag
 
 
+def test_rows_of_bags_are_renormed_before_they_are_rounded() -> None:
+    bag = nn.EmbeddingBag(10, 8, mode="sum", max_norm=1.0)
+    plain = copy.deepcopy(bag)
+    sc.quantize_training(bag, weights="int4")
+    rows = torch.tensor([[1], [4]])
+    assert torch.equal(bag(rows), fake_quantize(plain(rows), "int4", granularity="token"))
+    assert torch.equal(bag.weight, plain.weight)
+
+
 @pytest.mark.parametrize("table", [nn.Embedding(10, 8), nn.EmbeddingBag(10, 8), sc.TTMEmbedding(10, 8, rank=2)])
 def test_a_model_that_is_a_table_is_quantised_and_one_in_a_model_is_not(table: nn.Module) -> None:
     rows = torch.tensor([[1, 2]])
@@ -308,6 +317,21 @@ def test_parts_with_attentions_of_their_own_are_rounded_each() -> None:
     model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
     with pytest.raises(UserError, match="attention 'eager' belongs to each model"):
         sc.quantize_training(model, kv_cache="int4")
+
+
+def test_an_attention_that_comes_later_rounds_too() -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import AttentionInterface
+
+    model = sc.quantize_training(llama(), kv_cache="int4")
+    rounded = model(INPUT).logits
+    AttentionInterface.register("later", sdpa_attention_forward)
+    model.set_attn_implementation("later")
+    torch.testing.assert_close(model(INPUT).logits, rounded)
+    for part in (model, model.model):
+        part.set_attn_implementation("eager")
+        with pytest.raises(UserError, match="values and queries would stay whole"):
+            part(INPUT)
 
 
 def test_an_attention_that_would_round_nothing_is_refused_later_too() -> None:
@@ -522,10 +546,10 @@ def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
 @pytest.mark.parametrize(
     ("compute", "weights", "activations", "apart", "cosine"),
     [
-        ("int8", "int8", "int8", 0.012, 0.999),
-        ("int8", "int4", "int8", 0.012, 0.999),
-        ("int8", "int3", "int5", 0.012, 0.999),
-        ("fp8", "fp8_e4m3", "fp8_e4m3", 0.05, 0.998),
+        ("int8", "int8", "int8", 0.02, 0.999),
+        ("int8", "int4", "int8", 0.02, 0.999),
+        ("int8", "int3", "int5", 0.02, 0.999),
+        ("fp8", "fp8_e4m3", "fp8_e4m3", 0.06, 0.997),
     ],
 )
 def test_products_of_layers_of_cores_are_close_to_the_simulation(

@@ -315,6 +315,9 @@ def test_a_row_that_was_cut_is_no_run(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"row 1 of .* has not as many cells as the first line"):
             sweep(tmp_path, content)
         assert path.read_text() == damaged
+    path.write_text(whole.rstrip() + '"cut within quotes\n')
+    with pytest.raises(UserError, match="cannot read the table"):
+        sweep(tmp_path, content)
     path.write_text(whole.splitlines()[0])
     _, begun = sweep(tmp_path, content)
     assert begun == []

@@ -242,9 +242,12 @@ def zoom(function: Callable[[Array], Array], low: float, high: float, also: Sequ
         low, high: between which it is sought.
         also: points of the first row besides those at equal distances.
     """
+    found, least = low, math.inf
+    points = np.union1d(np.linspace(low, high, _POINTS), also)
     for _ in range(_ROUNDS):
-        points = np.union1d(np.linspace(low, high, _POINTS), also)
         values = function(points)
         best = int(np.nanargmin(values))
-        low, high, also = points[max(best - 1, 0)], points[min(best + 1, len(points) - 1)], points[best : best + 1]
-    return float(points[best])
+        if values[best] < least:
+            found, least = float(points[best]), float(values[best])
+        points = np.linspace(points[max(best - 1, 0)], points[min(best + 1, len(points) - 1)], _POINTS)
+    return found

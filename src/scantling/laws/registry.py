@@ -39,6 +39,8 @@ def law_named(name: str | type[Law]) -> type[Law]:
         UserError: if there is none of this name.
     """
     if isinstance(name, type) and issubclass(name, Law):
+        if name is Law or not isinstance(getattr(name, "name", None), str):
+            raise UserError(f"a law of your own is a subclass of Law that has a name; given {name.__name__}")
         return name
     if not isinstance(name, str) or name not in _HOMES:
         raise UserError(hinted(f"no law '{name}'; there are {', '.join(names())}", name, _HOMES))

@@ -37,12 +37,20 @@ class _Formats:
 
 def _formats(kv_cache: Quantizer | None, queries: Quantizer | None) -> _Formats:
     """The formats, in a process whose attention functions heed them."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in list(ALL_ATTENTION_FUNCTIONS):
+        _wrap(name)
+    return _Formats(kv_cache, queries)
+
+
+def _wrap(name: str) -> None:
+    """Put the function of this name behind one that rounds, once."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
-        if function not in _rounding_functions:
-            AttentionInterface.register(name, _rounding(function))
-    return _Formats(kv_cache, queries)
+    function = ALL_ATTENTION_FUNCTIONS[name]
+    if function not in _rounding_functions:
+        AttentionInterface.register(name, _rounding(function))
 
 
 def _rounding(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +94,8 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
     formats = _formats(kv_cache, queries)
     for part in model.modules():
         setattr(part, _ATTRIBUTE, formats)
-    model.register_forward_pre_hook(_still_by_name)
+        if hasattr(part, "set_attn_implementation"):
+            part.register_forward_pre_hook(_still_wrapped)
 
 
 def restore_attention(model: nn.Module) -> None:
@@ -94,7 +103,7 @@ def restore_attention(model: nn.Module) -> None:
     for part in model.modules():
         vars(part).pop(_ATTRIBUTE, None)
         for key, hook in list(part._forward_pre_hooks.items()):
-            if hook is _still_by_name:
+            if hook is _still_wrapped:
                 del part._forward_pre_hooks[key]
 
 
@@ -103,11 +112,16 @@ def has_quantized_attention(model: nn.Module) -> bool:
     return _ATTRIBUTE in vars(model)
 
 
-def _still_by_name(model: nn.Module, _: Any) -> None:
-    """Before a forward pass: the attention may have been set to one that is not wrapped, and would round nothing."""
-    if not torch.compiler.is_compiling():
-        for name in _names(model.config):
-            _check(name)
+def _still_wrapped(model: nn.Module, _: Any) -> None:
+    """Before a forward pass: the attention may have been set to one that is not wrapped, and would round nothing.
+
+    Not looked at while a model is compiled, which would break its graph.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name in _names(model.config):
+        _check(name)
+        _wrap(name)
 
 
 def _check(name: str) -> None:

@@ -69,9 +69,9 @@ class LayerFormats:
         """
         if self.multiply is None:
             return None
-        by_row, by_column = (Quantizer(self.multiply.widest, each) for each in ("token", "channel"))
+        by_row = self.multiply.by_row
         gradients = None if self.gradients is None else by_row
-        return partial(self.multiply, activations=by_row, weights=by_column, gradients=gradients)
+        return partial(self.multiply, activations=by_row, weights=self.multiply.by_column, gradients=gradients)
 
     def input(self, x: Tensor) -> Tensor:
         """What a layer computes with in place of its input."""
@@ -148,11 +148,13 @@ class QuantizedEmbeddingBag(nn.EmbeddingBag):
     formats: LayerFormats
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        if self.max_norm is not None:
+            torch.embedding_renorm_(self.weight.detach(), input.contiguous(), self.max_norm, self.norm_type)
         return nn.functional.embedding_bag(
             input,
             self.formats.matrix(self.weight),
             offsets,
-            self.max_norm,
+            None,
             self.norm_type,
             self.scale_grad_by_freq,
             self.mode,

@@ -39,6 +39,10 @@ class Multiply:
     Args:
         name: `int8` or `fp8`.
 
+    Attributes:
+        by_row, by_column: of the formats that it multiplies the one that rounds the least, with a scale for each row
+            of the first factor or each column of the second.
+
     Raises:
         UserError: another name.
     """
@@ -47,11 +51,8 @@ class Multiply:
         if name not in get_args(Compute):
             raise UserError(f"compute must be one of {', '.join(get_args(Compute))}; given {name!r}")
         self.name = name
-
-    @property
-    def widest(self) -> Format:
-        """Of the formats that it multiplies, the one that rounds the least."""
-        return parse_format("int8" if self.name == "int8" else "fp8_e4m3")
+        widest = parse_format("int8" if name == "int8" else "fp8_e4m3")
+        self.by_row, self.by_column = Quantizer(widest, "token"), Quantizer(widest, "channel")
 
     def check(self, quantizer: Quantizer | None, what: str) -> None:
         """See that numbers of this format can be multiplied.

@@ -62,8 +62,8 @@ def quantize_training(
     """Round what a model computes with to few bits while it trains, in place.
 
     Layers that are quantized are `nn.Linear`, the Conv1D of transformers, and layers of cores; the output layer that
-    `get_output_embeddings()` names and embeddings are left alone, unless `filter_fn` takes them. Subclasses of those
-    layers are left alone, since they may compute more, and so is `nn.EmbeddingBag`. Parameters, their names, ties and
+    `get_output_embeddings()` names and embeddings within a model are left alone, unless `filter_fn` takes them.
+    Subclasses of those layers are left alone, since they may compute more. Parameters, their names, ties and
     hooks stay as they are, so that optimizers and checkpoints know nothing of it: they hold the weights that are not
     rounded.
 
@@ -85,7 +85,7 @@ def quantize_training(
 
     Raises:
         UserError: nothing to quantize, formats that do not exist, do not go together or that the hardware lacks, or a
-            model that is quantized already.
+            model that is quantized already. In forward passes later, an attention that would round nothing.
 
     Source: Kumar et al., arXiv 2411.04330, sections 2 and 4.
 
@@ -133,7 +133,8 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
 
     Args:
         model: quantized or not.
-        weights: `master` leaves the parameters as they are; `rounded` writes into them what the model computed with.
+        weights: `master` leaves the parameters as they are; `rounded` writes into them what the model computed with
+            (of cores, before products of the hardware rounded the merged blocks).
 
     Returns:
         The model.

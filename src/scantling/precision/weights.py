@@ -89,9 +89,9 @@ def quantize_weights(
         format: of the weights, by name (`int4`, `fp6_e3m2`, `mxfp4_e2m1`), with a scale for each output; a mapping such
             as {"format": "int4", "group_size": 64}; or a `Quantizer`.
         method: `rtn` rounds to the nearest. `gptq` rounds so that the outputs on the calibration data change least.
-        calibration: batches of what the model will read: mappings of its arguments, tensors of token ids, or functions
-            that put one through the model. A few hundred sequences are usual. GPTQ needs it; with `rtn` it only
-            measures the errors of outputs. All positions count, those of padding too.
+        calibration: batches of what the model will read: mappings of its arguments, tensors of token ids (alone in a
+            tuple or list, too), or functions that put one through the model. A few hundred sequences are usual. GPTQ
+            needs it; with `rtn` it only measures the errors of outputs. All positions count, those of padding too.
         filter_fn: says of the name of a layer and the layer whether to quantise it.
         damping: of GPTQ, added to the diagonal of the Hessian as a share of its mean.
         act_order: of GPTQ, go from the columns of the largest inputs to those of the smallest.

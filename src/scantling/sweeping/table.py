@@ -33,7 +33,7 @@ def read_table(path: Path) -> dict[str, Row]:
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, strict=True)
             rows = list(reader)
             header = reader.fieldnames or []
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def read_table(path: Path) -> dict[str, Row]:
         if None in row or None in row.values():
             raise UserError(
                 f"row {number} of {path} has not as many cells as the first line, which names the columns: it was cut "
-                "or edited. Remove it; what a run came to is read from the run's folder again"
+                "or edited. Mend or remove it; a run whose folder is here is not trained again"
             )
     return {Path(row["run"]).name or f"row {number}": row for number, row in enumerate(rows)}
 
