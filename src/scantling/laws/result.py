@@ -315,11 +315,11 @@ class Fit:
     def _deviance(self, place: int, step: float) -> float:
         """Twice the rise of the sum over the scale that makes it chi-square with one degree of freedom."""
         along = self._ridge(place)
-        straight = minimise(self._problem, self._theta + step * along, frozen=(place,), slope=ENOUGH)
-        theta, total = self._theta, straight[1]
+        _, straight = minimise(self._problem, self._theta + step * along, frozen=(place,), slope=ENOUGH)
+        theta = self._theta
         for _ in range(_STAGES):  # the valley bends: where the straight way has left it, one that follows has not
-            theta, reached = minimise(self._problem, theta + step / _STAGES * along, frozen=(place,), slope=ENOUGH)
-        return max(2 * (min(total, reached) - self.objective) / self._scale, 0.0)
+            theta, followed = minimise(self._problem, theta + step / _STAGES * along, frozen=(place,), slope=ENOUGH)
+        return max(2 * (min(straight, followed) - self.objective) / self._scale, 0.0)
 
     def _ridge(self, place: int) -> Array:
         """How the other coordinates go along, to first order, when one moves by 1."""

@@ -85,13 +85,11 @@ def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Mat
     Raises:
         UserError: none, or weights that are sharded, on the meta device, or hold NaN or Inf.
     """
-    check_filter(filter_fn)
-    heads = {id(head) for head in output_layers(model)}
+    takes = taker(model, filter_fn)
     found: dict[int, Matrix] = {}
     for name, module in model.named_modules():
         weights = list(_weights(name, module))
-        by_default = (not is_table(module) or module is model) and id(module) not in heads
-        if weights and (by_default if filter_fn is None else filter_fn(name, module)):
+        if weights and takes(name, module):
             for parameter_name, parameter, channels_last in weights:
                 found.setdefault(id(parameter), Matrix(parameter_name, parameter, channels_last))
     if not found:
@@ -122,10 +120,18 @@ def warn_of_the_rest(model: nn.Module, taken: Iterable[Tensor], what: str) -> No
         )
 
 
-def check_filter(filter_fn: Filter | None) -> None:
-    """Raise a UserError for a filter that cannot be called."""
-    if filter_fn is not None and not callable(filter_fn):
-        raise UserError(f"filter_fn must be a function of a name and a module; given {filter_fn!r}")
+def taker(model: nn.Module, filter_fn: Filter | None) -> Filter:
+    """The filter; without one all layers but tables within a model and those that `get_output_embeddings()` names.
+
+    Raises:
+        UserError: a filter that cannot be called.
+    """
+    if filter_fn is not None:
+        if not callable(filter_fn):
+            raise UserError(f"filter_fn must be a function of a name and a module; given {filter_fn!r}")
+        return filter_fn
+    heads = {id(head) for head in output_layers(model)}
+    return lambda _, module: (not is_table(module) or module is model) and id(module) not in heads
 
 
 def is_table(module: nn.Module) -> bool:

@@ -25,13 +25,12 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
-from scantling.groups import output_layers
 from scantling.kinds import is_conv1d
 from scantling.numerics.compute import warn_of_slow_products
 from scantling.numerics.words import Granularity
 from scantling.precision.attention import has_quantized_attention, quantize_attention, restore_attention
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
-from scantling.precision.matrices import Filter, check_filter, check_module, is_of_cores, is_table, warn_of_the_rest
+from scantling.precision.matrices import Filter, check_module, is_of_cores, is_table, taker, warn_of_the_rest
 from scantling.precision.products import Compute, Multiply, check_device
 from scantling.precision.quantizer import Quantizer
 
@@ -191,8 +190,7 @@ def _quantize(module: nn.Module, formats: LayerFormats) -> None:
 
 def _chosen(model: nn.Module, filter_fn: Filter | None, *, with_embeddings: bool) -> dict[str, nn.Module]:
     """The layers to quantize, by name; embeddings have nothing but weights to quantize."""
-    check_filter(filter_fn)
-    heads = {id(head) for head in output_layers(model)}
+    takes = taker(model, filter_fn)
     chosen = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and not with_embeddings:
@@ -202,8 +200,7 @@ def _chosen(model: nn.Module, filter_fn: Filter | None, *, with_embeddings: bool
             if filter_fn is not None and known and filter_fn(name, module):
                 logger.warning("quantize_training: %s stays whole: no %s is quantized", name, type(module).__name__)
             continue
-        by_default = (not is_table(module) or module is model) and id(module) not in heads
-        if filter_fn(name, module) if filter_fn is not None else by_default:
+        if takes(name, module):
             chosen[name] = module
     return chosen
 
