@@ -1,0 +1,69 @@
+"""Long tests of exchange and resume, with the outcome of each written down.
+
+    python benchmarks/endurance.py exchange   # about half an hour on two cores
+    python benchmarks/endurance.py kills      # about half an hour on two cores
+
+`exchange`: 200 steps over a distributed checkpoint to the same bits, plain and with FSDP2 shards; 2,000 steps with
+equal hashes for each way to exchange; kills at 20 random steps, resumed to the same bits; replicas that are killed,
+stopped and join again.
+`kills`: two SIGKILLs at random moments in each of the 32 combinations of dense or TT layers with a size target, AdamW
+or CAME, all-reduce or DeMo, fp32 or int8, and one or two processes; each run resumes and ends with the same bits.
+
+The tests are marked slow; this script runs them and records how each one ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+from dated import dated, write
+
+ROOT = Path(__file__).parents[1]
+SUITES: dict[str, tuple[str, ...]] = {
+    "exchange": (
+        "tests/comm/test_processes.py::test_steps_across_a_distributed_checkpoint",
+        "tests/comm/test_processes.py::test_replicas_are_alike_for_two_thousand_steps",
+        "tests/training/test_restarts.py::test_killed_at_random_steps_it_ends_with_the_same_bits",
+        "tests/training/test_resume.py::test_kill_and_resume_is_bitwise",
+        "tests/comm/test_faults.py",
+        "tests/comm/test_managed.py",
+    ),
+    "kills": ("tests/training/test_kill_matrix.py",),
+}
+
+
+def run_tests(path: str) -> list[dict[str, str | None]]:
+    """Run the tests of one path and return the name and outcome of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", path, f"--junitxml={report}"]
+        subprocess.run(command, cwd=ROOT, check=False)
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    outcomes: list[dict[str, str | None]] = []
+    for case in cases:
+        bad = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
+        words = {} if bad is None else {"message": bad.get("message")}
+        name = f"{case.get('classname')}::{case.get('name')}"
+        outcomes.append({"test": name, "outcome": "passed" if bad is None else bad.tag, **words})
+    return outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=SUITES)
+    suite = parser.parse_args().suite
+    outcomes: list[dict[str, str | None]] = []
+    paths = SUITES[suite]
+    for number, path in enumerate(paths, start=1):
+        outcomes += run_tests(path)
+        print(write(dated(__file__, tests=outcomes, left=paths[number:]), f"endurance-{suite}"))
+    return int(any(each["outcome"] in ("failure", "error") for each in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
