@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,11 @@ from scantling.errors import RunError, UserError
 def local(path: str | Path) -> Path:
     """A path as a shell reads it, with `$VAR` and `~`; what of it is unknown, such as `~nobody`, stays as it is."""
     return Path(os.path.expanduser(os.path.expandvars(path)))
+
+
+def cache_root() -> Path:
+    """Return `$SCANTLING_CACHE`, or `~/.cache/scantling`."""
+    return local(os.environ.get("SCANTLING_CACHE") or "~/.cache/scantling")
 
 
 def sync(path: Path) -> None:
@@ -35,10 +41,12 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         RunError: it cannot be written; what was there before is left.
     """
-    aside = path.with_name(f"{path.name[:48]}.{os.getpid()}.tmp")
+    aside = path.with_name(f"{path.name[:48]}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8", errors="backslashreplace") as file:  # paths need not be UTF-8
+        # never through a file or link that is there already
+        handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file:  # paths need not be UTF-8
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

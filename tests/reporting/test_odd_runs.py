@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -255,7 +256,7 @@ def replace(value: Any, generator: random.Random) -> None:
         if isinstance(value[key], dict | list) and value[key] and generator.random() < 0.7:
             value = value[key]
             continue
-        value[key] = generator.choice(ODD)
+        value[key] = copy.deepcopy(generator.choice(ODD))
         return
 
 

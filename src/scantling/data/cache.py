@@ -20,17 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from scantling.errors import UserError
-from scantling.files import local, sync
+from scantling.files import cache_root, sync
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of everything in the cache; raise it when what is written changes."""
-
-
-def cache_root() -> Path:
-    """`$SCANTLING_CACHE`, or `~/.cache/scantling`."""
-    return local(os.environ.get("SCANTLING_CACHE") or "~/.cache/scantling")
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
