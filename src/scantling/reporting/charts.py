@@ -53,7 +53,7 @@ PARTS = {
 }
 """What a plan's peak memory is made of, from the bottom up: label, key of the plan, colour."""
 
-_INK, _FAINT, _GRID = "#1c2430", "#5b6675", "#e4e8ee"
+_INK, _FAINT, _GRID, _EDGE, _PAPER = "#1c2430", "#5b6675", "#e4e8ee", "#b8c0cc", "#ffffff"
 _WIDTH, _HEIGHT = 5.0, 3.0
 _MOST_POINTS = 1000
 _SMOOTH_BLOCKS = 4096
@@ -61,6 +61,31 @@ _LARGEST = 1e60
 """Values beyond it are not drawn, because sums and limits of axes would overflow."""
 _MOST_LAYERS, _RANK_CELLS = 60, 60
 _RANK_COLORS = mpl.colormaps["Blues"]
+
+DARK = {
+    **dict(
+        zip(
+            COLORS,
+            ("#6ea0ff", "#ff8a4c", "#3ecf9f", "#e07bea", "#e5b04b", "#4cc3dc", "#ff7b93", "#aab4c2"),
+            strict=True,
+        )
+    ),
+    "#2f5fd0": "#5b8def",
+    "#94a3b8": "#8796ab",
+    "#7dabf8": "#a9c6fb",
+    "#d6dbe3": "#5a6472",
+    BASE: "#56606f",
+    PLANNED: "#8d97a6",
+    MEASURED: "#d3d9e2",
+    "#56b4a0": "#7fd6c3",
+    "#a78bda": "#bfa5ee",
+    _INK: "#e6e9ee",
+    _FAINT: "#a3adba",
+    _GRID: "#2c343f",
+    _EDGE: "#4c5664",
+    _PAPER: "#14181e",
+}
+"""Colors of charts on a light page, and what they become on a dark one."""
 
 Parts = list[tuple[float, str, str]]
 """The parts of a bar: value, label, colour."""
@@ -70,7 +95,7 @@ _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10,
-    "axes.edgecolor": "#b8c0cc",
+    "axes.edgecolor": _EDGE,
     "axes.labelcolor": _FAINT,
     "axes.linewidth": 0.8,
     "axes.axisbelow": True,
@@ -85,6 +110,16 @@ _STYLE: dict[Any, Any] = {
     "legend.fontsize": 9.5,
     "text.color": _INK,
 }
+
+
+def themed(svg: str) -> str:
+    """Return an SVG element whose colors are CSS variables, such as `var(--c2563eb, #2563eb)`."""
+    return re.sub(r"#[0-9a-f]{6}\b", lambda found: css_color(found[0]), svg)
+
+
+def css_color(color: str) -> str:
+    """Return the CSS variable of a chart's color; a color that is the same on every page stays as it is."""
+    return f"var(--c{color[1:]}, {color})" if color in DARK else color
 
 
 def loss_chart(runs: Sequence[Run]) -> str | None:

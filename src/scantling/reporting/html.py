@@ -97,6 +97,7 @@ def render(runs: Sequence[Run]) -> str:
         title=_title(runs),
         runs=runs,
         states=[_state(run) for run in runs],
+        dark={f"--c{color[1:]}": dark for color, dark in charts.DARK.items()},
         styles=[_css_line(place) for place in range(len(runs))],
         facts=_facts(runs[0]) if len(runs) == 1 else [],
         rows=compare_rows(runs),
@@ -135,7 +136,7 @@ def _state(run: Run) -> tuple[str, str]:
 
 def _css_line(place: int) -> tuple[str, str]:
     color, dashes = charts.line_style(place)
-    return color, {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}[dashes]
+    return charts.css_color(color), {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}[dashes]
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -209,7 +210,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
         ),
         ("Gradient norm", f"{smoothed} Before clipping.", charts.curve_chart(runs, "grad_norm", "gradient norm")),
     ]
-    return [Chart(title, caption, Markup(svg)) for title, caption, svg in made if svg is not None]
+    return [Chart(title, caption, Markup(charts.themed(svg))) for title, caption, svg in made if svg is not None]
 
 
 def _plan_lines(runs: Sequence[Run]) -> list[tuple[str, list[PlanCell]]]:
