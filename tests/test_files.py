@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scantling import files
+from scantling.data.cache import Cache
 from scantling.errors import RunError, UserError
 from scantling.training.rundir import RunDir
 
@@ -51,3 +52,41 @@ def test_run_lock_follows_no_planted_link(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot write into the run directory"):
         run.lock()
     assert victim.read_text() == "kept"
+
+
+@pytest.mark.parametrize("writer", ["export", "data cache"])
+@pytest.mark.parametrize("planted", ["link", "dangling link", "folder"])
+def test_folders_written_aside_follow_no_planted_link(tmp_path: Path, writer: str, planted: str) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept").write_text("kept")
+    target = tmp_path / "kind" / "key"
+    target.parent.mkdir()
+    aside = target.with_name(".key.scantling" if writer == "export" else "key.tmp")
+    if planted == "folder":
+        aside.mkdir()
+        (aside / "stale").touch()
+    else:
+        aside.symlink_to(victim if planted == "link" else tmp_path / "nowhere")
+
+    def fill(folder: Path) -> dict[str, object]:
+        (folder / "data").write_text("new")
+        return {}
+
+    if writer == "export":
+        with files.written_aside(target) as folder:
+            fill(folder)
+    else:
+        Cache(tmp_path).get("kind", "key", fill)
+    assert {path.name for path in target.iterdir()} <= {"data", "meta.json"}
+    assert (target / "data").read_text() == "new"
+    assert [path.name for path in victim.iterdir()] == ["kept"]
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_lock_of_the_data_cache_follows_no_planted_link(tmp_path: Path) -> None:
+    (tmp_path / "kind").mkdir()
+    (tmp_path / "kind" / "key.lock").symlink_to(tmp_path / "planted")
+    with pytest.raises(UserError, match="cannot write the data cache"):
+        Cache(tmp_path).get("kind", "key", lambda folder: {})
+    assert not (tmp_path / "planted").exists()

@@ -35,6 +35,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder with all that is in it, if it exists. Of a link only the link is removed."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text file aside, fsync it, and give it its name.
 
@@ -92,7 +100,7 @@ def written_aside(folder: Path) -> Iterator[Path]:
     whole = folder.resolve()
     aside = whole.with_name(f".{whole.name}.scantling")
     try:
-        shutil.rmtree(aside, ignore_errors=True)  # left by one that was killed
+        remove_folder(aside)  # left by one that was killed
         aside.mkdir(parents=True)
         yield aside
         mode = aside.stat().st_mode & 0o666

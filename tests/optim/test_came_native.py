@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -34,7 +32,7 @@ SHAPES: list[tuple[int, ...]] = [
 
 @pytest.fixture(autouse=True)
 def _needs_a_compiler() -> None:
-    if shutil.which(os.environ.get("CC", "cc")) is None:
+    if _native._library() is None:
         pytest.skip("there is no C compiler here")
 
 

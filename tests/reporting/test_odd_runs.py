@@ -20,6 +20,7 @@ from scantling.reporting import charts, runs
 from scantling.reporting.compare import compare_table, write_compare
 from scantling.reporting.html import write_report
 from scantling.reporting.runs import Run, read_metrics, read_run
+from scantling.sweeping import after
 from tests.reporting.fake import make_run
 from tests.runs import NO_CHARTS
 
@@ -287,3 +288,32 @@ def test_no_damage_gives_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {error.exit_code for error in errors} <= {2}
     assert all(len(str(error)) < 600 for error in errors)
     assert len(errors) < trials
+
+
+@pytest.mark.parametrize("problem", [PermissionError(13, "Permission denied"), OSError(36, "File name too long")])
+def test_read_run_names_a_folder_it_may_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: OSError
+) -> None:
+    """Root may read everything, so the error is made here."""
+    path = make_run(tmp_path / "run", steps=1)
+
+    def refuse(self: Path) -> bool:
+        raise problem
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(UserError, match=f"cannot read .*run: {problem.strerror}"):
+        read_run(path)
+
+
+@pytest.mark.parametrize(
+    "stored", ["[1]", "{}", '{"minimal_pairs": 5}', '{"minimal_pairs": {"given": {}}}', "[" * 100_000]
+)
+def test_damaged_evaluations_of_a_sweep_are_done_again(tmp_path: Path, stored: str) -> None:
+    path = make_run(tmp_path / "run", steps=1)
+    (path / "after.json").write_text(stored)
+    settings = {"minimal_pairs": {}}
+    assert after.missing(path, settings) == settings
+    assert after.known_figures(path, settings) == {}
+    figures = {"minimal_pairs": "high"}
+    (path / "after.json").write_text(json.dumps({"minimal_pairs": {"given": {}, "figures": figures}}))
+    assert after.missing(path, settings) == settings

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from scantling.errors import UserError
-from scantling.files import cache_root, sync
+from scantling.files import cache_root, remove_folder, sync
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,7 @@ def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
     """Fill, seal and publish the entry; the caller holds its lock, so what lies there now is torn."""
     aside = path.with_name(f"{path.name}.tmp")
     for old in (aside, path):
-        if old.exists():
-            shutil.rmtree(old)
+        remove_folder(old)
     aside.mkdir()
     try:
         meta = make(aside)

@@ -88,11 +88,10 @@ def _key(source: Path, compiler: str, flags: Sequence[str]) -> str:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         named = ("model name", "cpu family", "model", "stepping", "flags", "features", "cpu part", "cpu implementer")
         cpu = "\n".join(sorted({line for line in lines if line.split(":")[0].strip().lower() in named}))
-    parts = [source.read_bytes(), version, compiler, *flags, platform.machine(), cpu]
+    texts = map(os.fsencode, (compiler, *flags, platform.machine(), cpu))
     digest = hashlib.sha256()
-    for part in parts:
-        encoded = part if isinstance(part, bytes) else os.fsencode(part)
-        digest.update(f"{len(encoded)}:".encode() + encoded)
+    for part in (source.read_bytes(), version, *texts):
+        digest.update(f"{len(part)}:".encode() + part)
     return digest.hexdigest()[:32]
 
 

@@ -137,9 +137,12 @@ def read_run(run_dir: str | Path, metrics: Metrics | None = None) -> Run:
         UserError: the folder holds no run, or a file in it cannot be read; the message names the file.
     """
     path = Path(run_dir)
-    if not path.is_dir():
-        raise UserError(f"run directory not found: {path}")
-    missing = [name for name in ("recipe.yaml", "metrics.jsonl") if not (path / name).is_file()]
+    try:
+        if not path.is_dir():
+            raise UserError(f"run directory not found: {path}")
+        missing = [name for name in ("recipe.yaml", "metrics.jsonl") if not (path / name).is_file()]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     if missing:
         raise UserError(f"{path} holds no run: there is no {' and no '.join(missing)} in it; give the folder of a run")
     metrics = metrics or read_metrics(path / "metrics.jsonl")
@@ -356,9 +359,9 @@ def _parse_line(line: bytes) -> Any:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
     try:
+        if not path.exists():
+            return {}
         content = _clean(json.loads(_read_text(path)))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {first_line(error)}") from None
