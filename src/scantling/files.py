@@ -52,7 +52,7 @@ def write_whole(path: Path, text: str) -> None:
     aside = path.with_name(f"{path.name[:48]}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # never through a file or link that is there already
+        # never through an existing file or link
         handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file:  # paths need not be UTF-8
             file.write(text)

@@ -85,7 +85,7 @@ DARK = {
     _EDGE: "#4c5664",
     _PAPER: "#14181e",
 }
-"""Colors of charts on a light page, and what they become on a dark one."""
+"""The color on a dark page of each color on a light page."""
 
 Parts = list[tuple[float, str, str]]
 """The parts of a bar: value, label, colour."""
@@ -312,8 +312,10 @@ def line_style(place: int) -> tuple[str, str]:
 def _loss_curves(axes: Axes, runs: Sequence[Run], over: str) -> None:
     for place, run in enumerate(runs):
         x, held_out = _values(run, over), _values(run, "eval_loss")
+        if over == "tokens":  # on a logarithmic axis
+            x = np.where(x > 0, x, np.nan)
         _curve(axes, place, x, _values(run, "loss"))
-        seen = _spread(np.flatnonzero(np.isfinite(held_out)), _MOST_POINTS)
+        seen = _pick_evenly(np.flatnonzero(np.isfinite(held_out)), _MOST_POINTS)
         axes.plot(
             x[seen],
             held_out[seen],
@@ -331,7 +333,7 @@ def _curve(axes: Axes, place: int, x: Column, y: Column) -> None:
     color, dashes = line_style(place)
     extremes = _extremes(y)
     axes.plot(x[extremes], y[extremes], color=color, alpha=0.22, linewidth=0.9)
-    shown = _spread(np.arange(len(x)), _MOST_POINTS)
+    shown = _pick_evenly(np.arange(len(x)), _MOST_POINTS)
     axes.plot(
         x[shown],
         smooth(y)[shown],
@@ -465,11 +467,12 @@ def _inline(text: str, name: str, description: str) -> str:
     return re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1).strip()
 
 
-def _spread(indices: NDArray[np.intp], most: int) -> NDArray[np.intp]:
+def _pick_evenly(indices: NDArray[np.intp], most: int) -> NDArray[np.intp]:
     """Return at most `most` of the indices, evenly spaced, the first and the last among them."""
     if len(indices) <= most:
         return indices
-    return indices[np.linspace(0, len(indices) - 1, most).round().astype(int)]
+    chosen: NDArray[np.intp] = indices[np.linspace(0, len(indices) - 1, most).round().astype(int)]
+    return chosen
 
 
 def _extremes(y: Column) -> NDArray[np.intp]:

@@ -209,7 +209,7 @@ class Metrics:
                 if not any(value is not None for value in values):
                     continue
                 self._columns[key] = array("d", np.full(before, np.nan).tobytes())
-            self._columns[key].frombytes(_numbers(values).tobytes())
+            self._columns[key].frombytes(_to_floats(values).tobytes())
         self._pending = []
 
     def _add_ranks(self, step: int, given: object) -> None:
@@ -275,7 +275,7 @@ class Metrics:
         }
 
 
-def _numbers(values: list[Any]) -> Column:
+def _to_floats(values: list[Any]) -> Column:
     """Return the values as floats; NaN for all that are no finite numbers."""
     if not {type(value) for value in values} <= {float, int, type(None)} or any(
         type(value) is int and abs(value) >= _MAX_STEP for value in values

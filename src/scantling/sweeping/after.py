@@ -130,7 +130,7 @@ def _stored(run_dir: Path) -> dict[str, Any]:
 
 
 def _is_whole(done: Any) -> bool:
-    """True if a stored evaluation has what it was given and its figures; a damaged one is done again."""
+    """True if a stored evaluation has its settings and figures; a damaged one is done again."""
     if not isinstance(done, dict) or "given" not in done or not isinstance(done.get("figures"), dict):
         return False
     return all(number(value) is not None for value in done["figures"].values())
