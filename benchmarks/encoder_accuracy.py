@@ -114,7 +114,7 @@ def finished(run_dir: Path) -> Line:
     import numpy as np
     import torch
 
-    from scantling.reporting.runs import read_records
+    from scantling.reporting.runs import read_metrics
     from scantling.tensor.embedding import TTMEmbedding
     from scantling.tensor.layer import CoreLayer
     from scantling.tensor.linear import TTLinear
@@ -135,7 +135,7 @@ def finished(run_dir: Path) -> Line:
         bits = (torch.cat(answers) == labels).numpy()
         assert abs(bits.mean() - tests[test]) < 1e-9
         right[test], pairs[test] = np.packbits(bits).tobytes().hex(), len(bits)
-    last = read_records(run_dir / "metrics.jsonl")[-1]
+    last = read_metrics(run_dir / "metrics.jsonl").last
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CoreLayer)}
     dense = {TTLinear: ("in_features", "out_features"), TTMEmbedding: ("num_embeddings", "embedding_dim")}
     sizes = [[getattr(layer, side) for side in dense[type(layer)]] for layer in layers.values()]

@@ -101,20 +101,26 @@ def train_line(
 
 
 def _outcome(metrics: dict[str, Any], path: Path) -> dict[str, Any]:
-    from scantling.reporting.runs import read_records
+    from scantling.reporting.runs import read_metrics
 
-    records = read_records(path)
+    records = read_metrics(path)
     outcome = {key: metrics.get(key) for key in ("eval_loss", "bits_per_byte", "loss", "optimizer_state_bytes")}
-    losses = np.array([record["loss"] for record in records])
+    losses = records.column("loss")
     outcome["curve"] = [round(float(np.mean(part)), 4) for part in np.array_split(losses, min(50, len(losses)))]
     outcome["num_parameters"] = metrics["num_parameters"]
     outcome["step_s"] = metrics["step_s"]
-    outcome |= {key: records[-1][key] for key in ("tensor_parameters", "tensor_size") if key in records[-1]}
-    evaluated = [record for record in records if "eval_loss" in record]
+    outcome |= {key: records.last[key] for key in ("tensor_parameters", "tensor_size") if key in records.last}
+    columns = records.columns()
+    evaluated = np.flatnonzero(np.isfinite(records.column("eval_loss")))
+    figures = {
+        key: [[int(columns["step"][index]), float(columns[key][index])] for index in evaluated]
+        for key in ("eval_loss", "accuracy")
+        if key in columns
+    }
     if len(evaluated) > 1:
-        outcome["heldout"] = [[record["step"], record["eval_loss"]] for record in evaluated]
-    if "accuracy" in evaluated[-1]:
-        outcome["accuracy"] = [[record["step"], record["accuracy"]] for record in evaluated]
+        outcome["heldout"] = figures["eval_loss"]
+    if "accuracy" in figures:
+        outcome["accuracy"] = figures["accuracy"]
     return outcome
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,11 @@ def local(path: str | Path) -> Path:
     return Path(os.path.expanduser(os.path.expandvars(path)))
 
 
+def cache_root() -> Path:
+    """Return `$SCANTLING_CACHE`, or `~/.cache/scantling`."""
+    return local(os.environ.get("SCANTLING_CACHE") or "~/.cache/scantling")
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -29,16 +35,26 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder with all that is in it, if it exists. Of a link only the link is removed."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text file aside, fsync it, and give it its name.
 
     Raises:
         RunError: it cannot be written; what was there before is left.
     """
-    aside = path.with_name(f"{path.name[:48]}.{os.getpid()}.tmp")
+    aside = path.with_name(f"{path.name[:48]}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8", errors="backslashreplace") as file:  # paths need not be UTF-8
+        # never through an existing file or link
+        handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file:  # paths need not be UTF-8
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -84,7 +100,7 @@ def written_aside(folder: Path) -> Iterator[Path]:
     whole = folder.resolve()
     aside = whole.with_name(f".{whole.name}.scantling")
     try:
-        shutil.rmtree(aside, ignore_errors=True)  # left by one that was killed
+        remove_folder(aside)  # left by one that was killed
         aside.mkdir(parents=True)
         yield aside
         mode = aside.stat().st_mode & 0o666

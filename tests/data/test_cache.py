@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from scantling.data.cache import Cache, cache_root
+from scantling.data.cache import Cache
 from scantling.errors import UserError
+from scantling.files import cache_root
 
 
 def make(folder: Path) -> dict[str, Any]:

@@ -29,7 +29,11 @@ SHAPES: list[tuple[int, ...]] = [
     (),
 ]
 
-pytestmark = pytest.mark.skipif(_native._library() is None, reason="there is no C compiler here")
+
+@pytest.fixture(autouse=True)
+def _needs_a_compiler() -> None:
+    if _native._library() is None:
+        pytest.skip("there is no C compiler here")
 
 
 def trained(

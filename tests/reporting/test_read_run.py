@@ -76,12 +76,10 @@ def test_values_that_are_no_numbers_are_absent(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", steps=2, status=None)
     with open(path / "metrics.jsonl", "a") as file:
         file.write(
-            '{"step": 3, "loss": NaN, "grad_norm": null, "lr": "high", "step_s": true, "wire_bytes": 1'
-            + "0" * 400
-            + "}\n"
+            '{"step": 3, "loss": NaN, "grad_norm": null, "lr": "high", "step_s": true, "tokens": 1' + "0" * 400 + "}\n"
         )
     run = read_run(path)
-    for key in ("loss", "grad_norm", "lr", "step_s", "wire_bytes"):
+    for key in ("loss", "grad_norm", "lr", "step_s", "tokens"):
         assert np.isnan(run.column(key)[-1])
         assert np.isfinite(run.column(key)[0])
 
@@ -105,8 +103,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         ("metrics.jsonl", '{"step": "1"}\n', "line 1"),
         ("result.json", "[1]", "not a JSON object"),
         ("plan.json", '{"a": ', "cannot read"),
-        ("recipe.yaml", "a: [1", "cannot read"),
-        ("recipe.yaml", "just text", "no YAML mapping"),
+        ("recipe.yaml", "a: [1", "not valid YAML"),
+        ("recipe.yaml", "just text", "a recipe is a mapping"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -121,6 +119,6 @@ def test_the_recipe_cannot_run_code(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", steps=1)
     marker = tmp_path / "ran"
     (path / "recipe.yaml").write_text(f"name: !!python/object/apply:os.system ['touch {marker}']\n")
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="not valid YAML"):
         read_run(path)
     assert not marker.exists()

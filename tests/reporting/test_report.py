@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from scantling.errors import UserError
+from scantling.reporting import charts
 from scantling.reporting.charts import memory_chart, phase_seconds, smooth
 from scantling.reporting.format import format_bytes
 from scantling.reporting.html import _plan_lines, render, write_report
@@ -238,3 +239,35 @@ def test_phases_add_up_to_the_step(tmp_path: Path) -> None:
     assert sum(seconds.values()) == pytest.approx(float(np.median(run.column("step_s")[5:])))
     assert "exchange" not in seconds
     assert seconds["backward"] > seconds["forward"] > seconds["optimizer"] > seconds["data"]
+
+
+def luminance(color: str) -> float:
+    """Relative luminance as WCAG defines it."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_chart_colors_have_contrast_on_light_and_dark_pages() -> None:
+    dark = charts.DARK[charts._PAPER]
+    for color in charts.COLORS:
+        assert contrast(color, "#ffffff") >= 3
+        assert contrast(charts.DARK[color], dark) >= 3
+    for color in (charts._INK, charts._FAINT):  # text
+        assert contrast(color, "#ffffff") >= 4.5
+        assert contrast(charts.DARK[color], dark) >= 4.5
+
+
+def test_every_chart_color_has_a_dark_one(tmp_path: Path) -> None:
+    """Except the colors of ranks, a scale from light to dark blue that is read on both pages."""
+    runs = [read_run(make_run(tmp_path / f"{at}", steps=20, seed=at)) for at in range(9)]
+    page = render(runs)
+    for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
+        colors = set(re.findall(r"(?<!, )#[0-9a-f]{6}\b", svg))
+        assert not colors
+        assert set(re.findall(r"var\((--c[0-9a-f]{6}),", svg)) <= set(re.findall(r"(--c[0-9a-f]{6}): #", page))

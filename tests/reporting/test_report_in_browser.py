@@ -11,6 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from scantling.reporting import charts
 from scantling.reporting.html import write_report
 from scantling.reporting.runs import read_run
 from tests.reporting.fake import make_run
@@ -61,6 +62,27 @@ def phone(page: Path, folder: Path) -> Path:
     return frame
 
 
+def in_the_dark(page: Path, folder: Path) -> Path:
+    """A copy of the page as a browser shows it that prefers dark pages."""
+    text, query = page.read_text(encoding="utf-8"), "@media screen and (prefers-color-scheme: dark)"
+    assert text.count(query) == 1
+    dark = folder / "dark.html"
+    dark.write_text(text.replace(query, "@media screen"), encoding="utf-8")
+    return dark
+
+
+def test_dark_page_shows_light_text_and_all_curves(report: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "page.png"
+    page = in_the_dark(report, tmp_path)
+    chromium(page, tmp_path, "--window-size=1200,1600", f"--screenshot={picture}")
+    pixels = matplotlib.image.imread(picture)[..., :3]
+    assert np.median(pixels) < 0.15
+    assert (pixels.min(axis=2) > 0.85).mean() < 0.05, "something is still a light page"
+    for color in (charts.DARK[color] for color in charts.COLORS[:2]):
+        wanted = np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+        assert (np.abs(pixels - wanted).max(axis=2) < 0.02).sum() > 200
+
+
 @pytest.mark.parametrize("device", ["desktop", "phone"])
 def test_it_shows_something_on_desktop_and_phone(report: Path, tmp_path: Path, device: str) -> None:
     picture = tmp_path / "page.png"
@@ -77,8 +99,11 @@ def test_it_shows_something_on_desktop_and_phone(report: Path, tmp_path: Path, d
     assert orange.sum() > 200, "the second run's curve is not there"
 
 
-def test_a_phone_does_not_scroll_sideways(report: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_a_phone_does_not_scroll_sideways(tmp_path: Path, count: int) -> None:
     """Measured by a script, for which this copy of the page is let loose; wide tables scroll in boxes of their own."""
+    folders = [make_run(tmp_path / f"{at}", name=f"run_{at}_" + 12 * "longword", steps=5) for at in range(count)]
+    report = write_report(list(map(read_run, folders)), tmp_path / "report.html")
     text = report.read_text(encoding="utf-8")
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
     script = "<script>parent.postMessage(innerWidth + ' ' + document.documentElement.scrollWidth, '*')</script></body>"

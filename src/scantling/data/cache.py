@@ -20,17 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from scantling.errors import UserError
-from scantling.files import local, sync
+from scantling.files import cache_root, remove_folder, sync
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of everything in the cache; raise it when what is written changes."""
-
-
-def cache_root() -> Path:
-    """`$SCANTLING_CACHE`, or `~/.cache/scantling`."""
-    return local(os.environ.get("SCANTLING_CACHE") or "~/.cache/scantling")
 
 
 @dataclass(frozen=True)
@@ -93,8 +88,7 @@ def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
     """Fill, seal and publish the entry; the caller holds its lock, so what lies there now is torn."""
     aside = path.with_name(f"{path.name}.tmp")
     for old in (aside, path):
-        if old.exists():
-            shutil.rmtree(old)
+        remove_folder(old)
     aside.mkdir()
     try:
         meta = make(aside)
@@ -112,7 +106,7 @@ def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

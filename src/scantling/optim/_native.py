@@ -1,8 +1,7 @@
 """CAME's step on a CPU in C, for all parameters in one call: `kernels/came.c`, compiled when it is first needed.
 
-The file is compiled with the machine's own C compiler into a private folder that is gone again once the library is
-loaded: nothing that runs is kept on disk. Where there is no compiler, or where
-SCANTLING_NATIVE=0 says so, the tiles of `_eager.py` do the same in PyTorch operations, at less than half the speed.
+`_compile.py` compiles the file with the machine's own C compiler, once per machine. Without a compiler, or with
+SCANTLING_NATIVE=0, the tiles of `_eager.py` do the same in PyTorch operations, at less than half the speed.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scantling.errors import first_line
+from scantling.optim._compile import CompileError, load_library
 from scantling.optim._eager import Job, is_plain
 
 logger = logging.getLogger(__name__)
@@ -145,19 +141,8 @@ def _library() -> Any:
     """The compiled library, or None where it cannot be had."""
     if os.environ.get("SCANTLING_NATIVE", "1") == "0":
         return None
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    source = Path(__file__).parent / "kernels" / "came.c"
-    problem = "there is no C compiler (cc, or what CC names)"
-    if compiler is not None:
-        with tempfile.TemporaryDirectory(prefix="scantling-") as folder:
-            target = Path(folder) / "came.so"
-            command = [compiler, *_FLAGS, "-o", str(target), str(source), "-lm", "-lpthread"]
-            try:
-                subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-                return ctypes.CDLL(str(target))
-            except subprocess.CalledProcessError as error:
-                problem = f"{compiler} failed: {first_line(error.stderr)}"
-            except (OSError, subprocess.TimeoutExpired) as error:
-                problem = f"{compiler}: {error}"
-    logger.warning("CAME steps at less than half the speed that it could have: %s", problem)
-    return None
+    try:
+        return load_library(Path(__file__).parent / "kernels" / "came.c", _FLAGS)
+    except CompileError as error:
+        logger.warning("CAME steps at less than half the speed that it could have: %s", error)
+        return None

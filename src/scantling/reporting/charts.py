@@ -10,6 +10,7 @@ import io
 import itertools
 import re
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from numpy.typing import NDArray
 
 from scantling.reporting.format import format_bytes, format_number, format_percent, format_seconds
 from scantling.reporting.runs import Column, Run, number
@@ -51,11 +53,39 @@ PARTS = {
 }
 """What a plan's peak memory is made of, from the bottom up: label, key of the plan, colour."""
 
-_INK, _FAINT, _GRID = "#1c2430", "#5b6675", "#e4e8ee"
+_INK, _FAINT, _GRID, _EDGE, _PAPER = "#1c2430", "#5b6675", "#e4e8ee", "#b8c0cc", "#ffffff"
 _WIDTH, _HEIGHT = 5.0, 3.0
 _MOST_POINTS = 1000
+_SMOOTH_BLOCKS = 4096
+_LARGEST = 1e60
+"""Values beyond it are not drawn, because sums and limits of axes would overflow."""
 _MOST_LAYERS, _RANK_CELLS = 60, 60
 _RANK_COLORS = mpl.colormaps["Blues"]
+
+DARK = {
+    **dict(
+        zip(
+            COLORS,
+            ("#6ea0ff", "#ff8a4c", "#3ecf9f", "#e07bea", "#e5b04b", "#4cc3dc", "#ff7b93", "#aab4c2"),
+            strict=True,
+        )
+    ),
+    "#2f5fd0": "#5b8def",
+    "#94a3b8": "#8796ab",
+    "#7dabf8": "#a9c6fb",
+    "#d6dbe3": "#5a6472",
+    BASE: "#56606f",
+    PLANNED: "#8d97a6",
+    MEASURED: "#d3d9e2",
+    "#56b4a0": "#7fd6c3",
+    "#a78bda": "#bfa5ee",
+    _INK: "#e6e9ee",
+    _FAINT: "#a3adba",
+    _GRID: "#2c343f",
+    _EDGE: "#4c5664",
+    _PAPER: "#14181e",
+}
+"""The color on a dark page of each color on a light page."""
 
 Parts = list[tuple[float, str, str]]
 """The parts of a bar: value, label, colour."""
@@ -65,7 +95,7 @@ _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10,
-    "axes.edgecolor": "#b8c0cc",
+    "axes.edgecolor": _EDGE,
     "axes.labelcolor": _FAINT,
     "axes.linewidth": 0.8,
     "axes.axisbelow": True,
@@ -82,6 +112,16 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+def themed(svg: str) -> str:
+    """Return an SVG element whose colors are CSS variables, such as `var(--c2563eb, #2563eb)`."""
+    return re.sub(r"#[0-9a-f]{6}\b", lambda found: css_color(found[0]), svg)
+
+
+def css_color(color: str) -> str:
+    """Return the CSS variable of a chart's color; a color that is the same on every page stays as it is."""
+    return f"var(--c{color[1:]}, {color})" if color in DARK else color
+
+
 def loss_chart(runs: Sequence[Run]) -> str | None:
     """Training loss over steps, every step faint and smoothed, with the held-out loss as dots.
 
@@ -91,10 +131,12 @@ def loss_chart(runs: Sequence[Run]) -> str | None:
     def draw(axes: Axes) -> None:
         _loss_curves(axes, runs, "step")
         _curve_axes(axes, "step", "loss (nats)")
-        later = [np.r_[smooth(run.column("loss"))[start:], run.column("eval_loss")[start:]] for run, start in starts]
+        later = [
+            np.r_[smooth(_values(run, "loss"))[start:], _values(run, "eval_loss")[start:]] for run, start in starts
+        ]
         shown = np.concatenate(later)
         shown = shown[np.isfinite(shown)]
-        low, high = float(shown.min()), float(shown.max())
+        low, high = (float(shown.min()), float(shown.max())) if len(shown) else (0.0, 0.0)
         if high > low:
             axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
@@ -112,7 +154,7 @@ def loss_by_tokens_chart(runs: Sequence[Run]) -> str | None:
         axes.set_xscale("log")
         _curve_axes(axes, "tokens (log scale)", "loss (nats)")
 
-    if not _any_finite(runs, "loss") or not _any_finite(runs, "tokens"):
+    if not any((np.isfinite(_values(run, "loss")) & (_values(run, "tokens") > 0)).any() for run in runs):
         return None
     return svg("loss-by-tokens", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
 
@@ -123,7 +165,7 @@ def curve_chart(runs: Sequence[Run], key: str, label: str) -> str | None:
     def draw(axes: Axes) -> None:
         highest = 0.0
         for place, run in enumerate(runs):
-            values = run.column(key)
+            values = _values(run, key)
             _curve(axes, place, run.steps, values)
             finite = values[np.isfinite(values)]
             if len(finite):
@@ -198,12 +240,13 @@ def rank_chart(run: Run) -> str | None:
     """Ranks of each layer of cores over the steps: a row a layer, the darker the more of its first ranks it has."""
     if len(run.ranks) < 2:
         return None
-    names = list(run.ranks[0][1])[:_MOST_LAYERS]
+    names = [name for name in run.ranks[0][1] if all(name in ranks for _, ranks in run.ranks)][:_MOST_LAYERS]
+    if not names:
+        return None
     last = int(run.steps[-1])
     edges = np.unique(np.linspace(run.ranks[0][0] - 1, last, _RANK_CELLS + 1).astype(int))
-    at = [
-        next(ranks for step, ranks in reversed(run.ranks) if step <= max(edge, run.ranks[0][0])) for edge in edges[1:]
-    ]
+    changes = [step for step, _ in run.ranks]
+    at = [run.ranks[max(0, bisect_right(changes, edge) - 1)][1] for edge in edges[1:]]
     shares = np.array([[_inner(ranks[name]) / max(1, _inner(run.ranks[0][1][name])) for ranks in at] for name in names])
 
     def draw(axes: Axes) -> None:
@@ -234,26 +277,31 @@ def _inner(ranks: Sequence[int]) -> float:
 def phase_seconds(run: Run) -> dict[str, float]:
     """Median seconds of each phase after the first tenth of the steps, without the phases that take no time."""
     settled = slice(len(run.steps) // 10, None)
-    step = run.column("step_s")[settled]
+    step = _values(run, "step_s")[settled]
     if not np.isfinite(step).any():
         return {}
-    columns = {phase: run.column(f"{phase}_s")[settled] for phase, _ in PHASES if phase != "other"}
+    columns = {phase: _values(run, f"{phase}_s")[settled] for phase, _ in PHASES if phase != "other"}
     medians = {phase: float(np.nanmedian(values)) for phase, values in columns.items() if np.isfinite(values).any()}
     rest = float(np.nanmedian(step)) - sum(medians.values())
     return {phase: value for phase, value in {**medians, "other": max(0.0, rest)}.items() if value > 0}
 
 
 def smooth(values: Column) -> Column:
-    """A centred moving mean over a twenty-fifth of the steps; NaN counts as absent, the ends use what there is."""
-    width = 2 * (len(values) // 50) + 1
+    """A centered moving mean over a twenty-fifth of the steps; NaN counts as absent, the ends use what there is.
+
+    From 8,192 steps on it is the mean of 4,096 to 8,191 blocks of steps, which is finer than a chart can show.
+    """
+    block = max(1, len(values) // _SMOOTH_BLOCKS)
     finite = np.isfinite(values)
-    window = np.ones(width)
-    total = np.convolve(np.where(finite, values, 0.0), window, mode="full")
-    count = np.convolve(finite.astype(float), window, mode="full")
-    middle = slice(width // 2, width // 2 + len(values))
-    result = np.full(len(values), np.nan)
-    np.divide(total[middle], count[middle], out=result, where=count[middle] > 0.5)
-    return result
+    starts = np.arange(0, len(values), block)
+    total = np.add.reduceat(np.where(finite, values, 0.0), starts)
+    count = np.add.reduceat(finite.astype(float), starts)
+    width = 2 * (len(starts) // 50) + 1
+    middle = slice(width // 2, width // 2 + len(starts))
+    total, count = (np.convolve(each, np.ones(width), mode="full")[middle] for each in (total, count))
+    result = np.full(len(starts), np.nan)
+    np.divide(total, count, out=result, where=count > 0.5)
+    return np.repeat(result, block)[: len(values)]
 
 
 def line_style(place: int) -> tuple[str, str]:
@@ -263,9 +311,11 @@ def line_style(place: int) -> tuple[str, str]:
 
 def _loss_curves(axes: Axes, runs: Sequence[Run], over: str) -> None:
     for place, run in enumerate(runs):
-        x, held_out = run.column(over), run.column("eval_loss")
-        _curve(axes, place, x, run.column("loss"))
-        seen = np.isfinite(held_out)
+        x, held_out = _values(run, over), _values(run, "eval_loss")
+        if over == "tokens":  # on a logarithmic axis
+            x = np.where(x > 0, x, np.nan)
+        _curve(axes, place, x, _values(run, "loss"))
+        seen = _pick_evenly(np.flatnonzero(np.isfinite(held_out)), _MOST_POINTS)
         axes.plot(
             x[seen],
             held_out[seen],
@@ -281,9 +331,12 @@ def _loss_curves(axes: Axes, runs: Sequence[Run], over: str) -> None:
 def _curve(axes: Axes, place: int, x: Column, y: Column) -> None:
     """One run's values, faint and smoothed; a single value as a small square, because a line needs two."""
     color, dashes = line_style(place)
-    axes.plot(*_thin(x, y), color=color, alpha=0.22, linewidth=0.9)
+    extremes = _extremes(y)
+    axes.plot(x[extremes], y[extremes], color=color, alpha=0.22, linewidth=0.9)
+    shown = _pick_evenly(np.arange(len(x)), _MOST_POINTS)
     axes.plot(
-        *_thin(x, smooth(y)),
+        x[shown],
+        smooth(y)[shown],
         color=color,
         linestyle=dashes,
         linewidth=1.8,
@@ -358,14 +411,14 @@ def _running(parts: Parts) -> list[tuple[str, float, float, str]]:
 
 def _planned_parts(run: Run) -> Parts:
     """The parts of the planned peak. Activations go while gradients come, so only the larger of the two is in it."""
-    parts = {label: (number(run.plan.get(key)) or 0.0, label, color) for label, (key, color) in PARTS.items()}
+    parts = {label: (_size(run.plan.get(key)), label, color) for label, (key, color) in PARTS.items()}
     del parts[min("gradients", "activations", key=lambda label: parts[label][0])]
     return list(parts.values())
 
 
 def _measured_parts(run: Run) -> Parts:
-    peak, base = run.figure("peak_memory_bytes"), run.figure("base_memory_bytes") or 0.0
-    if peak is None:
+    peak, base = (_size(run.result.get(key)) for key in ("peak_memory_bytes", "base_memory_bytes"))
+    if not peak:
         return []
     return [(base, "base", BASE), (peak - base, "measured", MEASURED)]
 
@@ -414,22 +467,45 @@ def _inline(text: str, name: str, description: str) -> str:
     return re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1).strip()
 
 
-def _thin(x: Column, y: Column) -> tuple[Column, Column]:
-    """At most about a thousand points, evenly chosen, the last always among them."""
-    if len(x) <= _MOST_POINTS:
-        return x, y
-    chosen = np.unique(np.linspace(0, len(x) - 1, _MOST_POINTS).round().astype(int))
-    return x[chosen], y[chosen]
+def _pick_evenly(indices: NDArray[np.intp], most: int) -> NDArray[np.intp]:
+    """Return at most `most` of the indices, evenly spaced, the first and the last among them."""
+    if len(indices) <= most:
+        return indices
+    chosen: NDArray[np.intp] = indices[np.linspace(0, len(indices) - 1, most).round().astype(int)]
+    return chosen
+
+
+def _extremes(y: Column) -> NDArray[np.intp]:
+    """Return indices of at most about `_MOST_POINTS` values: the least and greatest of each bucket, and both ends."""
+    if len(y) <= _MOST_POINTS:
+        return np.arange(len(y))
+    starts = np.linspace(0, len(y), _MOST_POINTS // 2 + 1).astype(int)
+    parts = (np.where(np.isfinite(y), y, np.inf), np.where(np.isfinite(y), -y, np.inf))
+    buckets = list(itertools.pairwise(starts))
+    chosen = [start + int(part[start:end].argmin()) for start, end in buckets for part in parts]
+    return np.unique([0, *chosen, len(y) - 1])
+
+
+def _values(run: Run, key: str) -> Column:
+    """Return a column without values too large to draw."""
+    values = run.column(key)
+    return np.where(np.abs(values) <= _LARGEST, values, np.nan)
+
+
+def _size(value: object) -> float:
+    """Return a number of bytes that can be drawn; 0 for everything else."""
+    found = number(value)
+    return found if found is not None and 0 < found <= _LARGEST else 0.0
 
 
 def _any_finite(runs: Sequence[Run], key: str) -> bool:
-    return any(np.isfinite(run.column(key)).any() for run in runs)
+    return any(np.isfinite(_values(run, key)).any() for run in runs)
 
 
 def _describe(title: str, runs: Sequence[Run], key: str, show: Callable[[float], str]) -> str:
     parts = []
     for run in runs:
-        smoothed = smooth(run.column(key))
+        smoothed = smooth(_values(run, key))
         finite = smoothed[np.isfinite(smoothed)]
         if len(finite):
             parts.append(f"{run.name}: from {show(float(finite[0]))} to {show(float(finite[-1]))}")

@@ -20,7 +20,7 @@ from scantling.reporting.format import (
     format_ratio,
     format_seconds,
 )
-from scantling.reporting.runs import Run
+from scantling.reporting.runs import Run, number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +52,8 @@ def _percent(value: float | None) -> str:
 def _percentage_points(value: float | None, reference: float | None) -> str:
     if value is None or reference is None or value == reference:
         return format_difference(value, reference)
-    return f"{100 * (value - reference):+.2f} points"
+    points = 100 * (value - reference)
+    return f"{points:+.2f} points" if abs(points) < 1e12 else f"{points:+.2e} points"
 
 
 FIGURES = (
@@ -95,7 +96,7 @@ def figure(run: Run, key: str) -> float | None:
     """A number of the run's result, or what follows from it."""
     if key == "added_memory_bytes":
         peak, base = run.figure("peak_memory_bytes"), run.figure("base_memory_bytes")
-        return None if peak is None or base is None else peak - base
+        return None if peak is None or base is None else number(peak - base)
     return run.figure(key)
 
 

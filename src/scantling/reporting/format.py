@@ -8,6 +8,8 @@ MISSING = "–"
 SAME = "same"
 
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_HUGE = 1e12
+"""From here on a number is written with an exponent, unless a unit has made it smaller."""
 _SI = ("k", "M", "G", "T", "P", "E")
 
 
@@ -39,6 +41,8 @@ def format_seconds(value: float | None) -> str:
         return MISSING
     if value < 0:
         return "-" + format_seconds(-value)
+    if value >= _HUGE:
+        return f"{value:.2e} s"
     for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (99.95, 1.0, "s")):
         if value < limit:
             return f"{_three_digits(value * factor)} {unit}"
@@ -50,14 +54,17 @@ def format_seconds(value: float | None) -> str:
 
 def format_decimal(value: float | None, digits: int = 4) -> str:
     """A loss or a probability with a fixed number of decimals; `–` for None and NaN."""
-    return MISSING if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+    if value is None or not math.isfinite(value):
+        return MISSING
+    return f"{value:.{digits}f}" if abs(value) < _HUGE else f"{value:.2e}"
 
 
 def format_percent(value: float | None, digits: int = 1, *, sign: bool = False) -> str:
     """`0.125` → `12.5 %`, with a `+` on request."""
     if value is None or not math.isfinite(value):
         return MISSING
-    return f"{100 * value:{'+' if sign else ''}.{digits}f} %"
+    plus = "+" if sign else ""
+    return f"{100 * value:{plus}.{digits}f} %" if abs(value) < _HUGE else f"{value:{plus}.2e}"
 
 
 def format_ratio(value: float | None, reference: float | None) -> str:
@@ -69,6 +76,8 @@ def format_ratio(value: float | None, reference: float | None) -> str:
     if reference == 0:
         return MISSING
     ratio = value / reference
+    if not math.isfinite(ratio):
+        return MISSING
     return f"×{_three_digits(ratio)}" if abs(ratio) < 1000 else f"×{format_number(ratio)}"
 
 
@@ -76,7 +85,10 @@ def format_difference(value: float | None, reference: float | None, digits: int 
     """A value less the reference with its sign, `-0.0210`; `same` where they are equal."""
     if value is None or reference is None or not (math.isfinite(value) and math.isfinite(reference)):
         return MISSING
-    return SAME if value == reference else f"{value - reference:+.{digits}f}"
+    if value == reference:
+        return SAME
+    difference = value - reference
+    return f"{difference:+.{digits}f}" if abs(difference) < _HUGE else f"{difference:+.2e}"
 
 
 def _three_digits(value: float) -> str:
@@ -85,6 +97,8 @@ def _three_digits(value: float) -> str:
     if size == 0:
         return "0"
     if size < 0.000_999_5:
+        return f"{value:.2e}"
+    if size >= _HUGE:
         return f"{value:.2e}"
     for digits, limit in ((0, 99.95), (1, 9.995), (2, 0.9995), (3, 0.099_95), (4, 0.009_995)):
         if size >= limit:

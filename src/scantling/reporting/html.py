@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -96,12 +97,13 @@ def render(runs: Sequence[Run]) -> str:
         title=_title(runs),
         runs=runs,
         states=[_state(run) for run in runs],
+        dark={f"--c{color[1:]}": dark for color, dark in charts.DARK.items()},
         styles=[_css_line(place) for place in range(len(runs))],
         facts=_facts(runs[0]) if len(runs) == 1 else [],
         rows=compare_rows(runs),
         charts=_charts(runs),
         plans=_plan_lines(runs),
-        notes=list(dict.fromkeys(str(note) for run in runs for note in run.plan.get("notes") or ())),
+        notes=list(dict.fromkeys(note for run in runs for note in _texts(run.plan.get("notes")))),
         differences=_differing([dict(flattened(run.recipe)) for run in runs], leave_out={"name"}),
         recipes=[(run.name, yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True)) for run in runs],
         surroundings=_side_by_side([dict(flattened(run.environment)) for run in runs]),
@@ -124,16 +126,17 @@ def _state(run: Run) -> tuple[str, str]:
     parts = [steps]
     seconds = run.column("step_s")
     if np.isfinite(seconds).any():
-        parts.append(f"{format_seconds(float(np.nansum(seconds)))} in steps")
+        with np.errstate(over="ignore"):
+            parts.append(f"{format_seconds(float(np.nansum(seconds)))} in steps")
     ended = run.column("time")[-1]
-    if np.isfinite(ended):
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # NaN, or beyond the year 9999
         parts.append(datetime.datetime.fromtimestamp(float(ended), datetime.UTC).strftime("%d %b %Y, %H:%M UTC"))
     return run.status, " · ".join(parts)
 
 
 def _css_line(place: int) -> tuple[str, str]:
     color, dashes = charts.line_style(place)
-    return color, {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}[dashes]
+    return charts.css_color(color), {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}[dashes]
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -156,7 +159,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("batch per step", batch),
         ("number format", _formats(section_of(recipe, "precision"))),
         ("processes", _text(run.environment.get("world_size"))),
-        ("device", _text(", ".join(map(str, hardware.get("gpus") or [])) or hardware.get("cpu"))),
+        ("device", _text(", ".join(_texts(hardware.get("gpus"))) or hardware.get("cpu"))),
         ("torch", _text(versions.get("torch"))),
     ]
     return [(label, value) for label, value in facts if value != MISSING]
@@ -207,7 +210,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
         ),
         ("Gradient norm", f"{smoothed} Before clipping.", charts.curve_chart(runs, "grad_norm", "gradient norm")),
     ]
-    return [Chart(title, caption, Markup(svg)) for title, caption, svg in made if svg is not None]
+    return [Chart(title, caption, Markup(charts.themed(svg))) for title, caption, svg in made if svg is not None]
 
 
 def _plan_lines(runs: Sequence[Run]) -> list[tuple[str, list[PlanCell]]]:
@@ -234,8 +237,9 @@ def _plan_cell(run: Run, key: str, show: Callable[[float | None], str]) -> PlanC
 
 def _tokens_per_step(run: Run) -> float | None:
     tokens = run.column("tokens")
-    steps = np.diff(tokens, prepend=0.0) if run.steps[0] == 1 else np.diff(tokens)
-    return number(float(np.median(steps))) if len(steps) else None
+    with np.errstate(over="ignore", invalid="ignore"):
+        steps = np.diff(tokens, prepend=0.0) if run.steps[0] == 1 else np.diff(tokens)
+        return number(float(np.median(steps))) if len(steps) else None
 
 
 def _differing(flat: Sequence[Mapping[str, Any]], leave_out: set[str]) -> list[tuple[str, list[str]]]:
@@ -250,6 +254,11 @@ def _side_by_side(flat: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [(key, [_text(one.get(key)) for one in flat]) for key in keys]
     return [(key, values[:1] if len(set(values)) == 1 else values) for key, values in rows]
+
+
+def _texts(value: object) -> list[str]:
+    """Return the strings in a list; a damaged file may hold anything else."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 def _text(value: object) -> str:

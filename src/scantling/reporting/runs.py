@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
+from pydantic_core import from_json
 
-from scantling.errors import UserError
+from scantling.errors import UserError, first_line
+from scantling.recipe.loading import read_yaml
 
 Column = NDArray[np.float64]
 
@@ -35,6 +39,31 @@ _CONSTANT = (
 )
 """Figures of a run that are those of its last step."""
 
+_COLUMNS = (
+    "tokens",
+    "loss",
+    *HELD_OUT,
+    "step_s",
+    *(f"{phase}_s" for phase in ("data", "forward", "backward", "exchange", "optimizer")),
+    "tokens_per_s",
+    "peak_memory_bytes",
+    "grad_norm",
+    "lr",
+    "tensor_size",
+    "time",
+)
+"""Keys that are kept for every step: 8 bytes each. Of other keys only the last value is read."""
+
+_MAX_LINE = 8 << 20
+"""Bytes of the longest line of `metrics.jsonl`; the ranks of 1,000 layers take less than 0.1 MiB."""
+_MAX_FILE = 64 << 20
+"""Bytes of the largest `plan.json`, `result.json`, `environment.json` and `recipe.yaml`."""
+_MAX_STEP = 2**53
+_MAX_DEPTH, _MAX_VALUES = 50, 1_000_000
+_MAX_RANK_CHANGES = 2048
+_BLOCK = 512
+_UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f\\ud800-\\udfff]")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -47,8 +76,9 @@ class Run:
         environment: versions, hardware, command; empty where the file is missing.
         plan: what `scantling plan` said before the run; empty where the file is missing.
         result: the figures of `result.json`; worked out from the records where the run has not written it.
-        columns: each numeric key of `metrics.jsonl` as an array over the steps, NaN where a step has no value.
-        ranks: (step, ranks of every layer of cores) where they changed; empty where they do not.
+        columns: "step" and keys of `metrics.jsonl` that charts need, as arrays over the steps; NaN if a step has no
+            value.
+        ranks: (step, ranks of each TT layer) for the steps at which ranks changed.
     """
 
     path: Path
@@ -96,119 +126,247 @@ def number(value: object) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def read_run(run_dir: str | Path) -> Run:
+def read_run(run_dir: str | Path, metrics: Metrics | None = None) -> Run:
     """Read a run directory, of a finished run or of one that is still going on.
 
-    A last line torn by a crash is left out. A resumed run goes back to a step it has been at before: what was recorded
-    of that step and of later ones until then was given up, so the later lines count.
+    Args:
+        run_dir: the folder.
+        metrics: its `metrics.jsonl`, if the caller has read it already.
 
     Raises:
         UserError: the folder holds no run, or a file in it cannot be read; the message names the file.
     """
     path = Path(run_dir)
-    if not path.is_dir():
-        raise UserError(f"run directory not found: {path}")
-    missing = [name for name in ("recipe.yaml", "metrics.jsonl") if not (path / name).is_file()]
+    try:
+        if not path.is_dir():
+            raise UserError(f"run directory not found: {path}")
+        missing = [name for name in ("recipe.yaml", "metrics.jsonl") if not (path / name).is_file()]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     if missing:
         raise UserError(f"{path} holds no run: there is no {' and no '.join(missing)} in it; give the folder of a run")
-    records = read_records(path / "metrics.jsonl")
-    if not records:
+    metrics = metrics or read_metrics(path / "metrics.jsonl")
+    if not metrics:
         raise UserError(
             f"{path} has no step yet: metrics.jsonl has no whole line; try again once the run has taken a step"
         )
     recipe = _read_recipe(path / "recipe.yaml")
     result = _read_object(path / "result.json")
-    if result.get("step") != records[-1]["step"]:  # not written yet, or from before the run was resumed
-        result = {"name": None, "status": "unfinished", **summarise(records)}
+    if result.get("step") != metrics.last["step"]:  # not written yet, or from before the run was resumed
+        result = {"name": None, "status": "unfinished", **metrics.summarize()}
     name = result.get("name") or recipe.get("name") or path.resolve().name
+    name = _UNPRINTABLE.sub("\ufffd", str(name))
     return Run(
         path=path,
-        name=str(name),
+        name=name,
         recipe=recipe,
         environment=_read_object(path / "environment.json"),
         plan=_read_object(path / "plan.json"),
-        result={"status": "done", **result, "name": str(name)},
-        columns=_columns(records),
-        ranks=[(record["step"], record["ranks"]) for record in records if isinstance(record.get("ranks"), dict)],
+        result={"status": "done", **result, "name": name},
+        columns=metrics.columns(),
+        ranks=metrics.ranks,
     )
 
 
-def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of a run from its records: medians after the first tenth of the steps, the mean loss of the last ten.
+class Metrics:
+    """The records of a `metrics.jsonl` as columns: 8 bytes for each key of `_COLUMNS` and step.
 
-    Args:
-        records: one a step, ascending, at least one.
-
-    Returns:
-        The keys of `result.json` without `name` and `status`; None where no record has a value.
+    A resumed run goes back to an earlier step: a record replaces all earlier records of its step and of later steps.
     """
-    last, settled = records[-1], records[len(records) // 10 :]
-    evaluated: dict[str, Any] = next((r for r in reversed(records) if "eval_loss" in r), {})
+
+    def __init__(self) -> None:
+        self.last: Mapping[str, Any] = {}
+        self.ranks: list[tuple[int, Mapping[str, Sequence[int]]]] = []
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+        self._pending: list[Mapping[str, Any]] = []
+        self._evaluated = array("q")  # steps with an evaluation
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add the record of one step."""
+        step = record["step"]
+        if self._steps and step <= self._steps[-1]:
+            self._drop_from(step)
+        self._steps.append(step)
+        self._pending.append(record)
+        if len(self._pending) == _BLOCK:
+            self._store()
+        if "eval_loss" in record:
+            self._evaluated.append(step)
+        if "ranks" in record:
+            self._add_ranks(step, record["ranks"])
+        self.last = record
+
+    def _store(self) -> None:
+        """Move pending records into the columns: block by block, because it takes half the time."""
+        before = len(self._steps) - len(self._pending)
+        for key in _COLUMNS:
+            values = [record.get(key) for record in self._pending]
+            if key not in self._columns:
+                if not any(value is not None for value in values):
+                    continue
+                self._columns[key] = array("d", np.full(before, np.nan).tobytes())
+            self._columns[key].frombytes(_to_floats(values).tobytes())
+        self._pending = []
+
+    def _add_ranks(self, step: int, given: object) -> None:
+        ranks = _ranks(given)
+        if not ranks or (self.ranks and self.ranks[-1][1] == ranks):
+            return
+        self.ranks.append((step, ranks))
+        if len(self.ranks) > _MAX_RANK_CHANGES:  # more than a chart can show: keep every second change and the newest
+            self.ranks = [*self.ranks[:-1:2], self.ranks[-1]]
+
+    def _drop_from(self, step: int) -> None:
+        """Forget this step and later steps."""
+        while self._pending and self._pending[-1]["step"] >= step:
+            self._pending.pop()
+        count = bisect_left(self._steps, step)
+        del self._steps[count:]
+        if not self._pending:
+            for column in self._columns.values():
+                del column[count:]
+        while self._evaluated and self._evaluated[-1] >= step:
+            self._evaluated.pop()
+        while self.ranks and self.ranks[-1][0] >= step:
+            self.ranks.pop()
+
+    def columns(self) -> dict[str, Column]:
+        """Return "step" and every key of `_COLUMNS` that has a finite value, as arrays over the steps."""
+        self._store()
+        columns = {key: self.column(key) for key in self._columns}
+        return {
+            "step": np.array(self._steps, dtype=np.float64),
+            **{key: column for key, column in columns.items() if np.isfinite(column).any()},
+        }
+
+    def column(self, key: str) -> Column:
+        """Return one column over the steps; NaN if a step has no finite value."""
+        self._store()
+        if key not in self._columns:
+            return np.full(len(self._steps), np.nan)
+        return np.array(self._columns[key], dtype=np.float64)
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the keys of `result.json` without `name` and `status`; None if no record has a value.
+
+        Times are medians after the first tenth of the steps; the loss is the mean of the last ten steps.
+        """
+        settled = slice(len(self) // 10, None)
+        constant = {key: self.last.get(key) for key in _CONSTANT}
+        evaluated = bisect_left(self._steps, self._evaluated[-1]) if self._evaluated else None
+        held_out = {} if evaluated is None else {key: self.column(key)[evaluated] for key in HELD_OUT}
+        return {
+            "step": self.last["step"],
+            **{
+                key: value if isinstance(value, str) or number(value) is not None else None
+                for key, value in constant.items()
+            },
+            "step_s": _reduce(np.median, self.column("step_s")[settled]),
+            "tokens_per_s": _reduce(np.median, self.column("tokens_per_s")[settled]),
+            "peak_memory_bytes": _reduce(np.max, self.column("peak_memory_bytes")),
+            "loss": _reduce(np.mean, self.column("loss")[-10:]),
+            **{
+                key: number(float(value)) for key, value in held_out.items() if key == "eval_loss" or np.isfinite(value)
+            },
+        }
+
+
+def _to_floats(values: list[Any]) -> Column:
+    """Return the values as floats; NaN for all that are no finite numbers."""
+    if not {type(value) for value in values} <= {float, int, type(None)} or any(
+        type(value) is int and abs(value) >= _MAX_STEP for value in values
+    ):
+        values = [number(value) for value in values]
+    found = np.array(values, dtype=np.float64)
+    found[~np.isfinite(found)] = np.nan
+    return found
+
+
+def _reduce(function: Any, values: Column) -> float | None:
+    values = values[np.isfinite(values)]
+    with np.errstate(over="ignore"):
+        return number(float(function(values))) if len(values) else None
+
+
+def _ranks(given: object) -> dict[str, list[int]]:
+    """Return the layers with a list of whole numbers, without anything else a damaged record holds."""
+    if not isinstance(given, dict):
+        return {}
     return {
-        "step": last["step"],
-        **{key: last.get(key) for key in _CONSTANT},
-        "step_s": _reduce(np.median, settled, "step_s"),
-        "tokens_per_s": _reduce(np.median, settled, "tokens_per_s"),
-        "peak_memory_bytes": _reduce(np.max, records, "peak_memory_bytes"),
-        "loss": _reduce(np.mean, records[-10:], "loss"),
-        **{key: evaluated[key] for key in HELD_OUT if key in evaluated},
+        _UNPRINTABLE.sub("\ufffd", name): ranks
+        for name, ranks in given.items()
+        if isinstance(ranks, list) and ranks and all(type(rank) is int and 0 <= rank < _MAX_STEP for rank in ranks)
     }
 
 
-def _reduce(function: Any, records: list[dict[str, Any]], key: str) -> float | None:
-    values = [value for record in records if (value := number(record.get(key))) is not None]
-    return float(function(values)) if values else None
+def read_metrics(path: Path, last_step: int | None = None) -> Metrics:
+    """Read a `metrics.jsonl` line by line. A last line without its end, torn by a crash, is ignored.
 
+    Args:
+        path: the file.
+        last_step: leave out records of later steps.
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, one a step, ascending, as they count after resumes."""
-    by_step: dict[int, dict[str, Any]] = {}
-    last = 0
-    for record in _lines(path):
-        step = record["step"]
-        if step <= last:
-            by_step = {s: r for s, r in by_step.items() if s < step}
-        by_step[step] = record
-        last = step
-    return [by_step[step] for step in sorted(by_step)]
+    Raises:
+        UserError: the file cannot be read, or a line is not the record of a step; the message names the line.
+    """
+    metrics = Metrics()
+    try:
+        for record in _lines(path):
+            if last_step is None or record["step"] <= last_step:
+                metrics.add(record)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    return metrics
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
-        for count, line in enumerate(file, start=1):
+        count = 0
+        while line := file.readline(_MAX_LINE):
+            count += 1
             if not line.endswith(b"\n"):
+                if len(line) == _MAX_LINE:
+                    raise UserError(
+                        f"{path}, line {count}: longer than {_MAX_LINE >> 20} MiB, the limit for the record of a "
+                        "step; remove the line"
+                    )
                 return  # torn by a crash, or still being written
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
+            record = _parse_line(line)
             step = record.get("step") if isinstance(record, dict) else None
-            if isinstance(step, bool) or not isinstance(step, int):
+            if type(step) is not int or not 0 <= step < _MAX_STEP:
                 raise UserError(
-                    f"{path}, line {count}: not a record of a step (a JSON object with a whole number `step`)"
+                    f"{path}, line {count}: not a record of a step (a JSON object with a whole number `step` from 0 to "
+                    "2^53)"
                 )
             yield record
 
 
-def _columns(records: list[dict[str, Any]]) -> dict[str, Column]:
-    keys = {key for record in records for key, value in record.items() if number(value) is not None} | {"step"}
-    return {key: np.array([_or_nan(record.get(key)) for record in records]) for key in sorted(keys)}
-
-
-def _or_nan(value: object) -> float:
-    found = number(value)
-    return float("nan") if found is None else found
+def _parse_line(line: bytes) -> Any:
+    """Return the JSON value of a line, or None. The fast parser refuses lone surrogates, the other one reads them."""
+    try:
+        return from_json(line)
+    except ValueError:
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):
+            return None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+        if not path.exists():
+            return {}
+        content = _clean(json.loads(_read_text(path)))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+        raise UserError(f"cannot read {path}: {first_line(error)}") from None
+    except RecursionError:
+        raise UserError(f"cannot read {path}: it is nested deeper than {_MAX_DEPTH} levels") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a JSON object")
     return content
@@ -216,12 +374,49 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_recipe(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a recipe: it holds no YAML mapping")
+        _read_text(path)
+        content: dict[str, Any] = _clean(read_yaml(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {first_line(error)}") from None
+    except RecursionError:
+        raise UserError(f"cannot read {path}: it is nested deeper than {_MAX_DEPTH} levels") from None
     return content
+
+
+def _read_text(path: Path) -> str:
+    if not path.is_file():
+        raise ValueError("it is not a file")
+    if path.stat().st_size > _MAX_FILE:
+        raise ValueError(f"it is larger than {_MAX_FILE >> 20} MiB")
+    return path.read_text(encoding="utf-8")
+
+
+def _clean(value: Any) -> Any:
+    """Return a copy that can be shown: bounded in depth, size and digits, with text that can be encoded.
+
+    Raises:
+        ValueError: the value is too deep, too large, or has too many digits.
+    """
+    count = 0
+
+    def copied(value: Any, depth: int) -> Any:
+        nonlocal count
+        count += 1
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
+        if count > _MAX_VALUES:
+            raise ValueError(f"it holds more than {_MAX_VALUES:,} values")
+        if isinstance(value, str):
+            return _UNPRINTABLE.sub("\ufffd", value)
+        if isinstance(value, int) and value.bit_length() > 10_000:
+            raise ValueError("it holds a number of over 3,000 digits")
+        if isinstance(value, Mapping):
+            return {copied(key, depth + 1): copied(inner, depth + 1) for key, inner in value.items()}
+        if isinstance(value, list | tuple | set):
+            return [copied(inner, depth + 1) for inner in value]
+        return value
+
+    return copied(value, 0)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

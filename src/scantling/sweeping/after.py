@@ -16,6 +16,7 @@ from typing import Any
 
 from scantling.errors import ScantlingError, UserError
 from scantling.files import write_json
+from scantling.reporting.runs import number
 from scantling.sweeping.schema import After
 from scantling.training.rundir import RunDir
 
@@ -123,9 +124,16 @@ def _is_done(stored: Mapping[str, Any], name: str, given: Any) -> bool:
 def _stored(run_dir: Path) -> dict[str, Any]:
     try:
         found = json.loads(RunDir(run_dir).after.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return {name: done for name, done in found.items() if _is_whole(done)} if isinstance(found, dict) else {}
+
+
+def _is_whole(done: Any) -> bool:
+    """True if a stored evaluation has its settings and figures; a damaged one is done again."""
+    if not isinstance(done, dict) or "given" not in done or not isinstance(done.get("figures"), dict):
+        return False
+    return all(number(value) is not None for value in done["figures"].values())
 
 
 def main(run_dir: str, settings: str) -> int:

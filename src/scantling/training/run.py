@@ -21,7 +21,7 @@ from scantling.planning.plan import check_world_size, plan
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
 from scantling.reporting.html import write_report
-from scantling.reporting.runs import read_records, read_run, summarise
+from scantling.reporting.runs import read_metrics, read_run
 from scantling.tasks import get_task
 from scantling.training.build import build_loop
 from scantling.training.checkpoint import Checkpointer
@@ -216,7 +216,7 @@ def _train(
             folder.note_launch(launch())
             folder.write_recipe(recipe)
         elif folder.metrics.exists():
-            read_records(folder.metrics)  # a broken line is better known now than after the last step
+            read_metrics(folder.metrics)  # a broken line is better known now than after the last step
         folder.write_environment(world_size=place.world_size, device=str(place.device), data=data.info)
         write_json(folder.plan, planned.to_dict())
         receivers: list[Sink] = [JsonlSink(folder.metrics), *sinks]
@@ -251,12 +251,12 @@ def _finish(folder: RunDir, name: str, outcome: Outcome, place: Place) -> RunRes
     """Write `result.json` and the report on rank 0; every rank returns the same result."""
     metrics: dict[str, Any] = {}
     if place.is_main:
-        records = [record for record in read_records(folder.metrics) if record["step"] <= outcome.step]
+        records = read_metrics(folder.metrics, last_step=outcome.step)
         metrics = {"name": name, "status": "stopped" if outcome.stopped else "done", "step": outcome.step}
         if records:
-            metrics |= summarise(records)
+            metrics |= records.summarize()
         write_json(folder.result, metrics)
         if records:
-            write_report([read_run(folder.path)], folder.report)
+            write_report([read_run(folder.path, records)], folder.report)
     metrics = place.share(metrics)
     return RunResult(folder.path, str(metrics["status"]), outcome.step, metrics)

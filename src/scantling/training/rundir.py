@@ -64,7 +64,9 @@ class RunDir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until unlock)
+            # not through a link: the lock file is truncated below
+            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            lock = open(handle, "r+", encoding="utf-8")  # noqa: SIM115 (held until unlock)
         except FileExistsError:
             raise UserError(f"the run directory {self.path} is a file; give another --run-dir") from None
         except OSError as error:

@@ -1,0 +1,92 @@
+"""Files that are written whole, with no way through a planted link."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from scantling import files
+from scantling.data.cache import Cache
+from scantling.errors import RunError, UserError
+from scantling.training.rundir import RunDir
+
+
+def test_write_whole_follows_no_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    monkeypatch.setattr("secrets.token_hex", lambda size: "0")
+    for name in (f"result.json.{os.getpid()}.tmp", "result.json.0.tmp"):
+        (tmp_path / name).symlink_to(victim)
+    with pytest.raises(RunError, match="cannot write"):
+        files.write_whole(tmp_path / "result.json", "new")
+    assert victim.read_text() == "kept"
+
+
+def test_write_whole_uses_names_nobody_can_predict(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    (tmp_path / f"result.json.{os.getpid()}.tmp").symlink_to(victim)
+    files.write_whole(tmp_path / "result.json", "new")
+    assert ((tmp_path / "result.json").read_text(), victim.read_text()) == ("new", "kept")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_write_whole_keeps_the_permissions_of_the_umask(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        files.write_whole(tmp_path / "result.json", "new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "result.json").stat().st_mode & 0o777 == 0o666 & ~mask
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_run_lock_follows_no_planted_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / ".lock").symlink_to(victim)
+    with pytest.raises(UserError, match="cannot write into the run directory"):
+        run.lock()
+    assert victim.read_text() == "kept"
+
+
+@pytest.mark.parametrize("writer", ["export", "data cache"])
+@pytest.mark.parametrize("planted", ["link", "dangling link", "folder"])
+def test_folders_written_aside_follow_no_planted_link(tmp_path: Path, writer: str, planted: str) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept").write_text("kept")
+    target = tmp_path / "kind" / "key"
+    target.parent.mkdir()
+    aside = target.with_name(".key.scantling" if writer == "export" else "key.tmp")
+    if planted == "folder":
+        aside.mkdir()
+        (aside / "stale").touch()
+    else:
+        aside.symlink_to(victim if planted == "link" else tmp_path / "nowhere")
+
+    def fill(folder: Path) -> dict[str, object]:
+        (folder / "data").write_text("new")
+        return {}
+
+    if writer == "export":
+        with files.written_aside(target) as folder:
+            fill(folder)
+    else:
+        Cache(tmp_path).get("kind", "key", fill)
+    assert {path.name for path in target.iterdir()} <= {"data", "meta.json"}
+    assert (target / "data").read_text() == "new"
+    assert [path.name for path in victim.iterdir()] == ["kept"]
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_lock_of_the_data_cache_follows_no_planted_link(tmp_path: Path) -> None:
+    (tmp_path / "kind").mkdir()
+    (tmp_path / "kind" / "key.lock").symlink_to(tmp_path / "planted")
+    with pytest.raises(UserError, match="cannot write the data cache"):
+        Cache(tmp_path).get("kind", "key", lambda folder: {})
+    assert not (tmp_path / "planted").exists()
