@@ -5,6 +5,11 @@ with a scale for each output, activations with one for the tensor; gradients pas
 add formats other than integers, other granularities, the rounding of gradients, layers of cores, and products of the
 hardware.
 
+By default we differ from the paper in one point: activations, keys, values and queries have a scale for each token, not
+one for the tensor. With one scale for the tensor, the logits of a token depend on later tokens and on the other
+sequences of the batch, so that a causal model is not causal, and generation with a cache differs from one without.
+Granularity `tensor` gives the paper's setting.
+
 A layer of cores (`scantling.tensorize`) rounds its cores, each with a scale for every index of its last bond, and its
 input; the products in between are not rounded. With products of the hardware it rounds them, too, and merged blocks of
 cores, to int8 or fp8_e4m3 by row and column, which is what these multiply.
@@ -70,11 +75,11 @@ def quantize_training(
         model: any module; of transformers for `kv_cache` and `queries`.
         weights: a format by name (`int8`, `fp8_e4m3`, `mxfp4_e2m1`, ...), a mapping such as {"format": "int4",
             "group_size": 64}, or a `Quantizer`; by name with a scale for each output.
-        activations: of the inputs of layers; by name with one scale for the tensor.
-        kv_cache: of keys and values within the attention; by name with one scale for each of the two.
-        queries: of queries there.
-        gradients: of the results of layers, in both products of the backward pass; by name with one scale for the
-            tensor, with `compute` one for each row of what is multiplied.
+        activations: of the inputs of layers; by name with a scale for each token.
+        kv_cache: of keys and values within the attention; by name with a scale for each token and head.
+        queries: of queries there; the same.
+        gradients: of the results of layers, in both products of the backward pass; by name with a scale for each
+            token, with `compute` one for each row of what is multiplied.
         compute: None simulates the formats; `int8` and `fp8` multiply such numbers by the hardware's own instructions.
             Formats of weights and activations are needed then.
         filter_fn: says of the name of a layer and the layer whether to quantize it.
@@ -94,13 +99,13 @@ def quantize_training(
 
     check_module(model, "quantize_training")
 
-    def quantizer(given: Given | None, granularity: Granularity = "tensor") -> Quantizer | None:
+    def quantizer(given: Given | None, granularity: Granularity = "token") -> Quantizer | None:
         return None if given is None else Quantizer.of(given, granularity)
 
     formats = LayerFormats(
         quantizer(weights, "channel"),
         quantizer(activations),
-        quantizer(gradients, "tensor" if compute is None else "token"),
+        quantizer(gradients),
         None if compute is None else Multiply(compute),
     )
     of_layers = any(each is not None for each in (formats.weights, formats.activations, formats.gradients))
@@ -114,6 +119,10 @@ def quantize_training(
     chosen = _chosen(model, filter_fn, with_embeddings=formats.weights is not None) if of_layers else {}
     if of_layers and not chosen:
         raise UserError(_nothing(model, filter_fn))
+    if not any(parameter.is_meta for parameter in model.parameters()):  # a plan computes nothing
+        _warn_of_mixed_tokens(
+            {"activations": formats.activations, "kv_cache": of_attention[0], "queries": of_attention[1]}
+        )
     if of_attention != (None, None):
         quantize_attention(model, *of_attention)
     for module in chosen.values():
@@ -217,6 +226,17 @@ def _check_products(model: nn.Module, formats: LayerFormats, multiply: Multiply)
     given = [each for each in (formats.weights, formats.activations, formats.gradients) if each is not None]
     for one, other in combinations(given, 2):
         multiply.check_pair(one, other)
+
+
+def _warn_of_mixed_tokens(given: Mapping[str, Quantizer | None]) -> None:
+    """Log a warning if tokens share a scale with later tokens and with other sequences."""
+    mixing = [f"{part} ({quantizer})" for part, quantizer in given.items() if quantizer and quantizer.mixes_tokens]
+    if mixing:
+        logger.warning(
+            "quantize_training: all tokens of a batch share scales of %s, so that the outputs for a token depend on "
+            "later tokens and on the other sequences; granularity 'token' avoids that",
+            " and ".join(mixing),
+        )
 
 
 def _is_quantized_layer(module: nn.Module) -> bool:
