@@ -174,11 +174,8 @@ class Quantizer:
     @property
     def bits(self) -> float:
         """Bits a number takes, with its share of the scale of its group."""
-        shared = (
-            {"fp32": 32, "power2": 8, "fp8": 8, "fp8_token": 8}[self.scales] / self.group_size
-            if self.group_size
-            else 0.0
-        )
+        of_scale = 32 if self.scales == "fp32" else 8
+        shared = of_scale / self.group_size if self.group_size else 0.0
         return self.format.bits + shared
 
     @property
