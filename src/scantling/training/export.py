@@ -42,7 +42,6 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
     restore(model, weights="rounded")
     if dense:
         densify(model)
-    model.config.use_cache = True
     with written_aside(folder) as aside:
         with quiet():
             model.save_pretrained(aside)

@@ -118,7 +118,6 @@ def quantize_run(
         after = run.evaluate()
         weights = quantized_weights(model)
         restore(model, weights="rounded")
-        model.config.use_cache = True
         also = partial(task.save_inputs, data=run.data, config=model.config)
         saved = save_quantized(model, folder, also=also, packed=not dequantized)
     parameters, trained = num_non_embedding(model), trained_bits(run.recipe)
