@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from scantling.checksums import check_checksums
 from scantling.errors import UserError, did_you_mean, first_line
 from scantling.models.presets import PRESETS
 from scantling.modes import evaluating
@@ -323,6 +324,7 @@ def quiet() -> Iterator[None]:
 
 def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     """Weights from the folder; a new head and what is left over are warnings, other missing weights an error."""
+    check_checksums(Path(str(section.hf)))
     model, report = auto_class.from_pretrained(
         section.hf,
         config=config,
