@@ -187,11 +187,11 @@ def _warn_of_calibration(calibrated: Calibration, matrices: list[Matrix], unseen
         columns = matrix.parameter.shape[0 if matrix.channels_last else 1]
         tokens = calibrated.tokens.get(matrix.name, columns)
         if tokens < columns:
-            few.append(f"{matrix.name} ({columns} inputs, {tokens} tokens)")
+            few.append(f"{matrix.name}: {columns} inputs, {tokens} tokens")
     if few:
         logger.warning(
-            "%d of %d weights have more inputs than there are tokens of calibration; give more batches: %s",
-            *(len(few), len(matrices), _first(few)),
+            "%d of %d weights have more inputs than there are tokens of calibration (%s); calibrate on more text",
+            *(len(few), len(matrices), few[0]),
         )
 
 
