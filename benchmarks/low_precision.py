@@ -7,8 +7,8 @@ Every contender is compiled, master weights are bf16, and all take turns in rand
 rounds of the own time over that of the layer that rounds nothing in the same round. A CPU without instructions for bf16
 multiplies it tens of times slower than fp32, so that any ratio would look good: there, take `--dtype float32`.
 
-`simulated` rounds weights by channel and activations by tensor; `products` multiply in int8 or fp8, with bf16 for the
-backward pass or, `all three`, the backward pass too.
+`simulated` rounds weights by channel and activations by tensor or by token; `products` multiply in int8 or fp8, with
+bf16 for the backward pass or, `all three`, the backward pass too.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ from torch import nn
 import scantling as sc
 
 WHOLE = "nothing rounded"
+INT8, FP8 = ({"format": name, "granularity": "tensor"} for name in ("int8", "fp8_e4m3"))
 FORMATS: dict[str, dict[str, Any]] = {
     WHOLE: {},
-    "simulated int8": {"weights": "int8", "activations": "int8"},
-    "simulated int4, groups of 128": {"weights": {"format": "int4", "group_size": 128}, "activations": "int8"},
-    "simulated fp8": {"weights": "fp8_e4m3", "activations": "fp8_e4m3"},
-    "simulated int8, all three": {"weights": "int8", "activations": "int8", "gradients": "int8"},
-    "products int8": {"weights": "int8", "activations": "int8", "compute": "int8"},
-    "products int8, all three": {"weights": "int8", "activations": "int8", "gradients": "int8", "compute": "int8"},
-    "products fp8": {"weights": "fp8_e4m3", "activations": "fp8_e4m3", "compute": "fp8"},
+    "simulated int8": {"weights": "int8", "activations": INT8},
+    "simulated int8, by token": {"weights": "int8", "activations": "int8"},
+    "simulated int4, groups of 128": {"weights": {"format": "int4", "group_size": 128}, "activations": INT8},
+    "simulated fp8": {"weights": "fp8_e4m3", "activations": FP8},
+    "simulated int8, all three": {"weights": "int8", "activations": INT8, "gradients": INT8},
+    "products int8": {"weights": "int8", "activations": INT8, "compute": "int8"},
+    "products int8, by token": {"weights": "int8", "activations": "int8", "compute": "int8"},
+    "products int8, all three": {"weights": "int8", "activations": INT8, "gradients": "int8", "compute": "int8"},
+    "products fp8": {"weights": "fp8_e4m3", "activations": FP8, "compute": "fp8"},
     "products fp8, all three": {
         "weights": "fp8_e4m3",
-        "activations": "fp8_e4m3",
+        "activations": FP8,
         "gradients": "fp8_e5m2",
         "compute": "fp8",
     },

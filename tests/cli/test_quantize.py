@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scantling as sc
 from scantling.cli import run
-from scantling.cli.quantizing import _predicted
+from scantling.cli.console import print_labeled
+from scantling.cli.quantizing import _lines, _predicted
 from scantling.laws import PostTrainingLaw, PrecisionLaw
 from scantling.precision import Quantizer
-from scantling.training.quantize import predictions
+from scantling.training.quantize import predictions, quantize_run
 from tests.runs import tiny_recipe, write_recipe
+
+LABELS = {"loss", "predicted", "on disk", "in memory", "weights", "folder"}
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +35,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_it_prints_and_writes(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["quantize", str(trained), "--weights", "int4", "--method", "gptq", "--group-size", "16"]
     assert run(given) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    printed = " ".join(out.split())
     folder = trained / "quantized-int4-g16-gptq"
+    assert out.startswith("loss        ")
+    assert "down_proj" not in out
     for words in (
-        "int4 by group of 16, gptq, step 8",
-        "┃ model.layers.… ",
-        "│ 1.mlp.down_proj ",
+        "weights 14 in int4 by group of 16, gptq, step 8",
         "held out before",
         "by the kumar law, fitted on N 30.0M to 220M, D 1.50G to 26.0G; N and D of this run outside of that",
         "by the ouyang law",
         "in bf16",
-        f"weights {folder}, which sc.load reads",
+        ": sc.load unpacks the weights to fp32, so the model is no smaller there, nor faster",
+        f"folder {folder}, which sc.load reads",
     ):
         assert words in printed, printed
     model = sc.load(folder)
@@ -48,6 +55,36 @@ def test_what_it_prints_and_writes(trained: Path, capsys: pytest.CaptureFixture[
     assert AutoTokenizer.from_pretrained(folder)("fox")["input_ids"]
     assert run(given) == 2
     assert "is there and not empty" in capsys.readouterr().err
+
+
+def test_a_table_with_verbose(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["quantize", str(trained), "--weights", "int8", "--out", str(tmp_path / "out"), "--verbose"]
+    assert run(given) == 0
+    out = capsys.readouterr().out
+    assert out.index("held out before") < out.index("┃ model.layers.… ") < out.index("│ 1.mlp.down_proj ")
+
+
+def test_warnings_are_one_line_a_kind(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    given = ["--weights", "int4", "--method", "gptq", "--calibration", "1", "--out", str(tmp_path / "out"), "--json"]
+    assert run(["quantize", str(trained), *given]) == 0
+    warnings = " ".join(capsys.readouterr().err.split())
+    assert warnings.count("WARNING") == 1
+    assert "2 of 14 weights have more inputs than there are tokens of calibration (" in warnings
+
+
+def test_the_result_fits_a_terminal_of_80_columns(trained: Path, tmp_path: Path) -> None:
+    out = StringIO()
+    console = Console(file=out, force_terminal=True, width=80, highlight=False, soft_wrap=True)
+    done = quantize_run(trained, "int4", tmp_path / "out")
+    for label, text in _lines(done, "sc.load"):
+        print_labeled(console, label, text)
+    lines = out.getvalue().splitlines()
+    words = {word for line in lines for word in line.split()}
+    assert all(len(line) <= 80 or str(tmp_path) in line for line in lines)
+    assert all(line.startswith(" " * 12) or line[:12].strip() in LABELS for line in lines)
+    assert all(word in words for _, text in _lines(done, "sc.load") for word in text.split())
 
 
 def test_the_figures(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,8 +113,10 @@ def test_the_figures(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     for row in two["layers"].values():
         assert 0.1 < row["output_error"] < 1.0
         assert row["weight_error"] > 10 * eight["layers"]["model.layers.0.mlp.up_proj.weight"]["weight_error"]
-    before = AutoModelForCausalLM.from_config(sc.load(tmp_path / "int8").config)
+    loaded = sc.load(tmp_path / "int8")
+    before = AutoModelForCausalLM.from_config(loaded.config)
     assert two["bytes"]["bf16"] == 2 * sum(parameter.numel() for parameter in before.parameters())
+    assert eight["bytes"]["in_memory"] == sum(parameter.nbytes for parameter in loaded.parameters())
 
 
 def test_embeddings_too(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +134,9 @@ def test_embeddings_too(trained: Path, tmp_path: Path, capsys: pytest.CaptureFix
 def test_what_transformers_reads(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for out, more in (("plain", ["--dequantized"]), ("packed", [])):
         assert run(["quantize", str(trained), "--weights", "fp6_e3m2", "--out", str(tmp_path / out), *more]) == 0
-    assert "which transformers reads" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "which transformers reads" in printed
+    assert "the weights are stored in fp32" in printed
     plain, packed = AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), sc.load(tmp_path / "packed")
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), packed.parameters(), strict=True))
 
@@ -105,7 +146,7 @@ def test_a_run_of_cores(trained: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert run(["train", str(write_recipe(tmp_path / "c.yaml", recipe)), "--run-dir", str(tmp_path / "run")]) == 0
     out = str(tmp_path / "out")
     assert run(["quantize", str(tmp_path / "run"), "--weights", "int8", "--method", "gptq", "--out", out]) == 0
-    assert "(rtn)" in capsys.readouterr().out
+    assert "weights     84 in int8 by channel, gptq, step 8, 84 of them to the nearest" in capsys.readouterr().out
     assert sc.load(out).model.layers[0].mlp.up_proj.ranks[1] > 1
 
 
@@ -130,7 +171,7 @@ def test_a_run_trained_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_law_by_which_training_diverges() -> None:
     kumar, _ = predictions(10**8, 10**10, Quantizer.of("int3"), {"activations": 2, "queries": 8})
     assert (kumar.degradation, kumar.unknown) == (None, ("queries",))
-    assert _predicted(kumar).startswith("predicted   no loss, as training diverges, by the kumar law")
+    assert _predicted(kumar).startswith("no loss, as training diverges, by the kumar law")
     assert _predicted(kumar).endswith(
         "activations of this run outside of that; it knows nothing of few bits of queries in training"
     )

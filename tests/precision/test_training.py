@@ -48,7 +48,8 @@ def test_a_linear_layer_is_what_the_paper_says() -> None:
     x = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=True)
     reference_x = x.detach().clone().requires_grad_()
     weight = layer.weight.detach().clone().requires_grad_()
-    model = sc.quantize_training(nn.Sequential(layer), weights="int4", activations="int8")
+    by_tensor = {"format": "int8", "granularity": "tensor"}
+    model = sc.quantize_training(nn.Sequential(layer), weights="int4", activations=by_tensor)
     up = torch.randn(3, 5, 16, dtype=torch.float64)
     y = model(x)
     y.backward(up)
@@ -68,7 +69,7 @@ def test_gradients_do_not_depend_on_the_scale_of_the_loss(fmt: str, loss_scale: 
     x = torch.randn(16, 64)
     up = torch.randn(16, 32)
     model(x).backward(up * loss_scale)
-    ideal = up.t() @ Quantizer.of(fmt)(x)
+    ideal = up.t() @ Quantizer.of(fmt, "token")(x)
     cosine = torch.cosine_similarity(model[0].weight.grad.flatten(), ideal.flatten(), dim=0)
     assert cosine >= 0.999
 
@@ -243,7 +244,7 @@ def test_keys_and_values_are_rounded_and_nothing_else() -> None:
     sc.quantize_training(model, kv_cache={"format": "int4", "granularity": "token"}, queries="int8")
     model(INPUT)
     (query, key, value), (rounded_query, rounded_key, rounded_value) = kept[0], kept[2]
-    assert torch.equal(rounded_query, fake_quantize(query, "int8"))
+    assert torch.equal(rounded_query, fake_quantize(query, "int8", granularity="token"))
     assert torch.equal(rounded_key, fake_quantize(key, "int4", granularity="token"))
     assert torch.equal(rounded_value, fake_quantize(value, "int4", granularity="token"))
     restore(model)
@@ -310,7 +311,7 @@ def test_parts_with_attentions_of_their_own_are_rounded_each() -> None:
     sc.quantize_training(model, kv_cache="int4")
     assert not torch.equal(model.get_text_features(INPUT[:1, :5]).pooler_output, texts)
     assert not torch.equal(model.get_image_features(pixels).pooler_output, images)
-    assert torch.equal(kept[1], fake_quantize(kept[0], "int4"))
+    assert torch.equal(kept[1], fake_quantize(kept[0], "int4", granularity="token"))
     restore(model)
     assert torch.equal(model.get_text_features(INPUT[:1, :5]).pooler_output, texts)
     assert torch.equal(model.get_image_features(pixels).pooler_output, images)
@@ -476,12 +477,12 @@ def test_layers_of_cores_round_their_cores_and_input() -> None:
     with torch.no_grad():
         for core in rounded.cores:
             core.copy_(fake_quantize(core, "int4", granularity="channel", axis=2))
-    expected = rounded(fake_quantize(x, "int8"))
+    expected = rounded(fake_quantize(x, "int8", granularity="token"))
     sc.quantize_training(model, weights="int4", activations="int8", gradients="int8")
     y = model(x)
     torch.testing.assert_close(y, expected)
     up = torch.randn_like(y)
-    (of_y,) = torch.autograd.grad(expected, rounded.cores[0], fake_quantize(up, "int8"))
+    (of_y,) = torch.autograd.grad(expected, rounded.cores[0], fake_quantize(up, "int8", granularity="token"))
     y.backward(up)
     torch.testing.assert_close(layer.cores[0].grad, of_y)
     restore(model)
@@ -506,7 +507,7 @@ def test_an_output_layer_of_cores_rounds_its_input() -> None:
     torch.manual_seed(0)
     table = sc.TTMEmbedding(60, 24, rank=4)
     x = torch.randn(3, 24)
-    expected = table.logits(fake_quantize(x, "int4"))
+    expected = table.logits(fake_quantize(x, "int4", granularity="token"))
     sc.quantize_training(nn.Sequential(table), activations="int4", filter_fn=lambda *_: True)
     torch.testing.assert_close(table.logits(x), expected)
 
@@ -534,7 +535,7 @@ def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
     assert len(steps) == 2  # x A B, of cores that are rounded
     a, b = (block.reshape(step.inner, step.width) for block, step in zip(model[0].blocks(steps), steps, strict=True))
     by_token, by_column = Quantizer.of("int8", "token"), Quantizer.of("int8", "channel")
-    inner = by_token(fake_quantize(x, "int6")) @ by_column(a.t()).t()
+    inner = by_token(fake_quantize(x, "int6", granularity="token")) @ by_column(a.t()).t()
     expected = by_token(inner) @ by_column(b.t()).t() + model[0].bias
     y = model(x)
     torch.testing.assert_close(y, expected)
@@ -722,10 +723,7 @@ def test_gradients_of_products_are_rounded_with_the_scales_of_codes_in_them(give
     torch.testing.assert_close(model[0].weight.grad, of_grads((up * of_x.scale).t()) @ of_x.codes)
 
 
-def test_layers_that_a_filter_takes_and_that_stay_whole_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
-    sc.quantize_training(model, weights="int4", filter_fn=lambda *_: True)
-    assert "1.out_proj stays whole: no NonDynamicallyQuantizableLinear is quantized" in caplog.text
+def test_filters_that_are_no_functions_are_refused() -> None:
     with pytest.raises(UserError, match="filter_fn must be a function"):
         sc.quantize_training(nn.Sequential(nn.Linear(8, 8)), weights="int4", filter_fn="mlp")  # type: ignore[arg-type]
 
@@ -826,7 +824,7 @@ def test_bf16_under_autocast() -> None:
 
 def test_it_says_what_it_is() -> None:
     model = sc.quantize_training(nn.Sequential(nn.Linear(4, 4)), weights="int4", activations="int8", compute="int8")
-    assert "weights=int4 by channel, activations=int8 by tensor, compute=int8" in repr(model)
+    assert "weights=int4 by channel, activations=int8 by token, compute=int8" in repr(model)
     cores = sc.quantize_training(nn.Sequential(sc.TTLinear(16, 16, rank=2)), weights="int4")
     assert "weights=int4 by channel" in repr(cores)
     assert "weights=" not in repr(restore(cores))

@@ -274,7 +274,7 @@ def test_an_input_that_is_changed_in_place_is_another(inference: bool) -> None:
     torch.testing.assert_close(second, 4.0 * first)
 
 
-def test_experts_that_some_batches_do_not_reach() -> None:
+def test_experts_that_some_batches_do_not_reach(caplog: pytest.LogCaptureFixture) -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -286,8 +286,16 @@ def test_experts_that_some_batches_do_not_reach() -> None:
     x = torch.rand(20, 6)
     for batches in ([x, -x], [-x, x]):
         sc.quantize_weights(Routed(), "int4", method="gptq", calibration=batches)
-    with pytest.raises(UserError, match=r"experts.1.weight: the calibration puts nothing through this layer"):
-        sc.quantize_weights(Routed(), "int4", method="gptq", calibration=[-x])
+    model = Routed()
+    expected = Quantizer.of("int4", "channel")(model.experts[1].weight)
+    sc.quantize_weights(model, "int4", method="gptq", calibration=[-x])
+    assert "1 of 2 weights are rounded to the nearest, since the calibration calls no layer" in caplog.text
+    assert torch.equal(model.experts[1].weight, expected)
+    found = quantized_weights(model)
+    assert [weight.method for weight in found.values()] == ["gptq", "rtn"]
+    assert found["experts.1.weight"].output_error is None
+    with pytest.raises(UserError, match="the batches put nothing through any of the layers"):
+        sc.quantize_weights(Routed(), "int4", method="gptq", calibration=[lambda _: None])
 
 
 def test_what_fails_in_the_middle_says_how_far_it_came() -> None:
@@ -312,8 +320,13 @@ def test_what_fails_in_the_middle_says_how_far_it_came() -> None:
 
 
 def test_little_calibration_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    sc.quantize_weights(nn.Sequential(nn.Linear(32, 4)), "int4", method="gptq", calibration=[torch.randn(5, 32)])
-    assert "0.weight has 32 inputs and sees only 5 tokens" in caplog.text
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+    sc.quantize_weights(model, "int4", method="gptq", calibration=[torch.randn(5, 32)])
+    (record,) = caplog.records
+    assert record.message == (
+        "5 of 5 weights have more inputs than there are tokens of calibration (0.weight: 32 inputs, 5 tokens); "
+        "calibrate on more text"
+    )
 
 
 def texts() -> Iterator[torch.Tensor]:

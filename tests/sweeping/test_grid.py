@@ -13,6 +13,7 @@ from scantling.planning.plan import planned_model
 from scantling.recipe import load_recipe
 from scantling.sweeping.grid import Case, cases, select
 from scantling.sweeping.schema import load_sweep
+from scantling.sweeping.table import read_table
 from scantling.tasks.causal_lm import CausalLM
 from tests.runs import tiny_recipe, write_recipe
 
@@ -123,9 +124,17 @@ def test_the_precision_experiment_has_each_part_alone_at_three_to_eight_bits() -
         formats = [f"int{bits}" for bits in range(3, 9)]
         assert sweep.after.quantize.formats == [*formats, "int3.gptq", "int4.gptq"]
         if name == "parts":
-            for part in ("weights", "activations", "kv_cache"):
-                for bits in range(3, 9):
-                    assert {f"precision.{part}": f"int{bits}"} in sweep.linked["formats"]
+            for bits in range(3, 9):
+                by_tensor = {"format": f"int{bits}", "granularity": "tensor"}  # as in the paper
+                for part, given in (("weights", f"int{bits}"), ("activations", by_tensor), ("kv_cache", by_tensor)):
+                    assert {f"precision.{part}": given} in sweep.linked["formats"]
+
+
+@pytest.mark.parametrize("name", ["parts", "tokens", "seeds"])
+def test_precision_sweeps_find_their_committed_results(name: str) -> None:
+    sweep, base = load_sweep(ROOT / "recipes" / f"sweep-precision-{name}.yaml")
+    table = read_table(ROOT / "benchmarks" / "results" / f"precision-{name}.csv")
+    assert set(table) == {case.key for case in cases(sweep, base)}
 
 
 def test_faults_of_all_recipes_come_at_once_with_their_settings(tmp_path: Path) -> None:

@@ -227,6 +227,9 @@ def quantize(
         bool, typer.Option("--dequantized", help="Write what transformers loads, not packed.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: what the recipe names.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also print a table with the errors of each weight.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Quantise the weights of a run's newest checkpoint, say what it costs, and write them packed."""
@@ -243,6 +246,7 @@ def quantize(
         out=out,
         dequantized=dequantized,
         device=device,
+        verbose=verbose,
         as_json=as_json,
     )
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 PLAIN_INTERVAL_S = 10.0
 """Seconds between plain lines where there is no terminal."""
 BAR_WIDTH = 16
+LABEL_WIDTH = 12
 MOST_MISSING = 5
 """Of missing files that are named."""
 
@@ -42,6 +44,15 @@ def show_warnings(console: Console) -> None:
     logger = logging.getLogger("scantling")
     logger.handlers = [handler]
     logger.propagate = False
+
+
+def print_labeled(console: Console, label: str, text: str) -> None:
+    """Print a label and a text; on a terminal the text is wrapped between words and stays beside the label."""
+    line = f"{label:<{LABEL_WIDTH}}{text}"
+    if console.is_terminal:
+        indent = " " * LABEL_WIDTH
+        line = fill(line, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    console.print(line, markup=False)
 
 
 def print_data_problems(console: Console, recipes: Iterable[Recipe]) -> None:

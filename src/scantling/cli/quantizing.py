@@ -7,7 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scantling.cli.console import make_console
+from scantling.cli.console import make_console, print_labeled
 from scantling.launched import refuse_processes
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def quantize(
     out: Path | None,
     dequantized: bool,
     device: str | None,
+    verbose: bool,
     as_json: bool,
 ) -> int:
     from scantling.models.build import quiet
@@ -64,11 +65,10 @@ def quantize(
     if as_json:
         print(json.dumps(summary(done), indent=2))
         return 0
-    console.print(_table(done))
-    for line in _lines(done):
-        console.print(line, markup=False)
-    loads = "transformers" if dequantized else "sc.load"
-    console.print(f"weights     {done.folder}, which {loads} reads", markup=False)
+    for label, text in _lines(done, "transformers" if dequantized else "sc.load"):
+        print_labeled(console, label, text)
+    if verbose:
+        console.print(_table(done))
     return 0
 
 
@@ -96,7 +96,12 @@ def summary(done: QuantizedRun) -> dict[str, Any]:
         ],
         "parameters_without_embeddings": done.parameters,
         "tokens": done.tokens,
-        "bytes": {"written": done.saved.written, "as_trained": done.saved.plain, "bf16": 2 * done.saved.num_numbers},
+        "bytes": {
+            "written": done.saved.written,
+            "as_trained": done.saved.plain,
+            "bf16": 2 * done.saved.num_numbers,
+            "in_memory": done.memory,
+        },
         "layers": {
             name: {
                 "format": weight.packed.format,
@@ -131,18 +136,25 @@ def _table(done: QuantizedRun) -> Table:
     return table
 
 
-def _lines(done: QuantizedRun) -> list[str]:
+def _lines(done: QuantizedRun, reader: str) -> list[tuple[str, str]]:
+    """Return the result in lines, each a label and a text."""
     from scantling.reporting.format import format_bytes, format_difference, format_ratio
 
     before, after = done.before["eval_loss"], done.after["eval_loss"]
-    lines = [
-        f"loss        {before:.4f} held out before, {after:.4f} after: {format_difference(after, before)} nats",
-        *(_predicted(each) for each in done.predictions),
-    ]
     saved, half = done.saved, 2 * done.saved.num_numbers
     others = ((f"as trained {format_bytes(saved.plain)}", saved.plain), (f"in bf16 {format_bytes(half)}", half))
     compared = ", ".join(f"{text} ({format_ratio(saved.written, size)})" for text, size in others)
-    return [*lines, f"on disk     {format_bytes(saved.written)}; {compared}"]
+    nearest = sum(weight.method != done.method for weight in done.weights.values())
+    stored = "sc.load unpacks the weights to" if reader == "sc.load" else "the weights are stored in"
+    rounded = f", {nearest} of them to the nearest" if nearest else ""
+    return [
+        ("loss", f"{before:.4f} held out before, {after:.4f} after: {format_difference(after, before)} nats"),
+        *(("predicted", _predicted(each)) for each in done.predictions),
+        ("on disk", f"{format_bytes(saved.written)}; {compared}"),
+        ("in memory", f"{format_bytes(done.memory)}: {stored} {done.dtype}, so the model is no smaller there, nor faster"),
+        ("weights", f"{len(done.weights)} in {done.quantizer}, {done.method}, step {done.step}{rounded}"),
+        ("folder", f"{done.folder}, which {reader} reads"),
+    ]
 
 
 def _predicted(law: Prediction) -> str:
@@ -154,4 +166,4 @@ def _predicted(law: Prediction) -> str:
     if law.unknown:
         outside += f"; it knows nothing of few bits of {' and '.join(law.unknown)} in training"
     added = "no loss, as training diverges," if law.degradation is None else f"{law.degradation:+.4f} nats"
-    return f"predicted   {added} by the {law.law} law, fitted on {', '.join(ranges)}{outside}"
+    return f"{added} by the {law.law} law, fitted on {', '.join(ranges)}{outside}"

@@ -20,6 +20,8 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -46,6 +48,7 @@ UNNAMED = ("", "none", "inf", "nan", "<na>")
 _FORMAT = re.compile(r"(?:mx|nv)?(?:int|fp|bf)(\d+)(?:_e\d+m\d+)?")
 """A number format as recipes spell it, `int4` or `fp8_e4m3`, and its bits."""
 _SAID: set[tuple[str, ...]] = set()
+_warns: ContextVar[bool] = ContextVar("_warns", default=True)
 
 
 @dataclass(frozen=True)
@@ -315,13 +318,15 @@ class Law(ABC):
                     yield name, f"{edge:.0e}", text
 
     def warn_outside(self, **values: Any) -> tuple[str, ...]:
-        """Log each value outside the fitted range, the same first digit once, and return what is to be said."""
-        texts = []
+        """Log the values outside the fitted range in one line, the same first digit once, and return all in words."""
+        texts, fresh = [], []
         for name, digit, text in self._outside(values):
             texts.append(text)
-            if (said := (self.source, name, digit)) not in _SAID:
+            if _warns.get() and (said := (self.source, name, digit)) not in _SAID:
                 _SAID.add(said)
-                logger.warning("%s law (%s) extrapolates: %s", self.name, self.source, text)
+                fresh.append(text)
+        if fresh:
+            logger.warning("%s law (%s) extrapolates: %s", self.name, self.source, "; ".join(fresh))
         return tuple(texts)
 
     def _loss(self, N: ArrayLike, D: ArrayLike, **variables: Any) -> Any:
@@ -352,6 +357,16 @@ class Law(ABC):
             name: str(given.get(name, default)) if isinstance(default, str) else _bits(name, given.get(name, default))
             for name, default in self.VARIABLES.items()
         }
+
+
+@contextmanager
+def without_range_warnings() -> Iterator[None]:
+    """Log nothing about values outside of fitted ranges, for callers that show `Law.outside` themselves."""
+    token = _warns.set(False)
+    try:
+        yield
+    finally:
+        _warns.reset(token)
 
 
 def _slope(moved: Any) -> Any:

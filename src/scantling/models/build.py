@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from scantling.checksums import check_checksums
 from scantling.errors import UserError, did_you_mean, first_line
 from scantling.models.presets import PRESETS
 from scantling.modes import evaluating
 from scantling.precision.training import quantize_training
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.schema import TASKS, ModelSection
-from scantling.tasks.base import Task
+from scantling.tasks.base import Task, without_cache
 from scantling.tensor import pretrained
 from scantling.tensor.convert import tensorize
 from scantling.tensor.layout import rebuild
@@ -158,7 +159,6 @@ def build_config(
     try:
         with quiet():
             config = config_class(**{**given, **config_overrides, **section.overrides})
-            config.use_cache = False
     except Exception as error:  # configuration classes raise errors of many kinds for values that do not fit
         raise UserError(f"model: {config_class.__name__} refuses these settings: {first_line(error)}") from None
     _check_fit(config, vocab_size, seq_len)
@@ -282,7 +282,7 @@ def _differ(model: Any, one: dict[str, Any], other: dict[str, Any], places: slic
     """Whether logits at some places change from one input to another, by more than the order of sums does."""
     try:
         with evaluating(model):
-            logits, changed = (model(**inputs).logits[:, places] for inputs in (one, other))
+            logits, changed = (model(**inputs, **without_cache(model)).logits[:, places] for inputs in (one, other))
     except Exception:  # models that want further inputs
         return False
     return bool((logits - changed).abs().max() > 1e-5 * logits.abs().max())
@@ -324,6 +324,7 @@ def quiet() -> Iterator[None]:
 
 def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     """Weights from the folder; a new head and what is left over are warnings, other missing weights an error."""
+    check_checksums(Path(str(section.hf)))
     model, report = auto_class.from_pretrained(
         section.hf,
         config=config,

@@ -71,8 +71,8 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
 
     Args:
         model: of transformers, with an attention function that has a name, such as `sdpa`.
-        kv_cache: of keys and values, (batch, heads, tokens, size of a head), each with scales of its own; channels are
-            those of a head.
+        kv_cache: of keys and values, (batch, heads, tokens, size of a head), each with scales of its own; a token is
+            one vector of a head, channels are those of a head.
         queries: of queries, of the same shape.
 
     Raises:

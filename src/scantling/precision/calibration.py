@@ -12,7 +12,6 @@ that read the same tensor (Q, K and V), unchanged in between and once a pass, sh
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +23,6 @@ from torch import Tensor, nn
 from scantling.errors import UserError
 from scantling.modes import evaluating
 from scantling.precision.matrices import Matrix
-
-logger = logging.getLogger(__name__)
 
 Batch: TypeAlias = Mapping[str, Any] | Tensor | Callable[[nn.Module], Any]
 """Arguments of a model by name, its one argument, or a function that puts a batch through the model."""
@@ -65,8 +62,11 @@ class Calibration:
         matrices: weights with the layers that multiply by them.
         batches: see `Batch`; gone through once, and kept.
 
+    Attributes:
+        tokens: how many inputs each weight has seen in `hessians`, by its name.
+
     Raises:
-        UserError: no batches, empty ones, something that is no batch, or a layer that sees none of them.
+        UserError: no batches, empty ones, something that is no batch, or batches that call none of the layers.
     """
 
     def __init__(self, model: nn.Module, matrices: list[Matrix], batches: Iterable[Batch]) -> None:
@@ -77,6 +77,7 @@ class Calibration:
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._leaders: dict[int, int] = {}  # of each layer, the one that has its input first
         self._passes: list[_Pass] = []
+        self.tokens: dict[str, int] = {}
         self._trace(matrices)
 
     def blocks(self) -> Iterator[list[Matrix]]:
@@ -90,8 +91,7 @@ class Calibration:
     def hessians(self, block: list[Matrix]) -> dict[str, Tensor]:
         """The mean of x x^T over all inputs x of each weight of a block, by its name: (in, in) fp32.
 
-        Raises:
-            UserError: a layer that sees no input.
+        A weight that sees no input has none.
         """
         leading = {self._leaders[id(module)] for matrix in block for module in matrix.modules}
         sums: dict[int, Tensor] = {}
@@ -119,9 +119,9 @@ class Calibration:
             keys = [self._leaders[id(module)] for module in matrix.modules]
             tokens = sum(counts[key] for key in keys)
             if tokens == 0:
-                raise UserError(_unseen(matrix))
+                continue
             found[matrix.name] = torch.stack([sums[key] for key in keys if key in sums]).sum(0) / tokens
-            self._warn_of_few(matrix, tokens)
+            self.tokens[matrix.name] = tokens
         return found
 
     def _trace(self, matrices: list[Matrix]) -> None:
@@ -142,9 +142,11 @@ class Calibration:
 
             self._run(batch, self._modules, see)
             self._passes.append(_Pass.of(calls))
+        if self._modules and not self._leaders:
+            raise UserError(
+                "calibration: the batches put nothing through any of the layers; give batches of what the model reads"
+            )
         for matrix in matrices:
-            if matrix.modules and not any(id(module) in self._leaders for module in matrix.modules):
-                raise UserError(_unseen(matrix))
             for module in matrix.modules:
                 key, leader = id(module), self._leaders.get(id(module), id(module))
                 once = all(each.counts[key] == each.counts[leader] <= 1 for each in self._passes)
@@ -173,12 +175,6 @@ class Calibration:
         finally:
             for handle in hooks:
                 handle.remove()
-
-    def _warn_of_few(self, matrix: Matrix, tokens: int) -> None:
-        columns = matrix.parameter.shape[0 if matrix.channels_last else 1]
-        if tokens < columns:
-            text = "%s has %d inputs and sees only %d tokens of the calibration; give more batches"
-            logger.warning(text, matrix.name, columns, tokens)
 
 
 def _checked(batches: Iterable[Batch | Sequence[Tensor]]) -> list[Batch]:
@@ -227,10 +223,3 @@ def _block_of(model: nn.Module, name: str) -> str:
             return ".".join(parts[: place + 1])
         module = module.get_submodule(part) if part else module
     return name
-
-
-def _unseen(matrix: Matrix) -> str:
-    return (
-        f"{matrix.name}: the calibration puts nothing through this layer; give other or more batches, or leave it out "
-        "with filter_fn"
-    )

@@ -5,6 +5,7 @@ A layer changes its class in place, so that its name, parameters, hooks and ties
     nn.Linear       QuantizedLinear        y = qa(x) qw(W)^T + b
     Conv1D          QuantizedConv1D        y = qa(x) qw(W) + b, see `conv1d.py`
     nn.Embedding    QuantizedEmbedding     rows of qw(W), and their sums or means: QuantizedEmbeddingBag
+    a subclass      RoundedSubclass        its own forward pass, of qa(x) and qw(W)
 
 The backward pass multiplies by what the forward pass did, the gradient of the result times qw(W) and times qa(x)
 (straight-through); with a format of gradients, by the rounded gradient.
@@ -12,14 +13,18 @@ The backward pass multiplies by what the forward pass did, the gradient of the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from scantling.kinds import made_from_conv1d
 from scantling.precision.matrices import as_matrix, from_matrix
 from scantling.precision.products import Multiply
 from scantling.precision.quantizer import Quantizer
@@ -114,45 +119,76 @@ class LayerFormats:
         return by_row(found)
 
 
-class QuantizedLinear(nn.Linear):
+class RoundedWeight:
+    """What a quantized layer has in addition to its own class: a weight that is rounded wherever a model reads it.
+
+    Some models compute with the weight of a layer that they never call: Mamba's `dt_proj`, `out_proj` of
+    `nn.MultiheadAttention`, fused kernels. In a forward pass of any module around the layer, or of its own class,
+    `layer.weight` is the rounded weight. Elsewhere it is the parameter, which optimizers and checkpoints hold.
+    """
+
+    formats: LayerFormats
+    plain: ClassVar[type]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.rounded_weight() if _in_forward() else self.master_weight()
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:  # of what is no parameter, such as the copy on a device of DataParallel
+        vars(self)["weight"] = value
+
+    def master_weight(self) -> Tensor:
+        """Return the weight as it is trained."""
+        parameters: dict[str, Tensor] = self._parameters  # type: ignore[attr-defined]
+        found = parameters.get("weight")
+        return vars(self)["weight"] if found is None else found
+
+    def rounded_weight(self) -> Tensor:
+        """Return what a layer computes with instead of its weight."""
+        return self.formats.matrix(self.master_weight())
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.formats}"  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _made_again, (self.plain,), vars(self)  # no module holds the class of a subclass by its name
+
+
+class QuantizedLinear(RoundedWeight, nn.Linear):
     """`nn.Linear` in few bits, made by `quantize_training`."""
 
     plain: ClassVar[type] = nn.Linear
-    formats: LayerFormats
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.formats.product(input, self.weight, self.bias)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.formats}"
+        return self.formats.product(input, self.master_weight(), self.bias)
 
 
-class QuantizedEmbedding(nn.Embedding):
+class QuantizedEmbedding(RoundedWeight, nn.Embedding):
     """`nn.Embedding` in few bits, made by `quantize_training`; with one scale for all rows gradients are dense."""
 
     plain: ClassVar[type] = nn.Embedding
-    formats: LayerFormats
 
     def forward(self, input: Tensor) -> Tensor:
-        found = super().forward(input)
-        return self.formats.rows(self.weight, input, found, self.padding_idx, self.scale_grad_by_freq)
+        table = self.master_weight()
+        found = nn.functional.embedding(
+            input, table, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        )
+        return self.formats.rows(table, input, found, self.padding_idx, self.scale_grad_by_freq)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.formats}"
 
-
-class QuantizedEmbeddingBag(nn.EmbeddingBag):
+class QuantizedEmbeddingBag(RoundedWeight, nn.EmbeddingBag):
     """`nn.EmbeddingBag` in few bits, made by `quantize_training`; each pass rounds the whole table."""
 
     plain: ClassVar[type] = nn.EmbeddingBag
-    formats: LayerFormats
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         if self.max_norm is not None:
-            torch.embedding_renorm_(self.weight.detach(), input.contiguous(), self.max_norm, self.norm_type)
+            table = self.master_weight().detach()
+            torch.embedding_renorm_(table, input.contiguous(), self.max_norm, self.norm_type)
         return nn.functional.embedding_bag(
             input,
-            self.formats.matrix(self.weight),
+            self.rounded_weight(),
             offsets,
             None,
             self.norm_type,
@@ -164,8 +200,84 @@ class QuantizedEmbeddingBag(nn.EmbeddingBag):
             self.padding_idx,
         )
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.formats}"
+
+class RoundedSubclass(RoundedWeight):
+    """A subclass of a layer, with a forward pass of its own, in few bits: its input and its weight are rounded.
+
+    Products are simulated, since only the class knows what it multiplies.
+    """
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = self.formats.input(input) if input.is_floating_point() else input
+        with in_forward(self):
+            y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return self.formats.output(y) if isinstance(y, Tensor) else y
+
+
+_CLASSES: dict[type, type] = {each.plain: each for each in (QuantizedLinear, QuantizedEmbedding, QuantizedEmbeddingBag)}
+
+
+@cache
+def quantized_class(plain: type) -> type:
+    """Return the class that a layer of a class changes to.
+
+    Args:
+        plain: `nn.Linear`, `nn.Embedding`, `nn.EmbeddingBag`, the Conv1D of transformers, or a subclass.
+    """
+    if made_from_conv1d(plain):
+        from scantling.precision.conv1d import QuantizedConv1D, RoundedConv1DSubclass
+
+        if plain is QuantizedConv1D.plain:
+            return QuantizedConv1D
+        return type(f"Quantized{plain.__name__}", (RoundedConv1DSubclass, plain), {"plain": plain})
+    base = next(each for each in _CLASSES if issubclass(plain, each))
+    if plain.forward is base.forward:  # type: ignore[attr-defined]
+        known = _CLASSES[base]
+        return known if plain is base else type(f"Quantized{plain.__name__}", (known, plain), {"plain": plain})
+    return type(f"Quantized{plain.__name__}", (RoundedSubclass, plain), {"plain": plain})
+
+
+def _made_again(plain: type) -> Any:
+    """Return an empty layer, for copies and pickles."""
+    kind = quantized_class(plain)
+    return kind.__new__(kind)
+
+
+_forward = threading.local()
+
+
+def _active() -> weakref.WeakSet[Any]:
+    """Return the modules whose forward passes this thread is in."""
+    if not hasattr(_forward, "modules"):
+        _forward.modules = weakref.WeakSet()
+    return _forward.modules  # type: ignore[no-any-return]
+
+
+def _in_forward() -> bool:
+    """True in a forward pass of a module around a quantized layer, and wherever a model is compiled."""
+    return torch.compiler.is_compiling() or bool(_active())
+
+
+@contextmanager
+def in_forward(module: Any) -> Iterator[None]:
+    """Count as a forward pass of a module."""
+    enter_forward(module)
+    try:
+        yield
+    finally:
+        leave_forward(module)
+
+
+def enter_forward(module: Any, *_: Any) -> None:
+    """Note, as a hook before a forward pass, that it begins."""
+    if not torch.compiler.is_compiling():
+        _active().add(module)
+
+
+def leave_forward(module: Any, *_: Any) -> None:
+    """Note, as a hook after a forward pass, that it is over."""
+    if not torch.compiler.is_compiling():
+        _active().discard(module)
 
 
 class _RoundedGradient(torch.autograd.Function):

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from scantling.errors import UserError
 from scantling.groups import output_layers
@@ -79,25 +80,50 @@ def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Mat
 
     Args:
         model: any module.
-        filter_fn: says of the name of a layer and the layer whether to take it; default all linear layers but those
-            that `get_output_embeddings()` names, and a model that is an embedding and nothing else.
+        filter_fn: as of `find_layers`.
 
     Raises:
         UserError: none, or weights that are sharded, on the meta device, or hold NaN or Inf.
     """
-    takes = taker(model, filter_fn)
     found: dict[int, Matrix] = {}
-    for name, module in model.named_modules():
-        weights = list(_weights(name, module))
-        if weights and takes(name, module):
-            for parameter_name, parameter, channels_last in weights:
-                found.setdefault(id(parameter), Matrix(parameter_name, parameter, channels_last))
+    for name, module in find_layers(model, filter_fn).items():
+        for parameter_name, parameter, channels_last in _weights(name, module):
+            found.setdefault(id(parameter), Matrix(parameter_name, parameter, channels_last))
     if not found:
         raise UserError(_nothing(model, filter_fn))
     _note_uses(model, found)
     for matrix in found.values():
         _check(matrix)
     return list(found.values())
+
+
+def find_layers(model: nn.Module, filter_fn: Filter | None = None) -> dict[str, nn.Module]:
+    """Return the layers to quantize by name, for training, export and quantization after training alike.
+
+    These are `nn.Linear`, the Conv1D of transformers, embeddings, subclasses of all three, and TT layers. Left out are
+    layers whose weight is not a parameter of their own (`weight_norm` computes it), and parameters that no such layer
+    holds, such as `in_proj_weight` of `nn.MultiheadAttention`, an LSTM's, or stacked experts.
+
+    Args:
+        model: any module.
+        filter_fn: says of the name of a layer and the layer whether to take it. Default: all but embeddings within a
+            model, the layers that `get_output_embeddings()` names, and linear layers that share a weight with these.
+    """
+    takes = _taker(model, filter_fn)
+    layers = {name: module for name, module in model.named_modules() if _has_weights(module)}
+    chosen = {name: module for name, module in layers.items() if takes(name, module)}
+    if filter_fn is None:
+        others = (module for name, module in layers.items() if name not in chosen)
+        left_alone = {id(weight) for module in others for _, weight, _ in _weights("", module)}
+        chosen = {name: each for name, each in chosen.items() if not _holds(each, left_alone)}
+    return chosen
+
+
+def sharing_layers(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the further layers that hold a weight of the chosen ones, such as the embedding of a tied head."""
+    taken = {id(module): module for module in chosen}
+    weights = {id(weight) for module in taken.values() for _, weight, _ in _weights("", module)}
+    return [module for module in model.modules() if id(module) not in taken and _holds(module, weights)]
 
 
 def warn_of_the_rest(model: nn.Module, taken: Iterable[Tensor], what: str) -> None:
@@ -120,7 +146,7 @@ def warn_of_the_rest(model: nn.Module, taken: Iterable[Tensor], what: str) -> No
         )
 
 
-def taker(model: nn.Module, filter_fn: Filter | None) -> Filter:
+def _taker(model: nn.Module, filter_fn: Filter | None) -> Filter:
     """The filter; without one all layers but tables within a model and those that `get_output_embeddings()` names.
 
     Raises:
@@ -146,6 +172,14 @@ def is_of_cores(module: nn.Module) -> bool:
     return isinstance(getattr(module, "cores", None), nn.ParameterList) and hasattr(module, "parameter_roles")
 
 
+def _has_weights(module: nn.Module) -> bool:
+    return is_of_cores(module) or any(True for _ in _weights("", module))
+
+
+def _holds(module: nn.Module, weights: set[int]) -> bool:
+    return any(id(weight) in weights for _, weight, _ in _weights("", module))
+
+
 def _weights(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """(name, parameter, whether its last dim is that of the channels) of what a layer has to quantise."""
     prefix = f"{name}." if name else ""
@@ -155,7 +189,7 @@ def _weights(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, 
                 yield f"{prefix}cores.{place}", core, True
     elif made_from_conv1d(type(module)) or isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag):
         weight = module._parameters.get("weight")  # none where `weight_norm` and the like compute it
-        if weight is not None and weight.is_floating_point():
+        if weight is not None and weight.is_floating_point() and not is_lazy(weight):
             yield f"{prefix}weight", weight, made_from_conv1d(type(module))
 
 

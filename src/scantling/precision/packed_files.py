@@ -8,8 +8,8 @@ transformers itself does not read the folder: there is no `model.safetensors` in
 For a packed weight NAME the file holds `NAME.patterns` (bytes) and `NAME.scale`: fp32 (fp64 for a model in fp64), or,
 where there are few different ones, as those of block formats, their numbers in one byte each and `NAME.scales`.
 
-Folders are written aside, synced and renamed: a full disk or a kill leaves no folder of that name. Reading runs no
-code.
+`scantling.sha256` holds checksums of all files, which `scantling.load` compares. Folders are written aside, synced and
+renamed: a full disk or a kill leaves no folder of that name. Reading runs no code.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from scantling.checksums import write_checksums
 from scantling.errors import RunError, UserError
 from scantling.files import check_is_free, written_aside
 from scantling.precision.matrices import as_matrix, from_matrix
@@ -68,7 +69,7 @@ def save_quantized(
         folder: to write; it must not exist or be empty.
         packed: whether weights take the bits of their format; else the folder is what `save_pretrained` writes, with
             the quantised values in the dtype of the model, which transformers loads.
-        also: writes more files, such as a tokenizer, into the folder it is given.
+        also: writes more files, such as a tokenizer, into the folder it is given; they have checksums, too.
 
     Returns:
         What it takes on disk, and what it would have taken.
@@ -94,6 +95,7 @@ def save_quantized(
             saved = _pack_folder(model, aside, weights) if packed else _plain_bytes(aside)
             if also is not None:
                 also(aside)
+            write_checksums(aside)
     except SafetensorError as error:
         raise RunError(f"cannot write {folder}: {error}") from None
     return saved

@@ -9,10 +9,10 @@ their own and not scaled, s = 1. `fake_quantize` returns numbers that a model ca
 
 Block formats scale groups by scales that are themselves of few bits: `mx<format>` (OCP Microscaling: groups of 32,
 powers of 2 that take the exponent of the largest magnitude to that of the format) and `nvfp4` (groups of 16, scales of
-fp8_e4m3 beneath one fp32 scale of the tensor).
+fp8_e4m3 under one fp32 scale for the tensor, or for each token).
 
 The gradient of `fake_quantize` is that of the identity, at values that were clipped too (straight-through). NaN and Inf
-are not hidden: what shares a scale with them becomes NaN, in `nvfp4` the whole tensor.
+are not hidden: what shares a scale with them becomes NaN, in `nvfp4` what shares the fp32 scale.
 
 Cost: a few passes over the numbers; with `clip="mse"` a few for each of the 31 places it looks at.
 """
@@ -32,7 +32,7 @@ from scantling.errors import UserError, hinted
 from scantling.numerics.formats import FloatFormat, Format, parse_format
 from scantling.numerics.words import Clip, Granularity, Rounding
 
-Scales: TypeAlias = Literal["fp32", "power2", "fp8"]
+Scales: TypeAlias = Literal["fp32", "power2", "fp8", "fp8_token"]
 
 _RATIOS = tuple(0.8**power for power in range(25))
 """Of the largest magnitude, from 1 to 0.005: where `clip="mse"` looks for the end of the format at first."""
@@ -80,7 +80,8 @@ class Quantizer:
             generator.
         clip: the largest value of the format stands for the largest magnitude (`absmax`), or for the share of it,
             down to 0.005, with the least mean squared error (`mse`).
-        scales: format of the scales.
+        scales: format of the scales. `fp8` are fp8_e4m3 under one fp32 scale for the tensor, `fp8_token` under one for
+            each token.
 
     Raises:
         UserError: settings that do not go together.
@@ -119,7 +120,8 @@ class Quantizer:
 
         Args:
             given: one; or the name of a format, a block format (`mxfp4_e2m1`, `nvfp4`) among them; or the arguments of
-                a quantizer with the format by name, such as {"format": "int8", "granularity": "token"}.
+                a quantizer with the format by name, such as {"format": "int8", "granularity": "token"}. With `nvfp4`,
+                granularity `tensor` or `token` says what shares the fp32 scale.
             granularity: where none is given.
 
         Raises:
@@ -139,6 +141,8 @@ class Quantizer:
         rest = {key: value for key, value in given.items() if key != "format"}
         if "group_size" in rest:
             rest.setdefault("granularity", "group")
+        if given["format"] == "nvfp4" and rest.get("granularity") in ("tensor", "token"):
+            granularity = rest.pop("granularity")
         named = cls._named(given["format"], granularity)
         for key in ("granularity", "group_size", "scales") if named.scales != "fp32" else ():  # a block format
             own = getattr(named, key)
@@ -149,7 +153,8 @@ class Quantizer:
     @classmethod
     def _named(cls, name: str, granularity: Granularity) -> Quantizer:
         if name == "nvfp4":
-            return cls(FloatFormat(2, 1), "group", NV_GROUP, scales="fp8")
+            scales: Scales = "fp8_token" if granularity == "token" else "fp8"
+            return cls(FloatFormat(2, 1), "group", NV_GROUP, scales=scales)
         if isinstance(name, str) and name.lower().startswith(("mx", "nv")):
             try:
                 return cls(parse_format(name.removeprefix("mx")), "group", MX_GROUP, scales="power2")
@@ -169,8 +174,16 @@ class Quantizer:
     @property
     def bits(self) -> float:
         """Bits a number takes, with its share of the scale of its group."""
-        shared = {"fp32": 32, "power2": 8, "fp8": 8}[self.scales] / self.group_size if self.group_size else 0.0
+        of_scale = 32 if self.scales == "fp32" else 8
+        shared = of_scale / self.group_size if self.group_size else 0.0
         return self.format.bits + shared
+
+    @property
+    def mixes_tokens(self) -> bool:
+        """True if a scale spans several vectors along the last dim, so that rounding one depends on the others."""
+        if isinstance(self.format, FloatFormat) and self.format.bits >= 16:
+            return False  # no scale
+        return self.granularity in ("tensor", "channel") or self.scales == "fp8"
 
     def __str__(self) -> str:
         group = "" if self.group_size is None else f" of {self.group_size}"
@@ -223,8 +236,8 @@ class Quantizer:
             return torch.ones_like(largest).where(largest.isfinite(), largest)
         if self.scales == "power2":
             return _power_scale(largest, self.format)
-        if self.scales == "fp8":
-            return _two_level_scale(largest, self.format)
+        if self.scales in ("fp8", "fp8_token"):
+            return _two_level_scale(largest, self.format, by_token=self.scales == "fp8_token")
         if self.clip == "mse":
             largest = largest * self._best_ratio(blocks, largest, shared)
         return _scale_of(largest, self.format)
@@ -325,10 +338,17 @@ def _power_scale(largest: Tensor, format: Format) -> Tensor:
     return scale.where(largest.isfinite(), largest).where(largest != 0.0, 1.0)
 
 
-def _two_level_scale(largest: Tensor, format: Format) -> Tensor:
-    """Scales of fp8_e4m3 beneath the one fp32 scale that takes the largest of them to 448."""
+def _two_level_scale(largest: Tensor, format: Format, *, by_token: bool) -> Tensor:
+    """Return fp8_e4m3 scales under the fp32 scale that takes the largest of them to 448.
+
+    Args:
+        largest: largest magnitude of each group, (..., groups, 1).
+        format: of the values.
+        by_token: one fp32 scale for each vector of groups, else one for the tensor.
+    """
     of_scales = FloatFormat(4, 3)
-    whole = (largest.max() / (format.largest * of_scales.largest)).clamp(min=torch.finfo(largest.dtype).tiny)
+    top = largest.amax(-2, keepdim=True) if by_token else largest.max()
+    whole = (top / (format.largest * of_scales.largest)).clamp(min=torch.finfo(largest.dtype).tiny)
     rounded = of_scales.round(largest / format.largest / whole).clamp(min=2.0**-9)  # the smallest of e4m3 above 0
     return (rounded * whole).where(largest != 0.0, 1.0)
 

@@ -5,6 +5,11 @@ with a scale for each output, activations with one for the tensor; gradients pas
 add formats other than integers, other granularities, the rounding of gradients, layers of cores, and products of the
 hardware.
 
+By default we differ from the paper in one point: activations, keys, values and queries have a scale for each token, not
+one for the tensor. With one scale for the tensor, the logits of a token depend on later tokens and on the other
+sequences of the batch, so that a causal model is not causal, and generation with a cache differs from one without.
+Granularity `tensor` gives the paper's setting.
+
 A layer of cores (`scantling.tensorize`) rounds its cores, each with a scale for every index of its last bond, and its
 input; the products in between are not rounded. With products of the hardware it rounds them, too, and merged blocks of
 cores, to int8 or fp8_e4m3 by row and column, which is what these multiply.
@@ -25,18 +30,31 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
-from scantling.kinds import is_conv1d
 from scantling.numerics.compute import warn_of_slow_products
 from scantling.numerics.words import Granularity
 from scantling.precision.attention import has_quantized_attention, quantize_attention, restore_attention
-from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
-from scantling.precision.matrices import Filter, check_module, is_of_cores, is_table, taker, warn_of_the_rest
+from scantling.precision.layers import (
+    LayerFormats,
+    RoundedSubclass,
+    RoundedWeight,
+    enter_forward,
+    leave_forward,
+    quantized_class,
+)
+from scantling.precision.matrices import (
+    Filter,
+    check_module,
+    find_layers,
+    is_of_cores,
+    is_table,
+    sharing_layers,
+    warn_of_the_rest,
+)
 from scantling.precision.products import Compute, Multiply, check_device
 from scantling.precision.quantizer import Quantizer
 
 logger = logging.getLogger(__name__)
 
-_CLASSES: dict[type, type] = {each.plain: each for each in (QuantizedLinear, QuantizedEmbedding, QuantizedEmbeddingBag)}
 Given: TypeAlias = Quantizer | str | Mapping[str, Any]
 Weights: TypeAlias = Literal["master", "rounded"]
 
@@ -60,21 +78,21 @@ def quantize_training(
 ) -> nn.Module:
     """Round what a model computes with to few bits while it trains, in place.
 
-    Layers that are quantized are `nn.Linear`, the Conv1D of transformers, and layers of cores; the output layer that
-    `get_output_embeddings()` names and embeddings within a model are left alone, unless `filter_fn` takes them.
-    Subclasses of those layers are left alone, since they may compute more. Parameters, their names, ties and
-    hooks stay as they are, so that optimizers and checkpoints know nothing of it: they hold the weights that are not
-    rounded.
+    Layers that are quantized are `nn.Linear`, the Conv1D of transformers, their subclasses, and TT layers; the output
+    layer that `get_output_embeddings()` names and embeddings within a model are left alone, unless `filter_fn` takes
+    them. A weight is rounded wherever the model reads it, also if the layer that holds it is never called; the input
+    of such a product is not rounded. Parameters, their names, ties and hooks stay as they are, so that optimizers and
+    checkpoints know nothing of it: they hold the weights that are not rounded.
 
     Args:
         model: any module; of transformers for `kv_cache` and `queries`.
         weights: a format by name (`int8`, `fp8_e4m3`, `mxfp4_e2m1`, ...), a mapping such as {"format": "int4",
             "group_size": 64}, or a `Quantizer`; by name with a scale for each output.
-        activations: of the inputs of layers; by name with one scale for the tensor.
-        kv_cache: of keys and values within the attention; by name with one scale for each of the two.
-        queries: of queries there.
-        gradients: of the results of layers, in both products of the backward pass; by name with one scale for the
-            tensor, with `compute` one for each row of what is multiplied.
+        activations: of the inputs of layers; by name with a scale for each token.
+        kv_cache: of keys and values within the attention; by name with a scale for each token and head.
+        queries: of queries there; the same.
+        gradients: of the results of layers, in both products of the backward pass; by name with a scale for each
+            token, with `compute` one for each row of what is multiplied.
         compute: None simulates the formats; `int8` and `fp8` multiply such numbers by the hardware's own instructions.
             Formats of weights and activations are needed then.
         filter_fn: says of the name of a layer and the layer whether to quantize it.
@@ -94,13 +112,13 @@ def quantize_training(
 
     check_module(model, "quantize_training")
 
-    def quantizer(given: Given | None, granularity: Granularity = "tensor") -> Quantizer | None:
+    def quantizer(given: Given | None, granularity: Granularity = "token") -> Quantizer | None:
         return None if given is None else Quantizer.of(given, granularity)
 
     formats = LayerFormats(
         quantizer(weights, "channel"),
         quantizer(activations),
-        quantizer(gradients, "tensor" if compute is None else "token"),
+        quantizer(gradients),
         None if compute is None else Multiply(compute),
     )
     of_layers = any(each is not None for each in (formats.weights, formats.activations, formats.gradients))
@@ -114,10 +132,21 @@ def quantize_training(
     chosen = _chosen(model, filter_fn, with_embeddings=formats.weights is not None) if of_layers else {}
     if of_layers and not chosen:
         raise UserError(_nothing(model, filter_fn))
+    if not any(parameter.is_meta for parameter in model.parameters()):  # a plan computes nothing
+        _warn_of_mixed_tokens(
+            {"activations": formats.activations, "kv_cache": of_attention[0], "queries": of_attention[1]}
+        )
     if of_attention != (None, None):
         quantize_attention(model, *of_attention)
     for module in chosen.values():
         _quantize(module, formats)
+    own = sorted({type(each).plain.__name__ for each in chosen.values() if isinstance(each, RoundedSubclass)})
+    if formats.multiply is not None and own:
+        logger.warning("quantize_training: products of %s are simulated; they have a forward pass of their own", own)
+    if formats.weights is not None and chosen:
+        for module in sharing_layers(model, chosen.values()):
+            _quantize(module, LayerFormats(weights=formats.weights))
+        _watch_forwards(model)
     for module in model.modules():
         if isinstance(module, tuple(_FAST_PATHS)) and any(map(_is_quantized_layer, module.modules())):
             _set_fast_path(module, on=False)
@@ -145,6 +174,7 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
     if weights not in get_args(Weights):
         raise UserError(f"restore: weights must be {' or '.join(get_args(Weights))}; given {weights!r}")
     restore_attention(model)
+    _watch_forwards(model, on=False)
     rounded: set[int] = set()
     for module in model.modules():
         if isinstance(module, tuple(_FAST_PATHS)):
@@ -163,17 +193,14 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
 
 @torch.no_grad()
 def _round_weights(module: nn.Module, done: set[int]) -> None:
-    formats: LayerFormats = module.formats  # type: ignore[assignment]
+    layer: Any = module
     if is_of_cores(module):
-        layer: Any = module
         rounded = list(zip(layer.cores, layer.gated(), strict=True))
         if layer.controls is not None:  # they are in the cores now
             lives = zip(layer.controls, layer.live(), strict=True)
             rounded += [(control, torch.where(live, 1.0, control)) for control, live in lives]
     else:
-        weight = module.get_parameter("weight")
-        is_transposed = is_conv1d(_plain_class(type(module)))
-        rounded = [(weight, formats.matrix(weight.t()).t() if is_transposed else formats.matrix(weight))]
+        rounded = [(layer.master_weight(), layer.rounded_weight())]
     for parameter, value in rounded:
         if id(parameter) not in done:  # a head that is tied to its embedding
             done.add(id(parameter))
@@ -182,7 +209,7 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
 
 def _quantize(module: nn.Module, formats: LayerFormats) -> None:
     if not is_of_cores(module):
-        module.__class__ = _quantized_class(type(module))
+        module.__class__ = quantized_class(type(module))
     elif is_table(module):
         formats = replace(formats, multiply=None)  # rows are looked up
     module.formats = formats  # type: ignore[assignment]
@@ -190,19 +217,29 @@ def _quantize(module: nn.Module, formats: LayerFormats) -> None:
 
 def _chosen(model: nn.Module, filter_fn: Filter | None, *, with_embeddings: bool) -> dict[str, nn.Module]:
     """The layers to quantize, by name; embeddings have nothing but weights to quantize."""
-    takes = taker(model, filter_fn)
-    chosen = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and not with_embeddings:
-            continue
-        if not _can_be_quantized(module):
-            known = isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag)
-            if filter_fn is not None and known and filter_fn(name, module):
-                logger.warning("quantize_training: %s stays whole: no %s is quantized", name, type(module).__name__)
-            continue
-        if takes(name, module):
-            chosen[name] = module
-    return chosen
+    found = find_layers(model, filter_fn)
+    if with_embeddings:
+        return found
+    return {name: each for name, each in found.items() if not isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+
+
+def _watch_forwards(model: nn.Module, *, on: bool = True) -> None:
+    """Note the forward passes of the modules around quantized layers, in which weights are read rounded."""
+    for module in model.modules():
+        if not on:
+            leave_forward(module)
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in list(hooks.items()):
+                    if hook in (enter_forward, leave_forward):
+                        del hooks[key]  # type: ignore[attr-defined]
+                        module._forward_hooks_always_called.pop(key, None)
+        elif _is_around_rounded_weights(module):
+            module.register_forward_pre_hook(enter_forward)
+            module.register_forward_hook(leave_forward, always_call=True)
+
+
+def _is_around_rounded_weights(module: nn.Module) -> bool:
+    return not isinstance(module, RoundedWeight) and any(isinstance(each, RoundedWeight) for each in module.modules())
 
 
 def _check_products(model: nn.Module, formats: LayerFormats, multiply: Multiply) -> None:
@@ -219,24 +256,19 @@ def _check_products(model: nn.Module, formats: LayerFormats, multiply: Multiply)
         multiply.check_pair(one, other)
 
 
+def _warn_of_mixed_tokens(given: Mapping[str, Quantizer | None]) -> None:
+    """Log a warning if tokens share a scale with later tokens and with other sequences."""
+    mixing = [f"{part} ({quantizer})" for part, quantizer in given.items() if quantizer and quantizer.mixes_tokens]
+    if mixing:
+        logger.warning(
+            "quantize_training: all tokens of a batch share scales of %s, so that the outputs for a token depend on "
+            "later tokens and on the other sequences; granularity 'token' avoids that",
+            " and ".join(mixing),
+        )
+
+
 def _is_quantized_layer(module: nn.Module) -> bool:
     return isinstance(getattr(module, "formats", None), LayerFormats)
-
-
-def _can_be_quantized(module: nn.Module) -> bool:
-    if is_of_cores(module):
-        return True
-    known = type(module) in _CLASSES or is_conv1d(type(module))
-    weight = module._parameters.get("weight")  # not there where `weight_norm` and the like compute it
-    return known and weight is not None and weight.is_floating_point()
-
-
-def _quantized_class(kind: type) -> type:
-    if is_conv1d(kind):
-        from scantling.precision.conv1d import QuantizedConv1D
-
-        return QuantizedConv1D
-    return _CLASSES[kind]
 
 
 def _plain_class(kind: type) -> type:
@@ -262,10 +294,10 @@ def _set_fast_path(module: nn.Module, *, on: bool) -> None:
 
 
 def _nothing(model: nn.Module, filter_fn: Filter | None) -> str:
-    count = sum(_can_be_quantized(module) for module in model.modules())
+    count = len(find_layers(model, lambda *_: True))
     if filter_fn is not None and count:
         return f"quantize_training: filter_fn takes none of the {count} layers of this {type(model).__name__}"
     return (
-        f"quantize_training: this {type(model).__name__} has no linear layers that can be quantized (subclasses of "
-        "them, embeddings and the output layer are left alone)"
+        f"quantize_training: this {type(model).__name__} has no linear layers that can be quantized (embeddings and "
+        "the output layer are left alone)"
     )

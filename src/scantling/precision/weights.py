@@ -13,6 +13,7 @@ since a row is read alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ from scantling.precision.matrices import (
 )
 from scantling.precision.packing import PackedMatrix
 from scantling.precision.quantizer import Encoded, Quantizer, in_dtype
+
+logger = logging.getLogger(__name__)
 
 Method: TypeAlias = Literal["rtn", "gptq"]
 _ATTRIBUTE = "_scantling_quantized"
@@ -92,6 +95,7 @@ def quantize_weights(
         calibration: batches of what the model will read: mappings of its arguments, tensors of token ids (alone in a
             tuple or list, too), or functions that put one through the model. A few hundred sequences are usual. GPTQ
             needs it; with `rtn` it only measures the errors of outputs. All positions count, those of padding too.
+            Weights whose layers see none of it are rounded to the nearest; a warning names them.
         filter_fn: says of the name of a layer and the layer whether to quantise it.
         damping: of GPTQ, added to the diagonal of the Hessian as a share of its mean.
         act_order: of GPTQ, go from the columns of the largest inputs to those of the smallest.
@@ -100,8 +104,8 @@ def quantize_weights(
         The model. `scantling.precision.quantized_weights` tells its errors layer by layer.
 
     Raises:
-        UserError: settings that do not exist or go together, no layer to quantise, weights with NaN, calibration
-            without batches, or a layer that sees none of them. What fails in the middle of the work says in a note how
+        UserError: settings that do not exist or go together, no layer to quantise, weights with NaN, or calibration
+            without batches or that calls none of the layers. What fails in the middle of the work says in a note how
             many weights hold few bits by then.
 
     Source: arXiv 2210.17323 for GPTQ; see `scantling.precision.gptq` for its cost, `calibration` for that of passes.
@@ -154,13 +158,46 @@ def quantize_weights(
                 put(matrix, quantizer.encode(matrix.read()), "rtn")
         if calibrated is None:
             return model
+        seen: set[str] = set()
         for block in calibrated.blocks():
             hessians = calibrated.hessians(block)
             for matrix in block:
-                hessian = hessians[matrix.name]
+                hessian = hessians.get(matrix.name)
+                if hessian is None:
+                    continue
+                seen.add(matrix.name)
                 encoded = round_like_gptq(matrix, hessian) if method == "gptq" else quantizer.encode(matrix.read())
                 put(matrix, encoded, method, hessian)
+        unseen = [matrix for matrix in matrices if matrix.modules and matrix.name not in seen]
+        for matrix in unseen:
+            put(matrix, quantizer.encode(matrix.read()), "rtn")
+    _warn_of_calibration(calibrated, matrices, [matrix.name for matrix in unseen])
     return model
+
+
+def _warn_of_calibration(calibrated: Calibration, matrices: list[Matrix], unseen: list[str]) -> None:
+    """Log one line for the weights that no calibration input reached, and one for those that few reached."""
+    if unseen:
+        logger.warning(
+            "%d of %d weights are rounded to the nearest, since the calibration calls no layer that holds them: %s",
+            *(len(unseen), len(matrices), _first(unseen)),
+        )
+    few = []
+    for matrix in matrices:
+        columns = matrix.parameter.shape[0 if matrix.channels_last else 1]
+        tokens = calibrated.tokens.get(matrix.name, columns)
+        if tokens < columns:
+            few.append(f"{matrix.name}: {columns} inputs, {tokens} tokens")
+    if few:
+        logger.warning(
+            "%d of %d weights have more inputs than there are tokens of calibration (%s); calibrate on more text",
+            *(len(few), len(matrices), few[0]),
+        )
+
+
+def _first(names: list[str]) -> str:
+    """Return the first names of many in words."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextmanager

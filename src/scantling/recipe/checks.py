@@ -429,7 +429,7 @@ def _check_precision(content: Content) -> Iterator[Fault]:
         if isinstance(given, str | Mapping) and given:
             given = given if isinstance(given, str) else {k: v for k, v in given.items() if v is not None}
             try:
-                quantizers[key] = Quantizer.of(given, "channel" if key == "weights" else "tensor")
+                quantizers[key] = Quantizer.of(given, "channel" if key == "weights" else "token")
             except UserError as error:
                 yield Fault(f"precision.{key}", str(error))
                 is_whole = False

@@ -330,7 +330,9 @@ class FormatSection(Section):
     format: Text
     """Such as `int4`, `fp8_e4m3` or `mxfp4_e2m1`."""
     granularity: Granularity | None = None
-    """What shares a scale. Default: a channel of weights, the tensor of everything else; groups in block formats."""
+    """What shares a scale. Default: a channel of weights, a token of everything else; groups in block formats. With
+    `tensor` or `channel`, activations, keys, values and queries of a token depend on later tokens and on the other
+    sequences of the batch; `tensor` is the setting of the paper on precision laws."""
     group_size: int | None = Field(default=None, ge=1)
     """Neighbours that share a scale."""
     rounding: Rounding = "nearest"

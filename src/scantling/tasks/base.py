@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -208,6 +210,19 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while not hasattr(model, "config") and hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]
     return model
+
+
+def without_cache(model: torch.nn.Module) -> dict[str, bool]:
+    """Return `use_cache=False` if the forward pass of the model takes it.
+
+    Training fills no KV cache. The configuration stays as it is, since it is exported.
+    """
+    return {"use_cache": False} if _takes_cache(type(unwrapped(model))) else {}
+
+
+@cache
+def _takes_cache(kind: type) -> bool:
+    return "use_cache" in inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
 
 
 def required(id_: int | None) -> int:

@@ -28,6 +28,7 @@ from scantling.tasks.base import (
     pad_rows,
     padded_length,
     required,
+    without_cache,
 )
 
 
@@ -137,7 +138,7 @@ class Classification(Task):
         inputs = batch.inputs
         if (getattr(model_config(model), "type_vocab_size", None) or 0) < 2:
             inputs = {name: value for name, value in inputs.items() if name != "token_type_ids"}
-        logits = model(**inputs).logits
+        logits = model(**inputs, **without_cache(model)).logits
         correct = (logits.detach().argmax(-1) == batch.labels).sum()
         return LossSums(cross_entropy_sum(logits, batch.labels), {"correct": correct})
 

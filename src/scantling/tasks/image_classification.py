@@ -17,7 +17,15 @@ from scantling.data.loader import EVALUATION, Numbered, spread
 from scantling.data.progress import Progress
 from scantling.files import write_json
 from scantling.recipe.schema import DIGITS, DataSection
-from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, label_names, loss_and_accuracy
+from scantling.tasks.base import (
+    LossSums,
+    Task,
+    TaskData,
+    cross_entropy_sum,
+    label_names,
+    loss_and_accuracy,
+    without_cache,
+)
 
 MIDDLE = 127.5
 """Pixels of 0 to 255 go to the model as -1 to 1, as those of ViT."""
@@ -89,7 +97,7 @@ class ImageClassification(Task):
         return 1
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
-        logits = model(**batch.inputs).logits
+        logits = model(**batch.inputs, **without_cache(model)).logits
         correct = (logits.detach().argmax(-1) == batch.labels).sum()
         return LossSums(cross_entropy_sum(logits, batch.labels), {"correct": correct})
 

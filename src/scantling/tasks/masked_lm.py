@@ -16,7 +16,16 @@ from scantling.data.progress import Progress
 from scantling.data.tokenizers import Tokenizer
 from scantling.errors import UserError
 from scantling.recipe.schema import DataSection
-from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, loss_and_accuracy, pad_rows, required
+from scantling.tasks.base import (
+    LossSums,
+    Task,
+    TaskData,
+    cross_entropy_sum,
+    loss_and_accuracy,
+    pad_rows,
+    required,
+    without_cache,
+)
 from scantling.tasks.streams import bin_data, bin_tokenizer, prepared_windows, refuse_pairs
 
 
@@ -110,7 +119,7 @@ class MaskedLM(Task):
         return room
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
-        logits = model(**batch.inputs).logits
+        logits = model(**batch.inputs, **without_cache(model)).logits
         with torch.no_grad():
             correct = (logits.argmax(-1) == batch.labels).sum()
         return LossSums(cross_entropy_sum(logits, batch.labels), {"correct": correct})

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract, cores_of
+from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract, cores_of, plan_of
 from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.joint import Joint, Rest
 from scantling.tensor.layer import CoreLayer
@@ -162,9 +162,14 @@ class TTLinear(CoreLayer):
     def plan(self, num_tokens: int) -> Plan:
         """The order in which so many tokens are contracted with the cores; print it.
 
+        Products of the hardware (`compute` of `sc.quantize_training`) round their factors. They take one order for any
+        number of tokens, so that what a token gives does not depend on how many others there are.
+
         Args:
             num_tokens: rows of the input.
         """
+        if self.formats is not None and self.formats.matmul is not None:
+            return plan_of(self.network, num_tokens, self._order_of_many_tokens)
         return best_plan(self.network, num_tokens)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -182,13 +187,14 @@ class TTLinear(CoreLayer):
         padding = prod(self.in_modes) - self.in_features
         if padding:
             flat = nn.functional.pad(flat, (0, padding))
-        steps: Sequence[Step] = self._order(flat.shape[0])
         bias: Tensor | None = self.bias
         out_size = prod(self.out_modes)
         if bias is not None and out_size > self.out_features:
             bias = nn.functional.pad(bias, (0, out_size - self.out_features))
         rest: Rest | None = None
         multiply = None if self.formats is None else self.formats.matmul
+        # rounded products depend on the order: one for any number of tokens, so that a token does not depend on others
+        steps: Sequence[Step] = self._order(flat.shape[0]) if multiply is None else self._order_of_many_tokens
         if self.joint is not None and multiply is None and not torch.compiler.is_compiling():
             rest = self.joint.first_product(self, x, flat, steps)
         state, blocks, steps = (flat, self.blocks(steps), steps) if rest is None else rest
@@ -203,6 +209,11 @@ class TTLinear(CoreLayer):
             y = y if bias is None else y + bias.to(y.dtype)
         y = y[:, : self.out_features].contiguous()
         return y if x.ndim == 2 else y.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def _order_of_many_tokens(self) -> tuple[Step, ...]:
+        """The best order for many tokens, which merge the cores once."""
+        return self._orders("once", False)[-1][1]
 
     @property
     def _middle_rank(self) -> int:

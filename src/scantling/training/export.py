@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from scantling.checksums import write_checksums
 from scantling.errors import RunError
 from scantling.files import check_is_free, written_aside
 from scantling.models.build import quiet
@@ -42,13 +43,14 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
     restore(model, weights="rounded")
     if dense:
         densify(model)
-    model.config.use_cache = True
     with written_aside(folder) as aside:
         with quiet():
             model.save_pretrained(aside)
         task.save_inputs(aside, run.data, model.config)
         with quiet():
-            return _reload_difference(task, model, aside)
+            difference = _reload_difference(task, model, aside)
+        write_checksums(aside)
+    return difference
 
 
 @torch.no_grad()

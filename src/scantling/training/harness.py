@@ -52,7 +52,6 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | N
         run.task.save_inputs(Path(folder), data=run.data, config=model.config)
         with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model.config.use_cache = True
         _compute_in(run.recipe.precision.autocast(run.place.device.type), model, run.place.device)
         harnessed = HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=BATCH)
         try:

@@ -5,8 +5,8 @@ that stands between documents in training (end-of-text, or the separator of a to
 tokenizer has neither, it has nothing before it and is left out. What follows a sentence is not scored. Sums are not
 divided by lengths, as in Warstadt et al. (arXiv 1912.00582).
 
-Sentences of one length go through the model together, without padding: a scale of activations, keys or values that a
-whole tensor shares would be the padding's, too. It is then that of all sentences of the batch.
+Sentences of one length go through the model together, without padding: with granularity `tensor`, activations, keys and
+values share one scale with the padding. They still share it with all sentences of the batch.
 """
 
 from __future__ import annotations

@@ -10,10 +10,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from scantling.data.loader import eval_batches
 from scantling.errors import UserError
 from scantling.files import check_is_free
 from scantling.groups import num_non_embedding
+from scantling.laws.law import without_range_warnings
 from scantling.laws.registry import law_named, names
 from scantling.precision import Quantizer
 from scantling.precision.packed_files import SavedBytes, save_quantized
@@ -21,6 +24,8 @@ from scantling.precision.training import restore
 from scantling.precision.weights import Method, QuantizedWeight, quantize_weights, quantized_weights
 from scantling.recipe import Recipe
 from scantling.training.trained import Trained, opened
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class QuantizedRun:
         tokens: it was trained on.
         weights: what became of each quantised weight.
         saved: bytes on disk.
+        memory: bytes of the weights once they are loaded again, in `dtype`: they are unpacked.
+        dtype: of the loaded weights, such as fp32.
     """
 
     folder: Path
@@ -74,6 +81,8 @@ class QuantizedRun:
     tokens: int
     weights: dict[str, QuantizedWeight]
     saved: SavedBytes
+    memory: int
+    dtype: str
 
 
 def quantize_run(
@@ -118,7 +127,6 @@ def quantize_run(
         after = run.evaluate()
         weights = quantized_weights(model)
         restore(model, weights="rounded")
-        model.config.use_cache = True
         also = partial(task.save_inputs, data=run.data, config=model.config)
         saved = save_quantized(model, folder, also=also, packed=not dequantized)
     parameters, trained = num_non_embedding(model), trained_bits(run.recipe)
@@ -135,6 +143,8 @@ def quantize_run(
         tokens=run.tokens,
         weights=weights,
         saved=saved,
+        memory=sum(parameter.nbytes for parameter in model.parameters()),
+        dtype=_NAMES.get(model.dtype, str(model.dtype).removeprefix("torch.")),
     )
 
 
@@ -195,7 +205,8 @@ def predictions(
         law: Any = kind.published()
         known = {part: bits for part, bits in trained.items() if part in law.parts()}
         given = {"N": parameters, "D": tokens, **known}
-        before, after = law.loss(**given), law.loss(**given, post=quantizer.format.bits)
+        with without_range_warnings():  # they are in `outside`
+            before, after = law.loss(**given), law.loss(**given, post=quantizer.format.bits)
         given["post"] = quantizer.format.bits
         fitted = {key: law.fitted[key] for key in given if key in law.fitted}
         added = float(after - before) if isfinite(before) else None

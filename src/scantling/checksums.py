@@ -1,0 +1,53 @@
+"""SHA-256 checksums of the files in an exported folder, as `sha256sum` writes and checks them.
+
+`sha256sum -c scantling.sha256` in the folder checks it without this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path, PurePosixPath
+
+from scantling.errors import UserError
+
+CHECKSUMS = "scantling.sha256"
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the checksums of all files in a folder into it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
+    lines = [f"{_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def check_checksums(folder: Path) -> None:
+    """Check the files of a folder against its checksums, if it has some.
+
+    Raises:
+        UserError: a file is missing or differs, or the checksums cannot be read.
+    """
+    hint = f"write or copy the folder again; if the change is yours, delete {CHECKSUMS} in it"
+    try:
+        text = (folder / CHECKSUMS).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {folder / CHECKSUMS}: {error}; {hint}") from None
+    for line in text.removesuffix("\n").split("\n"):
+        found = re.fullmatch(r"([0-9a-f]{64})  ([^\0]+)", line)
+        if found is None or PurePosixPath(found[2]).is_absolute() or ".." in PurePosixPath(found[2]).parts:
+            raise UserError(f"{folder / CHECKSUMS} is damaged: {line[:80]!r} is not a checksum and a file; {hint}")
+        path = folder / found[2]
+        try:
+            digest = _digest(path)
+        except OSError as error:
+            problem = error.strerror or error
+            raise UserError(f"{path} has a checksum in {CHECKSUMS} and cannot be read ({problem}); {hint}") from None
+        if digest != found[1]:
+            raise UserError(f"{path} is damaged or was changed: it differs from its checksum in {CHECKSUMS}; {hint}")
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
