@@ -15,8 +15,9 @@ import scantling as sc
 from scantling.comm.exchange import GradientExchange
 from scantling.errors import NonFiniteError
 from scantling.training import states
-from scantling.training.checkpoint import load_tensors, read_manifest
+from scantling.training.checkpoint import load_tensors
 from scantling.training.distributed import Place
+from scantling.training.manifest import read_manifest
 from scantling.training.states import load_exchange
 from scantling.training.step import Stepper
 from tests.runs import (

@@ -20,8 +20,9 @@ import torch
 
 import scantling as sc
 from scantling.errors import NonFiniteError, RunError, UserError
-from scantling.training.checkpoint import Checkpointer, damage
+from scantling.training.checkpoint import Checkpointer
 from scantling.training.distributed import Place
+from scantling.training.manifest import damage
 from scantling.training.rundir import RunDir
 from scantling.training.sinks import Sink, Sinks
 from scantling.training.trained import evaluate_run
@@ -76,7 +77,8 @@ def test_damaged_newest_checkpoint_falls_back_with_a_warning(tmp_path: Path, cap
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    (checkpoints / "step-6" / "manifest.json").write_text("{")
+    manifest = checkpoints / "step-6" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"initial_lr": 0.001', '"initial_lr": 0.007'))
     result = sc.train(tmp_path / "run", resume=True)
     assert result.step == 8
     assert "step-8 is damaged" in caplog.text
@@ -134,7 +136,7 @@ def test_a_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: py
         sc.train(tiny_recipe(tmp_path, train={"steps": 1}))
 
 
-def test_replacing_a_run_keeps_links_and_takes_nothing_too_early(
+def test_replacing_a_run_follows_no_links_and_takes_nothing_too_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, other = tmp_path / "run", tmp_path / "scratch"
@@ -143,13 +145,14 @@ def test_replacing_a_run_keeps_links_and_takes_nothing_too_early(
     (run / "checkpoints").symlink_to(other)
     recipe = tiny_recipe(tmp_path, train={"steps": 2, "checkpoint_every": 1})
     assert sc.train(recipe, run_dir=run, force=True).step == 2
-    assert {path.name for path in other.iterdir()} == {"step-1", "step-2"}
+    assert {path.name for path in other.iterdir()} == {"step-1", "step-2"}, "a link to an empty folder stays"
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match="needs TensorBoard"):
         sc.train(recipe, run_dir=run, force=True, train={"tensorboard": True})
     assert len(records(run)) == 2
     assert sc.train(recipe, run_dir=run, force=True, train={"steps": 1}).step == 1
-    assert {path.name for path in other.iterdir()} == {"step-1"}
+    assert {path.name for path in other.iterdir()} == {"step-1", "step-2"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-1"}
 
 
 def test_sinks_are_all_closed_after_an_error() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from scantling.training.checkpoint import Checkpointer, load_tensors, read_manifest
+from scantling.training.checkpoint import Checkpointer, load_tensors
 from scantling.training.distributed import Place
+from scantling.training.manifest import read_manifest
 from tests.runs import (
     forget,
     kill_tree,

@@ -270,7 +270,7 @@ def test_what_is_shut_at_the_end_of_the_schedule_is_removed_then(tmp_path: Path)
 
 
 def test_cores_learn_at_their_share_of_the_rate(tmp_path: Path) -> None:
-    from scantling.training.checkpoint import read_manifest
+    from scantling.training.manifest import read_manifest
 
     result = sc.train(recipe(tmp_path, tensor={"rank": 4, "lr_scale": 0.5}), run_dir=tmp_path / "run")
     newest = sorted((result.run_dir / "checkpoints").glob("step-*"))[-1]

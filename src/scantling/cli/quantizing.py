@@ -151,7 +151,10 @@ def _lines(done: QuantizedRun, reader: str) -> list[tuple[str, str]]:
         ("loss", f"{before:.4f} held out before, {after:.4f} after: {format_difference(after, before)} nats"),
         *(("predicted", _predicted(each)) for each in done.predictions),
         ("on disk", f"{format_bytes(saved.written)}; {compared}"),
-        ("in memory", f"{format_bytes(done.memory)}: {stored} {done.dtype}, so the model is no smaller there, nor faster"),
+        (
+            "in memory",
+            f"{format_bytes(done.memory)}: {stored} {done.dtype}, so the model is no smaller there, nor faster",
+        ),
         ("weights", f"{len(done.weights)} in {done.quantizer}, {done.method}, step {done.step}{rounded}"),
         ("folder", f"{done.folder}, which {reader} reads"),
     ]

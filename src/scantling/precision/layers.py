@@ -239,7 +239,7 @@ def quantized_class(plain: type) -> type:
 
 def _made_again(plain: type) -> Any:
     """Return an empty layer, for copies and pickles."""
-    kind = quantized_class(plain)
+    kind: Any = quantized_class(plain)
     return kind.__new__(kind)
 
 

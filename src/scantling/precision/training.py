@@ -209,7 +209,8 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
 
 def _quantize(module: nn.Module, formats: LayerFormats) -> None:
     if not is_of_cores(module):
-        module.__class__ = quantized_class(type(module))
+        kind: type = type(module)
+        module.__class__ = quantized_class(kind)
     elif is_table(module):
         formats = replace(formats, multiply=None)  # rows are looked up
     module.formats = formats  # type: ignore[assignment]
@@ -231,7 +232,7 @@ def _watch_forwards(model: nn.Module, *, on: bool = True) -> None:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key, hook in list(hooks.items()):
                     if hook in (enter_forward, leave_forward):
-                        del hooks[key]  # type: ignore[attr-defined]
+                        del hooks[key]
                         module._forward_hooks_always_called.pop(key, None)
         elif _is_around_rounded_weights(module):
             module.register_forward_pre_hook(enter_forward)

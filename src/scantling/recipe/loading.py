@@ -50,6 +50,8 @@ def load_recipe(
         content = _plain(source)
     else:
         path = Path(source)
+        if path.is_dir():  # of a run
+            path /= "recipe.yaml"
         name = str(path)
         content = read_yaml(path)
         if is_sweep(content):

@@ -7,7 +7,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -220,9 +219,8 @@ def without_cache(model: torch.nn.Module) -> dict[str, bool]:
     return {"use_cache": False} if _takes_cache(type(unwrapped(model))) else {}
 
 
-@cache
-def _takes_cache(kind: type) -> bool:
-    return "use_cache" in inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
+def _takes_cache(kind: type[torch.nn.Module]) -> bool:
+    return "use_cache" in inspect.signature(kind.forward).parameters
 
 
 def required(id_: int | None) -> int:

@@ -213,7 +213,8 @@ class TTLinear(CoreLayer):
     @property
     def _order_of_many_tokens(self) -> tuple[Step, ...]:
         """The best order for many tokens, which merge the cores once."""
-        return self._orders("once", False)[-1][1]
+        steps: tuple[Step, ...] = self._orders("once", False)[-1][1]
+        return steps
 
     @property
     def _middle_rank(self) -> int:

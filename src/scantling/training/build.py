@@ -88,7 +88,7 @@ def build_loop(
     return Loop(
         stepper,
         _batches(recipe, data, place),
-        _schedule(settings),
+        lr_schedule(settings),
         evaluate=held_out,
         checkpointer=checkpointer,
         sink=Sink(),
@@ -127,7 +127,8 @@ def _batches(recipe: Recipe, data: TaskData, place: Place) -> BatchSource:
     )
 
 
-def _schedule(settings: TrainSection) -> Schedule:
+def lr_schedule(settings: TrainSection) -> Schedule:
+    """Return when what happens in a run, as its recipe says."""
     factor = partial(
         lr_factor,
         steps=settings.steps,

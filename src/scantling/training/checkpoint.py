@@ -1,48 +1,41 @@
 """Checkpoints that survive anything: written aside, fsynced, renamed, verified before they are used.
 
-A checkpoint is a folder `step-N` with the tensor files of torch.distributed.checkpoint and `manifest.json`: step, world
-size, versions, everything that is no tensor, and the size and SHA-256 of each file. It is written to `step-N.tmp` and
-renamed when all of it is on disk, so a folder `step-N` is complete unless the disk damaged it, which the sums show.
+A checkpoint is a folder `step-N` with the tensor files of torch.distributed.checkpoint, `index.json`, which says where
+each tensor is, and `manifest.json`: step, world size, versions, everything that is no tensor, the size and SHA-256 of
+each file, and a checksum of the manifest itself. It is written to `step-N.tmp` and renamed when all of it is on disk,
+so a folder `step-N` is complete unless the disk damaged it, which the sums show.
 
 Tensors are stored flat under plain keys, with the dtype they have: `model/<name>`, `optimizer/<parameter>/<key>`,
 `rng/rank<r>/<device>`, `method/<name>/<key>`, `exchange/rank<r>/<name>`. Nothing read from a checkpoint can run code:
-there are no pickled objects but DCP's own index, which is read by an unpickler that knows its few classes and no
-others.
+tensors are read with `weights_only=True`, everything else is JSON, and DCP's pickled index is never read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import hashlib
-import importlib
-import io
-import json
 import logging
-import os
-import pickle
 import platform
-import re
-import shutil
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from scantling.errors import RunError, UserError
+from scantling.errors import RunError, UserError, first_line
 from scantling.files import sync
+from scantling.training.cleanup import checkpoint_steps, publish, remove_checkpoint, remove_torn
 from scantling.training.distributed import Place
+from scantling.training.index import INDEX, METADATA, IndexedReader, read_index, write_index
+from scantling.training.manifest import damage, file_digest, write_manifest
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 1
-_MANIFEST = "manifest.json"
 
 
 @dataclass
@@ -84,9 +77,10 @@ class Checkpointer:
             self.place.meet()  # the sums of large files take longer than a collective may
             problem = self.place.share(outcome)
         if problem is not None:
-            if self.place.is_main:
-                shutil.rmtree(aside, ignore_errors=True)
-            newest = next(iter(self.steps()), None)
+            if self.place.is_main and aside.is_dir():
+                with contextlib.suppress(OSError):
+                    remove_checkpoint(aside)
+            newest = next((other for other in self.steps() if other != step), None)
             kept = (
                 f"the checkpoint of step {newest} is intact" if newest is not None else "there is no earlier checkpoint"
             )
@@ -94,35 +88,27 @@ class Checkpointer:
         return target
 
     def _publish(self, step: int, state: State, aside: Path, target: Path) -> None:
-        files = {path.name: _digest(path) for path in sorted(aside.iterdir())}
+        names = {METADATA, INDEX, *read_index(aside).files}
         manifest = {
-            "format": FORMAT,
             "step": step,
             "world_size": self.place.world_size,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "values": state.values,
-            "files": files,
+            "files": {name: file_digest(aside / name) for name in sorted(names)},
         }
-        with open(aside / _MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(manifest, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_manifest(aside, manifest)
         sync(aside)
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(aside, target)
+        publish(aside, target)
         sync(self.folder)
         steps = self.steps()
         kept = [other for other in steps if other <= step][: self.keep]  # the run has gone on from before later ones
         for other in set(steps) - set(kept):
-            shutil.rmtree(self.folder / f"step-{other}", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_checkpoint(self.folder / f"step-{other}")
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints there are, newest first, damaged ones included."""
-        if not self.folder.is_dir():
-            return []
-        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.iterdir())
-        return sorted((int(match[1]) for match in names if match), reverse=True)
+        return checkpoint_steps(self.folder)
 
     def newest(self) -> Path | None:
         """The newest checkpoint that is whole; each damaged one that is passed over is a warning.
@@ -144,18 +130,6 @@ class Checkpointer:
         return result
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder; `UserError` where there is none that can be read."""
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} has no readable {_MANIFEST}: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        given = manifest.get("format") if isinstance(manifest, dict) else None
-        raise UserError(f"{path} has checkpoint format {given}; this version reads format {FORMAT}")
-    return manifest
-
-
 def check_data(path: Path, values: dict[str, Any], fingerprint: str | None) -> None:
     """Raise a UserError where a checkpoint with these values is not of the data with this fingerprint."""
     trained_on = values.get("fingerprint")
@@ -164,25 +138,6 @@ def check_data(path: Path, values: dict[str, Any], fingerprint: str | None) -> N
             f"the data is not what {path} was trained on: a file, a tokenizer or the split has changed; "
             "put it back, or start a new run"
         )
-
-
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder (a missing, short or altered file), or None."""
-    try:
-        manifest = read_manifest(path)
-        for name, expected in manifest["files"].items():
-            if Path(name).name != name:
-                return f"{name} is not a plain file name"
-            file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if file.stat().st_size != expected["bytes"]:
-                return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
-            if _digest(file) != expected:
-                return f"{name} does not match its checksum"
-    except (UserError, OSError, KeyError, TypeError, AttributeError) as error:
-        return str(error)
-    return None
 
 
 def load_tensors(path: Path, prefix: str = "", into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
@@ -194,14 +149,13 @@ def load_tensors(path: Path, prefix: str = "", into: dict[str, torch.Tensor] | N
         into: tensors to fill in place, by key; the others are made anew on the CPU with the stored shape and dtype.
 
     Raises:
-        UserError: the checkpoint holds anything but tensors, or a tensor in `into` has another shape.
+        UserError: the checkpoint cannot be read, or a tensor in `into` has another shape.
     """
-    reader = _SafeReader(path)
-    entries = {k: e for k, e in reader.read_metadata().state_dict_metadata.items() if k.startswith(prefix)}
+    stored = read_index(path).metadata.state_dict_metadata
     target: dict[str, torch.Tensor] = {}
-    for key, entry in entries.items():
-        if isinstance(entry, BytesStorageMetadata) or not isinstance(entry, TensorStorageMetadata):
-            raise UserError(f"{path} holds '{key}', which is no tensor; such a checkpoint is not read")
+    for key, entry in stored.items():
+        if not key.startswith(prefix) or not isinstance(entry, TensorStorageMetadata):
+            continue
         given = None if into is None else into.get(key)
         if given is not None and given.shape != entry.size:
             raise UserError(f"{path}: '{key}' has shape {tuple(entry.size)}, the model has {tuple(given.shape)}")
@@ -209,50 +163,12 @@ def load_tensors(path: Path, prefix: str = "", into: dict[str, torch.Tensor] | N
     if target:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(target, storage_reader=_SafeReader(path), no_dist=True)
+            try:
+                load(target, storage_reader=IndexedReader(path), no_dist=True)
+            except CheckpointException as error:
+                problem = "; ".join(sorted({first_line(inner[0]) for inner in error.failures.values()}))
+                raise UserError(f"the tensors of checkpoint {path} cannot be read: {problem}") from None
     return target
-
-
-class _SafeReader(FileSystemReader):
-    """DCP's reader with an index that cannot name any class but DCP's own."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        content = (Path(self.path) / ".metadata").read_bytes()
-        try:
-            metadata = _IndexUnpickler(io.BytesIO(content)).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError, KeyError) as error:
-            raise UserError(f"the index of checkpoint {self.path} cannot be read: {error}") from None
-        if not isinstance(metadata, Metadata):
-            raise UserError(f"the index of checkpoint {self.path} is not one of torch.distributed.checkpoint")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    _ALLOWED: ClassVar[dict[str, set[str]]] = {
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "SerializationFormat"},
-        "torch": {"Size", *(str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype))},
-        "torch.serialization": {"_get_layout"},
-        "pathlib": {"Path", "PosixPath"},
-        "collections": {"OrderedDict"},
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in self._ALLOWED.get(module, ()):
-            return getattr(importlib.import_module(module), name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
 
 
 def _attempt(action: Any) -> str | None:
@@ -279,19 +195,17 @@ def _reason(error: BaseException) -> str:
 
 
 def _fresh_folder(folder: Path) -> None:
-    """Make a folder anew for one checkpoint, and remove what others left that a kill tore."""
-    for torn in folder.parent.glob("step-*.tmp"):
-        shutil.rmtree(torn, ignore_errors=torn != folder)
-    folder.mkdir(parents=True)
+    """Make a folder for one checkpoint, and remove what is left of checkpoints that a kill has cut short."""
+    if folder.parent.is_dir():
+        remove_torn(folder.parent)
+    folder.mkdir(parents=True, exist_ok=True)  # it is still there if other files are in it
 
 
 def _dcp_save(tensors: dict[str, torch.Tensor], folder: Path, place: Place) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         writer = FileSystemWriter(folder, sync_files=True)
-        save({k: t.detach() for k, t in tensors.items()}, storage_writer=writer, no_dist=place.world_size == 1)
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        flat = {k: t.detach() for k, t in tensors.items()}
+        metadata = save(flat, storage_writer=writer, no_dist=place.world_size == 1)
+    if place.is_main:
+        write_index(metadata, folder)

@@ -20,8 +20,9 @@ from torch import nn
 from scantling.data.loader import BatchSource
 from scantling.errors import NonFiniteError, RunError, first_line
 from scantling.optim.memory import state_bytes
-from scantling.training.checkpoint import Checkpointer, State, check_data, load_tensors, read_manifest
+from scantling.training.checkpoint import Checkpointer, State, check_data, load_tensors
 from scantling.training.distributed import Place
+from scantling.training.manifest import read_manifest
 from scantling.training.meters import EnergyMeter, MemoryMeter
 from scantling.training.methods import Method
 from scantling.training.signals import StopSignal
@@ -100,6 +101,8 @@ class Loop:
         self.tokens = 0
         self.fingerprint: str | None = None
         """What the prepared data is known by; a checkpoint of other data is refused."""
+        self.recipe: dict[str, Any] | None = None
+        """The recipe of the run, for its checkpoints."""
         self._earlier_joules = 0.0
 
     @property
@@ -209,6 +212,7 @@ class Loop:
             values={
                 "step": self.step,
                 "tokens": self.tokens,
+                "recipe": self.recipe,
                 "data": self.batches.state_dict(),
                 "fingerprint": self.fingerprint,
                 "scaler": self.stepper.scaler.state_dict(),

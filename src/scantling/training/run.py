@@ -25,9 +25,11 @@ from scantling.reporting.runs import read_metrics, read_run
 from scantling.tasks import get_task
 from scantling.training.build import build_loop
 from scantling.training.checkpoint import Checkpointer
+from scantling.training.continuing import check_continues, stored_values
 from scantling.training.distributed import ALONE, Place, is_restart, joined, launch
 from scantling.training.graph import check_graph
 from scantling.training.loop import Outcome, out_of_memory
+from scantling.training.manifest import read_manifest
 from scantling.training.meters import EnergyMeter, MemoryMeter
 from scantling.training.rundir import InUseError, RunDir
 from scantling.training.sinks import JsonlSink, Sink, Sinks, TensorBoardSink, summary_writer
@@ -156,17 +158,19 @@ def _claim(run_dir: Path | None, recipe: Recipe, *, resume: bool, force: bool) -
     if run_dir is None:
         return _claim_free(Path("runs") / (recipe.name or "run"))
     folder = RunDir(run_dir)
-    if resume and not folder.holds_run():
+    if resume and not folder.holds_run() and not folder.was_claimed():
         raise UserError(f"{folder.path} holds no run to resume")
     folder.lock()
     try:
-        if resume:
+        if resume and folder.holds_run():
             folder.check_same(recipe)
         elif folder.holds_run() and not force:
             raise UserError(
                 f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
                 "or give another --run-dir"
             )
+        elif force:
+            folder.check_replaceable()
     except UserError:
         folder.unlock()
         raise
@@ -199,8 +203,13 @@ def _train(
         summary_writer()
     checkpointer = Checkpointer(folder.checkpoints, place, keep=recipe.train.keep_checkpoints)
     checkpoint = checkpointer.newest() if resume else None
-    if resume and checkpoint is None:
-        raise UserError(f"{folder.path} has no whole checkpoint to resume from; start again with --force")
+    starts_over = resume and checkpoint is None
+    if starts_over:
+        _check_never_saved(folder, checkpointer, place)
+        resume = False
+    changes_schedule = False
+    if checkpoint is not None:
+        changes_schedule = check_continues(checkpoint, read_manifest(checkpoint), recipe)
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=progress if place.is_main else None)
     place.meet()
@@ -208,15 +217,18 @@ def _train(
     _set_determinism(recipe, place)
     memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
     loop = build_loop(recipe, task, data, place, checkpointer, memory=memory, energy=energy)
-    loop.fingerprint = data.info.get("fingerprint")
+    loop.fingerprint, loop.recipe = data.info.get("fingerprint"), stored_values(recipe)
     exact = checkpoint is None or loop.resume(checkpoint)
     if place.is_main:
         if not resume:
             folder.clear()  # not before everything that can be wrong with the new run has been tried
             folder.note_launch(launch())
             folder.write_recipe(recipe)
-        elif folder.metrics.exists():
-            read_metrics(folder.metrics)  # a broken line is better known now than after the last step
+        else:
+            if folder.metrics.exists():
+                read_metrics(folder.metrics)  # a broken line is better known now than after the last step
+            if changes_schedule:
+                folder.write_recipe(recipe)
         folder.write_environment(world_size=place.world_size, device=str(place.device), data=data.info)
         write_json(folder.plan, planned.to_dict())
         receivers: list[Sink] = [JsonlSink(folder.metrics), *sinks]
@@ -233,6 +245,8 @@ def _train(
     if checkpoint is not None:
         anew = "" if exact else ", saved by another number of processes: the random generators start anew"
         loop.sink.message(f"resumed from {checkpoint}{anew}")
+    if starts_over:
+        loop.sink.message(f"{folder.path} has no checkpoint yet: the run starts from step 0")
     try:
         outcome = loop.run()
     finally:
@@ -240,6 +254,37 @@ def _train(
         loop.stepper.close()
         loop.sink.close()
     return _finish(folder, name, outcome, place)
+
+
+def _check_never_saved(folder: RunDir, checkpointer: Checkpointer, place: Place) -> None:
+    """Raise a UserError if a run without a usable checkpoint cannot start from step 0. Collective: a broadcast."""
+    problem = None
+    if place.is_main:
+        try:
+            problem = _lost_checkpoint(folder, checkpointer)
+        except UserError as error:
+            problem = str(error)
+    problem = place.share(problem)
+    if problem is not None:
+        raise UserError(problem)
+
+
+def _lost_checkpoint(folder: RunDir, checkpointer: Checkpointer) -> str | None:
+    """Return which checkpoint a run had and has no more, or None if it never saved one."""
+    if checkpointer.steps():
+        return f"{folder.path} has no whole checkpoint to resume from; start again with --force"
+    if not folder.holds_run():
+        return None
+    folder.check_replaceable()
+    last = read_metrics(folder.metrics).last if folder.metrics.exists() else {}
+    step = last.get("step", 0)
+    every = folder.stored_recipe().train.checkpoint_every
+    if folder.result.exists() or (every is not None and step > every):  # the record of a step precedes its checkpoint
+        return (
+            f"{folder.path} has records up to step {step} and no checkpoint, although one was saved; "
+            f"bring {folder.checkpoints} back, or start again with --force"
+        )
+    return None
 
 
 def _set_determinism(recipe: Recipe, place: Place) -> None:

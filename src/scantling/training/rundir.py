@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +15,10 @@ from typing import IO, Any
 from scantling.errors import UserError
 from scantling.files import write_json, write_whole
 from scantling.recipe import Recipe, check_recipe, differences, dump_recipe, read_yaml
+from scantling.training.cleanup import remove_all
+from scantling.training.sinks import EVENTS_SUFFIX
+
+logger = logging.getLogger(__name__)
 
 MAY_DIFFER = {
     "name",
@@ -26,6 +30,15 @@ MAY_DIFFER = {
     "train.tensorboard",
 }
 """Keys that a resumed run may change, because they do not change what is computed."""
+SCHEDULED = {
+    "tensor.adapt",
+    "train.decay",
+    "train.min_lr_ratio",
+    "train.schedule",
+    "train.steps",
+    "train.warmup",
+}
+"""Keys that a resumed run may change if the steps so far would have been the same."""
 
 
 class InUseError(UserError):
@@ -48,12 +61,23 @@ class RunDir:
         self.report = path / "report.html"
         self.after = path / "after.json"
         self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
         self._launch = path / ".launch"
+        self._lock_file = path / ".lock"
         self._lock: IO[str] | None = None
+
+    @property
+    def _written(self) -> list[Path]:
+        """Files that a run writes once, or writes again as a whole."""
+        return [self.recipe, self.environment, self.plan, self.metrics, self.result, self.report, self.after]
 
     def holds_run(self) -> bool:
         """Whether a run has been started here."""
         return self.recipe.exists() or self.metrics.exists() or self.checkpoints.exists()
+
+    def was_claimed(self) -> bool:
+        """True if a run has locked this folder before, even if it ended before its first step."""
+        return self._lock_file.is_file()
 
     def lock(self) -> None:
         """Take the folder for this process until `unlock` or its end.
@@ -65,7 +89,7 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # not through a link: the lock file is truncated below
-            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            handle = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             lock = open(handle, "r+", encoding="utf-8")  # noqa: SIM115 (held until unlock)
         except FileExistsError:
             raise UserError(f"the run directory {self.path} is a file; give another --run-dir") from None
@@ -95,26 +119,43 @@ class RunDir:
             self._lock = None
 
     def clear(self) -> None:
-        """Remove a run's files, and nothing else that lies in the folder; linked folders are emptied."""
-        for folder in (self.checkpoints, self.path / "tensorboard"):
+        """Remove a run's files and nothing else.
+
+        A link to a folder that is not empty is only unlinked: who else uses that folder is not known.
+        """
+        for folder, remove in ((self.checkpoints, remove_all), (self.tensorboard, _remove_events)):
             if folder.is_symlink():
-                for path in folder.iterdir():
-                    _remove(path)
-            elif folder.exists():
-                shutil.rmtree(folder)
-        for path in (self.recipe, self.environment, self.plan, self.metrics, self.result, self.report, self.after):
-            path.unlink(missing_ok=True)
+                if not folder.is_dir() or any(folder.iterdir()):
+                    logger.warning("%s is removed; it was a link to %s, which stays", folder, folder.readlink())
+                    folder.unlink()
+            elif folder.is_dir():
+                remove(folder)
+        for path in self._written:
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+
+    def check_replaceable(self) -> None:
+        """Raise a UserError if `clear` would remove what no run has written."""
+        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise UserError(f"{self.checkpoints} is not a folder; remove it, or give another --run-dir")
+        others = [path.name for path in self._written if path.exists()]
+        if others and not self._launch.is_file():
+            raise UserError(
+                f"{self.path} holds {', '.join(others)}, and no run has been started there: nothing is replaced. "
+                "Move these files, or give another --run-dir"
+            )
 
     def stored_recipe(self) -> Recipe:
         """The recipe this run was started with."""
         if not self.recipe.is_file():
-            raise UserError(f"{self.path} holds no run: there is no {self.recipe.name} in it")
+            hint = "; it ended before its first step: start it with its recipe" if self.was_claimed() else ""
+            raise UserError(f"{self.path} holds no run: there is no {self.recipe.name} in it{hint}")
         return check_recipe(read_yaml(self.recipe), str(self.recipe))
 
     def check_same(self, recipe: Recipe) -> None:
         """Refuse to go on with a recipe that would compute something else, naming the keys."""
         lines = [line for line in differences(self.stored_recipe(), recipe) if line.split(":")[0] not in MAY_DIFFER]
-        if lines:
+        if any(line.split(":")[0] not in SCHEDULED for line in lines):  # `check_continues` looks at those
             listed = "\n".join(f"  - {line}" for line in lines)
             raise UserError(
                 f"cannot resume {self.path} with another recipe; these keys differ (stored -> given):\n{listed}\n"
@@ -138,11 +179,12 @@ class RunDir:
         write_json(self.environment, {**environment(), "command": command or sys.argv, **extra})
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+def _remove_events(folder: Path) -> None:
+    """Remove our TensorBoard events from a folder, and the folder unless other files are in it."""
+    for path in folder.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}"):
         path.unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def environment() -> dict[str, Any]:

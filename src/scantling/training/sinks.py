@@ -70,11 +70,15 @@ class JsonlSink(Sink):
             raise RunError(f"cannot write {self._path}: {error.strerror or error}") from None
 
 
+EVENTS_SUFFIX = ".scantling"
+"""End of the names of our TensorBoard events; other files in their folder belong to somebody else."""
+
+
 class TensorBoardSink(Sink):
     """TensorBoard events in the run directory; needs the extra `tb`."""
 
     def __init__(self, folder: Path) -> None:
-        self._writer = summary_writer()(str(folder))
+        self._writer = summary_writer()(str(folder), filename_suffix=EVENTS_SUFFIX)
 
     def record(self, record: Record) -> None:
         for key, value in record.items():

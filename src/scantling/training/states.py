@@ -14,8 +14,9 @@ from torch import nn
 from scantling.comm import GradientExchange
 from scantling.comm.replica import mean_of_tensors
 from scantling.errors import RunError, UserError
-from scantling.training.checkpoint import State, load_tensors, read_manifest
+from scantling.training.checkpoint import State, load_tensors
 from scantling.training.distributed import Place
+from scantling.training.manifest import read_manifest
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

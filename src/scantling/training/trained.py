@@ -14,9 +14,11 @@ from scantling.recipe import Recipe
 from scantling.tasks import get_task
 from scantling.tasks.base import Task, TaskData
 from scantling.training.build import build_methods, build_run_model, run_evaluation
-from scantling.training.checkpoint import Checkpointer, check_data, read_manifest
+from scantling.training.checkpoint import Checkpointer, check_data
+from scantling.training.continuing import check_continues
 from scantling.training.distributed import ALONE, Place, joined
 from scantling.training.loop import load_methods
+from scantling.training.manifest import read_manifest
 from scantling.training.rundir import RunDir
 from scantling.training.states import load_model
 
@@ -82,7 +84,9 @@ def _load(folder: RunDir, recipe: Recipe, place: Place) -> Trained:
         raise UserError(f"{folder.path} has no whole checkpoint; train it first")
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=None)
-    values = read_manifest(checkpoint)["values"]
+    manifest = read_manifest(checkpoint)
+    values = manifest["values"]
+    check_continues(checkpoint, manifest, recipe)
     check_data(checkpoint, values, data.info.get("fingerprint"))
     methods = build_methods(recipe)
     model = build_run_model(recipe, task, data, methods)
