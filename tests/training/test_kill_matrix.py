@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from scantling.training.checkpoint import load_tensors, read_manifest
+from scantling.training.checkpoint import load_tensors
+from scantling.training.manifest import read_manifest
 from tests.runs import WIDE, kill_tree, records, scantling, start_scantling, tiny_recipe, wait_for, write_recipe
 
 STEPS = 16
