@@ -178,7 +178,11 @@ def report(
 def fit(
     runs: Annotated[str, typer.Argument(help="A table of runs: CSV, JSON or JSON lines, .gz or not.")],
     law: Annotated[
-        str, typer.Option(help="chinchilla, kumar, efficiency or ouyang.", autocompletion=_complete("chinchilla", "kumar", "efficiency", "ouyang"))
+        str,
+        typer.Option(
+            help="chinchilla, kumar, efficiency or ouyang.",
+            autocompletion=_complete("chinchilla", "kumar", "efficiency", "ouyang"),
+        ),
     ] = "chinchilla",
     column: Annotated[
         list[str] | None,
