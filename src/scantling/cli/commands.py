@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scantling.cli.console import ConsoleSink, make_console, print_data_problems
+from scantling.cli.console import ConsoleSink, make_console
 from scantling.errors import STOPPED, RunError, UserError
 from scantling.launched import launched_world_size, refuse_processes
 
@@ -19,17 +19,17 @@ def train(
 ) -> int:
     from scantling.comm.allreduce import allreduce_wire_bytes
     from scantling.reporting.format import format_bytes
-    from scantling.training.run import resolve
+    from scantling.training.run import check_run, resolve
     from scantling.training.run import train as run_training
 
     console = make_console()
     if dry_run:
         from scantling.planning.plan import plan as make_plan
 
-        checked, _ = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
+        checked, folder = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
         console.print(make_plan(checked, world_size=launched_world_size()).table())
-        console.print(f"{recipe}: the recipe is valid; nothing was loaded or trained", markup=False)
-        print_data_problems(console, [checked])
+        check_run(checked, folder, resume=resume, force=force, world_size=launched_world_size())
+        console.print(f"{recipe}: the recipe is valid and its data is here; nothing was trained", markup=False)
         return 0
     from scantling.data.progress import RichProgress
 
