@@ -45,6 +45,26 @@ def test_help_is_quick() -> None:
     assert best < 0.5
 
 
+def test_shells_complete_commands_options_and_values() -> None:
+    def complete(*words: str) -> set[str]:
+        environment = {"_SCANTLING_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words)}
+        environment["COMP_CWORD"] = str(len(words) - 1)
+        done = subprocess.run(
+            [sys.executable, "-m", "scantling"], capture_output=True, text=True, env={**os.environ, **environment}
+        )
+        assert done.returncode == 0, done.stderr
+        return set(done.stdout.split())
+
+    assert {"train", "plan", "eval", "sweep"} <= complete("scantling", "")
+    assert complete("scantling", "train", "--dry") == {"--dry-run"}
+    assert complete("scantling", "eval", "run", "--device", "c") == {"cpu", "cuda"}
+    assert complete("scantling", "train", "rec") == set()  # the shell then completes names of files
+    for shell in ("bash", "zsh", "fish"):
+        source = {**os.environ, "_SCANTLING_COMPLETE": f"source_{shell}"}
+        done = subprocess.run([sys.executable, "-m", "scantling"], capture_output=True, text=True, env=source)
+        assert f"_SCANTLING_COMPLETE=complete_{shell}" in done.stdout
+
+
 def test_run_directory_holds_what_the_design_says(trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
     assert {
