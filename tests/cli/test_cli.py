@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from scantling.cli import commands, run
+from tests.reporting.fake import make_run
 from tests.runs import TINY, popen, records, scantling, tiny_recipe, write_corpus, write_recipe
 
 
@@ -211,9 +212,9 @@ MISSING: dict[str, dict[str, object]] = {
     "tokenizer": {"data": {"text": "corpus.txt", "document_separator": "<doc>", "tokenizer": "nowhere"}},
     "model": {"model": {"hf": "nowhere"}, "data": {"text": "corpus.txt"}},
     "images": {"model": {"preset": "vit-digits"}, "data": {"images": "nowhere", "image_size": 8}},
-    "images, held-out": {
+    "images, saved": {
         "model": {"preset": "vit-digits"},
-        "data": {"hf": "saved", "image_size": 8, "fields": {"image": "text", "label": "text"}, "validation": "nowhere"},
+        "data": {"hf": "saved", "image_size": 8, "fields": {"image": "text", "label": "body"}},
     },
     "clicks": {"model": {"preset": "dlrm"}, "data": {"criteo": "nowhere.tsv"}},
     "click columns": {
@@ -306,7 +307,7 @@ def test_compare_prints_and_writes_the_table(
     dense, lean = compared["runs"]
     assert (dense["name"], lean["name"]) == ("dense", "lean")
     keys = (
-        "num_parameters weight_bytes optimizer_state_bytes wire_bytes tokens_per_s step_s peak_memory_bytes loss "
+        "num_parameters weight_bytes optimizer_state_bytes wire_bytes tokens_per_s step_s peak_memory_bytes train_loss "
         "eval_loss bits_per_byte"
     )
     for own in (dense, lean):
@@ -322,6 +323,30 @@ def test_compare_prints_and_writes_the_table(
     runs = [str(tmp_path / "out" / name) for name in ("dense", "lean")]
     assert run(["compare", *runs, "--out", str(tmp_path / "again")]) == 0
     assert json.loads((tmp_path / "again" / "compare.json").read_text()) == compared
+
+
+def test_compare_names_recipes_and_runs_of_one_name_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make_trained(command: list[str]) -> int:
+        make_run(Path(command[command.index("--run-dir") + 1]), name="same", steps=4)
+        return 0
+
+    monkeypatch.setattr(commands, "_wait", make_trained)
+    recipes = [tmp_path / folder / "recipe.yaml" for folder in ("a", "b")]
+    for recipe in recipes:
+        recipe.parent.mkdir()
+        write_recipe(recipe, tiny_recipe(tmp_path) | {"name": "same"})
+    earlier = make_run(tmp_path / "earlier", name="same", steps=4)
+    assert run(["compare", *map(str, recipes), str(earlier), "--out", str(tmp_path / "out")]) == 0
+    compared = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
+    assert [each["name"] for each in compared] == ["a-recipe", "b-recipe", "earlier"]
+    assert "a-recipe vs b-recipe vs earlier" in (tmp_path / "out" / "report.html").read_text()
+    capsys.readouterr()
+
+    taken = make_run(tmp_path / "again" / "same", name="other", steps=4)
+    assert run(["compare", str(taken), str(recipes[0]), "--out", str(tmp_path / "again"), "--force"]) == 2
+    assert "one of the runs to compare; give another --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["export", "run", "--to", "hf", "out"], ["quantize", "run", "--weights", "int4"]])
