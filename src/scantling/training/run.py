@@ -268,8 +268,7 @@ def _train(
     if told is not None:
         loop.sink.message(told)
     if checkpoint is not None:
-        anew = "" if exact else ", saved by another number of processes: the random generators start anew"
-        loop.sink.message(f"resumed from {checkpoint}{anew}")
+        loop.sink.message(f"resumed from {checkpoint}" + ("" if exact else _changes_by_world_size(checkpoint, place)))
     if starts_over:
         loop.sink.message(f"{folder.path} has no checkpoint yet: the run starts from step 0")
     try:
@@ -279,6 +278,16 @@ def _train(
         loop.stepper.close()
         loop.sink.close()
     return _finish(folder, name, outcome, place)
+
+
+def _changes_by_world_size(checkpoint: Path, place: Place) -> str:
+    """Return what a resume on another number of processes does not restore as it was."""
+    manifest = read_manifest(checkpoint)
+    residuals = " and each exchange starts from the mean of the saved residuals"
+    return (
+        f", saved by {manifest['world_size']} processes, now {place.world_size}: the random generators start again"
+        + (residuals if any(manifest["values"].get("exchange", {}).values()) else "")
+    )
 
 
 def _check_never_saved(folder: RunDir, checkpointer: Checkpointer, place: Place) -> None:
