@@ -66,7 +66,9 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="Where the run goes. Default: runs/NAME.")] = None,
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the recipe, print the plan, load no data.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe and its data, print the plan, train nothing.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is in the run directory.")] = False,
 ) -> int:
     """Train a model as a recipe says. Under torchrun: torchrun --nproc-per-node N -m scantling train RECIPE."""
@@ -98,7 +100,9 @@ def sweep(
     ] = None,
     settings: Settings = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all recipes, print the grid, run nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all recipes and their data, print the grid, run nothing.")
+    ] = False,
 ) -> int:
     """Run a grid of recipes and write one table of its runs; called again, it goes on where it was."""
     from scantling.cli import sweeping
