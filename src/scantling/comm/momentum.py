@@ -149,6 +149,7 @@ class MomentumExchange(Accumulator):
             more for each parameter.
         left_out: ranks whose gradients were NaN or Inf in it; with overlap, in a part of it.
         withheld: whether gradients of this process in the last call were NaN or Inf, and go into no exchange.
+        announces: True if rank 0 prints the layout at the first exchange.
         decided: with `auto_off`, once it was measured: whether everything travels, and the number of processes.
         replica_divergence: how far the residuals were apart when they were last compared, from 0 to 1.
 
@@ -197,6 +198,7 @@ class MomentumExchange(Accumulator):
         if not link.stays and (rounds.delay or rounds.overlap or rounds.auto_off):
             raise UserError("delay, overlap and auto_off are for replicas that stay; leave them out with a ManagedLink")
         self.param_groups, self.state, self.rounds, self.link = groups, state, rounds, link
+        self.announces = True
         self._compared: tuple[str, ...] = ()
         self.facts: dict[str, Any] = {}
         self.replica_divergence: float | None = None
@@ -591,7 +593,7 @@ class MomentumExchange(Accumulator):
         """How everything travels; compared with how it does on the other replicas where it is new."""
         compared: dict[str, Any] = {"also": self._compared, "facts": self.facts}
         found = laid_out(self.param_groups, self.current, self.link, self._layout, step=self.step, **compared)
-        if self._layout is None and self.link.rank == 0:
+        if self.announces and self._layout is None and self.link.rank == 0:
             announce(f"{self}\nexchange by {found.way} among {self.link.size} processes")
         self._layout = found
         return found
