@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from scantling.data.tokenizers import (
     truncated_lengths,
 )
 from scantling.errors import UserError
+from tests.texts import english_like
 
 TEXTS = [
     "",
@@ -38,7 +38,7 @@ def small_bpe(*, wrap: bool = False) -> FastTokenizer:
     from scantling.data.bpe import _train
     from scantling.data.tokenizers import finish_backend
 
-    backend = _train(300, iter([Path(json.__file__).read_text(encoding="utf-8")]))
+    backend = _train(300, iter([english_like(20_000)]))
     return FastTokenizer(finish_backend(backend, use_regex=True, wrap=wrap), SPECIALS, "bpe")
 
 

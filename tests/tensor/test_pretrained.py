@@ -284,7 +284,9 @@ def test_a_head_that_is_untied_since_its_base_alone_was_converted_is_not_tied_ag
     sc.tensorize(model.model, RANK)
     model.model.save_pretrained(tmp_path / "base")  # whose configuration the whole model shares
     model.save_pretrained(tmp_path / "whole")
-    with pytest.raises(UserError, match=r"without a place in its LlamaForCausalLM, such as lm_head\.weight"):
+    with pytest.raises(
+        UserError, match=r"without a place in its LlamaForCausalLM of config.json, such as lm_head\.weight"
+    ):
         sc.load(tmp_path / "whole")
     assert type(sc.load(tmp_path / "base")) is type(model.model)
 

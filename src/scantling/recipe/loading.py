@@ -259,25 +259,6 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-_FILES = ("text", "jsonl", "csv", "parquet", "bin", "criteo")
-_LOCAL = (*_FILES, "images", "validation", "tokenizer")
-
-
-def data_problems(recipe: Recipe) -> list[str]:
-    """What of the data that a checked recipe names is not on this machine, or is a folder where files are read."""
-    problems = []
-    for key in _LOCAL:
-        value = getattr(recipe.data, key)
-        for path in value if isinstance(value, list) else [value]:
-            if not isinstance(path, str) or not os.path.isabs(path):
-                continue
-            if not (os.path.exists(path) or glob.glob(path, recursive=True)):
-                problems.append(f"not here yet: {path}")
-            elif key in _FILES and os.path.isdir(path):
-                problems.append(f"data.{key}: {path} is a folder; give files or a glob")
-    return problems
-
-
 def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
     """Expand `~` and `$VAR` and make local paths absolute, so that a run can be resumed from anywhere."""
 

@@ -26,7 +26,7 @@ from scantling.tasks import get_task
 from scantling.training.build import build_loop
 from scantling.training.checkpoint import Checkpointer
 from scantling.training.continuing import check_continues, stored_values
-from scantling.training.distributed import ALONE, Place, is_restart, joined, launch
+from scantling.training.distributed import ALONE, Place, device_type, is_restart, joined, launch
 from scantling.training.graph import check_graph
 from scantling.training.loop import Outcome, out_of_memory
 from scantling.training.manifest import read_manifest
@@ -138,6 +138,27 @@ def resolve(
     return load_recipe(recipe, settings, sections=overrides), run_dir
 
 
+def check_run(recipe: Recipe, run_dir: Path | None, *, resume: bool, force: bool, world_size: int) -> None:
+    """Raise the error with which `train` would refuse a run before it reads data; nothing is written.
+
+    Raises:
+        UserError: device, run directory or data cannot be used.
+    """
+    device = device_type(recipe.train.device)
+    if run_dir is not None:
+        _check_folder(RunDir(run_dir), recipe, resume=resume, force=force)
+    _check_extras(recipe, world_size, device)
+    get_task(recipe_task(recipe)).check_data(recipe.data)
+
+
+def _check_extras(recipe: Recipe, world_size: int, device: str) -> None:
+    """Raise a UserError if this machine lacks something that a recipe asks for."""
+    check_world_size(recipe, world_size)
+    check_graph(recipe, world_size, device)
+    if recipe.train.tensorboard:
+        summary_writer()
+
+
 def _of_restart(run_dir: Path | None, *, resume: bool, force: bool) -> tuple[bool, bool]:
     """Whether a run that torchrun starts again goes on, and whether it replaces what is there.
 
@@ -158,23 +179,30 @@ def _claim(run_dir: Path | None, recipe: Recipe, *, resume: bool, force: bool) -
     if run_dir is None:
         return _claim_free(Path("runs") / (recipe.name or "run"))
     folder = RunDir(run_dir)
-    if resume and not folder.holds_run() and not folder.was_claimed():
-        raise UserError(f"{folder.path} holds no run to resume")
+    if resume:
+        _check_folder(folder, recipe, resume=resume, force=force)  # before the lock makes the folder
     folder.lock()
     try:
-        if resume and folder.holds_run():
-            folder.check_same(recipe)
-        elif folder.holds_run() and not force:
-            raise UserError(
-                f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
-                "or give another --run-dir"
-            )
-        elif force:
-            folder.check_replaceable()
+        _check_folder(folder, recipe, resume=resume, force=force)
     except UserError:
         folder.unlock()
         raise
     return folder
+
+
+def _check_folder(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -> None:
+    """Raise a UserError if a folder cannot take a run."""
+    if resume and folder.holds_run():
+        folder.check_same(recipe)
+    elif resume and not folder.was_claimed():
+        raise UserError(f"{folder.path} holds no run to resume")
+    elif folder.holds_run() and not force:
+        raise UserError(
+            f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
+            "or give another --run-dir"
+        )
+    elif force:
+        folder.check_replaceable()
 
 
 def _claim_free(base: Path) -> RunDir:
@@ -197,10 +225,7 @@ def _claim_free(base: Path) -> RunDir:
 def _train(
     recipe: Recipe, folder: RunDir, place: Place, *, resume: bool, sinks: Sequence[Sink], progress: Progress | None
 ) -> RunResult:
-    check_world_size(recipe, place.world_size)
-    check_graph(recipe, place.world_size, place.device.type)
-    if recipe.train.tensorboard:
-        summary_writer()
+    _check_extras(recipe, place.world_size, place.device.type)
     checkpointer = Checkpointer(folder.checkpoints, place, keep=recipe.train.keep_checkpoints)
     checkpoint = checkpointer.newest() if resume else None
     starts_over = resume and checkpoint is None
@@ -243,8 +268,7 @@ def _train(
     if told is not None:
         loop.sink.message(told)
     if checkpoint is not None:
-        anew = "" if exact else ", saved by another number of processes: the random generators start anew"
-        loop.sink.message(f"resumed from {checkpoint}{anew}")
+        loop.sink.message(f"resumed from {checkpoint}" + ("" if exact else _changes_by_world_size(checkpoint, place)))
     if starts_over:
         loop.sink.message(f"{folder.path} has no checkpoint yet: the run starts from step 0")
     try:
@@ -254,6 +278,16 @@ def _train(
         loop.stepper.close()
         loop.sink.close()
     return _finish(folder, name, outcome, place)
+
+
+def _changes_by_world_size(checkpoint: Path, place: Place) -> str:
+    """Return what a resume on another number of processes does not restore as it was."""
+    manifest = read_manifest(checkpoint)
+    residuals = " and each exchange starts from the mean of the saved residuals"
+    return (
+        f", saved by {manifest['world_size']} processes, now {place.world_size}: the random generators start again"
+        + (residuals if any(manifest["values"].get("exchange", {}).values()) else "")
+    )
 
 
 def _check_never_saved(folder: RunDir, checkpointer: Checkpointer, place: Place) -> None:
