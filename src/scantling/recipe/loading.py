@@ -124,14 +124,15 @@ def check_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe:
     """Validate a plain mapping; raise one `RecipeError` with the faults of structure and of meaning together."""
     if faults := value_faults(content):
         raise RecipeError(faults, source)
+    checked: dict[str, Any] = {}
     try:
-        content = Recipe.model_validate(content).model_dump(exclude_unset=True)
+        checked = Recipe.model_validate(content).model_dump(exclude_unset=True)
     except ValidationError as error:
         faults = schema_faults(error, Recipe)
-    faults += semantic_faults(content, {fault.path for fault in faults})
+    faults += semantic_faults(checked or content, {fault.path for fault in faults})
     if faults:
         raise RecipeError(faults, source)
-    return Recipe.model_validate(_absolute_paths(content))
+    return Recipe.model_validate(_absolute_paths(checked))
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -109,11 +109,11 @@ class _StrictLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         before, mark = self._count, self.peek_event().start_mark  # type: ignore[no-untyped-call]
-        is_alias = self.check_event(yaml.AliasEvent)  # type: ignore[no-untyped-call]
+        is_alias = self.check_event(yaml.AliasEvent)
         self._depth += 1
         if self._depth > MAX_DEPTH + 1:
             raise ComposerError(None, None, f"nested deeper than {MAX_DEPTH} levels", mark)
-        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and node not in self._sizes:
             raise ComposerError(None, None, "an alias inside of what it stands for", mark)
@@ -124,7 +124,7 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        node = super().compose_mapping_node(anchor)
         seen = set()
         for each, _ in node.value:
             if not isinstance(each, yaml.ScalarNode):
@@ -144,7 +144,7 @@ class _StrictLoader(yaml.SafeLoader):
         if node.tag in (_INT, _FLOAT) and len(given) > MAX_DIGITS:
             raise ConstructorError(None, None, f"a number of more than {MAX_DIGITS} characters", node.start_mark)
         try:
-            return super().construct_object(node, deep=deep)  # type: ignore[no-untyped-call]
+            return super().construct_object(node, deep=deep)
         except yaml.YAMLError:
             raise
         except Exception:  # KeyError of !!bool, AttributeError of !!timestamp, IndexError of !!int
