@@ -30,6 +30,8 @@ SPECIALS = {
     "sep": "<|sep|>",
 }
 """The special tokens of our own tokenizers, in the order of their ids."""
+ROLES = ("bos", *SPECIALS)
+"""The special tokens that a tokenizer can name."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,23 @@ class Template:
         return np.concatenate(pieces), types
 
 
+NO_SPECIALS = Template(((), ()), (0, 0, 0))
+"""The template of a tokenizer that adds nothing to a text."""
+
+
 class Tokenizer(ABC):
     """Turns text into ids and back.
 
     Attributes:
         vocab_size: one more than the largest id.
-        eos_id, pad_id, mask_id, cls_id, sep_id: special ids; None for a token that it has not.
+        bos_id, eos_id, pad_id, mask_id, cls_id, sep_id: special ids; None for a token that it has not.
         special_ids: all ids that are no text.
         sentinel_ids: ids that stand for a hidden span, `<extra_id_0>` and so on; empty where it has none.
     """
 
     name: str
     vocab_size: int
+    bos_id: int | None
     eos_id: int | None
     pad_id: int | None
     mask_id: int | None
@@ -135,6 +142,11 @@ class Tokenizer(ABC):
             return Template(((), (), ()), (0, 0, 0, 1, 1))
         return Template(((self.cls_id,), (self.sep_id,), (self.sep_id,)), (0, 0, 0, 1, 1))
 
+    @property
+    def document(self) -> Template:
+        """Special tokens that the saved tokenizer puts around one text when it is called; perhaps none."""
+        return self.single
+
     def require(self, task: str, *names: str) -> None:
         """Refuse a tokenizer that lacks special tokens: "eos", "pad", "mask", "cls" or "sep"."""
         missing = [name for name in names if getattr(self, f"{name}_id") is None]
@@ -174,6 +186,11 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, *, wrap: bool = False) -> None:
         self._wrap = wrap
+        self.bos_id = None if wrap else self.eos_id
+
+    @property
+    def document(self) -> Template:
+        return self.single if self._wrap else NO_SPECIALS
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
@@ -189,7 +206,9 @@ class ByteTokenizer(Tokenizer):
 
         backend = Backend(models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[]))
         backend = finish_backend(backend, use_regex=False, wrap=self._wrap)
-        FastTokenizer(backend, SPECIALS, "bytes").save_pretrained(folder, token_types=token_types)
+        FastTokenizer(backend, named_specials(wrap=self._wrap), "bytes").save_pretrained(
+            folder, token_types=token_types
+        )
 
 
 class FastTokenizer(Tokenizer):
@@ -197,7 +216,7 @@ class FastTokenizer(Tokenizer):
 
     Args:
         backend: a `tokenizers.Tokenizer`.
-        specials: texts of the special tokens by name, "eos" to "sep".
+        specials: texts of the special tokens by name, "bos" to "sep".
         name: what it is, for messages.
         literal: whether the text of a special token in a document is ordinary text, which must not become the token.
         wrapped: the transformers tokenizer it came from, which then saves itself.
@@ -215,12 +234,12 @@ class FastTokenizer(Tokenizer):
         self._wrapped, self._specials = wrapped, specials
         self.name = name
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
-        for key in SPECIALS:
+        for key in ROLES:
             token = specials.get(key)
             setattr(self, f"{key}_id", None if token is None else self._backend.token_to_id(token))
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        named = (self.eos_id, self.pad_id, self.mask_id, self.cls_id, self.sep_id)
+        named = (self.bos_id, self.eos_id, self.pad_id, self.mask_id, self.cls_id, self.sep_id)
         self.special_ids |= {id_ for id_ in named if id_ is not None}
         self.sentinel_ids = tuple(_numbered(self._backend, "<extra_id_{}>"))
         self._literal = literal
@@ -254,15 +273,16 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def single(self) -> Template:
-        return self._template(1) or super().single
+        return self._template(1)
 
     @cached_property
     def pair(self) -> Template:
-        return self._template(2) or super().pair
+        return self._template(2)
 
-    def _template(self, texts: int) -> Template | None:
-        """What the tokenizer's own post-processor adds; None where it has none."""
-        encoding = self._backend.encode("a", "a" if texts == 2 else None, add_special_tokens=True)
+    def _template(self, texts: int) -> Template:
+        """Return what the tokenizer's own post-processor adds."""
+        text = self._any_text()
+        encoding = self._backend.encode(text, text if texts == 2 else None, add_special_tokens=True)
         parts: list[list[int]] = [[] for _ in range(texts + 1)]
         types = [0] * (2 * texts + 1)
         part, inside = 0, None
@@ -273,9 +293,18 @@ class FastTokenizer(Tokenizer):
             elif sequence != inside:
                 inside, part = sequence, sequence + 1
                 types[2 * sequence + 1] = type_
-        if not any(parts):
-            return None
         return Template(tuple(tuple(part) for part in parts), tuple(types))
+
+    def _any_text(self) -> str:
+        """Return a text that has a token."""
+        others = sorted(set(self._backend.get_vocab(with_added_tokens=True).values()) - self.special_ids)
+        for text in itertools.chain(["a"], (self._backend.decode([id_]) for id_ in others)):
+            try:
+                if self._backend.encode(text, add_special_tokens=False).ids:
+                    return str(text)
+            except Exception:  # the Rust library raises bare Exception for an unknown word
+                continue
+        raise UserError(f"data.tokenizer: {self.name} has no token that a text could be made of")
 
 
 def _numbered(backend: Any, text: str) -> Iterator[int]:
@@ -292,6 +321,15 @@ def byte_characters() -> list[str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def named_specials(*, wrap: bool) -> dict[str, str]:
+    """Texts of the special tokens of our own tokenizers by name.
+
+    Without cls and sep around texts (`wrap`), documents are packed: end-of-text stands before each, too, and is named
+    as the beginning, as GPT-2 does.
+    """
+    return SPECIALS if wrap else {"bos": SPECIALS["eos"], **SPECIALS}
 
 
 def finish_backend(backend: Any, *, use_regex: bool, wrap: bool) -> Any:
@@ -337,7 +375,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"data.tokenizer: {path} is not a fast tokenizer (it has no tokenizer.json); convert it first")
-    names = {key: getattr(loaded, f"{key}_token", None) for key in SPECIALS}
+    names = {key: getattr(loaded, f"{key}_token", None) for key in ROLES}
     specials = {key: str(token) for key, token in names.items() if token is not None}
     with _refusing_damage(place):
         return FastTokenizer(backend, specials, path, literal=False, wrapped=loaded)
@@ -382,6 +420,7 @@ def _culprit(place: Path) -> str:
 
 
 USUAL = {
+    "bos": ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>"),
     "eos": ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"),
     "pad": ("<|pad|>", "[PAD]", "<pad>"),
     "mask": ("<|mask|>", "[MASK]", "<mask>"),
