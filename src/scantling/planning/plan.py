@@ -340,7 +340,7 @@ def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes:
     Raises:
         UserError: the model cannot be built.
     """
-    from scantling.models.build import build_model, convert_model
+    from scantling.models.build import build_model, convert_model, reads_weights
 
     if task_data is not None:
         vocab_size, overrides = task_data.vocab_size, task.config_overrides(task_data)
@@ -360,6 +360,8 @@ def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes:
         seed=0,
         device="meta",
     )
+    if recipe.tensor is not None and recipe.tensor.init == "random" and reads_weights(recipe.model):
+        notes.append(f"tensor.init: random keeps nothing of the weights in {recipe.model.hf} for the TT layers")
     convert_model(model, recipe)
     return model
 
