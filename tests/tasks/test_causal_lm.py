@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from scantling.data.loader import eval_batches
+from scantling.data.store import Marks
 from scantling.errors import UserError
 from scantling.recipe.schema import DataSection
 from scantling.tasks import TASKS, TaskData, get_task
@@ -19,6 +20,7 @@ from scantling.tasks.base import cross_entropy_sum, mean_loss
 from scantling.tasks.causal_lm import CausalLM, ShiftedWindows
 
 EOS = 256
+BETWEEN = Marks(first=(EOS,), end=(EOS,))
 
 
 def model(vocab_size: int = 261, *, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
@@ -74,7 +76,8 @@ def test_prepared_data(tmp_path: Path) -> None:
     text = data.tokenizer.decode(np.concatenate([data.train[index][1:] for index in range(len(data.train))]))
     assert text.startswith("document 1: é words é words document 2: é")  # document 0 is held out
     assert data.info["heldout"]["documents"] == 2
-    assert task.config_overrides(data) == {"pad_token_id": 257, "eos_token_id": EOS, "bos_token_id": EOS}
+    ids = {"bos": EOS, "eos": EOS, "pad": 257, "mask": 258, "cls": 259, "sep": 260}
+    assert task.config_overrides(data) == {f"{role}_token_id": id_ for role, id_ in ids.items()}
 
 
 def test_loss_is_the_sum_in_fp32_with_its_gradient() -> None:
@@ -107,7 +110,7 @@ def test_documents_do_not_see_their_neighbours(attention: str) -> None:
 
     def logits(before: list[int], mask: bool) -> torch.Tensor:
         window = np.array([*before, *document, EOS])
-        batch = ShiftedWindows(document_mask=mask, eos_id=EOS)([(0, 0, window)])
+        batch = ShiftedWindows(document_mask=mask, marks=BETWEEN)([(0, 0, window)])
         captured: dict[str, Any] = {}
         handle = net.register_forward_hook(lambda *a: captured.update(logits=a[2].logits))
         CausalLM().loss(net, batch)
@@ -125,7 +128,7 @@ def test_document_mask_keeps_all_targets() -> None:
     """The end of a document is predicted by its last token, the first token of the next by the end-of-text token."""
     window = np.array([EOS, 1, 2, EOS, 3, 4, EOS, 5])
     plain = ShiftedWindows()([(0, 0, window)])
-    masked = ShiftedWindows(document_mask=True, eos_id=EOS)([(0, 0, window)])
+    masked = ShiftedWindows(document_mask=True, marks=BETWEEN)([(0, 0, window)])
     assert plain.labels.tolist() == masked.labels.tolist()
     assert masked.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0]]
 

@@ -103,7 +103,8 @@ def test_prepare_and_evaluate(tmp_path: Path) -> None:
     figures = task.metrics(sums, data)
     assert 4 < figures["eval_loss"] < 7
     assert 0 <= figures["accuracy"] < 0.2
-    assert task.config_overrides(data) == {"pad_token_id": 257}
+    ids = {"bos": None, "eos": 256, "pad": 257, "mask": 258, "cls": 259, "sep": 260}
+    assert task.config_overrides(data) == {f"{role}_token_id": id_ for role, id_ in ids.items()}
 
 
 def test_tokenizer_without_mask(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_bin_files_need_their_tokenizer(tmp_path: Path) -> None:
     section = DataSection(bin=str(tmp_path / "a.bin"), seq_len=16)
     with pytest.raises(UserError, match="masked-lm needs the tokenizer of the bin files"):
         MaskedLM().prepare(section, seed=0)
-    BYTES.save_pretrained(tmp_path / "tokenizer")
+    ByteTokenizer(wrap=True).save_pretrained(tmp_path / "tokenizer")
     data = MaskedLM().prepare(section.model_copy(update={"tokenizer": str(tmp_path / "tokenizer")}), seed=0)
     batch = data.collate([(0, 1, data.train[1])])
     assert batch.inputs["input_ids"].shape == (1, 16)

@@ -95,11 +95,8 @@ def test_spans_of_a_stream_are_hidden(tmp_path: Path) -> None:
     alone = data.collate([(0, 2, data.train[2])])
     assert torch.equal(alone.labels[0], batch.labels[2])
     assert not torch.equal(data.collate([(1, 2, data.train[2])]).inputs["input_ids"], alone.inputs["input_ids"])
-    assert task.config_overrides(data) == {
-        "pad_token_id": 257,
-        "decoder_start_token_id": 257,
-        "eos_token_id": 256,
-    }
+    ids = {"bos": None, "eos": 256, "pad": 257, "mask": 258, "cls": 259, "sep": 260, "decoder_start": 257}
+    assert task.config_overrides(data) == {f"{role}_token_id": id_ for role, id_ in ids.items()}
 
 
 def test_the_held_out_stream_is_covered(tmp_path: Path) -> None:
@@ -108,8 +105,9 @@ def test_the_held_out_stream_is_covered(tmp_path: Path) -> None:
     tokens = 0
     for batch in eval_batches(data.heldout, data.collate, 4):
         inputs = batch.inputs["input_ids"]
-        ours = (inputs != BYTES.pad_id) & (inputs != BYTES.cls_id) & (inputs != BYTES.sep_id) & (inputs < 261)
-        tokens += int(ours.sum()) + int(((batch.labels >= 0) & (batch.labels < 261)).sum()) - len(inputs)
+        ours = (inputs != BYTES.pad_id) & (inputs != BYTES.cls_id) & (inputs < 261)
+        # without the separator that ends each input, and the end of each target
+        tokens += int(ours.sum()) + int(((batch.labels >= 0) & (batch.labels < 261)).sum()) - 2 * len(inputs)
     assert tokens == data.info["heldout"]["tokens"]
 
 
@@ -192,7 +190,7 @@ def test_bin_files_need_their_tokenizer(tmp_path: Path) -> None:
     data = DataSection(bin=str(tmp_path / "a.bin"), seq_len=16)
     with pytest.raises(UserError, match="seq2seq needs the tokenizer of the bin files"):
         Seq2Seq().prepare(data, seed=0)
-    BYTES.save_pretrained(tmp_path / "tokenizer")
+    ByteTokenizer(wrap=True).save_pretrained(tmp_path / "tokenizer")
     prepared = Seq2Seq().prepare(data.model_copy(update={"tokenizer": str(tmp_path / "tokenizer")}), seed=0)
     assert prepared.vocab_size == 361
     assert len(prepared.train[0]) == 15

@@ -164,7 +164,9 @@ def load(
     import transformers
 
     folder = Path(folder)
-    content = read_settings(folder)
+    if not (folder / CONFIG).exists() and not (folder / CONFIG).is_symlink():
+        raise UserError(f"cannot load {folder}: there is no {folder / CONFIG}; give a folder of save_pretrained")
+    content = read_settings(folder / CONFIG)
     name = next(iter(content.get("architectures") or ()), None)
     with blaming(folder / CONFIG):
         made_by = _model_class(name, content)
