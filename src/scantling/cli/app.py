@@ -115,12 +115,16 @@ def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe.")],
     settings: Settings = None,
     world_size: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    device: Annotated[
+        str,
+        typer.Option(help="cpu or cuda, which need not be here. Default: the recipe's.", autocompletion=_devices),
+    ] = "auto",
     as_json: AsJson = False,
 ) -> int:
     """Say what a run will cost before it starts: parameters, memory, bytes sent, FLOPs."""
     from scantling.cli import commands
 
-    return commands.plan(recipe, settings or [], world_size=world_size, as_json=as_json)
+    return commands.plan(recipe, settings or [], world_size=world_size, device=device, as_json=as_json)
 
 
 @app.command("eval")

@@ -28,6 +28,8 @@ CLICK_SOURCES = ("criteo", "csv", "parquet")
 """Sources that the task `clicks` reads."""
 IMAGE_SOURCES = ("images", "hf")
 """Sources that the task `image-classification` reads."""
+DEVICES = ("auto", "cpu", "cuda")
+"""Kinds of device by name; `auto` is the GPU if there is one."""
 DIGITS = "digits"
 """The built-in images."""
 
