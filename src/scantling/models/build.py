@@ -18,6 +18,7 @@ import torch
 from scantling.checksums import check_checksums
 from scantling.errors import UserError, did_you_mean, first_line
 from scantling.models.presets import PRESETS
+from scantling.models.token_ids import SUFFIX, config_ids, set_generation_ids, set_text_ids
 from scantling.modes import evaluating
 from scantling.precision.training import quantize_training
 from scantling.recipe import Recipe, load_recipe
@@ -123,8 +124,8 @@ def build_config(
         task: gives the Auto class.
         vocab_size: ids of the tokenizer.
         seq_len: the longest sequence of the run.
-        config_overrides: what the task takes from the data, such as the number of labels. Weights that are read know
-            the token with which their decoder starts.
+        config_overrides: what the task takes from the data, such as the number of labels and, for `config_ids`, the ids
+            of special tokens.
 
     Raises:
         UserError: an unknown key, values that do not fit together, a tokenizer or a sequence that does not fit.
@@ -144,8 +145,6 @@ def build_config(
         model_type = preset.model_type
     else:
         given = _read_config(section)
-        if given.get("decoder_start_token_id") is not None and reads_weights(section):
-            config_overrides = {k: v for k, v in config_overrides.items() if k != "decoder_start_token_id"}
         model_type = given.pop("model_type", None)
         if not isinstance(model_type, str):
             raise UserError(f"{section.hf}: its config.json names no model_type")
@@ -167,9 +166,14 @@ def build_config(
         given.pop("head_dim", None)
     if not hasattr(plain, "use_cache"):
         given.pop("use_cache", None)
+    token_ids = {key: id_ for key, id_ in config_overrides.items() if key.endswith(SUFFIX)}
+    others = {key: value for key, value in config_overrides.items() if key not in token_ids}
+    pretrained = reads_weights(section)
+    others |= config_ids(token_ids, given, plain, pretrained=pretrained)
     try:
         with quiet():
-            config = config_class(**{**given, **config_overrides, **section.overrides})
+            config = config_class(**{**given, **others, **section.overrides})
+            set_text_ids(config, token_ids, pretrained=pretrained)
     except Exception as error:  # configuration classes raise errors of many kinds for values that do not fit
         text = f"{config_class.__name__} refuses these settings: {first_line(error)}"
         raise UserError(f"{_source(section)}: {text}") from None
@@ -218,6 +222,7 @@ def build_model(
                 model = auto_class.from_config(config, attn_implementation=section.attention, dtype=torch.float32)
                 _rebuild_cores(model, section, device)
             _learn_padding(model)
+            set_generation_ids(model)
         except UserError:
             raise
         except Exception as error:  # of torch and transformers, which document no set of errors
@@ -376,8 +381,6 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     if new or report["unexpected_keys"]:
         left = _some(report["unexpected_keys"])
         logger.warning("%s: new weights, not in the folder: %s; weights not taken: %s", section.hf, _some(new), left)
-    if config.is_encoder_decoder and model.can_generate():  # it generates from what it is trained with
-        model.generation_config.decoder_start_token_id = config.decoder_start_token_id
     return model
 
 
