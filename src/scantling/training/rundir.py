@@ -159,8 +159,9 @@ class RunDir:
         except UserError:
             return 1, "auto"
         world_size, device = content.get("world_size"), str(content.get("device")).partition(":")[0]
-        is_count = type(world_size) is int and 0 < world_size < 10**7
-        return world_size if is_count else 1, device if device in ("cpu", "cuda") else "auto"
+        if not isinstance(world_size, int) or not 0 < world_size < 10**7:
+            world_size = 1
+        return world_size, device if device in ("cpu", "cuda") else "auto"
 
     def check_same(self, recipe: Recipe) -> None:
         """Refuse to go on with a recipe that would compute something else, naming the keys."""
