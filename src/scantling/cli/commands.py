@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scantling.cli.console import ConsoleSink, make_console
+from scantling.cli.console import ConsoleSink, make_console, print_json
 from scantling.errors import STOPPED, RunError, UserError
 from scantling.launched import launched_world_size, refuse_processes
 
@@ -134,7 +133,7 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device
     made = make_plan(checked, world_size=world_size or processes, device=device or kind)
     fit = check_fit(checked, made)
     if as_json:
-        print(json.dumps({**made.to_dict(), "machine": fit.to_dict()}, indent=2))
+        print_json({**made.to_dict(), "machine": fit.to_dict()})
     else:
         console = make_console()
         console.print(made.table())
@@ -182,7 +181,7 @@ def doctor(device: str, timeout: float, *, as_json: bool) -> int:
             return 0
     if as_json:
         found = {"processes": machines, "pairs": [vars(pair) for pair in pairs], "allreduce_4mib_s": allreduce}
-        print(json.dumps(found, indent=2))
+        print_json(found)
         return 0
     console = make_console()
     table = Table(title=Text("processes"), title_justify="left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from scantling.cli import report_lost
 from scantling.launched import launched_rank
 from scantling.reporting.format import format_bytes, format_number, format_percent
 from scantling.training.sinks import Sink
@@ -29,9 +31,32 @@ BAR_WIDTH = 16
 LABEL_WIDTH = 12
 
 
+class _Console(Console):
+    """A console on which lost output ends no work; `scantling.cli.run` reports it at the end."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:  # a full disk, a terminal that was closed
+            self._give_up(error)
+
+    def on_broken_pipe(self) -> None:
+        self._give_up(BrokenPipeError())
+
+    def _give_up(self, error: OSError) -> None:
+        self.quiet = True
+        if not self.stderr:
+            report_lost(error)
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """A console that honours NO_COLOR and whether the stream is a terminal; silent on ranks other than 0."""
-    return Console(stderr=stderr, quiet=launched_rank() > 0, highlight=False, soft_wrap=not stderr)
+    return _Console(stderr=stderr, quiet=launched_rank() > 0, highlight=False, soft_wrap=not stderr)
+
+
+def print_json(content: Any) -> None:
+    """Print a value as JSON, on rank 0 alone."""
+    make_console().out(json.dumps(content, indent=2, default=str), highlight=False)
 
 
 def show_warnings(console: Console) -> None:
