@@ -27,9 +27,13 @@ def train(
         from scantling.planning.plan import plan as make_plan
 
         checked, folder = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
-        console.print(make_plan(checked, world_size=launched_world_size()).table())
-        check_run(checked, folder, resume=resume, force=force, world_size=launched_world_size())
-        console.print(f"{recipe}: the recipe is valid and its data is here; nothing was trained", markup=False)
+        processes = launched_world_size()
+        planned = make_plan(checked, world_size=processes)
+        console.print(planned.table())
+        fit = check_run(checked, folder, planned, resume=resume, force=force, world_size=processes)
+        console.print(str(fit), markup=False)
+        but = ", but its memory is short" if fit.fits is False else ""
+        console.print(f"{recipe}: the recipe is valid and its data is here{but}; nothing was trained", markup=False)
         return 0
     from scantling.data.progress import RichProgress
 
@@ -119,15 +123,22 @@ def _wait(command: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def plan(recipe: str, settings: Sequence[str], *, world_size: int, as_json: bool) -> int:
+def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device: str | None, as_json: bool) -> int:
+    from scantling.planning.fit import check_fit
     from scantling.planning.plan import plan as make_plan
     from scantling.recipe import load_recipe
+    from scantling.training.rundir import RunDir
 
-    made = make_plan(load_recipe(recipe, settings), world_size=world_size)
+    checked = load_recipe(recipe, settings)
+    processes, kind = RunDir(Path(recipe)).started_on() if Path(recipe).is_dir() else (1, "auto")
+    made = make_plan(checked, world_size=world_size or processes, device=device or kind)
+    fit = check_fit(checked, made)
     if as_json:
-        print(json.dumps(made.to_dict(), indent=2))
+        print(json.dumps({**made.to_dict(), "machine": fit.to_dict()}, indent=2))
     else:
-        make_console().print(made.table())
+        console = make_console()
+        console.print(made.table())
+        console.print(str(fit), markup=False)
     return 0
 
 

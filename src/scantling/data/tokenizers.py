@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from scantling.data.hashing import fingerprint
+from scantling.data.tokenizer_files import check_tokenizer
 from scantling.errors import UserError, did_you_mean, first_line
 from scantling.files import local
+from scantling.saved_models import without_marks
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -366,16 +369,54 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(f"data.tokenizer: no such file or folder: {path} ({hint})")
     from transformers import AutoTokenizer
 
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers documents no set of errors here
-        raise UserError(f"data.tokenizer: cannot load a tokenizer from {path}: {first_line(error)}") from None
+    with _refusing_damage(place), without_marks(place) as readable:
+        loaded = AutoTokenizer.from_pretrained(str(readable), trust_remote_code=False, local_files_only=True)
+    loaded.name_or_path = path
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"data.tokenizer: {path} is not a fast tokenizer (it has no tokenizer.json); convert it first")
     names = {key: getattr(loaded, f"{key}_token", None) for key in ROLES}
     specials = {key: str(token) for key, token in names.items() if token is not None}
-    return FastTokenizer(backend, specials, path, literal=False, wrapped=loaded)
+    with _refusing_damage(place):
+        return FastTokenizer(backend, specials, path, literal=False, wrapped=loaded)
+
+
+@contextmanager
+def _refusing_damage(place: Path) -> Iterator[None]:
+    """Turn errors over the files of a tokenizer into a UserError; they are checked first."""
+    try:
+        check_tokenizer(place)
+        yield
+    except UserError as error:
+        raise UserError(f"data.tokenizer: {error}") from None
+    except BaseException as error:
+        if not _is_damage(error):
+            raise
+        raise UserError(
+            f"data.tokenizer: cannot load a tokenizer from {_culprit(place)}: {first_line(error)[:300]}"
+        ) from None
+
+
+def _is_damage(error: BaseException) -> bool:
+    """True if an error is about what was read; the Rust library raises bare Exception, and panics that are none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _culprit(place: Path) -> str:
+    """Return which file of a tokenizer that cannot be loaded is to blame, in words."""
+    from tokenizers import Tokenizer as Backend
+
+    if not place.is_dir():
+        return str(place)
+    if not (place / "tokenizer.json").exists():
+        return f"{place}, which has no tokenizer.json"
+    try:
+        Backend.from_str((place / "tokenizer.json").read_text(encoding="utf-8-sig"))
+    except BaseException as error:
+        if not _is_damage(error):
+            raise
+        return str(place / "tokenizer.json")
+    return f"{place}: tokenizer.json and tokenizer_config.json do not fit each other"
 
 
 USUAL = {
@@ -392,10 +433,8 @@ USUAL = {
 def _from_file(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
-    try:
-        backend = Backend.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the Rust library raises bare Exception
-        raise UserError(f"data.tokenizer: {path} is not a tokenizer.json: {error}") from None
-    added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    found = {key: next((text for text in texts if text in added), None) for key, texts in USUAL.items()}
-    return FastTokenizer(backend, {key: text for key, text in found.items() if text}, str(path), literal=False)
+    with _refusing_damage(path):
+        backend = Backend.from_str(path.read_text(encoding="utf-8-sig"))
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        found = {key: next((text for text in texts if text in added), None) for key, texts in USUAL.items()}
+        return FastTokenizer(backend, {key: text for key, text in found.items() if text}, str(path), literal=False)

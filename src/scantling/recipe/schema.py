@@ -28,6 +28,8 @@ CLICK_SOURCES = ("criteo", "csv", "parquet")
 """Sources that the task `clicks` reads."""
 IMAGE_SOURCES = ("images", "hf")
 """Sources that the task `image-classification` reads."""
+DEVICES = ("auto", "cpu", "cuda")
+"""Kinds of device by name; `auto` is the GPU if there is one."""
 DIGITS = "digits"
 """The built-in images."""
 
@@ -114,13 +116,15 @@ class DataSection(Section):
     corpus: Literal["python-stdlib"] | None = None
     """A built-in corpus: `python-stdlib` is the source of the Python standard library on this machine."""
     text: Paths | None = None
-    """Text files or globs, also `.gz` and `.xz`, UTF-8; one document a file, or see `document_separator`."""
+    """Text files, folders or globs, also `.gz` and `.xz`, UTF-8; one document a file, or see `document_separator`. A
+    folder stands for all files in it and in the folders below, hidden ones left out."""
     jsonl: Paths | None = None
-    """JSON Lines files or globs, also compressed; columns are named in `fields`."""
+    """JSON Lines files, globs, or folders of `.jsonl` files, also compressed; columns are named in `fields`."""
     csv: Paths | None = None
-    """CSV files or globs with a header line, also compressed; columns are named in `fields`."""
+    """CSV files with a header line, globs, or folders of `.csv` files, also compressed; columns are named in
+    `fields`."""
     parquet: Paths | None = None
-    """Parquet files or globs; columns are named in `fields`."""
+    """Parquet files, globs, or folders of `.parquet` files; columns are named in `fields`."""
     hf: Text | None = None
     """A Hugging Face dataset name or folder, read through `datasets`."""
     hf_config: Text | None = None
@@ -164,8 +168,8 @@ class DataSection(Section):
     """Keep attention inside a document when several are packed into one sequence (slower); a model that would mix them
     all the same is refused."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Share held out for evaluation: of the documents, never of windows; of `bin` files their end; of the rows of click
-    logs; of the images."""
+    """Share held out for evaluation: of the documents, never of windows; the end of a text that is the only document;
+    of `bin` files their end; of the rows of click logs; of the images."""
     validation: Paths | None = None
     """Held-out files, or images, of the same kind as the source (for `hf`: a split), instead of `heldout`."""
     max_bytes: int | None = Field(default=None, ge=1)
