@@ -50,9 +50,7 @@ def load_recipe(
     elif isinstance(source, Mapping):
         content = _checked_plain(source, name)
     else:
-        path = Path(source)
-        if path.is_dir():  # of a run
-            path /= "recipe.yaml"
+        path = recipe_file(source)
         name = str(path)
         content = read_yaml(path)
         if is_sweep(content):
@@ -64,6 +62,20 @@ def load_recipe(
         for key, value in keys.items():
             set_key(content, [section, *key.split(".")], value)
     return check_recipe(content, name)
+
+
+def recipe_file(path: str | os.PathLike[str]) -> Path:
+    """Return the file of a recipe: the path itself, or recipe.yaml in the directory of a run.
+
+    Raises:
+        UserError: it is a directory without a run.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    if not (path / "recipe.yaml").is_file():
+        raise UserError(f"{path} holds no run: there is no recipe.yaml in it; give a recipe or the directory of a run")
+    return path / "recipe.yaml"
 
 
 def is_sweep(content: Mapping[str, Any]) -> bool:
