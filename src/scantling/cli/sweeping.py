@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console
+from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, busy, make_console
 from scantling.cli.options import pairs
 from scantling.errors import STOPPED, UserError
 from scantling.launched import refuse_processes
@@ -32,7 +32,8 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
     refuse_processes("sweep", "starts its runs itself, on one machine each")
     console = make_console()
     read, base = load_sweep(path, settings)
-    grid = cases(read, base, path)
+    with busy("checking the recipes"):
+        grid = cases(read, base, path)
     chosen = select(grid, pairs("--only", only))
     runner = Runner(read, grid, jobs=jobs, retry=retry, watcher=SweepProgress(console))
     if dry_run:
