@@ -148,15 +148,17 @@ def _wait(command: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def plan(recipe: str, settings: Sequence[str], *, world_size: int, device: str, as_json: bool) -> int:
+def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device: str | None, as_json: bool) -> int:
     from scantling.recipe import load_recipe
 
     checked = load_recipe(recipe, settings)
     with busy(LOADING):
         from scantling.planning.fit import check_fit
         from scantling.planning.plan import plan as make_plan
+        from scantling.training.rundir import RunDir
+    processes, kind = RunDir(Path(recipe)).started_on() if Path(recipe).is_dir() else (1, "auto")
     with busy("planning"):
-        made = make_plan(checked, world_size=world_size, device=device)
+        made = make_plan(checked, world_size=world_size or processes, device=device or kind)
         fit = check_fit(checked, made)
     if as_json:
         print(json.dumps({**made.to_dict(), "machine": fit.to_dict()}, indent=2))

@@ -18,6 +18,7 @@ from scantling.data.hashing import fingerprint
 from scantling.data.tokenizer_files import check_tokenizer
 from scantling.errors import UserError, did_you_mean, first_line
 from scantling.files import local
+from scantling.hub import hub_folder, is_hub_name
 from scantling.saved_models import without_marks
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -356,7 +357,7 @@ def finish_backend(backend: Any, *, use_regex: bool, wrap: bool) -> Any:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer in a Hugging Face folder or a `tokenizer.json` file; no code in the folder is ever run.
+    """Return the tokenizer in a Hugging Face folder, a `tokenizer.json` file, or of a name on the Hub; no code is run.
 
     Raises:
         UserError: there is none, or it is not a fast tokenizer.
@@ -364,8 +365,14 @@ def load_tokenizer(path: str) -> Tokenizer:
     place = local(path)
     if place.is_file():
         return _from_file(place)
+    hint = did_you_mean(path, ["bytes"])
+    if hint is None and is_hub_name(path):
+        try:
+            place = hub_folder(path)
+        except UserError as error:
+            raise UserError(f"data.tokenizer: {error}; give bytes, {{bpe: SIZE}}, or a local folder") from None
     if not place.is_dir():
-        hint = did_you_mean(path, ["bytes"]) or "give bytes, {bpe: SIZE}, or a local folder or tokenizer.json"
+        hint = hint or "give bytes, {bpe: SIZE}, a local folder or tokenizer.json, or a name on the Hub"
         raise UserError(f"data.tokenizer: no such file or folder: {path} ({hint})")
     from transformers import AutoTokenizer
 

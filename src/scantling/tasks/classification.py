@@ -125,8 +125,7 @@ class Classification(Task):
         )
 
     def config_overrides(self, data: TaskData) -> dict[str, Any]:
-        names = label_names(data.labels or [])
-        return names if data.tokenizer is None else names | {"pad_token_id": data.tokenizer.pad_id}
+        return label_names(data.labels or []) | super().config_overrides(data)
 
     def planned_overrides(self, data: DataSection, notes: list[str]) -> dict[str, Any]:
         if data.labels is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -138,12 +138,8 @@ class Seq2Seq(Task):
             return 0
         return NUM_SENTINELS
 
-    def config_overrides(self, data: TaskData) -> dict[str, Any]:
-        tokenizer = data.tokenizer
-        if tokenizer is None:
-            return {}
-        pad = required(tokenizer.pad_id)
-        return {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": required(tokenizer.eos_id)}
+    def token_ids(self, ids: Mapping[str, int | None]) -> dict[str, Any]:
+        return super().token_ids({**ids, "decoder_start": ids["pad"]} if ids else ids)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
         # given labels, transformers would also compute a loss of its own, over all logits once more
