@@ -17,8 +17,8 @@ from scantling.data.progress import Progress
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.models.build import recipe_task
-from scantling.planning.fit import Fit, check_fit
-from scantling.planning.plan import Plan, check_world_size, plan
+from scantling.planning.fit import Fit, check_fit, silent_plan
+from scantling.planning.plan import Plan, check_world_size
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
 from scantling.reporting.html import write_report
@@ -253,7 +253,7 @@ def _train(
     report.phase("reading the data")
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=progress if place.is_main else None)
     place.meet()
-    planned = plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
+    planned = silent_plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
     _check_memory(recipe, planned, place, task_data=data, is_warned=is_warned)
     _set_determinism(recipe, place)
     report.phase("building the model")
@@ -320,7 +320,7 @@ def first_phase(recipe: Recipe) -> str:
 def _plan_without_data(recipe: Recipe, place: Place) -> Plan | None:
     """Return the plan as far as it is known before the data is read; None if only the data describes the model."""
     try:
-        return plan(recipe, world_size=place.world_size, device=place.device.type)
+        return silent_plan(recipe, world_size=place.world_size, device=place.device.type)
     except UserError:
         return None
 
