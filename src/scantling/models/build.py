@@ -111,8 +111,8 @@ def default_task(section: ModelSection) -> str:
         if any(str(name).endswith(ending) for name in architectures):
             return task
     raise UserError(
-        f"model.task: {section.hf} does not say what it is trained to do (its architectures: {architectures}); "
-        f"give one of {', '.join(TASKS)}"
+        f"model.task: {_config_path(section)} does not say what it is trained to do (its architectures: "
+        f"{architectures}); give one of {', '.join(TASKS)}"
     )
 
 
@@ -155,7 +155,8 @@ def build_config(
     except KeyError:
         known = did_you_mean(str(model_type), transformers.CONFIG_MAPPING.keys())
         raise UserError(
-            f"transformers {transformers.__version__} knows no model_type '{model_type}'" + _hint(known)
+            f"{_source(section)}: transformers {transformers.__version__} knows no model_type '{model_type}'"
+            + _hint(known)
         ) from None
     plain = config_class()
     for key in section.overrides:
@@ -355,6 +356,7 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
         )
     check_checksums(folder)
     weights = check_weights(folder)
+    files = "the folder" if weights is None else weights.files
     if weights is not None:
         with blaming(folder / CONFIG):
             check_counts(config.to_dict(), weights)
@@ -383,7 +385,7 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     backbone = sorted(name for name in new if name.startswith(prefix) and "pooler" not in name.split("."))
     if backbone:
         raise UserError(
-            f"{section.hf} lacks {len(backbone)} weights of the model or has them in another shape, such as "
+            f"{section.hf}: {files} lacks {len(backbone)} weights of the model or has them in another shape, such as "
             f"{backbone[0]}; check {CONFIG} and model.overrides, or train from random weights with "
             "model.pretrained: false"
         )
