@@ -1,6 +1,7 @@
 """From the model section of a recipe to a transformers model: random weights from a seed, or those of a folder.
 
-Only local files are read, weights only from safetensors, and code that lies beside a model is never run.
+Weights are read from safetensors only, and code that lies beside a model is never run. Names on the Hugging Face Hub
+stand for folders of its cache.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from scantling.checksums import check_checksums
 from scantling.errors import UserError, did_you_mean, first_line
+from scantling.hub import hub_folder, is_hub_name
 from scantling.models.presets import PRESETS
 from scantling.models.token_ids import SUFFIX, config_ids, set_generation_ids, set_text_ids
 from scantling.modes import evaluating
@@ -337,6 +339,8 @@ def reads_weights(section: ModelSection) -> bool:
     """Whether the run starts from weights in the model folder."""
     if section.hf is None or section.pretrained is False:
         return False
+    if is_hub_name(section.hf):  # one without weights says so when they are read
+        return True
     folder = Path(section.hf)
     found = folder.is_dir() and any((folder / name).is_file() for name in _WEIGHTS)
     if found:
@@ -369,7 +373,12 @@ def quiet() -> Iterator[None]:
 
 def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     """Weights from the folder; a new head and what is left over are warnings, other missing weights an error."""
-    folder = Path(str(section.hf))
+    folder = _folder(section, weights=True)
+    if is_hub_name(str(section.hf)) and not any((folder / name).is_file() for name in _WEIGHTS):
+        raise UserError(
+            f"model.hf: {section.hf} has no model.safetensors on the Hub or in its cache; download it, or train from "
+            "random weights with model.pretrained: false"
+        )
     check_checksums(folder)
     weights = check_weights(folder)
     if weights is not None:
@@ -391,7 +400,7 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    model.name_or_path = model.config.name_or_path = str(folder)
+    model.name_or_path = model.config.name_or_path = str(section.hf)
     # all of a model that has no part of this name is backbone, such as T5 with its encoder and decoder
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
@@ -420,8 +429,19 @@ def _rebuild_cores(model: Any, section: ModelSection, device: str) -> None:
     rebuild(model, cores["layers"])
 
 
+def _folder(section: ModelSection, *, weights: bool = False) -> Path:
+    """Return the model folder, that of the cache for a name on the Hub, or the `config.json` that is given."""
+    name = str(section.hf)
+    if not is_hub_name(name):
+        return Path(name)
+    try:
+        return hub_folder(name, weights=weights)
+    except UserError as error:
+        raise UserError(f"model.hf: {error}") from None
+
+
 def _config_path(section: ModelSection) -> Path:
-    path = Path(str(section.hf))
+    path = _folder(section)
     return path / CONFIG if path.is_dir() else path
 
 
@@ -429,7 +449,7 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
     path = _config_path(section)
     if not os.path.lexists(path):
         raise UserError(
-            f"model.hf: there is no {path}; give a local folder with config.json or such a file (nothing is downloaded)"
+            f"model.hf: there is no {path}; give a local folder with config.json, such a file, or a name on the Hub"
         )
     try:
         content = read_settings(path)
