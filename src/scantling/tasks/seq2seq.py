@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -137,9 +137,6 @@ class Seq2Seq(Task):
         if data.fields.pair is not None or (tokenizer is not None and tokenizer.sentinel_ids):
             return 0
         return NUM_SENTINELS
-
-    def token_ids(self, ids: Mapping[str, int | None]) -> dict[str, Any]:
-        return super().token_ids({**ids, "decoder_start": ids["pad"]} if ids else ids)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
         # given labels, transformers would also compute a loss of its own, over all logits once more
