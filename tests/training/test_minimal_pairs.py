@@ -36,7 +36,8 @@ class Bigrams(nn.Module):
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__()
         self.table = nn.Parameter(table)
-        self.config = SimpleNamespace(vocab_size=len(table), max_position_embeddings=6)
+        text = SimpleNamespace(vocab_size=len(table), max_position_embeddings=6)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
         return SimpleNamespace(logits=self.table[input_ids])
