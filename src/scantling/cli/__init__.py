@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import shutil
 import signal
 import sys
 import time
@@ -103,8 +104,12 @@ def _ignore_interrupts() -> None:
 
 
 def _say(text: str) -> None:
-    """Print a line on stderr if that can be written."""
+    """Print to the standard error, if that can be written; on a terminal lines break between words."""
     with contextlib.suppress(OSError, AttributeError):
+        if sys.stderr.isatty():
+            from scantling.reporting.format import fold_lines
+
+            text = fold_lines(text, shutil.get_terminal_size().columns)
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
