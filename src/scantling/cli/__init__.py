@@ -123,6 +123,8 @@ def report_lost(error: OSError) -> None:
 def _close_output(code: int) -> int:
     """Write out what is left, and return the exit code: that of lost output is 1 if all else went well."""
     global _lost
+    from scantling.errors import STOPPED
+
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -136,7 +138,8 @@ def _close_output(code: int) -> int:
     lost, _lost = _lost, None
     if lost is None:
         return code
-    if not isinstance(lost, BrokenPipeError):  # whoever has closed a pipe has read enough
+    is_said = code not in (0, STOPPED)  # one line is enough
+    if not is_said and not isinstance(lost, BrokenPipeError):  # whoever has closed a pipe has read enough
         _say(f"scantling: error: cannot write to the standard output: {lost.strerror or lost}")
     return code or 1
 
