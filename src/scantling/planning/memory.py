@@ -59,9 +59,15 @@ def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
 
     @cache
     def of_core(shape: tuple[int, ...], dtype: torch.dtype, role: Role, dims: MatrixDims) -> float:
-        spec = ParameterSpec(shape, dtype, role, dims)
-        state = predicted_state_bytes(recipe.optim.name, [spec], **recipe.optim.options)
-        return float("nan") if state is None else copies * prod(shape) * dtype.itemsize + state
+        # with a matrix next to the core: Muon cannot be built without, and has AdamW step cores of more dims
+        core, matrix = ParameterSpec(shape, dtype, role, dims), ParameterSpec((1, 1), dtype, "matrix", ((0,), (1,)))
+        both, alone = (
+            predicted_state_bytes(recipe.optim.name, specs, **recipe.optim.options)
+            for specs in ([core, matrix], [matrix])
+        )
+        if both is None or alone is None:
+            return float("nan")
+        return copies * prod(shape) * dtype.itemsize + both - alone
 
     probe = of_core((2, 2, 2), torch.float32, "matrix", ((0, 1), (2,)))
     return of_core if probe == probe else None
