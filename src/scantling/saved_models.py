@@ -21,7 +21,11 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 _TEXTS = (".json", ".txt", ".jinja", ".jsonl")
 _REPEATED = re.compile(r"(num|n|encoder|decoder).*(layers?|experts|blocks)|depths?", re.IGNORECASE)
 """Keys of configurations that say how many modules a model has."""
+MOST_MODULES = 10_000
+"""Layers and experts of a model without weights."""
 _MODULES = 1000
+MOST_IDS = 1 << 20
+"""Ids that every vocabulary may have, whatever it is known of it."""
 _ELEMENTS = 1 << 26
 """More modules than tensors and more elements than the weights have, before a configuration is refused."""
 
@@ -82,21 +86,34 @@ def _has_mark(path: Path) -> bool:
         return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Read `config.json`, and check that `generation_config.json` can be read if it exists.
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a `config.json`, and check that `generation_config.json` next to it can be read if it exists.
 
     Raises:
-        UserError: one of them is not a JSON object, or a value in `config.json` is not what it has to be.
+        UserError: one of them is not a JSON object, or a value in it is not what it has to be.
     """
-    if not os.path.lexists(folder / CONFIG):
-        raise UserError(f"cannot read {folder / CONFIG}: No such file or directory; give a folder of save_pretrained")
-    content = read_json_object(folder / CONFIG)
+    content = read_json_object(path)
     names = content.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise UserError(f"{folder / CONFIG}: architectures is a list of names; given {names!r}")
-    if os.path.lexists(folder / GENERATION):
-        read_json_object(folder / GENERATION)
+        raise UserError(f"{path}: architectures is a list of names; given {names!r}")
+    _check_token_ids(content, path, content)
+    beside = path.with_name(GENERATION)
+    if os.path.lexists(beside):
+        _check_token_ids(read_json_object(beside), beside, content)
     return content
+
+
+def _check_token_ids(settings: dict[str, Any], path: Path, config: dict[str, Any]) -> None:
+    """Refuse ids of special tokens that no vocabulary has; a few above the vocabulary are common in tiny models."""
+    text = config.get("text_config")
+    sizes = [each.get("vocab_size") for each in (config, text) if isinstance(each, dict)]
+    limit = max([MOST_IDS, *(size for size in sizes if isinstance(size, int))])
+    for key, value in settings.items():
+        for id_ in value if isinstance(value, list) else [value]:
+            if key.endswith("_token_id") and not isinstance(id_, int | None):
+                raise UserError(f"{path}: {key} is the id of a token or a list of them; given {value!r}")
+            if key.endswith(("_token_id", "_tokens")) and isinstance(id_, int) and abs(id_) >= limit:
+                raise UserError(f"{path}: {key} is {id_}, and the vocabulary has no such id")
 
 
 def check_weights(folder: Path) -> Weights | None:
@@ -142,8 +159,13 @@ def _shapes(path: Path) -> dict[str, list[int]]:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
 
 
-def check_counts(content: Any, weights: Weights, key: str = "") -> None:
-    """Refuse a configuration of more layers than its weights can fill, which would take hours to build.
+def check_counts(content: Any, weights: Weights | None = None, key: str = "") -> None:
+    """Refuse a configuration of so many layers that it would take hours to build.
+
+    Args:
+        content: the configuration.
+        weights: that are to be loaded into its layers.
+        key: under which `content` stands in it.
 
     Raises:
         UserError: names the key.
@@ -154,8 +176,11 @@ def check_counts(content: Any, weights: Weights, key: str = "") -> None:
     elif isinstance(content, list):
         for value in content:
             check_counts(value, weights, key)
-    elif isinstance(content, int) and content > weights.tensors + _MODULES and _REPEATED.fullmatch(key):
-        raise UserError(f"{key} is {content}, but {weights.files} holds {weights.tensors} tensors")
+    elif isinstance(content, int) and _REPEATED.fullmatch(key):
+        if weights is None and content > MOST_MODULES:
+            raise UserError(f"{key} is {content}; at most {MOST_MODULES} are built")
+        if weights is not None and content > weights.tensors + _MODULES:
+            raise UserError(f"{key} is {content}, but {weights.files} holds {weights.tensors} tensors")
 
 
 def check_size(model: Any, weights: Weights) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +46,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not isinstance(error, UserError):
             where = f" (rank {rank})" if "RANK" in os.environ else ""
-            print(f"scantling: error{where}: {error}", file=sys.stderr)
+            _print_error(f"scantling: error{where}: {error}")
         return error.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,8 +54,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"scantling: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        _print_error(f"scantling: error: {error.filename}: {error.strerror}")
         return 2
+
+
+def _print_error(text: str) -> None:
+    """Print to the standard error; on a terminal lines break between words."""
+    if sys.stderr.isatty():
+        from scantling.reporting.format import fold_lines
+
+        text = fold_lines(text, shutil.get_terminal_size().columns)
+    print(text, file=sys.stderr)
 
 
 def leave(code: int) -> None:

@@ -105,22 +105,32 @@ def sweep(
     ] = False,
 ) -> int:
     """Run a grid of recipes and write one table of its runs; called again, it goes on where it was."""
-    from scantling.cli import sweeping
+    from scantling.cli.console import LOADING, busy
 
+    with busy(LOADING):
+        from scantling.cli import sweeping
     return sweeping.sweep(file, settings or [], jobs=jobs, only=only or [], retry=retry, dry_run=dry_run)
 
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A recipe.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe, or the directory of a run.")],
     settings: Settings = None,
-    world_size: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes. Default: 1, or that of the run.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu or cuda, which need not be here. Default: the recipe's, or the run's.", autocompletion=_devices
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Say what a run will cost before it starts: parameters, memory, bytes sent, FLOPs."""
     from scantling.cli import commands
 
-    return commands.plan(recipe, settings or [], world_size=world_size, as_json=as_json)
+    return commands.plan(recipe, settings or [], world_size=world_size, device=device, as_json=as_json)
 
 
 @app.command("eval")

@@ -1,13 +1,15 @@
 """From the model section of a recipe to a transformers model: random weights from a seed, or those of a folder.
 
-Only local files are read, weights only from safetensors, and code that lies beside a model is never run.
+Weights are read from safetensors only, and code that lies beside a model is never run. Names on the Hugging Face Hub
+stand for folders of its cache.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import copy
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,23 @@ import torch
 
 from scantling.checksums import check_checksums
 from scantling.errors import UserError, did_you_mean, first_line
+from scantling.hub import hub_folder, is_hub_name
 from scantling.models.presets import PRESETS
+from scantling.models.token_ids import SUFFIX, config_ids, set_generation_ids, set_text_ids
 from scantling.modes import evaluating
 from scantling.precision.training import quantize_training
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.schema import TASKS, ModelSection
+from scantling.saved_models import (
+    CONFIG,
+    MOST_IDS,
+    blaming,
+    check_counts,
+    check_size,
+    check_weights,
+    read_settings,
+    without_marks,
+)
 from scantling.tasks.base import Task, without_cache
 from scantling.tensor import pretrained
 from scantling.tensor.convert import tensorize
@@ -83,7 +97,8 @@ def default_task(section: ModelSection) -> str:
     """
     if section.preset is not None:
         return PRESETS[section.preset].task
-    architectures = _read_config(section).get("architectures") or []
+    content = _read_config(section)
+    architectures = content.get("architectures") or []
     for ending, task in (
         ("T5WithLMHeadModel", "seq2seq"),  # what T5ForConditionalGeneration was called when T5 was published
         ("ForConditionalGeneration", "seq2seq"),
@@ -95,11 +110,32 @@ def default_task(section: ModelSection) -> str:
         ("DLRM", "clicks"),
     ):
         if any(str(name).endswith(ending) for name in architectures):
-            return task
+            return "causal-lm" if task == "seq2seq" and _is_decoder(content) else task
+    if not architectures and _is_decoder(content, multimodal=True):
+        return "causal-lm"
     raise UserError(
-        f"model.task: {section.hf} does not say what it is trained to do (its architectures: {architectures}); "
-        f"give one of {', '.join(TASKS)}"
+        f"model.task: {_config_path(section)} does not say what it is trained to do (its architectures: "
+        f"{architectures}); give one of {', '.join(TASKS)}"
     )
+
+
+def _is_decoder(content: dict[str, Any], *, multimodal: bool = False) -> bool:
+    """True for a configuration of models that have no encoder of text.
+
+    Gemma 3, say, is conditioned on images: its `ForConditionalGeneration` predicts each token from those before it.
+
+    Args:
+        content: of config.json.
+        multimodal: whether it has to be of models that read more than text.
+    """
+    import transformers
+
+    if content.get("model_type") not in transformers.CONFIG_MAPPING:
+        return False
+    config_class = transformers.CONFIG_MAPPING[content["model_type"]]
+    if multimodal and config_class not in transformers.AutoModelForMultimodalLM._model_mapping:
+        return False
+    return not config_class().is_encoder_decoder
 
 
 def build_config(
@@ -112,8 +148,8 @@ def build_config(
         task: gives the Auto class.
         vocab_size: ids of the tokenizer.
         seq_len: the longest sequence of the run.
-        config_overrides: what the task takes from the data, such as the number of labels. Weights that are read know
-            the token with which their decoder starts.
+        config_overrides: what the task takes from the data, such as the number of labels and, for `config_ids`, the ids
+            of special tokens.
 
     Raises:
         UserError: an unknown key, values that do not fit together, a tokenizer or a sequence that does not fit.
@@ -133,8 +169,6 @@ def build_config(
         model_type = preset.model_type
     else:
         given = _read_config(section)
-        if given.get("decoder_start_token_id") is not None and reads_weights(section):
-            config_overrides = {k: v for k, v in config_overrides.items() if k != "decoder_start_token_id"}
         model_type = given.pop("model_type", None)
         if not isinstance(model_type, str):
             raise UserError(f"{section.hf}: its config.json names no model_type")
@@ -143,7 +177,8 @@ def build_config(
     except KeyError:
         known = did_you_mean(str(model_type), transformers.CONFIG_MAPPING.keys())
         raise UserError(
-            f"transformers {transformers.__version__} knows no model_type '{model_type}'" + _hint(known)
+            f"{_source(section)}: transformers {transformers.__version__} knows no model_type '{model_type}'"
+            + _hint(known)
         ) from None
     plain = config_class()
     for key in section.overrides:
@@ -156,13 +191,33 @@ def build_config(
         given.pop("head_dim", None)
     if not hasattr(plain, "use_cache"):
         given.pop("use_cache", None)
+    token_ids = {key: id_ for key, id_ in config_overrides.items() if key.endswith(SUFFIX)}
+    others = {key: value for key, value in config_overrides.items() if key not in token_ids}
+    pretrained = reads_weights(section)
+    others |= config_ids(token_ids, given, plain, pretrained=pretrained)
     try:
         with quiet():
-            config = config_class(**{**given, **config_overrides, **section.overrides})
+            config = config_class(**{**given, **others, **_merged(given, section.overrides)})
+            set_text_ids(config, token_ids, pretrained=pretrained)
     except Exception as error:  # configuration classes raise errors of many kinds for values that do not fit
-        raise UserError(f"model: {config_class.__name__} refuses these settings: {first_line(error)}") from None
-    _check_fit(config, vocab_size, seq_len)
+        text = f"{config_class.__name__} refuses these settings: {first_line(error)}"
+        raise UserError(f"{_source(section)}: {text}") from None
+    try:
+        _check_fit(config, vocab_size, seq_len)
+    except UserError as error:
+        raise error if section.hf is None else UserError(f"{_source(section)}: {error}") from None
     return config
+
+
+def _merged(given: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Overrides in which the parts of a configuration, such as `text_config`, keep the keys that are not overridden."""
+    parts = {key: given.get(key) for key, value in overrides.items() if isinstance(value, dict)}
+    return overrides | {key: {**part, **overrides[key]} for key, part in parts.items() if isinstance(part, dict)}
+
+
+def _source(section: ModelSection) -> str:
+    """Where the settings of a model come from, for messages."""
+    return "model" if section.hf is None else f"model.hf: {_config_path(section)}"
 
 
 def build_model(
@@ -185,11 +240,8 @@ def build_model(
     Raises:
         UserError: as `build_config`; weights that are missing, are not safetensors, or do not fit.
     """
-    import transformers
-    from safetensors import SafetensorError
-
     config = build_config(section, task, vocab_size=vocab_size, seq_len=seq_len, config_overrides=config_overrides)
-    auto_class = getattr(transformers, task.auto_class)
+    auto_class = task.find_auto_class(config)
     with torch.random.fork_rng([]), quiet(), torch.device(device):
         torch.manual_seed(seed)
         try:
@@ -199,17 +251,13 @@ def build_model(
                 model = auto_class.from_config(config, attn_implementation=section.attention, dtype=torch.float32)
                 _rebuild_cores(model, section, device)
             _learn_padding(model)
+            set_generation_ids(model)
         except UserError:
             raise
-        except SafetensorError as error:
-            raise UserError(f"model.hf: the weights in {section.hf} are damaged: {first_line(error)}") from None
-        except (
-            *(ValueError, TypeError, RuntimeError, OSError, LookupError, AttributeError, ArithmeticError),
-            AssertionError,  # of torch, for a padding beyond the vocabulary
-        ) as error:
+        except Exception as error:  # of torch and transformers, which document no set of errors
             if section.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
                 raise UserError(f"model.attention: {config.model_type} has no sdpa; set eager") from None
-            raise UserError(f"model: transformers cannot build it: {first_line(error)}") from None
+            raise UserError(f"{_source(section)}: transformers cannot build it: {first_line(error)}") from None
     if task.name == "causal-lm" and (_is_encoder(model) or (device == "cpu" and _sees_ahead(model))):
         raise UserError(
             f"{type(model).__name__} as configured sees the tokens that it is to predict; "
@@ -292,6 +340,8 @@ def reads_weights(section: ModelSection) -> bool:
     """Whether the run starts from weights in the model folder."""
     if section.hf is None or section.pretrained is False:
         return False
+    if is_hub_name(section.hf):  # one without weights says so when they are read
+        return True
     folder = Path(section.hf)
     found = folder.is_dir() and any((folder / name).is_file() for name in _WEIGHTS)
     if found:
@@ -324,18 +374,35 @@ def quiet() -> Iterator[None]:
 
 def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     """Weights from the folder; a new head and what is left over are warnings, other missing weights an error."""
-    check_checksums(Path(str(section.hf)))
-    model, report = auto_class.from_pretrained(
-        section.hf,
-        config=config,
-        attn_implementation=section.attention,
-        dtype=torch.float32,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    folder = _folder(section, weights=True)
+    if is_hub_name(str(section.hf)) and not any((folder / name).is_file() for name in _WEIGHTS):
+        raise UserError(
+            f"model.hf: {section.hf} has no model.safetensors on the Hub or in its cache; download it, or train from "
+            "random weights with model.pretrained: false"
+        )
+    check_checksums(folder)
+    weights = check_weights(folder)
+    files = "the folder" if weights is None else weights.files
+    if weights is not None:
+        with blaming(folder / CONFIG):
+            check_counts(config.to_dict(), weights)
+            with torch.device("meta"):
+                skeleton = auto_class.from_config(copy.deepcopy(config))
+            _rebuild_cores(skeleton, section, "meta")
+            check_size(skeleton, weights)
+    with without_marks(folder) as readable:
+        model, report = auto_class.from_pretrained(
+            readable,
+            config=config,
+            attn_implementation=section.attention,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    model.name_or_path = model.config.name_or_path = str(section.hf)
     # all of a model that has no part of this name is backbone, such as T5 with its encoder and decoder
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
@@ -344,14 +411,13 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     backbone = sorted(name for name in new if name.startswith(prefix) and "pooler" not in name.split("."))
     if backbone:
         raise UserError(
-            f"{section.hf} lacks {len(backbone)} weights of the model or has them in another shape, such as "
-            f"{backbone[0]}; check model.overrides, or train from random weights with model.pretrained: false"
+            f"{section.hf}: {files} lacks {len(backbone)} weights of the model or has them in another shape, such as "
+            f"{backbone[0]}; check {CONFIG} and model.overrides, or train from random weights with "
+            "model.pretrained: false"
         )
     if new or report["unexpected_keys"]:
         left = _some(report["unexpected_keys"])
         logger.warning("%s: new weights, not in the folder: %s; weights not taken: %s", section.hf, _some(new), left)
-    if config.is_encoder_decoder and model.can_generate():  # it generates from what it is trained with
-        model.generation_config.decoder_start_token_id = config.decoder_start_token_id
     return model
 
 
@@ -365,19 +431,32 @@ def _rebuild_cores(model: Any, section: ModelSection, device: str) -> None:
     rebuild(model, cores["layers"])
 
 
-def _read_config(section: ModelSection) -> dict[str, Any]:
-    path = Path(str(section.hf))
-    path = path / "config.json" if path.is_dir() else path
+def _folder(section: ModelSection, *, weights: bool = False) -> Path:
+    """Return the model folder, that of the cache for a name on the Hub, or the `config.json` that is given."""
+    name = str(section.hf)
+    if not is_hub_name(name):
+        return Path(name)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return hub_folder(name, weights=weights)
+    except UserError as error:
+        raise UserError(f"model.hf: {error}") from None
+
+
+def _config_path(section: ModelSection) -> Path:
+    path = _folder(section)
+    return path / CONFIG if path.is_dir() else path
+
+
+def _read_config(section: ModelSection) -> dict[str, Any]:
+    path = _config_path(section)
+    if not os.path.lexists(path):
         raise UserError(
-            f"model.hf: there is no {path}; give a local folder with config.json or such a file (nothing is downloaded)"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.hf: cannot read {path}: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"model.hf: {path} is not a model configuration")
+            f"model.hf: there is no {path}; give a local folder with config.json, such a file, or a name on the Hub"
+        )
+    try:
+        content = read_settings(path)
+    except UserError as error:
+        raise UserError(f"model.hf: {error}") from None
     if content.get("auto_map"):
         logger.warning("%s names code of its own (auto_map), which is not run", path)
         content.pop("auto_map")
@@ -386,25 +465,31 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
 
 
 def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
-    known = getattr(config, "vocab_size", None)
+    with blaming("this model"):
+        check_counts(config.to_dict())
+    text = config.get_text_config()
+    where = "model.overrides" if text is config else "model.overrides.text_config"
+    known = getattr(text, "vocab_size", None)
+    if known is not None and vocab_size and known > max(MOST_IDS, 4 * vocab_size):
+        raise UserError(
+            f"the model's vocabulary has {known} ids, and the tokenizer only {vocab_size}; "
+            f"set {where}.vocab_size to {vocab_size} or a little more"
+        )
     if known is not None and vocab_size > known:
         raise UserError(
             f"the tokenizer has {vocab_size} ids, the model's vocabulary only {known}; "
-            "set model.overrides.vocab_size or use a smaller tokenizer"
+            f"set {where}.vocab_size or use a smaller tokenizer"
         )
-    heads, key_value_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    heads, key_value_heads = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and key_value_heads and heads % key_value_heads:
-        raise UserError(
-            f"model.overrides: num_attention_heads = {heads} must be a multiple of "
-            f"num_key_value_heads = {key_value_heads}"
-        )
+        raise UserError(f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {key_value_heads}")
     size, patch = (getattr(config, name, None) for name in ("image_size", "patch_size"))
     if isinstance(size, int) and isinstance(patch, int) and patch > 0 and size % patch:
         raise UserError(
             f"data.image_size is {size}, which the model's patches of {patch} do not fill; "
             "give a multiple of it or set model.overrides.patch_size"
         )
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions > 0:  # -1 of XLNet is without limit
         is_learned = getattr(config, "position_embedding_type", "absolute") == "absolute"
         if config.model_type in _POSITIONS_AFTER_PADDING and config.pad_token_id is not None and is_learned:
@@ -412,7 +497,7 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
         if seq_len > positions:
             raise UserError(
                 f"data.seq_len is {seq_len}, the model has {positions} positions; "
-                "lower it or set model.overrides.max_position_embeddings"
+                f"lower it or set {where}.max_position_embeddings"
             )
 
 

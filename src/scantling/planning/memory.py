@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scantling.recipe import Recipe
 
@@ -50,7 +50,8 @@ def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
     """
     import torch
 
-    from scantling.optim.memory import ParameterSpec, predicted_state_bytes
+    from scantling.comm.second_momentum import optimizer_groups
+    from scantling.optim.memory import predicted_state_bytes
 
     assert recipe.tensor is not None
     if "bytes_per_parameter" in recipe.tensor.adapter:
@@ -59,11 +60,16 @@ def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
 
     @cache
     def of_core(shape: tuple[int, ...], dtype: torch.dtype, role: Role, dims: MatrixDims) -> float:
+        def group_of(shape: tuple[int, ...], role: Role, dims: MatrixDims) -> dict[str, Any]:
+            param = torch.empty(shape, dtype=dtype, device="meta")
+            return {"params": [param], "role": role, "matrix_dims": dims}
+
         # with a matrix next to the core: Muon cannot be built without, and has AdamW step cores of more dims
-        core, matrix = ParameterSpec(shape, dtype, role, dims), ParameterSpec((1, 1), dtype, "matrix", ((0,), (1,)))
+        core, matrix = group_of(shape, role, dims), group_of((1, 1), "matrix", ((0,), (1,)))
+        name, options = recipe.optim.name, recipe.optim.options
         both, alone = (
-            predicted_state_bytes(recipe.optim.name, specs, **recipe.optim.options)
-            for specs in ([core, matrix], [matrix])
+            predicted_state_bytes(name, optimizer_groups(recipe, groups), **options)
+            for groups in ([core, matrix], [matrix])
         )
         if both is None or alone is None:
             return float("nan")

@@ -44,10 +44,13 @@ from scantling.tensor.head import TTMHead
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.layout import Entry, describe, rebuild
 from scantling.tensor.replace import layers_of_cores
+from scantling.tensor.resize import support_resizing
 from scantling.tensor.ties import carry_ties, note_ties
 
 METHOD = "scantling"
 FORMAT = 1
+
+support_resizing()
 
 
 @register_quantization_config(METHOD)
@@ -161,7 +164,9 @@ def load(
     import transformers
 
     folder = Path(folder)
-    content = read_settings(folder)
+    if not (folder / CONFIG).exists() and not (folder / CONFIG).is_symlink():
+        raise UserError(f"cannot load {folder}: there is no {folder / CONFIG}; give a folder of save_pretrained")
+    content = read_settings(folder / CONFIG)
     name = next(iter(content.get("architectures") or ()), None)
     with blaming(folder / CONFIG):
         made_by = _model_class(name, content)

@@ -21,9 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 from scantling.comm.silence import named
 from scantling.errors import SilentPeerError, UserError, first_line
 from scantling.launched import launched_local_rank, launched_rank, launched_world_size
+from scantling.recipe.schema import DEVICES
 
-DEVICES = ("auto", "cpu", "cuda")
-"""Kinds of device by name; `auto` is the GPU where there is one."""
 TIMEOUT_S = 300.0
 """How long a collective may take."""
 PREPARATION_S = 6 * 3600.0

@@ -17,12 +17,14 @@ from scantling.data.progress import Progress
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.models.build import recipe_task
-from scantling.planning.plan import check_world_size, plan
+from scantling.planning.fit import Fit, check_fit, silent_plan
+from scantling.planning.plan import Plan, check_world_size
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
 from scantling.reporting.html import write_report
 from scantling.reporting.runs import read_metrics, read_run
 from scantling.tasks import get_task
+from scantling.tasks.base import TaskData
 from scantling.training.build import build_loop
 from scantling.training.checkpoint import Checkpointer
 from scantling.training.continuing import check_continues, stored_values
@@ -138,17 +140,26 @@ def resolve(
     return load_recipe(recipe, settings, sections=overrides), run_dir
 
 
-def check_run(recipe: Recipe, run_dir: Path | None, *, resume: bool, force: bool, world_size: int) -> None:
-    """Raise the error with which `train` would refuse a run before it reads data; nothing is written.
+def check_run(
+    recipe: Recipe, run_dir: Path | None, planned: Plan, *, resume: bool, force: bool, world_size: int
+) -> Fit:
+    """Raise the error with which `train` would refuse a run before its first step; nothing is written.
+
+    Returns:
+        The plan against the memory of this machine.
 
     Raises:
-        UserError: device, run directory or data cannot be used.
+        UserError: device, run directory or data cannot be used, or the memory is certainly too small.
     """
     device = device_type(recipe.train.device)
     if run_dir is not None:
         _check_folder(RunDir(run_dir), recipe, resume=resume, force=force)
     _check_extras(recipe, world_size, device)
     get_task(recipe_task(recipe)).check_data(recipe.data)
+    fit = check_fit(recipe, planned)
+    if fit.is_impossible:
+        raise UserError(f"the run {fit}")
+    return fit
 
 
 def _check_extras(recipe: Recipe, world_size: int, device: str) -> None:
@@ -236,13 +247,22 @@ def _train(
     if checkpoint is not None:
         changes_schedule = check_continues(checkpoint, read_manifest(checkpoint), recipe)
     task = get_task(recipe_task(recipe))
+    report = Sinks(sinks) if place.is_main else Sink()
+    report.phase("planning")
+    is_warned = _check_memory(recipe, _plan_without_data(recipe, place), place)
+    report.phase("reading the data")
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=progress if place.is_main else None)
     place.meet()
-    planned = plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
+    planned = silent_plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
+    _check_memory(recipe, planned, place, task_data=data, is_warned=is_warned)
     _set_determinism(recipe, place)
+    report.phase("building the model")
     memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
     loop = build_loop(recipe, task, data, place, checkpointer, memory=memory, energy=energy)
     loop.fingerprint, loop.recipe = data.info.get("fingerprint"), stored_values(recipe)
+    loop.first_phase = first_phase(recipe)
+    if checkpoint is not None:
+        report.phase(f"reading {checkpoint}")
     exact = checkpoint is None or loop.resume(checkpoint)
     if place.is_main:
         if not resume:
@@ -288,6 +308,45 @@ def _changes_by_world_size(checkpoint: Path, place: Place) -> str:
         f", saved by {manifest['world_size']} processes, now {place.world_size}: the random generators start again"
         + (residuals if any(manifest["values"].get("exchange", {}).values()) else "")
     )
+
+
+def first_phase(recipe: Recipe) -> str:
+    """Return what the first step of a run does that later steps do not."""
+    if recipe.train.compile:
+        return "compiling the model in the first step"
+    return "capturing CUDA graphs in the first steps" if recipe.train.graph else "first step"
+
+
+def _plan_without_data(recipe: Recipe, place: Place) -> Plan | None:
+    """Return the plan as far as it is known before the data is read; None if only the data describes the model."""
+    try:
+        return silent_plan(recipe, world_size=place.world_size, device=place.device.type)
+    except UserError:
+        return None
+
+
+def _check_memory(
+    recipe: Recipe, planned: Plan | None, place: Place, *, task_data: TaskData | None = None, is_warned: bool = False
+) -> bool:
+    """Compare a plan with the memory here, and warn if it is short. Collective: an all-gather.
+
+    Returns:
+        True if this call or one before has warned.
+
+    Raises:
+        UserError: weights, gradients and optimizer state alone exceed the memory of a rank.
+    """
+    fit = None
+    if planned is not None:
+        fit = check_fit(recipe, planned, search=place.is_main and not is_warned, task_data=task_data)
+    for problem in place.gather(str(fit) if fit is not None and fit.is_impossible else None):
+        if problem is not None:
+            raise UserError(f"the run {problem}")
+    if fit is None or fit.fits is not False or is_warned:
+        return is_warned
+    if place.is_main:
+        logger.warning("the run %s", fit)
+    return True
 
 
 def _check_never_saved(folder: RunDir, checkpointer: Checkpointer, place: Place) -> None:
