@@ -42,7 +42,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 1
     except ScantlingError as error:
         rank = os.environ.get("RANK", "0")
-        if rank == "0" or not isinstance(error, UserError):
+        # what all ranks found is said once on every machine
+        if os.environ.get("LOCAL_RANK", "0") == "0" or not isinstance(error, UserError):
             where = f" (rank {rank})" if "RANK" in os.environ else ""
             print(f"scantling: error{where}: {error}", file=sys.stderr)
         return error.exit_code

@@ -16,7 +16,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from scantling.launched import launched_rank
+from scantling.launched import launched_local_rank, launched_rank
 from scantling.recipe import Recipe
 from scantling.recipe.loading import data_problems
 from scantling.reporting.format import format_bytes, format_number, format_percent
@@ -34,8 +34,12 @@ MOST_MISSING = 5
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console that honours NO_COLOR and whether the stream is a terminal; silent on ranks other than 0."""
-    return Console(stderr=stderr, quiet=launched_rank() > 0, highlight=False, soft_wrap=not stderr)
+    """Make a console that honors NO_COLOR and whether the stream is a terminal.
+
+    Results are printed by rank 0; errors and warnings by the first rank of every machine.
+    """
+    quiet = (launched_local_rank() if stderr else launched_rank()) > 0
+    return Console(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=not stderr)
 
 
 def show_warnings(console: Console) -> None:

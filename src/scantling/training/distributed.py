@@ -9,18 +9,20 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from scantling.comm.silence import named
-from scantling.errors import SilentPeerError, UserError, first_line
+from scantling.errors import RunError, ScantlingError, SilentPeerError, UserError, first_line
 from scantling.launched import launched_local_rank, launched_rank, launched_world_size
+from scantling.training.collectives import broadcast_json, gather_arrays, gather_json, plain
 
 DEVICES = ("auto", "cpu", "cuda")
 """Kinds of device by name; `auto` is the GPU where there is one."""
@@ -34,15 +36,79 @@ _MET, _ENDED = "scantling/met/", "scantling/ended/"
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: its rank, how many there are, and its device."""
+    """Where this process stands: its rank, how many there are, and its device.
+
+    Attributes:
+        writers: by rank, the lowest rank that sees the same run directory, which writes what the ranks there share.
+            Empty if all ranks see the same.
+        hosts: by rank, the name of its machine, for messages; may be empty.
+        waiting: a gloo group with a timeout of hours, whose connections show at once that a process died.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    writers: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    waiting: Any = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_writer(self) -> bool:
+        """True for the rank that writes into the run directory that it sees."""
+        return self.rank == (self.writers[self.rank] if self.writers else 0)
+
+    @property
+    def is_split(self) -> bool:
+        """True if some ranks see another run directory than others."""
+        return len(set(self.writers)) > 1
+
+    def ranks_of(self, writer: int) -> list[int]:
+        """List the ranks that see the run directory of a writer."""
+        return [rank for rank in range(self.world_size) if not self.writers or self.writers[rank] == writer]
+
+    def name(self, rank: int) -> str:
+        """Return a rank and its machine in words."""
+        return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"
+
+    def problem(self, own: str | None) -> str | None:
+        """Return the problems of all ranks as one text, or None if none has one. Collective: a gather."""
+        by_text: dict[str, list[int]] = {}
+        for rank, text in enumerate(self.gather(own)):
+            if text is not None:
+                by_text.setdefault(text, []).append(rank)
+        if [*by_text.values()] == [[0]] and not self.is_split:
+            return next(iter(by_text))
+        return "; ".join(f"{', '.join(map(self.name, ranks))}: {text}" for text, ranks in by_text.items()) or None
+
+    def attempt(self, action: Callable[[], None], *, taking_part: bool = True) -> None:
+        """Run an action, and go on only if it succeeds on all ranks. Collective: two gathers.
+
+        Args:
+            action: without collectives.
+            taking_part: False on ranks that only wait for the others.
+
+        Raises:
+            UserError: the action raised it on a rank; on each rank with the text and the name of that rank.
+            RunError: the same.
+        """
+        if self.world_size == 1:
+            action()
+            return
+        error: ScantlingError | None = None
+        if taking_part:
+            try:
+                action()
+            except (UserError, RunError) as raised:
+                error = raised
+        problem = self.problem(None if error is None else str(error))
+        if problem is None:
+            return
+        is_input = any(self.gather(isinstance(error, UserError)))
+        raise (UserError if is_input else RunError)(problem) from error
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over all processes, in place. Collective: one all-reduce when there are several."""
@@ -51,20 +117,16 @@ class Place:
         return values
 
     def share(self, value: Any) -> Any:
-        """Give rank 0's object to all. Collective: one broadcast when there are several."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        """Give rank 0's JSON value to all. Collective: broadcasts when there are several."""
+        return plain(value) if self.world_size == 1 else broadcast_json(value)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's object, on every rank. Collective: one all-gather when there are several."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        """Return every rank's JSON value, on every rank. Collective: all-gathers when there are several."""
+        return [plain(value)] if self.world_size == 1 else gather_json(value)
+
+    def gather_arrays(self, array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        """Return every rank's array, on every rank. Collective: all-gathers when there are several."""
+        return [array] if self.world_size == 1 else gather_arrays(array)
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -81,22 +143,29 @@ class Place:
         if self.world_size == 1:
             return
         try:
-            self._meet(dist.distributed_c10d._get_default_store(), within_s)
+            arrival = None if self.waiting is None else dist.barrier(self.waiting, async_op=True)
+            self._meet(dist.distributed_c10d._get_default_store(), within_s, arrival)
+            if arrival is not None:
+                arrival.wait()
         except SilentPeerError:
             raise
         except RuntimeError as error:
+            if "gloo" in str(error):  # `named` looks for who died
+                raise
             raise SilentPeerError(
                 "the process that holds the store of the group, in general rank 0, ended while others waited "
                 f"for each other ({first_line(error)}); what it says is the reason"
             ) from error
 
-    def _meet(self, store: Any, within_s: float) -> None:
+    def _meet(self, store: Any, within_s: float, arrival: Any) -> None:
         until, pause = time.monotonic() + within_s, 0.01
         number = store.add(f"{_MET}{self.rank}", 1)
         missing = [*range(self.world_size)]
         while missing := [rank for rank in missing if store.add(f"{_MET}{rank}", 0) < number]:
             if ended := [rank for rank in missing if store.check([f"{_ENDED}{rank}"])]:
                 raise SilentPeerError(f"rank {_listed(ended)} of {self.world_size} ended; what it says is the reason")
+            if arrival is not None and arrival.is_completed():
+                arrival.wait()  # raises if a process died
             if time.monotonic() > until:
                 raise SilentPeerError(f"rank {_listed(missing)} of {self.world_size} did not come in {within_s:g} s")
             time.sleep(pause)
@@ -174,6 +243,10 @@ def joined(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Pl
         _join("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(seconds=timeout_s))
     try:
         with named():
+            if world_size > 1:
+                hosts = tuple(place.gather(platform.node() or "an unnamed machine"))
+                waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARATION_S))
+                place = replace(place, hosts=hosts, waiting=waiting)
             yield place
     except BaseException:
         if ours:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,9 @@ def load_trained(run_dir: str | Path) -> Trained:
 
 
 def _load(folder: RunDir, recipe: Recipe, place: Place) -> Trained:
-    checkpoint = Checkpointer(folder.checkpoints, ALONE).newest()
+    if place.world_size > 1:  # each looks for itself: machines may have folders of their own
+        place = replace(place, writers=tuple(range(place.world_size)))
+    checkpoint = Checkpointer(folder.checkpoints, place).newest(weights_only=True)
     if checkpoint is None:
         raise UserError(f"{folder.path} has no whole checkpoint; train it first")
     task = get_task(recipe_task(recipe))
