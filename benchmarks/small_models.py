@@ -104,7 +104,8 @@ def _outcome(metrics: dict[str, Any], path: Path) -> dict[str, Any]:
     from scantling.reporting.runs import read_metrics
 
     records = read_metrics(path)
-    outcome = {key: metrics.get(key) for key in ("eval_loss", "bits_per_byte", "loss", "optimizer_state_bytes")}
+    outcome = {key: metrics.get(key) for key in ("eval_loss", "bits_per_byte", "optimizer_state_bytes")}
+    outcome["loss"] = metrics.get("train_loss")
     losses = records.column("loss")
     outcome["curve"] = [round(float(np.mean(part)), 4) for part in np.array_split(losses, min(50, len(losses)))]
     outcome["num_parameters"] = metrics["num_parameters"]

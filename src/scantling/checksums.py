@@ -29,7 +29,7 @@ def check_checksums(folder: Path) -> None:
     """
     hint = f"write or copy the folder again; if the change is yours, delete {CHECKSUMS} in it"
     try:
-        text = (folder / CHECKSUMS).read_text(encoding="utf-8")
+        text = (folder / CHECKSUMS).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         return
     except (OSError, UnicodeDecodeError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 STOPPED = 3
 """Exit code of what a signal has ended after saving."""
@@ -67,7 +68,7 @@ class Fault:
             text += f"; given {self.given}"
         if self.hint:
             text += f" ({self.hint})"
-        return text
+        return shorten(text, 1000)
 
 
 class RecipeError(UserError):
@@ -87,9 +88,14 @@ def first_line(error: BaseException | str) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
+def shorten(text: str, length: int) -> str:
+    """Return a text of at most this length; a longer one ends in "..."."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
 def did_you_mean(name: str, allowed: Iterable[str]) -> str | None:
-    """Return "did you mean 'x'?" for the closest allowed name, or None where nothing is close."""
-    close = difflib.get_close_matches(str(name), [str(a) for a in allowed], n=1, cutoff=0.6)
+    """Return "did you mean 'x'?" for the closest of the first 1,000 allowed names, or None where nothing is close."""
+    close = difflib.get_close_matches(str(name)[:100], [str(a)[:100] for a in islice(allowed, 1000)], n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else None
 
 

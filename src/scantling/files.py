@@ -74,6 +74,42 @@ def strict(value: Any) -> Any:
     return [strict(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def read_json(path: Path) -> Any:
+    """Read a JSON file that may come from anywhere, such as an editor that writes a byte-order mark.
+
+    Raises:
+        UserError: no such file, something else than a file, or no JSON: nested too deeply, numbers of thousands of
+            digits, half of a surrogate pair. The message names the file.
+    """
+    try:
+        if not path.is_file():
+            path.stat()  # why not, unless it is a folder, a pipe or a device
+            raise UserError(f"cannot read {path}: it is not a file")
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        json.dumps(content, ensure_ascii=False).encode()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeEncodeError as error:
+        raise UserError(f"{path} holds half of a surrogate pair, which is no character: {error.reason}") from None
+    except RecursionError:
+        raise UserError(f"{path} is no JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}") from None
+    return content
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        UserError: as of `read_json`, or it holds something else.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a JSON object; given {type(content).__name__}")
+    return content
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write strict JSON, in which NaN and Inf have no place."""
     write_whole(path, json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")

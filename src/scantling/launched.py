@@ -22,6 +22,11 @@ def launched_local_rank() -> int:
     return _number("LOCAL_RANK", 0)
 
 
+def launched_local_world_size() -> int:
+    """Return how many processes were started on this machine."""
+    return _number("LOCAL_WORLD_SIZE", launched_world_size())
+
+
 def refuse_processes(command: str, why: str = "is the work of one process") -> None:
     """Raise a UserError in one of several processes."""
     if (count := launched_world_size()) > 1:

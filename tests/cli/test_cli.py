@@ -15,11 +15,13 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 
 from scantling.cli import commands, run
-from tests.runs import TINY, popen, records, scantling, tiny_recipe, write_recipe
+from tests.reporting.fake import make_run
+from tests.runs import TINY, popen, records, scantling, tiny_recipe, write_corpus, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,26 @@ def test_help_is_quick() -> None:
         best = min(best, time.perf_counter() - began)
     assert "compare" in done.stdout
     assert best < 0.5
+
+
+def test_shells_complete_commands_options_and_values() -> None:
+    def complete(*words: str) -> set[str]:
+        environment = {"_SCANTLING_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words)}
+        environment["COMP_CWORD"] = str(len(words) - 1)
+        done = subprocess.run(
+            [sys.executable, "-m", "scantling"], capture_output=True, text=True, env={**os.environ, **environment}
+        )
+        assert done.returncode == 0, done.stderr
+        return set(done.stdout.split())
+
+    assert {"train", "plan", "eval", "sweep"} <= complete("scantling", "")
+    assert complete("scantling", "train", "--dry") == {"--dry-run"}
+    assert complete("scantling", "eval", "run", "--device", "c") == {"cpu", "cuda"}
+    assert complete("scantling", "train", "rec") == set()  # the shell then completes names of files
+    for shell in ("bash", "zsh", "fish"):
+        source = {**os.environ, "_SCANTLING_COMPLETE": f"source_{shell}"}
+        done = subprocess.run([sys.executable, "-m", "scantling"], capture_output=True, text=True, env=source)
+        assert f"_SCANTLING_COMPLETE=complete_{shell}" in done.stdout
 
 
 def test_run_directory_holds_what_the_design_says(trained: Path) -> None:
@@ -166,14 +188,78 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "parameters" in capsys.readouterr().out.lower()
 
 
-def test_dry_run_loads_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = tiny_recipe(tmp_path, data={"text": str(tmp_path / "no-such-file.txt")})
-    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path))
     assert run(["train", str(path), "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
-    shown = capsys.readouterr().out
-    assert "valid" in shown
-    assert f"not here yet: {tmp_path}/no-such-file.txt" in shown
+    assert "valid" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+MISSING: dict[str, dict[str, object]] = {
+    "text": {"data": {"text": "nowhere.txt"}},
+    "glob": {"data": {"text": "nowhere/*.txt"}},
+    "one of several": {"data": {"text": ["corpus.txt", "nowhere.txt"]}},
+    "held-out": {"data": {"text": "corpus.txt", "validation": "nowhere.txt"}},
+    "jsonl": {"data": {"jsonl": "nowhere.jsonl"}},
+    "csv": {"data": {"csv": "nowhere.csv"}},
+    "parquet": {"data": {"parquet": "nowhere.parquet"}},
+    "bin": {"data": {"bin": "nowhere.bin"}},
+    "wrong column": {"data": {"jsonl": "rows.jsonl", "fields": {"text": "body"}}},
+    "no text": {"data": {"text": "binary.txt"}},
+    "datasets": {"data": {"hf": "./nowhere/at/all"}},
+    "datasets, saved": {"data": {"hf": "saved", "hf_split": "tarin"}},
+    "datasets, column": {"data": {"hf": "saved", "fields": {"text": "body"}}},
+    "tokenizer": {"data": {"text": "corpus.txt", "document_separator": "<doc>", "tokenizer": "nowhere"}},
+    "model": {"model": {"hf": "nowhere"}, "data": {"text": "corpus.txt"}},
+    "images": {"model": {"preset": "vit-digits"}, "data": {"images": "nowhere", "image_size": 8}},
+    "images, saved": {
+        "model": {"preset": "vit-digits"},
+        "data": {"hf": "saved", "image_size": 8, "fields": {"image": "text", "label": "body"}},
+    },
+    "clicks": {"model": {"preset": "dlrm"}, "data": {"criteo": "nowhere.tsv"}},
+    "click columns": {
+        "model": {"preset": "dlrm"},
+        "data": {"csv": "rows.csv", "clicks": {"label": "label", "categorical": ["text", "site"]}},
+    },
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_dry_run_fails_like_the_run(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_corpus(tmp_path / "corpus.txt")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 1}\n' * 9)
+    (tmp_path / "rows.csv").write_text("text,label\n" + "a,1\n" * 9)
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 9)
+    if "saved" in str(MISSING[case]):
+        datasets.Dataset.from_dict({"text": ["a", "b"]}, split="train").save_to_disk(tmp_path / "saved")
+    recipe = {"model": {"preset": "llama-1m", "overrides": TINY}, "train": {"steps": 1, "batch_size": 1}}
+    path = str(write_recipe(tmp_path / "recipe.yaml", {**recipe, **MISSING[case]}))
+    capsys.readouterr()
+    assert run(["train", path, "--dry-run"]) == 2
+    planned = capsys.readouterr()
+    assert run(["train", path]) == 2
+    assert planned.err == capsys.readouterr().err
+    assert re.search("nowhere|body|tarin|site|binary.txt", planned.err)
+    assert "valid" not in planned.out
+
+
+def test_dry_run_fails_where_the_run_would_be_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path)))
+    for arguments, words in (
+        ([path, "--run-dir", str(trained)], "already holds a run"),
+        ([path, "--run-dir", str(tmp_path / "new"), "--resume"], "no run to resume"),
+        ([str(trained), "--resume", "--set", "optim.lr=1.0"], "optim.lr"),
+        ([path, "--set", "train.graph=true"], "train.graph"),
+    ):
+        assert run(["train", *arguments, "--dry-run"]) == 2
+        assert words in capsys.readouterr().err
+    assert run(["train", str(trained), "--resume", "--dry-run"]) == 0
 
 
 def test_faults_of_a_recipe_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +307,7 @@ def test_compare_prints_and_writes_the_table(
     dense, lean = compared["runs"]
     assert (dense["name"], lean["name"]) == ("dense", "lean")
     keys = (
-        "num_parameters weight_bytes optimizer_state_bytes wire_bytes tokens_per_s step_s peak_memory_bytes loss "
+        "num_parameters weight_bytes optimizer_state_bytes wire_bytes tokens_per_s step_s peak_memory_bytes train_loss "
         "eval_loss bits_per_byte"
     )
     for own in (dense, lean):
@@ -237,6 +323,30 @@ def test_compare_prints_and_writes_the_table(
     runs = [str(tmp_path / "out" / name) for name in ("dense", "lean")]
     assert run(["compare", *runs, "--out", str(tmp_path / "again")]) == 0
     assert json.loads((tmp_path / "again" / "compare.json").read_text()) == compared
+
+
+def test_compare_names_recipes_and_runs_of_one_name_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make_trained(command: list[str]) -> int:
+        make_run(Path(command[command.index("--run-dir") + 1]), name="same", steps=4)
+        return 0
+
+    monkeypatch.setattr(commands, "_wait", make_trained)
+    recipes = [tmp_path / folder / "recipe.yaml" for folder in ("a", "b")]
+    for recipe in recipes:
+        recipe.parent.mkdir()
+        write_recipe(recipe, tiny_recipe(tmp_path) | {"name": "same"})
+    earlier = make_run(tmp_path / "earlier", name="same", steps=4)
+    assert run(["compare", *map(str, recipes), str(earlier), "--out", str(tmp_path / "out")]) == 0
+    compared = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
+    assert [each["name"] for each in compared] == ["a-recipe", "b-recipe", "earlier"]
+    assert "a-recipe vs b-recipe vs earlier" in (tmp_path / "out" / "report.html").read_text()
+    capsys.readouterr()
+
+    taken = make_run(tmp_path / "again" / "same", name="other", steps=4)
+    assert run(["compare", str(taken), str(recipes[0]), "--out", str(tmp_path / "again"), "--force"]) == 2
+    assert "one of the runs to compare; give another --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["export", "run", "--to", "hf", "out"], ["quantize", "run", "--weights", "int4"]])

@@ -95,13 +95,23 @@ def test_progress_over_the_whole(path: str, terminal: bool) -> None:
         assert progress.share == pytest.approx(1 - 0.5 * middle.work / (ends.work + fails.work + middle.work))
 
 
+def test_a_dry_run_without_its_data_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / name) for name in ("corpus.txt", "corpsu.txt", "other.txt")]
+    content = {"base": tiny_recipe(tmp_path), "axes": {"data.text": paths, "train.steps": [4, 5]}}
+    assert run(["sweep", str(write_recipe(tmp_path / "data.yaml", content)), "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    assert "6 runs" in shown.out
+    assert shown.err.count("data.text: file not found") == 2
+    assert "did you mean 'corpus.txt'" in shown.err
+
+
 @pytest.mark.parametrize(
     ("after", "code", "words"),
     [
         ({"quantize": {"formats": ["INT4"]}}, 2, "did you mean 'int4'"),
         ({"quantize": {"formats": ["int4.awq"]}}, 2, "method must be rtn or gptq"),
         ({"quantize": {"formats": ["int4", "int4"]}}, 2, "one is named twice"),
-        ({"minimal_pairs": "nowhere.jsonl"}, 0, "after the runs: "),
+        ({"minimal_pairs": "nowhere.jsonl"}, 2, "after the runs: "),
     ],
 )
 def test_a_dry_run_checks_what_comes_after(

@@ -247,7 +247,7 @@ def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: 
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_gradients_that_were_averaged_are_told_with_overlap_too(alike: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_same_data_warns_with_overlap_too(alike: bool, caplog: pytest.LogCaptureFixture) -> None:
     first_network()
 
     def work(link: ThreadLink) -> None:

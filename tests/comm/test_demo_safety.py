@@ -586,16 +586,16 @@ def test_compat_and_parameters_given_twice() -> None:
         MomentumExchange([param, param])
 
 
-@pytest.mark.parametrize("averaged", [True, False])
-def test_gradients_that_were_averaged_are_told(averaged: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("same", [True, False])
+def test_same_data_on_all_replicas_warns(same: bool, caplog: pytest.LogCaptureFixture) -> None:
     def work(link: ThreadLink) -> None:
         params = params_of()
-        fill(params, 0 if averaged else link.rank, 0)
+        fill(params, 0 if same else link.rank, 0)
         exchange_of(link, params).exchange()
 
     with caplog.at_level(logging.WARNING):
         together(2, work)
-    assert ("DistributedDataParallel has averaged them" in caplog.text) == averaged
+    assert ("all read the same data" in caplog.text) == same
 
 
 def test_a_replica_does_not_train_alone_unseen(

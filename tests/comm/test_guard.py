@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from scantling.comm import refuse_reduction
+import scantling as sc
+from scantling.comm import diloco, refuse_reduction
 from scantling.errors import UserError
+from tests.processes import run
+
+Step = Callable[[], None]
+AVERAGED = "averages gradients over all processes before the exchange"
 
 
 def test_a_backward_pass_that_would_reduce_is_refused() -> None:
@@ -25,3 +39,188 @@ def test_a_backward_pass_that_would_reduce_is_refused() -> None:
             model(torch.randn(2, 4)).sum().backward()
     finally:
         dist.destroy_process_group()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+
+
+def backward(model: nn.Module, seed: int | None = None) -> None:
+    generator = torch.Generator().manual_seed(dist.get_rank() if seed is None else seed)
+    model(torch.randn(4, 64, generator=generator)).square().mean().backward()
+
+
+def demo(net: nn.Module, **options: Any) -> sc.DeMo:
+    return sc.DeMo(sc.param_groups(net), lr=1e-3, topk=8, **options)
+
+
+def wrapped_models_are_refused() -> None:
+    def refused(step: Step, text: str = AVERAGED) -> None:
+        with pytest.raises(UserError, match=text):
+            step()
+
+    net = network()
+    optimizer, model = demo(net), DistributedDataParallel(net)
+    backward(model)
+    refused(optimizer.step)
+
+    net = network()
+    optimizer, model = demo(net), DistributedDataParallel(net)
+    output = model(torch.randn(4, 64)).square().mean()
+    with model.no_sync():
+        output.backward()  # the forward pass, which was outside, has decided
+    refused(optimizer.step)
+
+    net = network()
+    optimizer, model = demo(net, overlap=True), DistributedDataParallel(net)
+    with optimizer.overlapped():
+        backward(model)
+    refused(optimizer.step)
+
+    net = network()
+    optimizer, model = demo(net), DistributedDataParallel(net)
+    saved = optimizer.state_dict()
+    saved["param_groups"] = [{**group, "steps": 5} for group in saved["param_groups"]]
+    optimizer.load_state_dict(saved)  # a run that goes on
+    backward(model)
+    refused(optimizer.step)
+
+    net = network()
+    exchange, model = sc.MomentumExchange(sc.param_groups(net)), DistributedDataParallel(net)
+    model.register_comm_hook(None, fp16_compress_hook)
+    backward(model)
+    refused(lambda: exchange.exchange() and None)
+
+    net = network()
+    steps = diloco(torch.optim.SGD(net.parameters(), lr=0.1), sc.param_groups(net), sync_every=50)
+    model = DistributedDataParallel(net)
+    backward(model)
+    refused(steps.step)
+
+    net = network()
+    replicate(net)
+    optimizer = demo(net)
+    backward(net)
+    refused(optimizer.step)
+
+    for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD):
+        cpu = torch.device("cpu")
+        sharded = FullyShardedDataParallel(network(), device_id=cpu, use_orig_params=True, sharding_strategy=strategy)
+        optimizer = sc.DeMo(sharded.parameters(), lr=1e-3)
+        backward(sharded)
+        refused(optimizer.step, "in FullyShardedDataParallel, which averages gradients and leaves each process a shard")
+
+    net = network()
+    optimizer = sc.DeMo(net.parameters(), lr=1e-3)
+    fully_shard(net, mesh=dist.init_device_mesh("cpu", (2,)))
+    optimizer.param_groups[0]["params"] = list(net.parameters())  # as accelerate does
+    backward(net)
+    refused(optimizer.step, "parameters are sharded over a mesh of which ranks 0, 1 would exchange")
+
+
+@pytest.mark.dist
+def test_wrapped_models_are_refused_in_the_first_step() -> None:
+    run(2, wrapped_models_are_refused)
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def local_gradients_pass() -> None:
+    """Models in DistributedDataParallel that averages nothing, with other and with the same data."""
+    handler = Records()
+    logging.getLogger("scantling").addHandler(handler)
+    bare = network()
+    optimizer = demo(bare)
+    backward(bare)
+    optimizer.step()
+    wanted = torch.cat([param.detach().flatten() for param in bare.parameters()])
+
+    def no_sync(net: nn.Module, seed: int | None) -> nn.Module:
+        model = DistributedDataParallel(net)
+        with model.no_sync():
+            backward(model, seed)
+        return model
+
+    def hook(net: nn.Module, seed: int | None) -> nn.Module:
+        model = DistributedDataParallel(net)
+        model.register_comm_hook(None, noop_hook)
+        backward(model, seed)
+        return model
+
+    def alone_in_its_group(net: nn.Module, seed: int | None) -> nn.Module:
+        groups = [dist.new_group([rank]) for rank in range(2)]
+        model = DistributedDataParallel(net, process_group=groups[dist.get_rank()])
+        backward(model, seed)
+        return model
+
+    for run_backward in (no_sync, hook, alone_in_its_group):
+        for seed in (None, 0):
+            net = network()
+            optimizer = demo(net)
+            handler.texts.clear()
+            model = run_backward(net, seed)
+            optimizer.step()
+            assert model.module is net
+            found = torch.cat([param.detach().flatten() for param in net.parameters()])
+            assert torch.equal(found, wanted) == (seed is None), run_backward
+            warned = any("all read the same data" in text for text in handler.texts)
+            assert warned == (seed == 0 and dist.get_rank() == 0), run_backward
+            assert not any("averages" in text for text in handler.texts)
+
+
+@pytest.mark.dist
+def test_wrappers_that_average_nothing_pass() -> None:
+    run(2, local_gradients_pass)
+
+
+def train_with_accelerate() -> None:
+    def trained(prepare: bool, accumulate: int) -> tuple[torch.Tensor, int]:
+        net = network()
+        model: Any = net
+        optimizer: Any = demo(net)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        if prepare:
+            model, optimizer = accelerator.prepare(net, optimizer)
+            assert isinstance(model, DistributedDataParallel)
+        for step in range(4):
+            seed = 10 * step + dist.get_rank()
+            if not prepare:
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+                (model(x).square().mean() / accumulate).backward()
+                if (step + 1) % accumulate == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                continue
+            with accelerator.accumulate(model), accelerator.no_sync(model):
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+                accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        inner = optimizer.optimizer if prepare else optimizer
+        return torch.cat([param.detach().flatten() for param in net.parameters()]), inner.wire_bytes
+
+    for accumulate in (1, 2):
+        bare, sent = trained(False, accumulate)
+        found, sent_too = trained(True, accumulate)
+        assert torch.equal(found, bare)
+        assert sent == sent_too > 0
+
+    net = network()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(net, demo(net))
+    accelerator.backward(model(torch.randn(4, 64)).square().mean())
+    with pytest.raises(UserError, match=r"with accelerate: accelerator\.no_sync\(model\)"):
+        optimizer.step()
+
+
+@pytest.mark.dist
+def test_accelerate_trains_in_no_sync_and_is_refused_outside() -> None:
+    run(2, train_with_accelerate)

@@ -20,6 +20,7 @@ from scantling.data.store import MappedArray, StoreWriter, TokenStore
 from scantling.data.tokenizers import ByteTokenizer
 from scantling.errors import UserError
 from scantling.recipe.schema import BpeTokenizer, DataSection
+from tests.texts import english_like
 
 NLI = {"text": "premise", "pair": "hypothesis", "label": "label"}
 LABELS = ["no", "yes", "maybe"]
@@ -133,7 +134,9 @@ def test_bpe_is_trained_on_training_documents_only(tmp_path: Path) -> None:
 
 
 def test_bpe_has_exactly_the_size(tmp_path: Path) -> None:
-    prepared = prepare(DataSection(corpus="python-stdlib", max_bytes=300_000, tokenizer={"bpe": 700}), seed=0)
+    (tmp_path / "a.txt").write_text(english_like(60_000))
+    section = DataSection(text=str(tmp_path / "a.txt"), tokenizer={"bpe": 700}, heldout=0)
+    prepared = prepare(section, seed=0)
     assert prepared.tokenizer.vocab_size == 700
     assert prepared.train.tokens.dtype == np.uint16
     assert max(prepared.train.tokens[:]) < 700

@@ -114,6 +114,32 @@ def test_several_processes_without_ddp_are_refused(tmp_path: Path, monkeypatch: 
         callback._keep_gradients_local(torch.nn.Linear(2, 2))
 
 
+def averaged_by_the_trainer(folder: Path) -> None:
+    made, _ = trainer(folder)
+    for optimizer in ({"optimizers": (sc.DeMo(made.model.parameters(), lr=1e-3), None)}, {}):
+        given = optimizer or {"optimizer_cls_and_kwargs": (sc.DeMo, {"lr": 1e-3})}
+        plain = Trainer(model=made.model, args=made.args, train_dataset=Sequences(), **given)
+        with pytest.raises(UserError, match=r"in DistributedDataParallel, which averages.* use sc\.hf\.attach"):
+            plain.train()
+
+
+@pytest.mark.dist
+def test_demo_without_attach_is_refused_where_the_trainer_averages(tmp_path: Path) -> None:
+    run(2, averaged_by_the_trainer, tmp_path)
+
+
+def test_an_optimizer_that_exchanges_too_is_refused(tmp_path: Path) -> None:
+    made, _ = trainer(tmp_path)
+    options: dict[str, Any] = {"model": made.model, "args": made.args, "train_dataset": Sequences()}
+    given = Trainer(**options, optimizers=(sc.DeMo(made.model.parameters(), lr=1e-3), None))
+    with pytest.raises(UserError, match=r"optimizer is DeMo, which exchanges too"):
+        sc.hf.attach(given)
+    built = Trainer(**options, optimizer_cls_and_kwargs=(sc.DeMo, {"lr": 1e-3}))
+    sc.hf.attach(built)
+    with pytest.raises(UserError, match=r"optimizer is DeMo, which exchanges too"):
+        built.train()
+
+
 def test_missing_residuals_are_an_error(tmp_path: Path) -> None:
     first, _ = trainer(tmp_path)
     first.add_callback(StopAtThree())

@@ -18,7 +18,9 @@ from tests.integrations.test_hf_trainer import Sequences, StopAtThree, model
 from tests.processes import run
 
 
-def trainer(folder: Path, steps: int = 9, accumulation: int = 4, **options: Any) -> tuple[Trainer, sc.RankAdapter]:
+def trainer(
+    folder: Path, steps: int = 9, accumulation: int = 4, pair: Any = None, **options: Any
+) -> tuple[Trainer, sc.RankAdapter]:
     made = sc.tensorize(model(), rank=6)
     adapter = sc.RankAdapter(made, **{"size_target": 0.5, "steps": 6, "interval": 1, **options})
     arguments = TrainingArguments(
@@ -33,7 +35,7 @@ def trainer(folder: Path, steps: int = 9, accumulation: int = 4, **options: Any)
         disable_tqdm=True,
     )
     callback = sc.hf.RankCallback(adapter)
-    pair = sc.hf.came(lr=3e-3, debias=True, betas=(0.9, 0.95, 0.995))
+    pair = pair or sc.hf.came(lr=3e-3, debias=True, betas=(0.9, 0.95, 0.995))
     return Trainer(
         made, arguments, train_dataset=Sequences(), callbacks=[callback], optimizer_cls_and_kwargs=pair
     ), adapter
@@ -100,13 +102,17 @@ def test_two_processes_come_to_what_one_comes_to(tmp_path: Path) -> None:
         torch.testing.assert_close(first["values"][name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_resume_is_bitwise(tmp_path: Path) -> None:
-    straight, adapter = trainer(tmp_path / "straight")
+PAIRS = {"came": None, "sign": sc.hf.sign(lr=3e-3), "adamw": (torch.optim.AdamW, {"lr": 3e-3})}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_resume_is_bitwise(tmp_path: Path, pair: Any) -> None:
+    straight, adapter = trainer(tmp_path / "straight", pair=pair)
     straight.train()
-    first, _ = trainer(tmp_path / "parted")
+    first, _ = trainer(tmp_path / "parted", pair=pair)
     first.add_callback(StopAtThree())
     first.train()
-    second, resumed = trainer(tmp_path / "parted")
+    second, resumed = trainer(tmp_path / "parted", pair=pair)
     second.train(resume_from_checkpoint=True)
     assert resumed.step == adapter.step
     assert resumed.ranks() == adapter.ranks()

@@ -326,6 +326,29 @@ def test_a_damaged_archive_is_said(tmp_path: Path) -> None:
         read_runs(tmp_path / "runs.jsonl.gz", ChinchillaLaw)
 
 
+def test_byte_order_marks_and_line_separators_in_texts(tmp_path: Path) -> None:
+    named = [{**row, "kind": "a\u2028b\u2029c\x85d"} for row in rows(RUNS)]
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in named)
+    (tmp_path / "runs.jsonl").write_text("\ufeff" + lines)
+    (tmp_path / "runs.jsonl.gz").write_bytes(gzip.compress(("\ufeff" + lines).encode()))
+    (tmp_path / "runs.json").write_text("\ufeff" + json.dumps(named, ensure_ascii=False))
+    with open(tmp_path / "runs.csv", "w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, named[0])
+        writer.writeheader()
+        writer.writerows(named)
+    for name in ("runs.jsonl", "runs.jsonl.gz", "runs.json", "runs.csv"):
+        assert read_runs(tmp_path / name, ChinchillaLaw, where={"kind": named[0]["kind"]}).count == len(named)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, '{"N": ' + "9" * 5000 + "}"])
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+def test_json_that_python_does_not_read_is_said(text: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"runs.{kind}"
+    path.write_text(text)
+    with pytest.raises(UserError, match=rf"runs\.{kind} cannot be read as a table of runs"):
+        read_runs(path, ChinchillaLaw)
+
+
 def test_rows_with_more_cells_than_names_are_named(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text("N,D,loss\n1e8,1e10,3.1\n1e8,2e10,3.0,extra,more\n")

@@ -300,7 +300,7 @@ def test_what_a_folder_can_lack(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UserError, match=r"there is no .*config.json"):
         make({"hf": str(tmp_path / "nothing")})
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match=r"config\.json is no JSON"):
         make({"hf": str(tmp_path)})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
     with pytest.raises(UserError, match="names no model_type"):
@@ -310,7 +310,7 @@ def test_what_a_folder_can_lack(tmp_path: Path, folder: Path) -> None:
         make({"hf": str(tmp_path)})
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="are damaged"):
+    with pytest.raises(UserError, match=r"cannot load .*model\.safetensors"):
         make({"hf": str(folder)})
     (folder / "model.safetensors").rename(folder / "weights.bin")
     with pytest.raises(UserError, match="convert them to safetensors"):

@@ -235,6 +235,19 @@ def test_ids_that_only_the_files_know_are_noted(tmp_path: Path) -> None:
     assert any("one more than the largest in its files" in note for note in sc.plan(recipe).notes)
 
 
+@pytest.mark.parametrize(("init", "is_noted"), [("random", True), ("svd", False)])
+def test_plan_notes_pretrained_weights_that_are_discarded(tmp_path: Path, init: str, is_noted: bool) -> None:
+    import transformers as hf
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=320, **shape)).save_pretrained(tmp_path / "model")
+    recipe = tiny_recipe(tmp_path, tensor={"rank": 4, "init": init})
+    recipe["model"] = {"hf": str(tmp_path / "model")}
+    assert any("keeps nothing of the weights" in note for note in sc.plan(recipe).notes) == is_noted
+    recipe["model"]["pretrained"] = False
+    assert not any("keeps nothing of the weights" in note for note in sc.plan(recipe).notes)
+
+
 def test_plan_reads_well(tmp_path: Path) -> None:
     planned = sc.plan(tiny_recipe(tmp_path))
     assert "peak" in str(planned)

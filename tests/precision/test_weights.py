@@ -18,6 +18,7 @@ from scantling.precision import Quantizer, quantized_weights
 from scantling.precision.calibration import Calibration
 from scantling.precision.gptq import output_error
 from scantling.precision.matrices import find_matrices
+from tests.texts import english_like
 
 IDS = torch.randint(0, VOCAB, (16, LENGTH), generator=torch.Generator().manual_seed(0))
 LANGUAGE = [family for family in FAMILIES if family != "vit"]
@@ -401,15 +402,10 @@ def test_models_trained_in_few_bits(family: str) -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A small Llama that has learnt the text of the standard library's own modules, with unseen text of them."""
-    import argparse
-    import inspect
-    import tokenize
-
+    """A small Llama that has learned English-like text, with more of that text that it has not seen."""
     import transformers as hf
 
-    text = "".join(inspect.getsource(module) for module in (argparse, inspect, tokenize))
-    stream = torch.tensor(list(text.encode("ascii", "ignore")))
+    stream = torch.tensor(list(english_like(120_000).encode("ascii")))
     cut = len(stream) * 9 // 10
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -433,12 +429,15 @@ def loss(model: Any, ids: torch.Tensor) -> float:
     return float(model(input_ids=ids, labels=ids).loss)
 
 
-@pytest.mark.parametrize(("bits", "share"), [(3, 0.5), (4, 0.95)])
-def test_gptq_loses_less_than_the_nearest(bits: int, share: float, trained: tuple[Any, ...]) -> None:
-    """In sum over four ways to scale: of one rounding, a part of the change is chance, and half of that is a gain."""
+@pytest.mark.parametrize("bits", [3, 4])
+def test_gptq_loses_less_than_the_nearest(bits: int, trained: tuple[Any, ...]) -> None:
+    """GPTQ adds at most 0.7 of the loss that rounding to nearest adds, summed over four ways to scale.
+
+    Over six seeds of text and model the share is 0.24 to 0.53 at 3 bits and 0.27 to 0.42 at 4 bits.
+    """
     model, text, held = trained
     before = loss(model, held)
-    assert before < 2.8, "the model has learnt nothing"
+    assert before < 2.0, "the model has learned nothing"
     ways: tuple[dict[str, Any], ...] = ({}, {"clip": "mse"}, {"group_size": 16}, {"group_size": 8})
     lost = {}
     for method in ("rtn", "gptq"):
@@ -448,7 +447,7 @@ def test_gptq_loses_less_than_the_nearest(bits: int, share: float, trained: tupl
             rounded = copy.deepcopy(model)
             sc.quantize_weights(rounded, format, method=method, calibration=text[::15].split(32))
             lost[method] += loss(rounded, held) - before
-    assert lost["gptq"] < share * lost["rtn"]
+    assert lost["gptq"] < 0.7 * lost["rtn"]
 
 
 def test_what_stays_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:

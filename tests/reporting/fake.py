@@ -83,7 +83,9 @@ def make_run(
             "step_s": float(np.median([r["step_s"] for r in records])),
             "tokens_per_s": float(np.median([r["tokens_per_s"] for r in records])),
             "peak_memory_bytes": max(r["peak_memory_bytes"] for r in records),
-            "loss": float(np.mean([r["loss"] for r in records[-10:]])),
+            "train_loss": float(np.mean([r["loss"] for r in records[-10:]])),
+            "train_loss_steps": len(records[-10:]),
+            "last_step_loss": records[-1]["loss"],
             **{key: held_out[key] for key in ("eval_loss", "perplexity", "bits_per_byte") if key in held_out},
         }
         (folder / "result.json").write_text(json.dumps(result, indent=2))

@@ -12,7 +12,7 @@ from rich.console import Console
 from scantling.errors import RunError
 from scantling.files import write_whole
 from scantling.reporting.compare import compare_rows, compare_table, write_compare
-from scantling.reporting.runs import Run, read_run
+from scantling.reporting.runs import Run, distinct_names, read_run, rename_duplicates
 from tests.reporting.fake import PARAMETERS, make_run
 
 
@@ -75,7 +75,7 @@ def test_compare_json(pair: list[Run], tmp_path: Path) -> None:
     assert dense["num_parameters"] == PARAMETERS
     assert isinstance(dense["num_parameters"], int)
     assert isinstance(dense["weight_bytes"], int)
-    assert isinstance(dense["loss"], float)
+    assert isinstance(dense["train_loss"], float)
     names = (
         "gradient_bytes optimizer_state_bytes wire_bytes tokens_per_s step_s peak_memory_bytes eval_loss bits_per_byte"
     )
@@ -117,3 +117,43 @@ def test_what_cannot_be_a_folder_and_names_that_are_long_or_of_other_bytes(tmp_p
         write_whole(tmp_path / "file" / "x.html", "text")
     write_whole(tmp_path / f"{'x' * 250}.txt", "a run in \udcff")
     assert (tmp_path / f"{'x' * 250}.txt").read_text() == "a run in \\udcff"
+
+
+def test_rename_duplicates_names_runs_of_one_recipe_after_their_folders(tmp_path: Path) -> None:
+    folders = [tmp_path / "a" / "first", tmp_path / "b" / "first", tmp_path / "second"]
+    runs = [read_run(make_run(folder, name="recipe", steps=4)) for folder in folders]
+    other = read_run(make_run(tmp_path / "other", name="another", steps=4))
+    assert [run.name for run in rename_duplicates([*runs, other])] == ["a/first", "b/first", "second", "another"]
+    assert [run.name for run in rename_duplicates([runs[0], runs[2]])] == ["first", "second"]
+    assert [run.name for run in rename_duplicates([runs[0], other])] == ["recipe", "another"]
+
+
+@pytest.mark.parametrize(
+    ("names", "paths", "expected"),
+    [
+        (["x", "x"], ["r/x", "r/x"], ["x", "x-2"]),
+        (["x", "x", "x-2"], ["r/x", "r/x", "r/y"], ["x", "x-3", "x-2"]),
+        (["b", "x", "x"], ["r/a", "s/b", "t/c"], ["r/a", "s/b", "c"]),
+        (["x", "x"], ["a/b/c", "d/b/c"], ["a/b/c", "d/b/c"]),
+    ],
+)
+def test_distinct_names(names: list[str], paths: list[str], expected: list[str]) -> None:
+    assert distinct_names(names, [Path(path) for path in paths]) == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "label"),
+    [
+        ((40, 40), "train loss (last 10 steps)"),
+        ((40, 4), "train loss (last 4 to 10 steps)"),
+        ((3, 3), "train loss (last 3 steps)"),
+        ((1, 1), "train loss (last step)"),
+    ],
+)
+def test_train_loss_says_over_how_many_steps_it_is_a_mean(tmp_path: Path, steps: tuple[int, int], label: str) -> None:
+    runs = [read_run(make_run(tmp_path / str(i), steps=count, status=None)) for i, count in enumerate(steps)]
+    row = next(row for row in compare_rows(runs) if row.label.startswith("train loss"))
+    assert row.label == label
+    losses = runs[0].column("loss")
+    assert row.values[0] == f"{losses[-10:].mean():.4f}"
+    assert runs[0].figure("last_step_loss") == losses[-1]

@@ -180,7 +180,7 @@ def test_metrics_are_exact_over_blocks_and_resumes(tmp_path: Path) -> None:
     summary = metrics.summarize()
     assert summary["step"] == step
     assert summary["eval_loss"] == next(r["eval_loss"] for r in reversed(records) if "eval_loss" in r)
-    assert summary["loss"] == np.mean([r["loss"] for r in records[-10:]])
+    assert summary["train_loss"] == np.mean([r["loss"] for r in records[-10:]])
     assert summary["step_s"] == np.median([r["step_s"] for r in records[len(records) // 10 :]])
 
 

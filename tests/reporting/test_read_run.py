@@ -57,7 +57,8 @@ def test_without_a_result_the_records_give_it(tmp_path: Path) -> None:
     crashed = read_run(make_run(tmp_path / "crashed", steps=60, planned_steps=90, status=None))
     assert crashed.status == "unfinished"
     assert crashed.planned_steps == 90
-    assert crashed.figure("loss") == pytest.approx(whole.figure("loss"))
+    for key in ("train_loss", "train_loss_steps", "last_step_loss"):
+        assert crashed.figure(key) == pytest.approx(whole.figure(key))
     assert crashed.figure("peak_memory_bytes") == whole.figure("peak_memory_bytes")
     settled = whole.column("step_s")[6:]
     assert crashed.figure("step_s") == pytest.approx(float(np.median(settled)))

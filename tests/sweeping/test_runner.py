@@ -109,6 +109,7 @@ def test_the_shipped_sweep_gives_a_table_for_fits(
     assert found["N"].tolist() == [int(row["N"]) for row in rows[2:]]
     assert run(command) == 0
     assert "4 of 4 runs are settled already" in capsys.readouterr().out
+    path.write_text("\ufeff" + path.read_text())  # as spreadsheets save it
     assert list(read_table(path).values()) == rows
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from scantling.data.loader import eval_batches
+from scantling.data.store import Marks
 from scantling.errors import UserError
 from scantling.recipe.schema import DataSection
 from scantling.tasks import TASKS, TaskData, get_task
@@ -19,6 +20,7 @@ from scantling.tasks.base import cross_entropy_sum, mean_loss
 from scantling.tasks.causal_lm import CausalLM, ShiftedWindows
 
 EOS = 256
+BETWEEN = Marks(first=(EOS,), end=(EOS,))
 
 
 def model(vocab_size: int = 261, *, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
@@ -107,7 +109,7 @@ def test_documents_do_not_see_their_neighbours(attention: str) -> None:
 
     def logits(before: list[int], mask: bool) -> torch.Tensor:
         window = np.array([*before, *document, EOS])
-        batch = ShiftedWindows(document_mask=mask, eos_id=EOS)([(0, 0, window)])
+        batch = ShiftedWindows(document_mask=mask, marks=BETWEEN)([(0, 0, window)])
         captured: dict[str, Any] = {}
         handle = net.register_forward_hook(lambda *a: captured.update(logits=a[2].logits))
         CausalLM().loss(net, batch)
@@ -125,7 +127,7 @@ def test_document_mask_keeps_all_targets() -> None:
     """The end of a document is predicted by its last token, the first token of the next by the end-of-text token."""
     window = np.array([EOS, 1, 2, EOS, 3, 4, EOS, 5])
     plain = ShiftedWindows()([(0, 0, window)])
-    masked = ShiftedWindows(document_mask=True, eos_id=EOS)([(0, 0, window)])
+    masked = ShiftedWindows(document_mask=True, marks=BETWEEN)([(0, 0, window)])
     assert plain.labels.tolist() == masked.labels.tolist()
     assert masked.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0]]
 

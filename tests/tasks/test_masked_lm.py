@@ -130,7 +130,7 @@ def test_bin_files_need_their_tokenizer(tmp_path: Path) -> None:
     section = DataSection(bin=str(tmp_path / "a.bin"), seq_len=16)
     with pytest.raises(UserError, match="masked-lm needs the tokenizer of the bin files"):
         MaskedLM().prepare(section, seed=0)
-    BYTES.save_pretrained(tmp_path / "tokenizer")
+    ByteTokenizer(wrap=True).save_pretrained(tmp_path / "tokenizer")
     data = MaskedLM().prepare(section.model_copy(update={"tokenizer": str(tmp_path / "tokenizer")}), seed=0)
     batch = data.collate([(0, 1, data.train[1])])
     assert batch.inputs["input_ids"].shape == (1, 16)

@@ -179,7 +179,9 @@ def test_a_checkpoint_of_other_ranks_is_refused_by_name() -> None:
         model.load_state_dict(nn.Sequential(TTLinear(24, 36, rank=3)).state_dict())
 
 
-@pytest.mark.parametrize("options", [{"error": 1e-7}, {"rank": 1000}, {"rank": 1000, "num_modes": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"error": 1e-7, "allow_larger": True}, {"rank": 1000}, {"rank": 1000, "num_modes": 2}], ids=str
+)
 def test_from_dense_gives_the_layer_back(options: Any) -> None:
     linear = nn.Linear(60, 37).double()
     layer = TTLinear.from_dense(linear, **options)

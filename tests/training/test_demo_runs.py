@@ -173,6 +173,7 @@ def test_removed_ranks_cost_no_exchange(tmp_path: Path) -> None:
     for rank in ("0", "1"):
         assert read_manifest(straight / "checkpoints" / "step-12")["values"]["exchange"][rank]["step"] == 12
     assert "exchange by all_gather among 2 processes" in done.stdout
+    assert (done.stdout + done.stderr).count("exchange by") == 1
     shutil.copytree(straight, again)
     shutil.rmtree(again / "checkpoints" / "step-12")
     done = scantling("train", again, "--resume", processes=2)
@@ -180,6 +181,9 @@ def test_removed_ranks_cost_no_exchange(tmp_path: Path) -> None:
     wanted, found = (load_tensors(run / "checkpoints" / "step-12") for run in (straight, again))
     assert wanted.keys() == found.keys()
     assert all(torch.equal(tensor, found[key]) for key, tensor in wanted.items())
+    ranks = [[record.get("ranks") for record in records(run)] for run in (straight, again)]
+    assert ranks[0] == ranks[1]
+    assert any(ranks[0][6:]), "no ranks change after the resume"
 
 
 @pytest.mark.dist
@@ -208,9 +212,12 @@ def test_on_another_number_of_processes_residuals_begin_with_their_mean(tmp_path
         assert taken.state["step"] == 4
         for name, value in first.items():
             torch.testing.assert_close(taken.state[name], (value + second[name]) / 2)
-    for last, processes in ((8, 3), (12, 1)):
+    for before, last, processes in ((2, 8, 3), (3, 12, 1)):
         done = scantling("train", run, "--resume", processes=processes)
         assert done.returncode == 0, done.stdout + done.stderr
+        shown = " ".join(done.stdout.split())
+        assert f"saved by {before} processes, now {processes}: the random generators start again and each" in shown
+        assert "exchange starts from the mean of the saved residuals" in shown
         forget(run, last)
     assert [record["step"] for record in records(run)] == list(range(1, 13))
 

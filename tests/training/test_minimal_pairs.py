@@ -47,13 +47,13 @@ def test_log_probabilities_of_a_known_model() -> None:
     model = Bigrams(table).train()
     sentences = [np.array(ids) for ids in ([1, 2, 3], [4], [3, 3], [2])]
     expected = [known[0, 1] + known[1, 2] + known[2, 3], known[0, 4], known[0, 3] + known[3, 3], known[0, 2]]
-    assert log_probabilities(model, sentences, prefix=0) == pytest.approx(expected, rel=1e-6)
+    assert log_probabilities(model, sentences, prefix=[0]) == pytest.approx(expected, rel=1e-6)
     expected = [known[1, 2] + known[2, 3], 0.0, known[3, 3], 0.0]
-    assert log_probabilities(model, sentences, prefix=None) == pytest.approx(expected, rel=1e-6)
+    assert log_probabilities(model, sentences, prefix=[]) == pytest.approx(expected, rel=1e-6)
     assert model.training
     with pytest.raises(UserError, match="a sentence of 7 tokens is longer than the model's context of 6"):
-        log_probabilities(model, [np.arange(7) % 5], prefix=0)
-    log_probabilities(model, [np.arange(6) % 5], prefix=0)
+        log_probabilities(model, [np.arange(7) % 5], prefix=[0])
+    log_probabilities(model, [np.arange(6) % 5], prefix=[0])
 
 
 def test_batches_do_not_change_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +63,11 @@ def test_batches_do_not_change_the_scores(monkeypatch: pytest.MonkeyPatch) -> No
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes))
     source = np.random.default_rng(0)
     sentences = [source.integers(0, 40, size) for size in source.integers(1, 30, 50)]
-    together = log_probabilities(model, sentences, prefix=3)
-    one_by_one = [float(log_probabilities(model, [sentence], prefix=3)[0]) for sentence in sentences]
+    together = log_probabilities(model, sentences, prefix=[3])
+    one_by_one = [float(log_probabilities(model, [sentence], prefix=[3])[0]) for sentence in sentences]
     assert together == pytest.approx(one_by_one, rel=1e-5)  # sums of fp32 in another order
     monkeypatch.setattr(minimal_pairs, "BATCH_TOKENS", 64)
-    assert log_probabilities(model, sentences, prefix=3) == pytest.approx(one_by_one, rel=1e-5)
+    assert log_probabilities(model, sentences, prefix=[3]) == pytest.approx(one_by_one, rel=1e-5)
 
 
 def test_sentences_of_other_lengths_change_no_score() -> None:
@@ -78,8 +78,8 @@ def test_sentences_of_other_lengths_change_no_score() -> None:
     sc.quantize_training(model, activations="int4", kv_cache="int4")
     source = np.random.default_rng(0)
     short, long = ([source.integers(0, 40, size) for _ in range(8)] for size in (5, 9))
-    both = log_probabilities(model, [*short, *long], prefix=3)
-    apart = np.concatenate([log_probabilities(model, each, prefix=3) for each in (short, long)])
+    both = log_probabilities(model, [*short, *long], prefix=[3])
+    apart = np.concatenate([log_probabilities(model, each, prefix=[3]) for each in (short, long)])
     assert both == pytest.approx(apart, rel=1e-6)
 
 

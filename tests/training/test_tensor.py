@@ -15,6 +15,7 @@ import torch
 import scantling as sc
 from scantling.errors import RecipeError, UserError
 from scantling.optim.memory import ParameterSpec, predicted_state_bytes
+from scantling.optim.registry import optimizer_names
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.linear import TTLinear
 from scantling.training.checkpoint import load_tensors
@@ -119,6 +120,35 @@ def test_resume_is_bitwise_across_a_removal(tmp_path: Path, schedule: str) -> No
     shutil.copytree(straight, broken)
     for later in (9, 12):  # ranks are removed before step 6 and after it
         shutil.rmtree(broken / "checkpoints" / f"step-{later}")
+    sc.train(broken, resume=True)
+    same_bits(straight, broken, 12)
+
+
+RELEASED = {**CAME, "release_gradients": True}
+OPTIMIZERS = [{"name": name, "lr": 0.003} for name in optimizer_names()] + [RELEASED]
+EXACT = [
+    pytest.param(optim, comm, id=f"{optim['name']}{'-released' * (optim is RELEASED)}-{comm}", marks=marks)
+    for comm in ("none", "demo")
+    for optim in OPTIMIZERS
+    if not (comm == "demo" and optim is RELEASED)  # released gradients cannot be exchanged
+    for marks in [[] if (optim["name"], comm) in (("sign", "none"), ("sign", "demo")) else [pytest.mark.slow]]
+]
+
+
+@pytest.mark.parametrize(("optim", "comm"), EXACT)
+def test_every_optimizer_resumes_exactly_with_a_size_target(tmp_path: Path, optim: dict[str, Any], comm: str) -> None:
+    adapting = {**ADAPTING, "adapt": 9, "adapter": {"interval": 1}}
+    if optim["name"] == "muon":
+        adapting["format"] = "cola"  # of matrices
+    train: dict[str, Any] = {"checkpoint_every": 4, "keep_checkpoints": 3, "eval_samples": 2}
+    if optim is RELEASED:
+        train["clip"] = None
+    sections = {"comm": {"name": comm}} if comm != "none" else {}
+    given = recipe(tmp_path, tensor=adapting, optim=optim, train=train, **sections)
+    straight = sc.train(given, run_dir=tmp_path / "straight").run_dir
+    broken = tmp_path / "broken"
+    shutil.copytree(straight, broken)
+    shutil.rmtree(broken / "checkpoints" / "step-12")
     sc.train(broken, resume=True)
     same_bits(straight, broken, 12)
 

@@ -30,7 +30,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     # click's base of all errors of usage, whichever click this typer carries
     usage_error: type[Any] = typer.BadParameter.__mro__[2]
     try:
-        code = app(list(arguments) if arguments is not None else None, standalone_mode=False)
+        given = list(arguments) if arguments is not None else None
+        code = app(given, prog_name="scantling", standalone_mode=False)
         if code == 130:  # what some versions of typer make of a KeyboardInterrupt
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,6 @@ app = typer.Typer(
     name="scantling",
     help="Train large models for less: fewer parameters, less optimizer memory, fewer bytes sent, fewer bits.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -23,7 +23,22 @@ Settings = Annotated[
         "--set", metavar="KEY=VALUE", help="Change one key of the recipe, such as train.steps=100. Repeatable."
     ),
 ]
+
+
+def _complete(*values: str) -> Callable[[str], list[str]]:
+    """Return what a shell completes an option with a fixed set of values to."""
+
+    def matching(typed: str) -> list[str]:
+        return [value for value in values if value.startswith(typed)]
+
+    return matching
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+_devices = _complete("auto", "cpu", "cuda")
+Device = Annotated[
+    str | None, typer.Option(help="auto, cpu or cuda. Default: what the recipe names.", autocompletion=_devices)
+]
 
 
 def _version(value: bool) -> None:
@@ -51,7 +66,9 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="Where the run goes. Default: runs/NAME.")] = None,
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the recipe, print the plan, load no data.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe and its data, print the plan, train nothing.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is in the run directory.")] = False,
 ) -> int:
     """Train a model as a recipe says. Under torchrun: torchrun --nproc-per-node N -m scantling train RECIPE."""
@@ -83,7 +100,9 @@ def sweep(
     ] = None,
     settings: Settings = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all recipes, print the grid, run nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all recipes and their data, print the grid, run nothing.")
+    ] = False,
 ) -> int:
     """Run a grid of recipes and write one table of its runs; called again, it goes on where it was."""
     from scantling.cli import sweeping
@@ -96,12 +115,16 @@ def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe.")],
     settings: Settings = None,
     world_size: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    device: Annotated[
+        str,
+        typer.Option(help="cpu or cuda, which need not be here. Default: the recipe's.", autocompletion=_devices),
+    ] = "auto",
     as_json: AsJson = False,
 ) -> int:
     """Say what a run will cost before it starts: parameters, memory, bytes sent, FLOPs."""
     from scantling.cli import commands
 
-    return commands.plan(recipe, settings or [], world_size=world_size, as_json=as_json)
+    return commands.plan(recipe, settings or [], world_size=world_size, device=device, as_json=as_json)
 
 
 @app.command("eval")
@@ -118,7 +141,7 @@ def evaluate(
         str | None,
         typer.Option(metavar="TASK,...", help="Run tasks of lm-evaluation-harness instead, by name or YAML file."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: what the recipe names.")] = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> int:
     """Evaluate the newest checkpoint of a run: on its held-out data, on minimal pairs, or on tasks of a harness."""
@@ -162,7 +185,13 @@ def report(
 @app.command()
 def fit(
     runs: Annotated[str, typer.Argument(help="A table of runs: CSV, JSON or JSON lines, .gz or not.")],
-    law: Annotated[str, typer.Option(help="chinchilla, kumar, efficiency or ouyang.")] = "chinchilla",
+    law: Annotated[
+        str,
+        typer.Option(
+            help="chinchilla, kumar, efficiency or ouyang.",
+            autocompletion=_complete("chinchilla", "kumar", "efficiency", "ouyang"),
+        ),
+    ] = "chinchilla",
     column: Annotated[
         list[str] | None,
         typer.Option(
@@ -213,11 +242,19 @@ def fit(
 def quantize(
     run: Annotated[Path, typer.Argument(help="The directory of a run.")],
     weights: Annotated[str, typer.Option(help="Format of the weights: int2 to int16, fp6_e3m2, mxfp4_e2m1, …")],
-    method: Annotated[str, typer.Option(help="rtn (to the nearest) or gptq.")] = "rtn",
+    method: Annotated[
+        str, typer.Option(help="rtn (to the nearest) or gptq.", autocompletion=_complete("rtn", "gptq"))
+    ] = "rtn",
     group_size: Annotated[
         int | None, typer.Option(min=1, help="Inputs that share a scale. Default: all of an output.")
     ] = None,
-    clip: Annotated[str, typer.Option(help="absmax, or mse: the end of the format with the least error.")] = "absmax",
+    clip: Annotated[
+        str,
+        typer.Option(
+            help="absmax, or mse: the end of the format with the least error.",
+            autocompletion=_complete("absmax", "mse"),
+        ),
+    ] = "absmax",
     embeddings: Annotated[
         bool, typer.Option("--embeddings", help="Quantise embeddings and the output layer, too.")
     ] = False,
@@ -226,7 +263,7 @@ def quantize(
     dequantized: Annotated[
         bool, typer.Option("--dequantized", help="Write what transformers loads, not packed.")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: what the recipe names.")] = None,
+    device: Device = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Also print a table with the errors of each weight.")
     ] = False,
@@ -253,7 +290,7 @@ def quantize(
 
 @app.command()
 def doctor(
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=_devices)] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds after which a process that is silent is an error.")] = 60.0,
     as_json: AsJson = False,
 ) -> int:

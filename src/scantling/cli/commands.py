@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scantling.cli.console import ConsoleSink, make_console, print_data_problems
+from scantling.cli.console import ConsoleSink, make_console
 from scantling.errors import STOPPED, RunError, UserError
 from scantling.launched import launched_world_size, refuse_processes
 
@@ -18,18 +18,22 @@ def train(
     recipe: str, run_dir: Path | None, settings: Sequence[str], *, resume: bool, dry_run: bool, force: bool
 ) -> int:
     from scantling.comm.allreduce import allreduce_wire_bytes
-    from scantling.reporting.format import format_bytes
-    from scantling.training.run import resolve
+    from scantling.reporting.format import format_bytes, format_last_steps
+    from scantling.training.run import check_run, resolve
     from scantling.training.run import train as run_training
 
     console = make_console()
     if dry_run:
         from scantling.planning.plan import plan as make_plan
 
-        checked, _ = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
-        console.print(make_plan(checked, world_size=launched_world_size()).table())
-        console.print(f"{recipe}: the recipe is valid; nothing was loaded or trained", markup=False)
-        print_data_problems(console, [checked])
+        checked, folder = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
+        processes = launched_world_size()
+        planned = make_plan(checked, world_size=processes)
+        console.print(planned.table())
+        fit = check_run(checked, folder, planned, resume=resume, force=force, world_size=processes)
+        console.print(str(fit), markup=False)
+        but = ", but its memory is short" if fit.fits is False else ""
+        console.print(f"{recipe}: the recipe is valid and its data is here{but}; nothing was trained", markup=False)
         return 0
     from scantling.data.progress import RichProgress
 
@@ -43,8 +47,13 @@ def train(
         progress=RichProgress(console),
     )
     metrics = result.metrics
-    losses = [("loss", metrics.get("loss")), ("held-out loss", metrics.get("eval_loss"))]
-    listed = ", ".join(f"{label} {value:.4f}" for label, value in losses if value is not None)
+    averaged = format_last_steps(metrics.get("train_loss_steps", 0))
+    losses = {
+        f"train loss (mean of the {averaged})": metrics.get("train_loss"),
+        "loss of the last step": metrics.get("last_step_loss"),
+        "held-out loss": metrics.get("eval_loss"),
+    }
+    listed = ", ".join(f"{label} {value:.4f}" for label, value in losses.items() if value is not None)
     console.print(f"{result.status} at step {result.step}: {listed or 'nothing recorded'}", markup=False)
     sent = metrics.get("wire_bytes")
     if sent:
@@ -66,20 +75,20 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
     from scantling.recipe import load_recipe
     from scantling.reporting.compare import compare_table, write_compare
     from scantling.reporting.html import write_report
-    from scantling.reporting.runs import read_run
+    from scantling.reporting.runs import distinct_names, read_run, rename_duplicates
 
     if len(recipes) < 2:
         raise UserError("compare needs two or more recipes")
     refuse_processes("compare", "starts its runs itself; under torchrun train each recipe, and then compare the runs")
-    taken = {recipe: read_run(recipe).name for recipe in recipes if Path(recipe).is_dir()}
-    names = [taken.get(recipe) or load_recipe(recipe, settings).name or Path(recipe).stem for recipe in recipes]
-    if len(set(names)) < len(names):
-        raise UserError(f"the recipes need different names; given {', '.join(names)}")
-    console = make_console()
-    folders = [Path(recipe) if recipe in taken else out / name for recipe, name in zip(recipes, names, strict=True)]
-    for recipe, folder in zip(recipes, folders, strict=True):
-        if recipe in taken:
-            continue
+    existing = {recipe: read_run(recipe) for recipe in recipes if Path(recipe).is_dir()}
+    untrained = [recipe for recipe in recipes if recipe not in existing]
+    names = [load_recipe(recipe, settings).name or Path(recipe).stem for recipe in untrained]
+    names = distinct_names(names, [Path(recipe).with_suffix("") for recipe in untrained])
+    new_folders = [out / name.replace("/", "-") for name in names]
+    for recipe, folder in zip(untrained, new_folders, strict=True):
+        if any(folder.resolve() == run.path.resolve() for run in existing.values()):
+            raise UserError(f"{recipe} would train in {folder}, one of the runs to compare; give another --out")
+    for recipe, folder in zip(untrained, new_folders, strict=True):
         command = [sys.executable, "-m", "scantling", "train", recipe, "--run-dir", str(folder)]
         command += [part for setting in settings for part in ("--set", setting)] + (["--force"] if force else [])
         code = _wait(command)
@@ -87,14 +96,16 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
             return code
         if code:
             raise (UserError if code == 2 else RunError)(f"{recipe} ended with exit code {code}; see its message above")
-    runs = [read_run(folder) for folder in folders]
+    trained = iter([read_run(folder) for folder in new_folders])
+    runs = rename_duplicates([existing.get(recipe) or next(trained) for recipe in recipes])
+    console = make_console()
     written = write_compare(runs, out)
     page = write_report(runs, out / "report.html")
     console.print(compare_table(runs))
     console.print(f"table       {written}", markup=False)
     console.print(f"report      {page}", markup=False)
-    for folder in folders:
-        console.print(f"checkpoints {folder / 'checkpoints'}", markup=False)
+    for run in runs:
+        console.print(f"checkpoints {run.path / 'checkpoints'}", markup=False)
     return 0
 
 
@@ -112,15 +123,20 @@ def _wait(command: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def plan(recipe: str, settings: Sequence[str], *, world_size: int, as_json: bool) -> int:
+def plan(recipe: str, settings: Sequence[str], *, world_size: int, device: str, as_json: bool) -> int:
+    from scantling.planning.fit import check_fit
     from scantling.planning.plan import plan as make_plan
     from scantling.recipe import load_recipe
 
-    made = make_plan(load_recipe(recipe, settings), world_size=world_size)
+    checked = load_recipe(recipe, settings)
+    made = make_plan(checked, world_size=world_size, device=device)
+    fit = check_fit(checked, made)
     if as_json:
-        print(json.dumps(made.to_dict(), indent=2))
+        print(json.dumps({**made.to_dict(), "machine": fit.to_dict()}, indent=2))
     else:
-        make_console().print(made.table())
+        console = make_console()
+        console.print(made.table())
+        console.print(str(fit), markup=False)
     return 0
 
 
@@ -139,9 +155,9 @@ def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
 
 def report(runs: Sequence[Path], out: Path | None) -> int:
     from scantling.reporting.html import write_report
-    from scantling.reporting.runs import read_run
+    from scantling.reporting.runs import read_run, rename_duplicates
 
-    page = write_report([read_run(run) for run in runs], out or runs[0] / "report.html")
+    page = write_report(rename_duplicates([read_run(run) for run in runs]), out or runs[0] / "report.html")
     make_console().print(f"report {page}", markup=False)
     return 0
 

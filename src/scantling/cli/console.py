@@ -17,8 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from scantling.launched import launched_local_rank, launched_rank
-from scantling.recipe import Recipe
-from scantling.recipe.loading import data_problems
 from scantling.reporting.format import format_bytes, format_number, format_percent
 from scantling.training.sinks import Sink
 
@@ -29,8 +27,6 @@ PLAIN_INTERVAL_S = 10.0
 """Seconds between plain lines where there is no terminal."""
 BAR_WIDTH = 16
 LABEL_WIDTH = 12
-MOST_MISSING = 5
-"""Of missing files that are named."""
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -57,15 +53,6 @@ def print_labeled(console: Console, label: str, text: str) -> None:
         indent = " " * LABEL_WIDTH
         line = fill(line, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     console.print(line, markup=False)
-
-
-def print_data_problems(console: Console, recipes: Iterable[Recipe]) -> None:
-    """Say which data of recipes cannot be read on this machine, for what loads none of it."""
-    problems = list(dict.fromkeys(problem for recipe in recipes for problem in data_problems(recipe)))
-    for problem in problems[:MOST_MISSING]:
-        console.print(problem, markup=False)
-    if len(problems) > MOST_MISSING:
-        console.print(f"and {len(problems) - MOST_MISSING} more", markup=False)
 
 
 class _Live(Progress):

@@ -12,15 +12,20 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console, print_data_problems
+from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console
 from scantling.cli.options import pairs
-from scantling.errors import STOPPED
+from scantling.errors import STOPPED, UserError
 from scantling.launched import refuse_processes
+from scantling.models.build import recipe_task
 from scantling.reporting.format import format_number, format_seconds
 from scantling.sweeping.grid import Case, cases, names_of, select, shown
 from scantling.sweeping.runner import Runner, Watcher
 from scantling.sweeping.schema import Sweep, load_sweep
 from scantling.sweeping.table import Row
+from scantling.tasks import get_task
+
+MOST_PROBLEMS = 5
+"""Problems of data that a dry run lists."""
 
 
 def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str], retry: bool, dry_run: bool) -> int:
@@ -35,9 +40,11 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         console.print(_grid_table(read, chosen, runner.states()))
         total = format_number(sum(case.num_tokens for case in chosen))
         console.print(f"{len(chosen)} runs, {total} tokens; every recipe is valid; nothing was run", markup=False)
-        print_data_problems(console, [case.recipe for case in chosen])
-        for error in lacking:
-            console.print(f"after the runs: {error}", markup=False)
+        problems = [*_data_problems(chosen), *(f"after the runs: {error}" for error in lacking)]
+        if len(problems) > MOST_PROBLEMS:
+            problems[MOST_PROBLEMS:] = [f"and {len(problems) - MOST_PROBLEMS} more"]
+        if problems:
+            raise UserError("\n".join(problems))
         return 0
     outcome = runner.run(chosen)
     states = Counter(outcome.rows[case.key]["state"] if case.key in outcome.rows else "waiting" for case in chosen)
@@ -54,6 +61,18 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         console.print("go on with the same command", markup=False)
         return STOPPED
     return 1 if any(outcome.rows.get(case.key, {}).get("error") for case in chosen) else 0
+
+
+def _data_problems(chosen: Sequence[Case]) -> list[str]:
+    """Return why runs could not read their data, each reason once."""
+    sections = {(recipe_task(case.recipe), case.recipe.data.model_dump_json()): case.recipe.data for case in chosen}
+    problems = []
+    for (task, _), section in sections.items():
+        try:
+            get_task(task).check_data(section)
+        except UserError as error:
+            problems += str(error).splitlines()
+    return list(dict.fromkeys(problems))
 
 
 def _grid_table(read: Sweep, chosen: Sequence[Case], rows: Mapping[str, Row]) -> Table:

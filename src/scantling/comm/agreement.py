@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from scantling.comm.guard import Averaging, find_averaging
 from scantling.comm.link import Link
 from scantling.comm.shards import all_finite, local
 from scantling.errors import UserError
@@ -119,23 +120,40 @@ def _unlike_facts(one: str, other: str) -> tuple[str, str]:
     return ", ".join(fact for fact, _ in differing), ", ".join(fact for _, fact in differing)
 
 
-def warn_if_averaged(link: Link, params: Sequence[Tensor]) -> None:
-    """Warn where all replicas have the same gradients, which is what averaging them makes. Collective: one all-gather.
+def refuse_averaged(link: Link, params: Sequence[Tensor], wrappers: Sequence[nn.Module]) -> None:
+    """Raise if gradients were averaged over the replicas; warn if they are the same for another reason.
 
     Args:
         link: to the other replicas.
         params: the parameters; those without a gradient say nothing.
+        wrappers: of `find_wrappers`.
+
+    Collective: one all-gather.
+
+    Raises:
+        UserError: a wrapper around the model averages gradients; on all ranks.
     """
-    gradients = [local(param.grad) for param in params if param.grad is not None and not param.grad.is_sparse]
     if link.is_alone:
         return
+    gradients = [local(param.grad) for param in params if param.grad is not None and not param.grad.is_sparse]
     sums = [checksum(gradient) for gradient in gradients]
     own = torch.stack(sums).sum(0) if sums else torch.zeros(1, dtype=torch.int64, device=params[0].device)
-    found = torch.stack(link.all_gather(own)).flatten().tolist()
-    if len(set(found)) == 1 and any(bool(gradient.any()) for gradient in gradients) and link.rank == 0:
+    certainty = max(map(find_averaging, wrappers), default=Averaging.NO)
+    found = torch.stack(link.all_gather(torch.cat([own.flatten(), own.new_tensor([certainty])]))).tolist()
+    most = max(theirs for *_, theirs in found)
+    are_equal = len({of_gradients for of_gradients, _ in found}) == 1 and any(map(torch.any, gradients))
+    if most == Averaging.YES or (most == Averaging.PERHAPS and are_equal):
+        names = sorted({type(wrapper).__name__ for wrapper in wrappers})
+        raise UserError(
+            f"the model is in {', '.join(names) or 'a wrapper on another rank'}, which averages gradients over all "
+            "processes before the exchange sees them, so that everything is sent. Train the bare model, or run every "
+            "forward and backward pass in model.no_sync() (with accelerate: accelerator.no_sync(model)); in the "
+            "Trainer of transformers use sc.hf.attach(trainer)"
+        )
+    if are_equal and link.rank == 0:
         logger.warning(
-            "the gradients of all %d replicas are the same: DistributedDataParallel has averaged them, or all replicas "
-            "have the same data. Put every backward pass into model.no_sync() (see scantling.comm.refuse_reduction)",
+            "the gradients of all %d replicas are the same: all read the same data, or your loop reduces gradients "
+            "before the exchange. Give each replica its own share of the data, and do not reduce gradients",
             link.size,
         )
 

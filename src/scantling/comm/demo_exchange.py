@@ -58,6 +58,7 @@ class DemoExchange(GradientExchange):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         inner = MomentumExchange(exchange_groups(model, self.options), **self.options)
+        inner.announces = False  # `describe` says it
         if self._inner is not None:  # parameters have other shapes than before, or some are gone
             inner.take_over(self._inner)
         self._inner, self._model = inner, model

@@ -108,8 +108,8 @@ class LocalSteps:
     def step(self) -> None:
         """A step of the inner optimizer; every H-th time replicas come together after it.
 
-        Collectives: those of `MomentumExchange.exchange`, every H-th time; of sharded parameters one all-reduce of 4
-        bytes for each dim of their mesh.
+        Collectives: those of `MomentumExchange.exchange`, every H-th time; one all-gather the first time; of sharded
+        parameters one all-reduce of 4 bytes for each dim of their mesh.
 
         Raises:
             UserError, NonFiniteError, PayloadError: as of `MomentumExchange.exchange`.
@@ -119,6 +119,7 @@ class LocalSteps:
                 "a parameter has another shape than when local steps began: ranks that a RankAdapter brings down would "
                 "be chosen by each replica from gradients of its own. Use sc.DeMo or sc.MomentumExchange with it"
             )
+        self.exchange.check_gradients()
         if (scale := scale_of(self)) is not None:
             unscale(self._params, scale)
         finite = all_finite(local(param.grad) for param in self._params if param.grad is not None)

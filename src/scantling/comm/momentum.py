@@ -30,13 +30,14 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from scantling.comm.accumulator import Accumulator, filled_up, seed_of, zeros_of
-from scantling.comm.agreement import spread, unlike, warn_if_averaged
+from scantling.comm.agreement import refuse_averaged, spread, unlike
 from scantling.comm.auto_off import WARM_UP, measured
 from scantling.comm.background import Background
+from scantling.comm.guard import find_wrappers
 from scantling.comm.layout import (
     Bucket,
     Layout,
@@ -148,6 +149,7 @@ class MomentumExchange(Accumulator):
             more for each parameter.
         left_out: ranks whose gradients were NaN or Inf in it; with overlap, in a part of it.
         withheld: whether gradients of this process in the last call were NaN or Inf, and go into no exchange.
+        announces: True if rank 0 prints the layout at the first exchange.
         decided: with `auto_off`, once it was measured: whether everything travels, and the number of processes.
         replica_divergence: how far the residuals were apart when they were last compared, from 0 to 1.
 
@@ -196,6 +198,7 @@ class MomentumExchange(Accumulator):
         if not link.stays and (rounds.delay or rounds.overlap or rounds.auto_off):
             raise UserError("delay, overlap and auto_off are for replicas that stay; leave them out with a ManagedLink")
         self.param_groups, self.state, self.rounds, self.link = groups, state, rounds, link
+        self.announces = True
         self._compared: tuple[str, ...] = ()
         self.facts: dict[str, Any] = {}
         self.replica_divergence: float | None = None
@@ -204,6 +207,8 @@ class MomentumExchange(Accumulator):
         self.wire_bytes = 0
         self.left_out: list[int] = []
         self.withheld = False
+        self._has_started = False
+        self._wrappers: list[nn.Module] | None = None
         self._layout: Layout | None = None
         self._opened: Opened | None = None
         self._sent: list[Sent] = []
@@ -228,7 +233,7 @@ class MomentumExchange(Accumulator):
             an exchange that broke), every `.grad` is None.
 
         Raises:
-            UserError: replicas differ in parameters or options.
+            UserError: replicas differ in parameters or options, or their gradients were averaged.
             NonFiniteError: the gradients of all replicas are NaN or Inf; nothing has changed but the step counter, and
                 with `overlap` what has left before. With `delay` those of the call before; this one's have left.
             PayloadError: what came is damaged or of another step.
@@ -249,8 +254,8 @@ class MomentumExchange(Accumulator):
         self._opened = None
         while opened.next < len(opened.waiting):
             self._send(opened)
-        if self.step == 1 and self.rounds.overlap:  # when the step began, there were no gradients yet
-            warn_if_averaged(self.link, self._parameters())
+        if self.rounds.overlap:  # when the step began, there were no gradients yet
+            self.check_gradients()
         if not self.link.commits():
             self._sent = []  # and so nothing of it leaves the residuals
             return None
@@ -309,6 +314,7 @@ class MomentumExchange(Accumulator):
         self.state = {param: state for param, state in other.state.items() if param in params}
         self.step, self.decided, self._failure = other.step, other.decided, other._failure
         self._settled = other._settled
+        self._has_started = other._has_started
         if other._background is not None:
             self._line, self._background = other._line, other._background
 
@@ -393,11 +399,12 @@ class MomentumExchange(Accumulator):
 
     def _begun(self) -> Layout:
         """The layout of a step that begins, after everything about which replicas speak before it."""
+        self._look_around()
         layout = self._laid_out()
         self.step += 1
         rounds, params = self.rounds, self._parameters()
-        if self.step == 1 and not rounds.overlap:
-            warn_if_averaged(self.link, params)
+        if not rounds.overlap:
+            self.check_gradients()
         self.link.start()
         if rounds.comes_round(self.step, rounds.check_every):
             self._compare(params)
@@ -412,6 +419,24 @@ class MomentumExchange(Accumulator):
         elif layout.way != "whole" and rounds.comes_round(self.step, rounds.state_sync_every):
             self._average()
         return layout
+
+    def _look_around(self) -> None:
+        """Find what wraps the model, in the first step in this process. No communication."""
+        if not self._has_started:
+            self._has_started, params = True, self._parameters()
+            if self.link.stays:
+                check_meshes(params, self.link.ranks)  # again: accelerate replaces parameters of a finished optimizer
+            self._wrappers = [] if self.link.is_alone else find_wrappers(params, self.link.ranks)
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that were averaged, in the first step in this process. Collective: one all-gather.
+
+        Over a `ManagedLink` in the first step of all replicas, since one that comes later would be alone in it.
+        """
+        self._look_around()
+        if self._wrappers is not None and (self.link.stays or self.step == 1):
+            refuse_averaged(self.link, self._parameters(), self._wrappers)
+            self._wrappers = None
 
     def _ready(self, place: int, _: Tensor) -> None:
         """Note that a parameter has its gradient, and send the buckets that are complete, in their order."""
@@ -568,7 +593,7 @@ class MomentumExchange(Accumulator):
         """How everything travels; compared with how it does on the other replicas where it is new."""
         compared: dict[str, Any] = {"also": self._compared, "facts": self.facts}
         found = laid_out(self.param_groups, self.current, self.link, self._layout, step=self.step, **compared)
-        if self._layout is None and self.link.rank == 0:
+        if self.announces and self._layout is None and self.link.rank == 0:
             announce(f"{self}\nexchange by {found.way} among {self.link.size} processes")
         self._layout = found
         return found

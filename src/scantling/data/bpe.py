@@ -14,7 +14,7 @@ from scantling.data.files import refuse_changed
 from scantling.data.hashing import fingerprint, fingerprint_array, key64, mix64
 from scantling.data.progress import Progress
 from scantling.data.split import TRAIN, Sides
-from scantling.data.tokenizers import SPECIALS, FastTokenizer, finish_backend
+from scantling.data.tokenizers import SPECIALS, FastTokenizer, finish_backend, named_specials
 from scantling.errors import UserError
 
 SAMPLE_BYTES = 5_000_000
@@ -67,7 +67,7 @@ def trained_bpe(
 
     entry = cache.get("tokenizers", key, make)
     backend = Backend.from_str((entry.path / "tokenizer.json").read_text(encoding="utf-8"))
-    return FastTokenizer(backend, SPECIALS, f"bpe {vocab_size}")
+    return FastTokenizer(backend, named_specials(wrap=wrap), f"bpe {vocab_size}")
 
 
 def _train(vocab_size: int, texts: Iterator[str]) -> Any:

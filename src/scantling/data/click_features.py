@@ -19,6 +19,7 @@ import numpy.typing as npt
 from scantling.data.click_files import category_keys, number_of
 from scantling.data.click_store import ClickStore
 from scantling.errors import UserError
+from scantling.files import read_json_object
 from scantling.recipe.schema import Clicks
 
 NAME = "click_features"
@@ -140,12 +141,11 @@ class ClickFeatures:
         Raises:
             UserError: there is none, or it cannot be read.
         """
-        from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
         path = Path(folder) / NAME
         try:
-            facts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+            facts = read_json_object(path.with_suffix(".json"))
             known = load_file(path.with_suffix(".safetensors")) if facts["own_ids"] else {}
             return cls(
                 tuple(facts["numeric"]),
@@ -156,8 +156,10 @@ class ClickFeatures:
                 tuple(facts["table_sizes"]),
                 {name: known[name] for name in facts["own_ids"]},
             )
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise UserError(f"cannot read {path}.json and what belongs to it: {error}") from None
+        except UserError:
+            raise
+        except Exception as error:  # of values of other types
+            raise UserError(f"cannot read {path}.json and what belongs to it: {error!r}") from None
 
 
 def fit_features(

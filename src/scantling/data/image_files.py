@@ -21,6 +21,7 @@ from scantling.data.files import file_stamp
 from scantling.data.tables import (
     UNLABELLED,
     check_columns,
+    check_hub,
     class_names,
     label_text,
     load_hub,
@@ -88,6 +89,20 @@ def image_source(section: DataSection, *, validation: bool = False) -> ImageSour
     found = "is neither a folder nor an .npz file" if path.exists() else "is not there"
     text = f"{key}: {given} {found}; give a folder of images by class, an .npz file or '{DIGITS}'"
     raise UserError(hinted(text, path.name, [DIGITS, *siblings]))
+
+
+def check_images(section: DataSection, *, validation: bool = False) -> None:
+    """Look for the images of a recipe, without reading their pixels.
+
+    Raises:
+        UserError: they cannot be used, with the message of a run.
+    """
+    split = section.validation if validation else section.hf_split
+    if section.hf is not None and isinstance(split, str):
+        names = (section.fields.image, section.fields.label)
+        check_hub(section.hf, section.hf_config, split, [name for name in names if name is not None])
+    else:
+        image_source(section, validation=validation)
 
 
 class Digits(ImageSource):

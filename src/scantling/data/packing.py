@@ -23,8 +23,7 @@ class Dataset(Protocol):
 class WindowDataset:
     """Windows of `length` tokens, one every `stride` tokens, over one or more streams; none crosses two streams.
 
-    A stream begins with an end-of-text token and has one after each document. With `length = stride + 1` every token
-    but the first is a target exactly once.
+    With `length = stride + 1` every token but the first of a stream is predicted from those before it exactly once.
 
     Args:
         streams: token ids.
@@ -69,19 +68,19 @@ def training_windows(streams: Sequence[MappedArray], *, length: int, stride: int
     return windows
 
 
-def document_positions(windows: npt.NDArray[np.int64], eos_id: int) -> npt.NDArray[np.int64]:
-    """Position of each token in its document, counted from the window's begin or from the end-of-text token before it.
+def document_positions(windows: npt.NDArray[np.int64], start_id: int) -> npt.NDArray[np.int64]:
+    """Position of each token in its document, counted from the window's begin or from the last start of a document.
 
-    The end-of-text token between two documents counts to the second: it is the place from which the document's first
+    An end-of-text token between two documents counts to the second: it is the place from which the document's first
     token is predicted. The first document's last token predicts it without seeing it.
 
     Args:
         windows: ids, (batch, seq_len).
-        eos_id: the token between documents.
+        start_id: the token with which a document starts, or the token between documents.
 
     Returns:
         Positions, (batch, seq_len). transformers keeps attention inside each run of consecutive positions.
     """
     places = np.broadcast_to(np.arange(windows.shape[1]), windows.shape)
-    begins = np.where(windows == eos_id, places, 0)
+    begins = np.where(windows == start_id, places, 0)
     return places - np.maximum.accumulate(begins, axis=1)

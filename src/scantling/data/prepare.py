@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from scantling.data.hashing import fingerprint, fingerprint_array
 from scantling.data.progress import NoProgress, Progress
 from scantling.data.sources import training_source, validation_source
 from scantling.data.split import HELDOUT, TRAIN, UNUSED, Sides, all_of, split
-from scantling.data.store import StoreWriter, TokenStore, open_store
+from scantling.data.store import NO_MARKS, Marks, StoreWriter, TokenStore, open_store
 from scantling.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from scantling.errors import UserError, hinted
 from scantling.recipe.schema import BpeTokenizer, DataSection
@@ -69,11 +69,11 @@ def prepare(
     Args:
         section: the recipe's data section.
         seed: decides which documents are held out.
-        pairs: keep documents apart, each with its second text where it has one; otherwise they form a stream, an
-            end-of-text token around each.
+        pairs: keep documents apart, each with its second text where it has one; otherwise they form a stream.
         labelled: whether documents that are kept apart have labels.
         needs: a task's name and the special tokens it needs.
-        wrap: see `finish_backend`.
+        wrap: special tokens are put around windows of the stream or around each text, not around each document of the
+            stream; for our own tokenizers see `finish_backend`.
         cache: where results are kept. Default: the user's cache.
         progress: is told of long work.
 
@@ -88,7 +88,10 @@ def prepare(
     labels = label_set(section, found, sides, source.name) if pairs and labelled else [] if pairs else None
     tokenizer = _tokenizer(section, source, found, sides, cache, progress, wrap=wrap)
     tokenizer.require(needs[0], *needs[1])
-    maker = _Maker(tokenizer, labels, cache, progress)
+    marks = NO_MARKS if pairs else window_marks(tokenizer) if wrap else document_marks(tokenizer)
+    if not pairs and marks == NO_MARKS:
+        tokenizer.require("packing documents", "eos")
+    maker = _Maker(tokenizer, labels, marks, cache, progress)
     entry, meta = maker.entry(source, found, sides)
     train = open_store(entry, "train", meta)
     heldout = open_store(entry, "heldout", meta) if (sides == HELDOUT).any() else None
@@ -178,24 +181,25 @@ class _Maker:
 
     tokenizer: Tokenizer
     labels: list[str] | None
+    marks: Marks
     cache: Cache
     progress: Progress
 
     def entry(self, source: Source, found: Scan, sides: Sides) -> tuple[Path, dict[str, Any]]:
-        facts = ["tokens", FORMAT, found.content, fingerprint_array(sides), self.tokenizer.fingerprint, self.labels]
+        sources = [found.content, fingerprint_array(sides), self.tokenizer.fingerprint]
+        facts = ["tokens", FORMAT, *sources, self.labels, astuple(self.marks)]
         entry = self.cache.get("tokens", fingerprint(facts), lambda folder: self._write(source, found, sides, folder))
         return entry.path, entry.meta
 
     def _write(self, source: Source, found: Scan, sides: Sides, folder: Path) -> dict[str, Any]:
         dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
         pairs = self.labels is not None
-        eos = None if pairs else separator_id(self.tokenizer)
         label_ids = {label: number for number, label in enumerate(self.labels or [])}
         present = [side for side in (TRAIN, HELDOUT) if (sides == side).any()]
         self.progress.start(f"tokenising {source.name}", int(found.sizes[sides != UNUSED].sum()))
         with ExitStack() as stack:
             writers = {
-                side: stack.enter_context(StoreWriter(folder, NAMES[side], dtype, pairs=pairs, eos_id=eos))
+                side: stack.enter_context(StoreWriter(folder, NAMES[side], dtype, pairs=pairs, marks=self.marks))
                 for side in present
             }
             stack.callback(self.progress.finish)
@@ -226,13 +230,30 @@ class _Maker:
                 writer.add_pair(text_ids, second, -1 if piece.label is None else label_ids[piece.label])
 
 
-def separator_id(tokenizer: Tokenizer) -> int:
-    """The id between documents of a stream: end-of-text, or the separator of tokenizers without one."""
+def document_marks(tokenizer: Tokenizer) -> Marks:
+    """Ids around the documents of a stream that is read from its beginning: those that the tokenizer adds to a text.
+
+    A tokenizer that adds none has end-of-text (or its separator) after each document. Unless documents have a
+    beginning of their own, the stream starts with the end of a document, so that every token of text has one before.
+    """
+    begin, end = tokenizer.document.parts
+    end = end if begin or end else _separator(tokenizer)
+    return Marks(begin or end[-1:], begin, end)
+
+
+def window_marks(tokenizer: Tokenizer) -> Marks:
+    """Ids between the documents of a stream that is cut into windows, each of which gets what the tokenizer adds.
+
+    They are those that the tokenizer puts after a text; end-of-text or the separator if it puts none there.
+    """
+    begin, end = tokenizer.document.parts
+    return Marks(begin=end or _separator(tokenizer) or begin)
+
+
+def _separator(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The id between documents: end-of-text, or the separator of tokenizers without one; perhaps none."""
     id_ = tokenizer.sep_id if tokenizer.eos_id is None else tokenizer.eos_id
-    if id_ is None:
-        tokenizer.require("packing documents", "eos")
-        raise AssertionError("unreachable: a tokenizer without the token is refused")
-    return id_
+    return () if id_ is None else (id_,)
 
 
 def _batches(source: Source, sides: Sides) -> Iterator[list[tuple[int, Piece]]]:

@@ -10,7 +10,16 @@ from typing import Any
 
 from scantling.data.documents import PIECE, Piece, Source
 from scantling.data.files import PACKED, expand, file_stamp, read_lines, read_text
-from scantling.data.tables import CsvSource, HubSource, JsonlSource, ParquetSource, TableFiles, source_name
+from scantling.data.tables import (
+    CsvSource,
+    HubSource,
+    JsonlSource,
+    ParquetSource,
+    TableFiles,
+    check_hub,
+    columns,
+    source_name,
+)
 from scantling.errors import UserError
 from scantling.recipe.schema import DataSection
 
@@ -35,6 +44,20 @@ def validation_source(section: DataSection) -> Source | None:
     if section.corpus is not None:
         raise UserError("data.validation: a built-in corpus is split by document; use data.heldout")
     return _from_files(section, validation=True)
+
+
+def check_documents(section: DataSection, *, validation: bool = False) -> None:
+    """Look for the documents of a recipe, and read the first one of files.
+
+    Raises:
+        UserError: they cannot be used, with the message of a run.
+    """
+    if section.hf is not None and isinstance(split := section.validation if validation else section.hf_split, str):
+        check_hub(section.hf, section.hf_config, split, columns(section.fields))
+        return
+    source = validation_source(section) if validation else training_source(section)
+    if source is not None:
+        next(iter(source.pieces()), None)
 
 
 def _from_files(section: DataSection, *, validation: bool) -> Source:

@@ -79,6 +79,25 @@ class TokenStore:
         return {"documents": self.num_documents, "tokens": len(self.tokens), "bytes": self.num_bytes}
 
 
+@dataclass(frozen=True)
+class Marks:
+    """Ids around the documents of a stream.
+
+    Attributes:
+        first: before the first document.
+        begin: before every other document.
+        end: after each document.
+    """
+
+    first: tuple[int, ...] = ()
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+
+
+NO_MARKS = Marks()
+"""Nothing is added: documents that are kept apart, or a stream made elsewhere."""
+
+
 def open_store(folder: Path, side: str, meta: dict[str, Any]) -> TokenStore:
     """The arrays of one side of a whole cache entry."""
     pairs = meta["pairs"]
@@ -99,17 +118,14 @@ class StoreWriter:
         side: "train" or "heldout".
         dtype: number format of the tokens.
         pairs: whether documents have a second text and a label.
-        eos_id: for a stream, the id that begins it and ends each document.
+        marks: ids around the documents of a stream.
     """
 
-    def __init__(self, folder: Path, side: str, dtype: str, *, pairs: bool, eos_id: int | None) -> None:
+    def __init__(self, folder: Path, side: str, dtype: str, *, pairs: bool, marks: Marks) -> None:
         names = ("tokens", "ends", "middles", "labels") if pairs else ("tokens", "ends")
         self._files: dict[str, BinaryIO] = {name: (folder / f"{side}.{name}").open("wb") for name in names}
         self._dtype, self._position = np.dtype(dtype).newbyteorder("<"), 0
-        self._eos = None if eos_id is None else np.array([eos_id], dtype=self._dtype)
-        self.num_bytes = 0
-        if self._eos is not None:
-            self._append(self._eos)
+        self._marks, self._is_open = marks, False
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -120,10 +136,12 @@ class StoreWriter:
 
     def add_text(self, ids: Tokens, *, last: bool) -> None:
         """Append a piece of a document of a stream."""
+        if not self._is_open:
+            self._append(self._marks.begin if self._position else self._marks.first)
         self._append(ids)
+        self._is_open = not last
         if last:
-            if self._eos is not None:
-                self._append(self._eos)
+            self._append(self._marks.end)
             self._write("ends", [self._position], "<i8")
 
     def add_pair(self, ids: Tokens, pair_ids: Tokens | None, label: int) -> None:
@@ -135,7 +153,7 @@ class StoreWriter:
         self._write("ends", [self._position], "<i8")
         self._write("labels", [label], "<i4")
 
-    def _append(self, ids: Tokens) -> None:
+    def _append(self, ids: Tokens | tuple[int, ...]) -> None:
         self._files["tokens"].write(np.ascontiguousarray(ids, dtype=self._dtype).data)
         self._position += len(ids)
 

@@ -190,8 +190,16 @@ def warn_of_unlabelled(name: str, count: int) -> None:
         logger.warning("%s: left out %d rows without a label", name, count)
 
 
-def load_hub(path: str, config: str | None, split: str) -> Any:
-    """A map-style dataset; whatever goes wrong is one `UserError`."""
+def load_hub(path: str, config: str | None, split: str, *, prepare: bool = True) -> Any:
+    """Return a map-style dataset; whatever goes wrong is one `UserError`.
+
+    Args:
+        path: name, folder with data files, or folder written by `save_to_disk`.
+        config: name of its configuration, or None.
+        split: which split.
+        prepare: False looks for the dataset and neither downloads nor converts it; the result is then None unless
+            `save_to_disk` wrote the folder.
+    """
     import datasets
 
     folder = local(path)
@@ -206,7 +214,11 @@ def load_hub(path: str, config: str | None, split: str) -> Any:
             if split != str(held):
                 raise UserError(f"{path} holds one data set, its split '{held}', and no split '{split}'")
             return data
-        return datasets.load_dataset(str(folder) if folder.exists() else path, config, split=split)
+        name = str(folder) if folder.exists() else path
+        if not prepare:
+            datasets.load_dataset_builder(name, config)
+            return None
+        return datasets.load_dataset(name, config, split=split)
     except UserError:
         raise
     except Exception as error:  # `datasets` documents no set of errors; offline it raises half a dozen kinds
@@ -216,6 +228,17 @@ def load_hub(path: str, config: str | None, split: str) -> Any:
             "; without a network give a local folder, or fetch it into the Hugging Face cache first" if offline else ""
         )
         raise UserError(f"data.hf: cannot load '{path}' (split '{split}'): {first_line(cause)}{hint}") from None
+
+
+def check_hub(path: str, config: str | None, split: str, names: Iterable[str]) -> None:
+    """Look for a dataset, and for its columns if they are known without a download or a conversion.
+
+    Raises:
+        UserError: it cannot be used, with the message of a run.
+    """
+    data = load_hub(path, config, split, prepare=False)
+    if data is not None:
+        check_columns(names, data.column_names, f"{path} [{split}]")
 
 
 def columns(fields: Fields) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from scantling.data.hashing import fingerprint
+from scantling.data.tokenizer_files import check_tokenizer
 from scantling.errors import UserError, did_you_mean, first_line
 from scantling.files import local
+from scantling.saved_models import without_marks
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -27,6 +30,8 @@ SPECIALS = {
     "sep": "<|sep|>",
 }
 """The special tokens of our own tokenizers, in the order of their ids."""
+ROLES = ("bos", *SPECIALS)
+"""The special tokens that a tokenizer can name."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +62,23 @@ class Template:
         return np.concatenate(pieces), types
 
 
+NO_SPECIALS = Template(((), ()), (0, 0, 0))
+"""The template of a tokenizer that adds nothing to a text."""
+
+
 class Tokenizer(ABC):
     """Turns text into ids and back.
 
     Attributes:
         vocab_size: one more than the largest id.
-        eos_id, pad_id, mask_id, cls_id, sep_id: special ids; None for a token that it has not.
+        bos_id, eos_id, pad_id, mask_id, cls_id, sep_id: special ids; None for a token that it has not.
         special_ids: all ids that are no text.
         sentinel_ids: ids that stand for a hidden span, `<extra_id_0>` and so on; empty where it has none.
     """
 
     name: str
     vocab_size: int
+    bos_id: int | None
     eos_id: int | None
     pad_id: int | None
     mask_id: int | None
@@ -132,6 +142,11 @@ class Tokenizer(ABC):
             return Template(((), (), ()), (0, 0, 0, 1, 1))
         return Template(((self.cls_id,), (self.sep_id,), (self.sep_id,)), (0, 0, 0, 1, 1))
 
+    @property
+    def document(self) -> Template:
+        """Special tokens that the saved tokenizer puts around one text when it is called; perhaps none."""
+        return self.single
+
     def require(self, task: str, *names: str) -> None:
         """Refuse a tokenizer that lacks special tokens: "eos", "pad", "mask", "cls" or "sep"."""
         missing = [name for name in names if getattr(self, f"{name}_id") is None]
@@ -171,6 +186,11 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, *, wrap: bool = False) -> None:
         self._wrap = wrap
+        self.bos_id = None if wrap else self.eos_id
+
+    @property
+    def document(self) -> Template:
+        return self.single if self._wrap else NO_SPECIALS
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
@@ -186,7 +206,9 @@ class ByteTokenizer(Tokenizer):
 
         backend = Backend(models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[]))
         backend = finish_backend(backend, use_regex=False, wrap=self._wrap)
-        FastTokenizer(backend, SPECIALS, "bytes").save_pretrained(folder, token_types=token_types)
+        FastTokenizer(backend, named_specials(wrap=self._wrap), "bytes").save_pretrained(
+            folder, token_types=token_types
+        )
 
 
 class FastTokenizer(Tokenizer):
@@ -194,7 +216,7 @@ class FastTokenizer(Tokenizer):
 
     Args:
         backend: a `tokenizers.Tokenizer`.
-        specials: texts of the special tokens by name, "eos" to "sep".
+        specials: texts of the special tokens by name, "bos" to "sep".
         name: what it is, for messages.
         literal: whether the text of a special token in a document is ordinary text, which must not become the token.
         wrapped: the transformers tokenizer it came from, which then saves itself.
@@ -212,12 +234,12 @@ class FastTokenizer(Tokenizer):
         self._wrapped, self._specials = wrapped, specials
         self.name = name
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
-        for key in SPECIALS:
+        for key in ROLES:
             token = specials.get(key)
             setattr(self, f"{key}_id", None if token is None else self._backend.token_to_id(token))
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        named = (self.eos_id, self.pad_id, self.mask_id, self.cls_id, self.sep_id)
+        named = (self.bos_id, self.eos_id, self.pad_id, self.mask_id, self.cls_id, self.sep_id)
         self.special_ids |= {id_ for id_ in named if id_ is not None}
         self.sentinel_ids = tuple(_numbered(self._backend, "<extra_id_{}>"))
         self._literal = literal
@@ -251,15 +273,16 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def single(self) -> Template:
-        return self._template(1) or super().single
+        return self._template(1)
 
     @cached_property
     def pair(self) -> Template:
-        return self._template(2) or super().pair
+        return self._template(2)
 
-    def _template(self, texts: int) -> Template | None:
-        """What the tokenizer's own post-processor adds; None where it has none."""
-        encoding = self._backend.encode("a", "a" if texts == 2 else None, add_special_tokens=True)
+    def _template(self, texts: int) -> Template:
+        """Return what the tokenizer's own post-processor adds."""
+        text = self._any_text()
+        encoding = self._backend.encode(text, text if texts == 2 else None, add_special_tokens=True)
         parts: list[list[int]] = [[] for _ in range(texts + 1)]
         types = [0] * (2 * texts + 1)
         part, inside = 0, None
@@ -270,9 +293,18 @@ class FastTokenizer(Tokenizer):
             elif sequence != inside:
                 inside, part = sequence, sequence + 1
                 types[2 * sequence + 1] = type_
-        if not any(parts):
-            return None
         return Template(tuple(tuple(part) for part in parts), tuple(types))
+
+    def _any_text(self) -> str:
+        """Return a text that has a token."""
+        others = sorted(set(self._backend.get_vocab(with_added_tokens=True).values()) - self.special_ids)
+        for text in itertools.chain(["a"], (self._backend.decode([id_]) for id_ in others)):
+            try:
+                if self._backend.encode(text, add_special_tokens=False).ids:
+                    return str(text)
+            except Exception:  # the Rust library raises bare Exception for an unknown word
+                continue
+        raise UserError(f"data.tokenizer: {self.name} has no token that a text could be made of")
 
 
 def _numbered(backend: Any, text: str) -> Iterator[int]:
@@ -289,6 +321,15 @@ def byte_characters() -> list[str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def named_specials(*, wrap: bool) -> dict[str, str]:
+    """Texts of the special tokens of our own tokenizers by name.
+
+    Without cls and sep around texts (`wrap`), documents are packed: end-of-text stands before each, too, and is named
+    as the beginning, as GPT-2 does.
+    """
+    return SPECIALS if wrap else {"bos": SPECIALS["eos"], **SPECIALS}
 
 
 def finish_backend(backend: Any, *, use_regex: bool, wrap: bool) -> Any:
@@ -328,19 +369,58 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(f"data.tokenizer: no such file or folder: {path} ({hint})")
     from transformers import AutoTokenizer
 
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers documents no set of errors here
-        raise UserError(f"data.tokenizer: cannot load a tokenizer from {path}: {first_line(error)}") from None
+    with _refusing_damage(place), without_marks(place) as readable:
+        loaded = AutoTokenizer.from_pretrained(str(readable), trust_remote_code=False, local_files_only=True)
+    loaded.name_or_path = path
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"data.tokenizer: {path} is not a fast tokenizer (it has no tokenizer.json); convert it first")
-    names = {key: getattr(loaded, f"{key}_token", None) for key in SPECIALS}
+    names = {key: getattr(loaded, f"{key}_token", None) for key in ROLES}
     specials = {key: str(token) for key, token in names.items() if token is not None}
-    return FastTokenizer(backend, specials, path, literal=False, wrapped=loaded)
+    with _refusing_damage(place):
+        return FastTokenizer(backend, specials, path, literal=False, wrapped=loaded)
+
+
+@contextmanager
+def _refusing_damage(place: Path) -> Iterator[None]:
+    """Turn errors over the files of a tokenizer into a UserError; they are checked first."""
+    try:
+        check_tokenizer(place)
+        yield
+    except UserError as error:
+        raise UserError(f"data.tokenizer: {error}") from None
+    except BaseException as error:
+        if not _is_damage(error):
+            raise
+        raise UserError(
+            f"data.tokenizer: cannot load a tokenizer from {_culprit(place)}: {first_line(error)[:300]}"
+        ) from None
+
+
+def _is_damage(error: BaseException) -> bool:
+    """True if an error is about what was read; the Rust library raises bare Exception, and panics that are none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _culprit(place: Path) -> str:
+    """Return which file of a tokenizer that cannot be loaded is to blame, in words."""
+    from tokenizers import Tokenizer as Backend
+
+    if not place.is_dir():
+        return str(place)
+    if not (place / "tokenizer.json").exists():
+        return f"{place}, which has no tokenizer.json"
+    try:
+        Backend.from_str((place / "tokenizer.json").read_text(encoding="utf-8-sig"))
+    except BaseException as error:
+        if not _is_damage(error):
+            raise
+        return str(place / "tokenizer.json")
+    return f"{place}: tokenizer.json and tokenizer_config.json do not fit each other"
 
 
 USUAL = {
+    "bos": ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>"),
     "eos": ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"),
     "pad": ("<|pad|>", "[PAD]", "<pad>"),
     "mask": ("<|mask|>", "[MASK]", "<mask>"),
@@ -353,10 +433,8 @@ USUAL = {
 def _from_file(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
-    try:
-        backend = Backend.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the Rust library raises bare Exception
-        raise UserError(f"data.tokenizer: {path} is not a tokenizer.json: {error}") from None
-    added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    found = {key: next((text for text in texts if text in added), None) for key, texts in USUAL.items()}
-    return FastTokenizer(backend, {key: text for key, text in found.items() if text}, str(path), literal=False)
+    with _refusing_damage(path):
+        backend = Backend.from_str(path.read_text(encoding="utf-8-sig"))
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        found = {key: next((text for text in texts if text in added), None) for key, texts in USUAL.items()}
+        return FastTokenizer(backend, {key: text for key, text in found.items() if text}, str(path), literal=False)

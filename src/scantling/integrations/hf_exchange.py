@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from scantling.comm import MomentumExchange
+from scantling.comm import DeMo, LocalSteps, MomentumExchange
 from scantling.comm.demo_exchange import exchange_groups
 from scantling.errors import UserError
 
@@ -41,6 +41,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self._trainer
+        _check_optimizer(trainer.optimizer)
         self._keep_gradients_local(trainer.model_wrapped)
         self.exchange = MomentumExchange(exchange_groups(trainer.model, self._options), **self._options)
         if state.global_step and self.checkpoint is not None:
@@ -85,6 +86,16 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
             dist.barrier()
 
 
+def _check_optimizer(optimizer: Any) -> None:
+    """Raise if the optimizer of a Trainer has an exchange of its own."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
+    if isinstance(optimizer, DeMo | LocalSteps):
+        raise UserError(
+            f"sc.hf.attach: the Trainer's optimizer is {type(optimizer).__name__}, which exchanges too, so that "
+            "everything would be exchanged twice. Use sc.hf.sign(lr=...), which with attach is DeMo"
+        )
+
+
 def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
     """Let the processes of a Trainer exchange momentum in place of gradients.
 
@@ -99,9 +110,9 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
         The callback that was added to the trainer.
 
     Raises:
-        UserError: FSDP or DeepSpeed, fp16, `overlap`, options out of range, or a second call; when the training begins,
-            several processes without DistributedDataParallel, or residuals of a process that are missing in the
-            checkpoint to resume from.
+        UserError: FSDP or DeepSpeed, fp16, `overlap`, options out of range, an optimizer that exchanges too, or a
+            second call; when the training begins, several processes without DistributedDataParallel, or residuals of a
+            process that are missing in the checkpoint to resume from.
 
     Example:
         >>> trainer = Trainer(model=model, args=args, train_dataset=texts)  # doctest: +SKIP
@@ -126,6 +137,7 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
     MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)  # says what is wrong with the options now
     if any(isinstance(each, ExchangeCallback) for each in trainer.callback_handler.callbacks):
         raise UserError("sc.hf.attach: this Trainer exchanges momentum already; attach once")
+    _check_optimizer(trainer.optimizer)
     callback = ExchangeCallback(trainer, options)
     trainer.add_callback(callback)
     train = trainer.train

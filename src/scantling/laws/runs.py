@@ -237,7 +237,7 @@ def _read(path: Path) -> Any:
         if kind == ".json":
             return json.loads(text)
         if kind == ".jsonl":
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
+            return [json.loads(line) for line in text.split("\n") if line.strip()]
         reader = csv.DictReader(io.StringIO(text))
         _check_unlike(reader.fieldnames or [])
         rows = []
@@ -248,7 +248,9 @@ def _read(path: Path) -> Any:
                 )
             rows.append(row)
         return rows
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+    except RecursionError:
+        raise UserError(f"{path} cannot be read as a table of runs: it is nested too deeply") from None
+    except (OSError, EOFError, zlib.error, ValueError, csv.Error) as error:  # ValueError: 5,000 digits, too
         raise UserError(f"{path} cannot be read as a table of runs: {error}") from error
 
 

@@ -6,8 +6,9 @@ Only local files are read, weights only from safetensors, and code that lies bes
 from __future__ import annotations
 
 import contextlib
-import json
+import copy
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ from scantling.modes import evaluating
 from scantling.precision.training import quantize_training
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.schema import TASKS, ModelSection
+from scantling.saved_models import (
+    CONFIG,
+    MOST_IDS,
+    blaming,
+    check_counts,
+    check_size,
+    check_weights,
+    read_settings,
+    without_marks,
+)
 from scantling.tasks.base import Task, without_cache
 from scantling.tensor import pretrained
 from scantling.tensor.convert import tensorize
@@ -160,9 +171,18 @@ def build_config(
         with quiet():
             config = config_class(**{**given, **config_overrides, **section.overrides})
     except Exception as error:  # configuration classes raise errors of many kinds for values that do not fit
-        raise UserError(f"model: {config_class.__name__} refuses these settings: {first_line(error)}") from None
-    _check_fit(config, vocab_size, seq_len)
+        text = f"{config_class.__name__} refuses these settings: {first_line(error)}"
+        raise UserError(f"{_source(section)}: {text}") from None
+    try:
+        _check_fit(config, vocab_size, seq_len)
+    except UserError as error:
+        raise error if section.hf is None else UserError(f"{_source(section)}: {error}") from None
     return config
+
+
+def _source(section: ModelSection) -> str:
+    """Where the settings of a model come from, for messages."""
+    return "model" if section.hf is None else f"model.hf: {_config_path(section)}"
 
 
 def build_model(
@@ -186,7 +206,6 @@ def build_model(
         UserError: as `build_config`; weights that are missing, are not safetensors, or do not fit.
     """
     import transformers
-    from safetensors import SafetensorError
 
     config = build_config(section, task, vocab_size=vocab_size, seq_len=seq_len, config_overrides=config_overrides)
     auto_class = getattr(transformers, task.auto_class)
@@ -201,15 +220,10 @@ def build_model(
             _learn_padding(model)
         except UserError:
             raise
-        except SafetensorError as error:
-            raise UserError(f"model.hf: the weights in {section.hf} are damaged: {first_line(error)}") from None
-        except (
-            *(ValueError, TypeError, RuntimeError, OSError, LookupError, AttributeError, ArithmeticError),
-            AssertionError,  # of torch, for a padding beyond the vocabulary
-        ) as error:
+        except Exception as error:  # of torch and transformers, which document no set of errors
             if section.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
                 raise UserError(f"model.attention: {config.model_type} has no sdpa; set eager") from None
-            raise UserError(f"model: transformers cannot build it: {first_line(error)}") from None
+            raise UserError(f"{_source(section)}: transformers cannot build it: {first_line(error)}") from None
     if task.name == "causal-lm" and (_is_encoder(model) or (device == "cpu" and _sees_ahead(model))):
         raise UserError(
             f"{type(model).__name__} as configured sees the tokens that it is to predict; "
@@ -324,18 +338,29 @@ def quiet() -> Iterator[None]:
 
 def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     """Weights from the folder; a new head and what is left over are warnings, other missing weights an error."""
-    check_checksums(Path(str(section.hf)))
-    model, report = auto_class.from_pretrained(
-        section.hf,
-        config=config,
-        attn_implementation=section.attention,
-        dtype=torch.float32,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    folder = Path(str(section.hf))
+    check_checksums(folder)
+    weights = check_weights(folder)
+    if weights is not None:
+        with blaming(folder / CONFIG):
+            check_counts(config.to_dict(), weights)
+            with torch.device("meta"):
+                skeleton = auto_class.from_config(copy.deepcopy(config))
+            _rebuild_cores(skeleton, section, "meta")
+            check_size(skeleton, weights)
+    with without_marks(folder) as readable:
+        model, report = auto_class.from_pretrained(
+            readable,
+            config=config,
+            attn_implementation=section.attention,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    model.name_or_path = model.config.name_or_path = str(folder)
     # all of a model that has no part of this name is backbone, such as T5 with its encoder and decoder
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
@@ -345,7 +370,8 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     if backbone:
         raise UserError(
             f"{section.hf} lacks {len(backbone)} weights of the model or has them in another shape, such as "
-            f"{backbone[0]}; check model.overrides, or train from random weights with model.pretrained: false"
+            f"{backbone[0]}; check {CONFIG} and model.overrides, or train from random weights with "
+            "model.pretrained: false"
         )
     if new or report["unexpected_keys"]:
         left = _some(report["unexpected_keys"])
@@ -365,19 +391,21 @@ def _rebuild_cores(model: Any, section: ModelSection, device: str) -> None:
     rebuild(model, cores["layers"])
 
 
-def _read_config(section: ModelSection) -> dict[str, Any]:
+def _config_path(section: ModelSection) -> Path:
     path = Path(str(section.hf))
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    return path / CONFIG if path.is_dir() else path
+
+
+def _read_config(section: ModelSection) -> dict[str, Any]:
+    path = _config_path(section)
+    if not os.path.lexists(path):
         raise UserError(
             f"model.hf: there is no {path}; give a local folder with config.json or such a file (nothing is downloaded)"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.hf: cannot read {path}: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"model.hf: {path} is not a model configuration")
+        )
+    try:
+        content = read_settings(path)
+    except UserError as error:
+        raise UserError(f"model.hf: {error}") from None
     if content.get("auto_map"):
         logger.warning("%s names code of its own (auto_map), which is not run", path)
         content.pop("auto_map")
@@ -386,7 +414,14 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
 
 
 def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
+    with blaming("this model"):
+        check_counts(config.to_dict())
     known = getattr(config, "vocab_size", None)
+    if known is not None and vocab_size and known > max(MOST_IDS, 4 * vocab_size):
+        raise UserError(
+            f"the model's vocabulary has {known} ids, and the tokenizer only {vocab_size}; "
+            f"set model.overrides.vocab_size to {vocab_size} or a little more"
+        )
     if known is not None and vocab_size > known:
         raise UserError(
             f"the tokenizer has {vocab_size} ids, the model's vocabulary only {known}; "
@@ -394,10 +429,7 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
         )
     heads, key_value_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and key_value_heads and heads % key_value_heads:
-        raise UserError(
-            f"model.overrides: num_attention_heads = {heads} must be a multiple of "
-            f"num_key_value_heads = {key_value_heads}"
-        )
+        raise UserError(f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {key_value_heads}")
     size, patch = (getattr(config, name, None) for name in ("image_size", "patch_size"))
     if isinstance(size, int) and isinstance(patch, int) and patch > 0 and size % patch:
         raise UserError(

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from scantling.errors import UserError
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
+from scantling.recipe.schema import DEVICES
 from scantling.reporting.format import format_bytes, format_number
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Plan:
         peak_memory_bytes: the most at any time.
         wire_bytes: bytes that one rank sends for one step.
         residual_bytes: what an exchange of momentum keeps.
+        device: "cpu" or "cuda", the device that is planned for.
         flops_per_step: forward and backward over all ranks, with what activation checkpointing computes again;
             `flops_per_token` the same for one token.
         tokens_per_step: over all ranks; `total_tokens` over the run.
@@ -77,6 +79,7 @@ class Plan:
     tokens_per_step: int
     total_tokens: int
     residual_bytes: int = 0
+    device: str = "cpu"
     notes: Sequence[str] = field(default_factory=tuple)
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,14 +113,18 @@ class Plan:
             ("", "tokens in the run", format_number(self.total_tokens)),
         ]
 
+    def _title(self) -> str:
+        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        place = {"cpu": "on the CPU", "cuda": "on a GPU" if self.world_size == 1 else "on a GPU each"}[self.device]
+        return f"plan of {self.name}, {processes} {place}"
+
     def table(self) -> Table:
         """The plan as a table for a terminal."""
         from rich.table import Table
         from rich.text import Text
 
-        ranks = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
         table = Table(
-            title=Text(f"plan of {self.name}, {ranks}"),
+            title=Text(self._title()),
             caption=Text("\n".join(self.notes)) if self.notes else None,
             title_justify="left",
         )
@@ -133,14 +140,15 @@ class Plan:
         """One line, printed before each run."""
         sent = f", sends {format_bytes(self.wire_bytes)}/step" if self.wire_bytes else ""
         return (
-            f"plan: {format_number(self.num_parameters)} parameters, peak {format_bytes(self.peak_memory_bytes)} "
+            f"plan for {self.device}: {format_number(self.num_parameters)} parameters, "
+            f"peak {format_bytes(self.peak_memory_bytes)} "
             f"(weights {format_bytes(self.weight_bytes)}, gradients {format_bytes(self.gradient_bytes)}, "
             f"optimizer {format_bytes(self.optimizer_state_bytes)}, activations {format_bytes(self.activation_bytes)})"
             f"{sent}, {format_number(self.flops_per_step)}FLOP/step, {format_number(self.total_tokens)} tokens"
         )
 
     def __str__(self) -> str:
-        lines = [f"plan of {self.name}, world size {self.world_size}"]
+        lines = [self._title()]
         lines += [f"{group:16} {what:26} {value}" for group, what, value in self.rows()]
         return "\n".join([*lines, *self.notes])
 
@@ -158,7 +166,8 @@ def plan(
     Args:
         recipe: path of a YAML file, a mapping, or a `Recipe`.
         world_size: number of processes.
-        device: "cpu", "cuda", or "auto" for the recipe's own choice on this machine.
+        device: "cpu", "cuda" (which need not be here), or "auto" for `train.device` of the recipe; if that is "auto",
+            the GPU if this machine has one.
         settings: overrides as text, `train.steps=100`.
         task_data: the run's prepared data, where it is there; without it the vocabulary is taken from the tokenizer
             setting, and no data is read.
@@ -170,8 +179,6 @@ def plan(
         RecipeError: the recipe is wrong.
         UserError: the model cannot be built, or the number of processes does not fit the recipe.
     """
-    import torch
-
     from scantling.groups import num_non_embedding, param_groups
     from scantling.models.build import checkpoint_activations, quiet, recipe_task
     from scantling.numerics.resident import resident_bytes
@@ -189,7 +196,8 @@ def plan(
     wire, residuals = _traffic(recipe, model, world_size)
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
-    on_gpu = device == "cuda" or (device == "auto" and recipe.train.device != "cpu" and torch.cuda.is_available())
+    device = planned_device(recipe, device)
+    on_gpu = device == "cuda"
     base = 0 if on_gpu else resident_bytes()
     parameters = list(model.parameters())
     weight_bytes = sum(p.nbytes for p in parameters)
@@ -208,7 +216,7 @@ def plan(
             task,
             model,
             world_size=world_size,
-            device="cuda" if on_gpu else "cpu",
+            device=device,
             step_bytes=of_optimizer if released else None,
         )
     notes += passes.notes
@@ -243,8 +251,23 @@ def plan(
         tokens_per_step=tokens,
         total_tokens=tokens * recipe.train.steps,
         residual_bytes=residuals,
+        device=device,
         notes=tuple(notes),
     )
+
+
+def planned_device(recipe: Recipe, device: str = "auto") -> str:
+    """Return "cpu" or "cuda": the device that is named, or else the recipe's, or else the GPU if there is one.
+
+    Raises:
+        UserError: another name.
+    """
+    import torch
+
+    if device not in DEVICES:
+        raise UserError(f"the device is one of {', '.join(DEVICES)}; given '{device}'")
+    device = recipe.train.device if device == "auto" else device
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def _ranks_that_come_down(recipe: Recipe, model: Any) -> list[str]:
@@ -317,7 +340,7 @@ def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes:
     Raises:
         UserError: the model cannot be built.
     """
-    from scantling.models.build import build_model, convert_model
+    from scantling.models.build import build_model, convert_model, reads_weights
 
     if task_data is not None:
         vocab_size, overrides = task_data.vocab_size, task.config_overrides(task_data)
@@ -337,6 +360,8 @@ def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes:
         seed=0,
         device="meta",
     )
+    if recipe.tensor is not None and recipe.tensor.init == "random" and reads_weights(recipe.model):
+        notes.append(f"tensor.init: random keeps nothing of the weights in {recipe.model.hf} for the TT layers")
     convert_model(model, recipe)
     return model
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
@@ -29,11 +30,12 @@ from torch import Tensor
 
 from scantling.checksums import write_checksums
 from scantling.errors import RunError, UserError
-from scantling.files import check_is_free, written_aside
+from scantling.files import check_is_free, read_json_object, written_aside
 from scantling.precision.matrices import as_matrix, from_matrix
 from scantling.precision.packing import PackedMatrix
 from scantling.precision.quantizer import in_dtype
 from scantling.precision.weights import QuantizedWeight, quantized_weights
+from scantling.saved_models import blaming
 
 logger = logging.getLogger(__name__)
 
@@ -201,8 +203,8 @@ def _packed(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def is_quantized_folder(folder: str | Path) -> bool:
-    """Whether `save_quantized` wrote this folder."""
-    return (Path(folder) / INDEX).is_file()
+    """Whether `save_quantized` wrote this folder, which may be damaged."""
+    return any(os.path.lexists(Path(folder) / name) for name in (INDEX, TENSORS))
 
 
 def read_quantized(folder: str | Path) -> dict[str, Tensor]:
@@ -215,24 +217,30 @@ def read_quantized(folder: str | Path) -> dict[str, Tensor]:
         UserError: a folder that is damaged or of a newer version.
     """
     folder = Path(folder)
-    try:
-        content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        if content["format"] > FORMAT:
-            raise UserError(f"{folder} was written by a newer scantling, in format {content['format']}; upgrade")
-        index = dict(content["tensors"])
+    path = folder / INDEX
+    content = read_json_object(path)
+    version, index = content.get("format"), content.get("tensors")
+    if isinstance(version, int) and version > FORMAT:
+        raise UserError(f"cannot load {path}: it was written by a newer scantling, in format {version}; upgrade")
+    if version != FORMAT or not isinstance(index, dict):
+        raise UserError(f"cannot load {path}: it is damaged (no format and tensors)")
+    found: dict[str, Tensor] = {}
+    scales: dict[str, tuple[Tensor, Tensor]] = {}
+    with blaming(f"{folder / TENSORS}, as it is damaged or does not fit {INDEX}"):
+        if (folder / TENSORS).exists() and not (folder / TENSORS).is_file():
+            raise UserError("it is not a file")
         with safe_open(folder / TENSORS, "pt") as file:
             names = set(file.keys())
             parts = {f"{name}.{part}" for name in index for part in ("patterns", "scale", "scales")}
             found = {name: file.get_tensor(name) for name in sorted(names - parts)}
-            for name, entry in index.items():
+            for name in index:
                 scale = file.get_tensor(f"{name}.scale")
                 if f"{name}.scales" in names:
                     scale = file.get_tensor(f"{name}.scales")[scale.int()]
-                found[name] = _unpacked(entry, file.get_tensor(f"{name}.patterns"), scale)
-    except UserError as error:
-        raise UserError(f"cannot load {folder}: {error}") from None
-    except (OSError, SafetensorError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"cannot load {folder}: it is damaged ({error})") from None
+                scales[name] = file.get_tensor(f"{name}.patterns"), scale
+    for name, entry in index.items():
+        with blaming(f"{path}, as {name} in it is damaged or does not fit {TENSORS}"):
+            found[name] = _unpacked(entry, *scales.pop(name))
     return found
 
 

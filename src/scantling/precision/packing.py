@@ -90,7 +90,8 @@ class PackedMatrix:
         patterns = unpack(self.patterns, rows * columns, format.bits).view(rows, columns)
         codes = values_of(format).to(self.scale.dtype)[patterns]
         if self.group_size is not None:
-            codes = torch.nn.functional.pad(codes, (0, -columns % self.group_size)).view(rows, -1, self.group_size)
+            width = min(self.group_size, columns)  # a damaged file may say billions
+            codes = torch.nn.functional.pad(codes, (0, -columns % width)).view(rows, -1, width)
         return Encoded(codes, self.scale, torch.Size(self.shape)).decode()
 
     @property

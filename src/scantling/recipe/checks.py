@@ -7,12 +7,12 @@ whose type is right.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 from pydantic import BaseModel
 
-from scantling.errors import Fault, UserError, did_you_mean
+from scantling.errors import Fault, UserError, did_you_mean, shorten
 from scantling.recipe.mappings import section_of
 from scantling.recipe.schema import (
     CLICK_SOURCES,
@@ -31,6 +31,8 @@ from scantling.recipe.schema import (
 )
 
 Content = Mapping[str, Any]
+MOST_FAULTS = 100
+"""Most faults that are listed of one check."""
 KEYS_OF_TASKS = {
     "bucket": ("classification", "seq2seq"),
     "clicks": ("clicks",),
@@ -53,10 +55,15 @@ def semantic_faults(content: Content, known: set[str]) -> list[Fault]:
     """All faults of meaning, without those at a path in `known` (reported already) or below or above it."""
     faults: list[Fault] = []
     for check in CHECKS:
-        for fault in check(content):
-            related = any(_covers(path, fault.path) or _covers(fault.path, path) for path in known)
-            if not related or fault.path.count(".") == 0:
-                faults.append(fault)
+        try:
+            for fault in islice(check(content), MOST_FAULTS):
+                related = any(_covers(path, fault.path) or _covers(fault.path, path) for path in known)
+                if not related or fault.path.count(".") == 0:
+                    faults.append(fault)
+        except Exception:
+            if not known:
+                raise
+            # a check met a value of the wrong type, which is reported already
     return faults
 
 
@@ -239,9 +246,10 @@ def _check_clicks(content: Content) -> Iterator[Fault]:
             seen[name] = key
     sizes, categorical = clicks.get("table_size"), features.get("categorical")
     if isinstance(sizes, Mapping) and categorical is not None:
+        known = shorten(", ".join(map(str, categorical)), 300)
+        names = {str(name) for name in categorical}
         for name in sizes:
-            if name not in categorical:
-                known = ", ".join(map(str, categorical))
+            if str(name) not in names:
                 hint = did_you_mean(str(name), map(str, categorical))
                 yield Fault(f"data.clicks.table_size.{name}", f"is no categorical column; they are {known}", None, hint)
     if _changed(clicks, Clicks, "min_count") and isinstance(sizes, int):

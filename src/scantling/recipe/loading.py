@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
-from scantling.errors import Fault, RecipeError, UserError, did_you_mean
+from scantling.errors import Fault, RecipeError, UserError, did_you_mean, shorten
 from scantling.files import local
-from scantling.recipe.checks import semantic_faults
+from scantling.recipe.checks import MOST_FAULTS, semantic_faults
 from scantling.recipe.mappings import flattened
+from scantling.recipe.parsing import dump_yaml, parse_yaml, read_text, value_faults
 from scantling.recipe.schema import DIGITS, Recipe
 
 RecipeLike = Recipe | Mapping[str, Any] | str | os.PathLike[str]
@@ -47,7 +47,7 @@ def load_recipe(
     if isinstance(source, Recipe):
         content: dict[str, Any] = source.model_dump(exclude_unset=True)
     elif isinstance(source, Mapping):
-        content = _plain(source)
+        content = _checked_plain(source, name)
     else:
         path = Path(source)
         if path.is_dir():  # of a run
@@ -59,9 +59,9 @@ def load_recipe(
         content.setdefault("name", path.stem)
     for override in overrides:
         apply_override(content, override)
-    for section, keys in (sections or {}).items():
+    for section, keys in _checked_plain(sections or {}, name).items():
         for key, value in keys.items():
-            set_key(content, [section, *key.split(".")], _plain(value))
+            set_key(content, [section, *key.split(".")], value)
     return check_recipe(content, name)
 
 
@@ -79,52 +79,19 @@ def read_yaml(path: Path, kind: str = "recipe", keys: str = "model, data and tra
         keys: what such a mapping has, for messages.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         close = did_you_mean(path.name, (p.name for p in path.parent.glob("*.y*ml"))) if path.parent.is_dir() else None
         raise UserError(f"{kind} not found: {path}" + (f" ({close})" if close else "")) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read {kind} {path}: {error}") from None
     try:
-        content = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2024-02-30
+        content = parse_yaml(text)
+    except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: a {kind} is a mapping with the keys {keys}; given {_show(content)}")
     return content
-
-
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that reads `1e-3` as a number (YAML 1.1 does not), `010` and `12:30` as text (YAML 1.1: 8 and 750), and
-    refuses a key given twice.
-    """
-
-    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
-        is_old = tag in (_INT, _FLOAT) and (":" in value or re.fullmatch(r"[-+]?0[0-7_]+", value))
-        return "tag:yaml.org,2002:str" if is_old else tag
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"the key '{key}' is given twice, line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep=deep)
-
-
-class _StrictDumper(yaml.SafeDumper):
-    """Safe YAML that puts into quotes what `_StrictLoader` would take for a number."""
-
-
-for _each in (_StrictLoader, _StrictDumper):
-    _each.add_implicit_resolver(
-        _FLOAT,
-        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-        list("-+0123456789."),
-    )
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
@@ -135,12 +102,12 @@ def apply_override(content: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
     if not separator or not all(parts):
-        raise UserError(f"--set takes key=value, such as train.steps=100; given '{override}'")
+        raise UserError(f"--set takes key=value, such as train.steps=100; given '{shorten(override, 200)}'")
     try:
         plain = text.lstrip().startswith(("*", "#"))
-        value = text.strip() if plain else yaml.load(text, Loader=_StrictLoader) if text.strip() else None  # noqa: S506
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"--set {override}: the value is not valid YAML: {error}") from None
+        value = text.strip() if plain else parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"--set {shorten(override, 200)}: the value is not valid YAML: {error}") from None
     set_key(content, parts, value)
 
 
@@ -155,23 +122,22 @@ def set_key(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
 
 def check_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe:
     """Validate a plain mapping; raise one `RecipeError` with the faults of structure and of meaning together."""
-    faults: list[Fault] = []
-    recipe: Recipe | None = None
+    if faults := value_faults(content):
+        raise RecipeError(faults, source)
+    checked: dict[str, Any] = {}
     try:
-        recipe = Recipe.model_validate(content)
+        checked = Recipe.model_validate(content).model_dump(exclude_unset=True)
     except ValidationError as error:
-        faults = list(schema_faults(error, Recipe))
-    faults += semantic_faults(content, {fault.path for fault in faults})
+        faults = schema_faults(error, Recipe)
+    faults += semantic_faults(checked or content, {fault.path for fault in faults})
     if faults:
         raise RecipeError(faults, source)
-    if recipe is None:
-        raise AssertionError("validation failed without a fault")
-    return Recipe.model_validate(_absolute_paths(recipe.model_dump(exclude_unset=True)))
+    return Recipe.model_validate(_absolute_paths(checked))
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe with every default written out, as YAML that `load_recipe` reads back to an equal recipe."""
-    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_StrictDumper, sort_keys=False, allow_unicode=True)
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
@@ -182,6 +148,13 @@ def differences(old: Recipe, new: Recipe) -> list[str]:
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
+
+
+def _checked_plain(content: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return a copy as plain dictionaries and lists; raise a RecipeError for one that is too deep or too large."""
+    if faults := value_faults(content):
+        raise RecipeError(faults, source)
+    return {key: _plain(inner) for key, inner in content.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -195,21 +168,27 @@ def _plain(value: Any) -> Any:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shorten(repr(value), 80)
 
 
-def schema_faults(error: ValidationError, model: type[BaseModel]) -> Iterator[Fault]:
+def schema_faults(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
     """Turn pydantic's errors into ours: dotted path, what is allowed, what was given, the closest allowed name."""
+    faults = list(islice(_schema_faults(error, model), MOST_FAULTS))
+    if len(faults) == MOST_FAULTS:
+        faults.append(Fault("", f"more than {MOST_FAULTS} faults; only the first are listed"))
+    return faults
+
+
+def _schema_faults(error: ValidationError, model: type[BaseModel]) -> Iterator[Fault]:
     seen: set[str] = set()
-    found = error.errors(include_url=False)
-    for item in found:
-        if item["type"] == "string_type" and isinstance(item["input"], dict | list):
-            others = (other["loc"] for other in found if other is not item)
-            if any(loc[: len(item["loc"]) - 1] == item["loc"][:-1] for loc in others):
-                continue  # the other member of a union, which was not meant
-        location = [part for part in item["loc"] if not (isinstance(part, str) and _is_union_tag(part, item["loc"]))]
-        path = ".".join(str(part) for part in location)
+    for item in error.errors(include_url=False):
+        *above, last = item["loc"] or ("",)
+        location = [part for part in above if not _is_union_tag(part, above)]
+        if not _is_union_tag(last, item["loc"]) or item["type"] == "extra_forbidden":
+            location.append(last)
+        elif item["type"] == "string_type" and isinstance(item["input"], dict | list):
+            continue  # the other member of a union, which was not meant
+        path = ".".join(shorten(str(part), 100) for part in location)
         if path in seen:
             continue
         seen.add(path)
@@ -236,9 +215,9 @@ def _one_of(choices: Sequence[str]) -> str:
 _UNION_TAGS = {"str", "int", "constrained-str", "constrained-int", "BpeTokenizer", "FormatSection"}
 
 
-def _is_union_tag(part: str, location: tuple[int | str, ...]) -> bool:
+def _is_union_tag(part: int | str, location: Sequence[int | str]) -> bool:
     """Pydantic adds the name of the tried union member to the location; such a name is no key of the recipe."""
-    return "[" in part or (part in _UNION_TAGS and location.index(part) > 0)
+    return isinstance(part, str) and ("[" in part or (part in _UNION_TAGS and location.index(part) > 0))
 
 
 def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
@@ -259,25 +238,6 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-_FILES = ("text", "jsonl", "csv", "parquet", "bin", "criteo")
-_LOCAL = (*_FILES, "images", "validation", "tokenizer")
-
-
-def data_problems(recipe: Recipe) -> list[str]:
-    """What of the data that a checked recipe names is not on this machine, or is a folder where files are read."""
-    problems = []
-    for key in _LOCAL:
-        value = getattr(recipe.data, key)
-        for path in value if isinstance(value, list) else [value]:
-            if not isinstance(path, str) or not os.path.isabs(path):
-                continue
-            if not (os.path.exists(path) or glob.glob(path, recursive=True)):
-                problems.append(f"not here yet: {path}")
-            elif key in _FILES and os.path.isdir(path):
-                problems.append(f"data.{key}: {path} is a folder; give files or a glob")
-    return problems
-
-
 def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
     """Expand `~` and `$VAR` and make local paths absolute, so that a run can be resumed from anywhere."""
 
@@ -287,9 +247,11 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, str):
             return value
         path = local(value)
-        if must_exist and not path.exists():
+        if must_exist and not os.path.exists(path):  # unlike Path.exists, also of a name that is too long
             return value
-        if glob.has_magic(str(path)) and not path.exists():  # a pattern, which must match the folder as it is written
+        if glob.has_magic(str(path)) and not os.path.exists(
+            path
+        ):  # a pattern, which must match the folder as it is written
             return os.path.normpath(Path(glob.escape(os.getcwd())) / path)
         return os.path.abspath(path)
 

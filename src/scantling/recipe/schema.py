@@ -28,6 +28,8 @@ CLICK_SOURCES = ("criteo", "csv", "parquet")
 """Sources that the task `clicks` reads."""
 IMAGE_SOURCES = ("images", "hf")
 """Sources that the task `image-classification` reads."""
+DEVICES = ("auto", "cpu", "cuda")
+"""Kinds of device by name; `auto` is the GPU if there is one."""
 DIGITS = "digits"
 """The built-in images."""
 
@@ -233,7 +235,8 @@ class TensorSection(Section):
     num_modes: int | None = Field(default=None, ge=1, le=5)
     """Into how many modes inputs and outputs of linear layers are split. Default: 3 of tensor trains, 1 of matrices."""
     init: Literal["random", "svd"] = "random"
-    """`random`: drawn to the norm of the weights replaced; `svd`: the closest cores (for pretrained weights)."""
+    """`random`: drawn to the norm of the weights replaced, to train from scratch; of weights in `model.hf` nothing is
+    left, and a warning says so. `svd`: the closest cores; a warning says how far they are from the weights."""
     lr_scale: float = Field(default=1 / 3, gt=0.0, allow_inf_nan=False)
     """Learning rate of the cores as a share of `optim.lr`: a weight moves by what all of its cores move."""
     embedding_lr_scale: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)

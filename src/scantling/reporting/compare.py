@@ -15,6 +15,7 @@ from scantling.reporting.format import (
     format_bytes,
     format_decimal,
     format_difference,
+    format_last_steps,
     format_number,
     format_percent,
     format_ratio,
@@ -68,7 +69,7 @@ FIGURES = (
     Figure("peak memory", "peak_memory_bytes", format_bytes),
     Figure("peak memory above base", "added_memory_bytes", format_bytes),
     Figure("tokens trained on", "tokens", format_number, lower_is_better=None),
-    Figure("train loss (last 10 steps)", "loss", format_decimal, format_difference),
+    Figure("train loss", "train_loss", format_decimal, format_difference),
     Figure("held-out loss (nats)", "eval_loss", format_decimal, format_difference),
     Figure("bits per byte", "bits_per_byte", format_decimal, format_difference),
     Figure("accuracy", "accuracy", _percent, _percentage_points, lower_is_better=False),
@@ -110,13 +111,21 @@ def compare_rows(runs: Sequence[Run]) -> list[CompareRow]:
         others = values[1:]
         rows.append(
             CompareRow(
-                label=line.label,
+                label=_label(line, runs),
                 values=tuple(line.show(value) for value in values),
                 changes=tuple(line.change(value, values[0]) for value in others),
                 better=tuple(_is_better(value, values[0], line) for value in others),
             )
         )
     return rows
+
+
+def _label(line: Figure, runs: Sequence[Run]) -> str:
+    """Return the label of a line; that of the train loss says over how many steps it is a mean."""
+    if line.key != "train_loss":
+        return line.label
+    counts = {int(count) for run in runs if (count := run.figure("train_loss_steps")) is not None}
+    return f"{line.label} ({format_last_steps(min(counts), max(counts))})" if counts else line.label
 
 
 def compare_table(runs: Sequence[Run]) -> Table:

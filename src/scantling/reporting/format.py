@@ -91,6 +91,12 @@ def format_difference(value: float | None, reference: float | None, digits: int 
     return f"{difference:+.{digits}f}" if abs(difference) < _HUGE else f"{difference:+.2e}"
 
 
+def format_last_steps(fewest: int, most: int | None = None) -> str:
+    """Return the steps that a mean is over, such as `last 10 steps`; a range if runs differ."""
+    counts = str(fewest) if most in (None, fewest) else f"{fewest} to {most}"
+    return f"last {counts} steps" if counts != "1" else "last step"
+
+
 def _three_digits(value: float) -> str:
     """Three significant digits: `0.00512`, `0.512`, `1.23`, `12.3`, `123`; with an exponent only below 0.001."""
     size = abs(value)

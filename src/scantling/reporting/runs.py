@@ -8,7 +8,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,9 @@ _MAX_STEP = 2**53
 _MAX_DEPTH, _MAX_VALUES = 50, 1_000_000
 _MAX_RANK_CHANGES = 2048
 _BLOCK = 512
+
+MEAN_STEPS = 10
+"""Steps that `train_loss` is the mean of."""
 _UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f\\ud800-\\udfff]")
 
 
@@ -168,6 +171,37 @@ def read_run(run_dir: str | Path, metrics: Metrics | None = None) -> Run:
     )
 
 
+def distinct_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    """Return the names, and for those that collide the shortest end of the path that tells the paths apart.
+
+    A path that is given twice gets a number.
+    """
+    parts = [path.resolve().parts for path in paths]
+    found = list(names)
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        paths_of: dict[str, set[tuple[str, ...]]] = {}
+        for name, part in zip(found, parts, strict=True):
+            paths_of.setdefault(name, set()).add(part)
+        found = [
+            "/".join(part[-length:]) if len(paths_of[name]) > 1 else name
+            for name, part in zip(found, parts, strict=True)
+        ]
+    taken: set[str] = set()
+    for i, name in enumerate(found):
+        count = 1
+        while found[i] in taken or (count > 1 and found[i] in found[i + 1 :]):
+            count += 1
+            found[i] = f"{name}-{count}"
+        taken.add(found[i])
+    return found
+
+
+def rename_duplicates(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs with different names: runs of one recipe are named after their folders."""
+    names = distinct_names([run.name for run in runs], [run.path for run in runs])
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
 class Metrics:
     """The records of a `metrics.jsonl` as columns: 8 bytes for each key of `_COLUMNS` and step.
 
@@ -253,7 +287,8 @@ class Metrics:
     def summarize(self) -> dict[str, Any]:
         """Return the keys of `result.json` without `name` and `status`; None if no record has a value.
 
-        Times are medians after the first tenth of the steps; the loss is the mean of the last ten steps.
+        Times are medians after the first tenth of the steps. `train_loss` is the mean over the last `train_loss_steps`
+        steps: ten, or all of a shorter run. `last_step_loss` is the loss of the last step alone.
         """
         settled = slice(len(self) // 10, None)
         constant = {key: self.last.get(key) for key in _CONSTANT}
@@ -268,7 +303,9 @@ class Metrics:
             "step_s": _reduce(np.median, self.column("step_s")[settled]),
             "tokens_per_s": _reduce(np.median, self.column("tokens_per_s")[settled]),
             "peak_memory_bytes": _reduce(np.max, self.column("peak_memory_bytes")),
-            "loss": _reduce(np.mean, self.column("loss")[-10:]),
+            "train_loss": _reduce(np.mean, self.column("loss")[-MEAN_STEPS:]),
+            "train_loss_steps": min(MEAN_STEPS, len(self)),
+            "last_step_loss": number(self.last.get("loss")),
             **{
                 key: number(float(value)) for key, value in held_out.items() if key == "eval_loss" or np.isfinite(value)
             },

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from scantling.training.rundir import MAY_DIFFER
 
 logger = logging.getLogger(__name__)
 
+MOST_COMBINATIONS = 10_000
+"""Most combinations in one sweep, those in `leave_out` included."""
 _SAME_RUN = MAY_DIFFER - {"train.eval_samples"}
 """Keys without an effect on a run's row in the table."""
 
@@ -60,8 +63,11 @@ def cases(sweep: Sweep, base: Mapping[str, Any], source: str = "sweep") -> list[
 
     Raises:
         RecipeError: a recipe of the grid is wrong; all faults are listed, each with the settings that have it.
-        UserError: every combination is left out.
+        UserError: every combination is left out, or there are too many.
     """
+    number = math.prod(map(len, [*sweep.axes.values(), *sweep.linked.values()]))
+    if number > MOST_COMBINATIONS:
+        raise UserError(f"{source}: {number:,} combinations; at most {MOST_COMBINATIONS:,} are allowed in one sweep")
     product = list(_product(sweep))
     for unused in (each for each in sweep.leave_out if not any(_matches(each, given, base) for given in product)):
         logger.warning("%s: leave_out matches no combination: %s", source, unused)

@@ -32,7 +32,7 @@ def read_table(path: Path) -> dict[str, Row]:
         UserError: the file cannot be read, or is another table.
     """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
             rows = list(reader)
             header = reader.fieldnames or []

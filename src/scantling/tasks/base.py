@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from scantling.data.batch import IGNORED, Batch
+from scantling.data.bins import open_bins
 from scantling.data.click_features import ClickFeatures
 from scantling.data.loader import Collate
 from scantling.data.packing import Dataset
 from scantling.data.progress import Progress
+from scantling.data.sources import check_documents
 from scantling.data.tokenizers import Ids, Tokenizer
 from scantling.errors import UserError
 from scantling.recipe.schema import DataSection
@@ -90,6 +92,28 @@ class Task(ABC):
         Raises:
             UserError: the data cannot be used for this task.
         """
+
+    def check_data(self, data: DataSection) -> None:
+        """Look at the data before a run: open each file or folder, and read no more than a first record.
+
+        Raises:
+            UserError: with what is wrong with the training data and with the held-out data, in the words of a run.
+        """
+        problems = []
+        for validation in (False, True) if data.validation is not None else (False,):
+            try:
+                self._check_source(data, validation=validation)
+            except UserError as error:
+                problems.append(str(error))
+        if problems:
+            raise UserError("\n".join(dict.fromkeys(problems)))
+
+    def _check_source(self, data: DataSection, *, validation: bool) -> None:
+        """`check_data` for the training data, or for the held-out data."""
+        if data.bin is not None:
+            open_bins(data, seq_len=data.seq_len)
+        else:
+            check_documents(data, validation=validation)
 
     def config_overrides(self, data: TaskData) -> dict[str, Any]:
         """What the model's configuration takes from the data."""

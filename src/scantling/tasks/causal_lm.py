@@ -6,13 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from scantling.data.batch import IGNORED, Batch
+from scantling.data.bins import CHUNK
 from scantling.data.loader import Numbered
 from scantling.data.packing import document_positions
-from scantling.data.prepare import prepare, separator_id
+from scantling.data.prepare import document_marks, prepare
 from scantling.data.progress import Progress
+from scantling.data.store import NO_MARKS, MappedArray, Marks
 from scantling.recipe.schema import DataSection
 from scantling.tasks.base import LossSums, Task, TaskData, cross_entropy_sum, loss_and_perplexity, mean_loss, pad_rows
 from scantling.tasks.streams import bin_data, prepared_windows, refuse_pairs
@@ -24,28 +27,44 @@ class ShiftedWindows:
 
     Args:
         document_mask: also give `position_ids` that begin again at each document.
-        eos_id: the token between documents.
+        marks: ids around documents. Those that begin a document are given, never predicted.
     """
 
     document_mask: bool = False
-    eos_id: int | None = None
+    marks: Marks = NO_MARKS
+
+    @property
+    def given(self) -> list[int]:
+        """Ids that are no targets; what also ends documents is one."""
+        return sorted({*self.marks.begin} - {*self.marks.end})
 
     def __call__(self, examples: list[Numbered]) -> Batch:
         windows = [window for _, _, window in examples]
-        tokens = sum(len(window) - 1 for window in windows)
         inputs = pad_rows([window[:-1] for window in windows], 0)
         labels = pad_rows([window[1:] for window in windows], IGNORED)
+        tokens = targets = sum(len(window) - 1 for window in windows)
+        if self.given:
+            labels[torch.isin(labels, torch.tensor(self.given))] = IGNORED
+            targets = int((labels != IGNORED).sum())
         named = {"input_ids": inputs}
-        if self.document_mask and self.eos_id is not None:
-            named["position_ids"] = torch.from_numpy(document_positions(inputs.numpy(), self.eos_id))
-        return Batch(named, labels, num_targets=tokens, num_tokens=tokens)
+        if self.document_mask and self.marks.first:
+            named["position_ids"] = torch.from_numpy(document_positions(inputs.numpy(), self.marks.first[0]))
+        return Batch(named, labels, num_targets=targets, num_tokens=tokens)
+
+    def num_targets(self, stream: MappedArray) -> int:
+        """Count the targets in a stream; all but its first token and the given ones."""
+        chunks = range(1, len(stream), CHUNK) if self.given else ()
+        given = sum(int(np.isin(stream[begin : begin + CHUNK], self.given).sum()) for begin in chunks)
+        return len(stream) - 1 - given
 
 
 class CausalLM(Task):
     """Windows of packed documents; the loss is the mean over all tokens, end-of-text included.
 
-    Each stream begins with an end-of-text token, so that every token of the held-out text is predicted exactly once,
-    the last, shorter window included. Hence bits per byte = eval_loss / ln 2 * targets / bytes, exactly.
+    A document has around it what the tokenizer puts around a text. The tokens with which it begins are given, as they
+    are to a model in use, and are no targets. A tokenizer that adds nothing has end-of-text between documents, and the
+    stream begins with one. So every token of the held-out text is predicted exactly once, the last, shorter window
+    included. Hence bits per byte = eval_loss / ln 2 * targets / bytes, exactly.
     """
 
     name: ClassVar[str] = "causal-lm"
@@ -58,18 +77,18 @@ class CausalLM(Task):
                 data,
                 length=length,
                 stride=stride,
-                collate=lambda eos_id: ShiftedWindows(data.document_mask, eos_id),
+                collate=lambda marks: ShiftedWindows(data.document_mask, marks),
                 progress=progress,
             )
         refuse_pairs(data, self.name)
         prepared = prepare(data, seed=seed, progress=progress)
-        held = prepared.heldout
+        held, collate = prepared.heldout, ShiftedWindows(data.document_mask, document_marks(prepared.tokenizer))
         return TaskData(
             *prepared_windows(data, prepared, length=length, stride=stride),
-            ShiftedWindows(data.document_mask, separator_id(prepared.tokenizer)),
+            collate,
             prepared.tokenizer,
             prepared.tokenizer.vocab_size,
-            heldout_bytes_per_token=None if held is None else held.num_bytes / (len(held.tokens) - 1),
+            heldout_bytes_per_token=None if held is None else held.num_bytes / collate.num_targets(held.tokens),
             info=prepared.info,
         )
 

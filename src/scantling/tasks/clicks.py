@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from scantling.data.batch import Batch
 from scantling.data.click_features import ClickFeatures
-from scantling.data.click_files import click_columns
+from scantling.data.click_files import click_columns, click_files
 from scantling.data.click_prepare import prepare_clicks
 from scantling.data.click_store import ClickStore
 from scantling.data.loader import Numbered
@@ -73,6 +73,9 @@ class ClickPrediction(Task):
             features=ready.features,
             info=ready.info,
         )
+
+    def _check_source(self, data: DataSection, *, validation: bool) -> None:
+        next(click_files(data, validation=validation).blocks(), None)
 
     def config_overrides(self, data: TaskData) -> dict[str, Any]:
         if data.features is None:

@@ -12,6 +12,7 @@ import torch
 
 from scantling.data.batch import Batch
 from scantling.data.hashing import key64, uniform
+from scantling.data.image_files import check_images
 from scantling.data.images import ImageSet, prepare_images
 from scantling.data.loader import EVALUATION, Numbered, spread
 from scantling.data.progress import Progress
@@ -81,6 +82,9 @@ class ImageClassification(Task):
             labels=ready.labels,
             info=ready.info,
         )
+
+    def _check_source(self, data: DataSection, *, validation: bool) -> None:
+        check_images(data, validation=validation)
 
     def config_overrides(self, data: TaskData) -> dict[str, Any]:
         channels, size, _ = data.info["shape"]

@@ -44,7 +44,7 @@ class CorruptedWindows:
     """Collates windows of a stream: hides spans of each, which are the targets.
 
     The spans depend on (seed, epoch, index) alone. The input gets what the tokenizer puts around a text. The
-    end-of-text tokens between documents are kept or hidden like any other.
+    tokens between documents are kept or hidden like any other.
     """
 
     tokenizer: Tokenizer

@@ -9,8 +9,9 @@ from scantling.data.bins import open_bins, read_through
 from scantling.data.hashing import fingerprint
 from scantling.data.loader import Collate
 from scantling.data.packing import WindowDataset, training_windows
-from scantling.data.prepare import Prepared
+from scantling.data.prepare import Prepared, document_marks
 from scantling.data.progress import Progress
+from scantling.data.store import NO_MARKS, Marks
 from scantling.data.tokenizers import Tokenizer, load_tokenizer
 from scantling.errors import UserError
 from scantling.recipe.schema import BpeTokenizer, DataSection
@@ -62,7 +63,7 @@ def bin_data(
     *,
     length: int,
     stride: int,
-    collate: Callable[[int | None], Collate],
+    collate: Callable[[Marks], Collate],
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
 ) -> TaskData:
@@ -72,7 +73,7 @@ def bin_data(
         data: the recipe's section.
         length: tokens in a window.
         stride: distance between windows.
-        collate: gives the collate function for the id of the end-of-text token.
+        collate: gives the collate function for the ids around documents, none if the tokenizer is not known.
         tokenizer: what made the ids, if it was loaded before.
         progress: is told of long work.
 
@@ -80,10 +81,10 @@ def bin_data(
         UserError: the files cannot be used, or hold ids that their tokenizer has not.
     """
     tokenizer = tokenizer or bin_tokenizer(data)
-    eos_id = None if tokenizer is None else tokenizer.eos_id
-    if data.document_mask and eos_id is None:
+    marks = NO_MARKS if tokenizer is None else document_marks(tokenizer)
+    if data.document_mask and not marks.first:
         raise UserError(
-            "data.document_mask: where documents end in bin files is known only by their end-of-text token; "
+            "data.document_mask: where documents begin in bin files is known only by the special tokens around them; "
             "name the tokenizer that made them in data.tokenizer"
         )
     streams, held_streams, held_by = open_bins(data, seq_len=data.seq_len)
@@ -102,7 +103,7 @@ def bin_data(
     }
     return TaskData(
         *windows_of(data, streams, held_streams, length=length, stride=stride),
-        collate(eos_id),
+        collate(marks),
         tokenizer,
         tokenizer.vocab_size if tokenizer else largest + 1,
         info=info,

@@ -27,6 +27,7 @@ from scantling.tensor.layer import CoreLayer
 from scantling.tensor.linear import TTLinear
 from scantling.tensor.ranks import adapter_of
 from scantling.tensor.replace import Init, as_dense, filled, install, layers_of_cores, put, shaped
+from scantling.tensor.report import LayerReport, layer_report, log_errors, warn_if_trained
 from scantling.tensor.sites import Site, find_sites, is_linear
 from scantling.tensor.ties import carry_ties, note_ties, restore_ties
 
@@ -41,8 +42,12 @@ def tensorize(
     num_modes: int | None = None,
     init: Init = "random",
     filter_fn: Filter | None = None,
+    report: list[LayerReport] | None = None,
 ) -> nn.Module:
     """Replace the linear layers, embeddings and experts of a model by layers of cores, in place.
+
+    This is for training from scratch. Trained weights are seldom of low rank: `init="random"` discards them, with a
+    warning, and `init="svd"` changes them by as much as `report` says.
 
     Left alone are subclasses of the layers named above, since they may compute more than the layer does, and, unless
     `filter_fn` is given, layers whose cores would hold at least as many numbers as the dense weight.
@@ -67,8 +72,11 @@ def tensorize(
         num_modes: of the inputs and outputs of linear layers, 1 to 5; 3 for chains unless given, 1 for thin matrices.
             Embeddings have 4 cores, where a pattern does not say otherwise.
         init: `random`: cores are drawn from torch's generator and scaled to the norm of the weight they replace. `svd`:
-            the closest cores that TT-SVD finds.
+            the closest cores that TT-SVD finds; a warning gives the errors of the weights if one of them is 10 % or
+            more.
         filter_fn: says of the name of a layer and the layer whether to replace it, whatever its size.
+        report: a list that gets a `LayerReport` for each replaced layer: its name, its size before and after, and with
+            `init="svd"` the relative error of its weight.
 
     Returns:
         The model.
@@ -84,6 +92,8 @@ def tensorize(
     """
     if init not in get_args(Init):
         raise UserError(f"init must be one of {', '.join(get_args(Init))}; given {init!r}")
+    if report is not None and not isinstance(report, list):
+        raise UserError(f"report must be a list, which tensorize fills; given {report!r}; pass report=[] by a name")
     for names in layers_of_cores(model).values():
         raise UserError(f"{names[0] or 'the model'} is made of cores already; densify the model first")
     choice, linear = Choice(rank, filter_fn), linear_options(format, num_modes)
@@ -109,7 +119,13 @@ def tensorize(
         logger.warning("tensorize: filter_fn chooses layers that become no smaller: %s", _some(larger))
     for name, why in (refused if filter_fn is not None else refused | larger).items():
         logger.info("tensorize leaves %s alone: %s", name, why)
+    if init == "random":
+        warn_if_trained([site for site, _ in chosen], has_svd="activation" not in linear)
     made = [(site, filled(site, layer, init)) for site, layer in chosen]
+    reports = [layer_report(site, layer, init) for site, layer in made]
+    log_errors(reports)
+    if report is not None:
+        report.extend(reports)
     noted = note_ties(model)
     for site, layer in made:
         install(model, site, layer)

@@ -268,6 +268,7 @@ class TTMEmbedding(CoreLayer):
         rank: int | Sequence[int] | None = None,
         *,
         error: float = 0.0,
+        allow_larger: bool = False,
         num_modes: int = 4,
         row_modes: Sequence[int] | None = None,
         col_modes: Sequence[int] | None = None,
@@ -279,6 +280,8 @@ class TTMEmbedding(CoreLayer):
             embedding: its weight is split.
             rank: most ranks, as of the constructor; None for as much as the error needs.
             error: relative Frobenius error of the table that may be made, from 0 to 1.
+            allow_larger: allow cores that hold more numbers than the dense weight. Unless given, such a result of
+                `error` alone is refused, and one of a `rank` is a warning.
             num_modes, row_modes, col_modes: as of the constructor.
             options: further arguments of the constructor.
 
@@ -287,8 +290,8 @@ class TTMEmbedding(CoreLayer):
             table that was loaded, is given out as it is.
 
         Raises:
-            UserError: another kind of layer, neither a rank nor an error, a table that cores cannot stand for, or what
-                the constructor refuses.
+            UserError: another kind of layer, neither a rank nor an error, an error that needs more numbers than the
+                dense weight has, a table that cores cannot stand for, or what the constructor refuses.
         """
         if not isinstance(embedding, nn.Embedding | nn.EmbeddingBag):
             raise UserError(
@@ -319,7 +322,14 @@ class TTMEmbedding(CoreLayer):
         whole = nn.functional.pad(weight, padding).reshape(*made.row_modes, *made.col_modes)
         num = len(made.row_modes)
         whole = whole.permute([place for pair in range(num) for place in (pair, num + pair)])
-        made._become_closest(whole, made._shapes(), held=rank is not None, error=error)
+        made._become_closest(
+            whole,
+            made._shapes(),
+            held=rank is not None,
+            error=error,
+            numel=weight.numel(),
+            allow_larger=allow_larger,
+        )
         made.cores.requires_grad_(embedding.weight.requires_grad)
         if made.padding_idx is not None and bool(weight[made.padding_idx].any()):
             made.padding_idx = None

@@ -31,7 +31,7 @@ class Importance:
         self._controls: list[Tensor] = []
         self._places: dict[int, int] = {}
         self._squares: Tensor | None = None  # (ranks of all bonds)
-        self._freed: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor | None] = {}  # gradients of the step that is not counted yet
 
     def follow(self, controls: Sequence[Tensor]) -> None:
         """Take the controls of all bonds, in order; those that were cut since have been cut here, too."""
@@ -47,20 +47,28 @@ class Importance:
 
     @torch.no_grad()
     def keep(self, control: Tensor) -> None:
-        """Remember the gradient of a control, which is freed before the step is over; of nothing else."""
+        """Keep the gradient of a control until the step is counted; other parameters are ignored."""
         place = self._places.get(id(control))
-        if place is not None and control.grad is not None:
-            self._freed[place] = control.grad.detach().clone()
+        if place is not None and place not in self._kept and control.grad is not None:
+            self._kept[place] = control.grad.detach().clone()
+
+    def leave_out(self, control: Tensor) -> None:
+        """Ignore the gradient of a control that was not stepped, unless it was kept before."""
+        self._kept.setdefault(self._places[id(control)], None)
+
+    def forget(self) -> None:
+        """Drop the gradients that were kept: there was no step."""
+        self._kept.clear()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the gradients of a step.
+        """Take in the gradients of a step: the kept ones, and the current ones of all other controls.
 
         A control without a gradient beside others that have one did not act on the loss. Where none has one, or all
         are 0, they were freed, and nothing is learnt. What is not finite is left out: nobody steps with it.
         """
-        gradients = [self._freed.get(place, control.grad) for place, control in enumerate(self._controls)]
-        self._freed.clear()
+        gradients = [self._kept.get(place, control.grad) for place, control in enumerate(self._controls)]
+        self.forget()
         if all(gradient is None for gradient in gradients):
             return
         found = torch.cat(
@@ -85,8 +93,9 @@ class Importance:
         place = self._places.get(id(param))
         if place is None:
             return
-        if place in self._freed:
-            self._freed[place] = self._freed[place][index]
+        kept = self._kept.get(place)
+        if kept is not None:
+            self._kept[place] = kept[index]
         if self._squares is not None:
             parts = list(torch.split(self._squares, [len(control) for control in self._controls]))
             parts[place] = parts[place][index]
@@ -98,5 +107,13 @@ class Importance:
 
     def load_values(self, values: Sequence[float] | None) -> None:
         """Go on from the values, one for each rank there is."""
-        self._freed.clear()
+        self.forget()
         self._squares = None if values is None else self._controls[0].new_tensor(values)
+
+    def kept_values(self) -> dict[str, list[float]]:
+        """Return the kept gradients by the positions of their controls, as plain values."""
+        return {str(place): kept.tolist() for place, kept in self._kept.items() if kept is not None}
+
+    def load_kept_values(self, values: dict[str, list[float]]) -> None:
+        """Keep the gradients of a saved step that was not counted yet."""
+        self._kept = {int(place): self._controls[int(place)].new_tensor(kept) for place, kept in values.items()}

@@ -16,6 +16,7 @@ gradients. Nowhere else is anything kept, since not every change of a core can b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol, Self, TypeAlias
@@ -39,6 +40,8 @@ from scantling.tensor.contraction import (
     orders,
 )
 from scantling.tensor.cores import num_parameters, tt_svd
+
+logger = logging.getLogger(__name__)
 
 Cut: TypeAlias = tuple[nn.Parameter, int, Tensor]
 """A parameter, one of its dims, and the positions of it that stay."""
@@ -289,7 +292,16 @@ class CoreLayer(nn.Module):
         """Numbers in the cores."""
         return num_parameters(self.sizes, self.ranks)
 
-    def _become_closest(self, whole: Tensor, shapes: Sequence[tuple[int, ...]], *, held: bool, error: float) -> None:
+    def _become_closest(
+        self,
+        whole: Tensor,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        held: bool,
+        error: float,
+        numel: int,
+        allow_larger: bool,
+    ) -> None:
         """Take the cores that TT-SVD finds for a tensor.
 
         Args:
@@ -297,9 +309,11 @@ class CoreLayer(nn.Module):
             shapes: the mode sizes of each core.
             held: whether the ranks of this layer are the most there may be; else as many as the error needs.
             error: relative Frobenius error that may be made.
+            numel: numbers in the dense weight.
+            allow_larger: whether cores that an error asks for may hold more numbers than that.
 
         Raises:
-            UserError: neither ranks nor an error.
+            UserError: neither ranks nor an error, or cores that are larger than the dense weight.
         """
         if not (held or error > 0.0) or not 0.0 <= error <= 1.0:
             raise UserError(f"from_dense needs a rank, an error above 0 and up to 1, or both; given error={error!r}")
@@ -308,6 +322,18 @@ class CoreLayer(nn.Module):
         if not bool(torch.isfinite(whole).all()):
             raise UserError("from_dense: the weight holds NaN or Inf")
         found = tt_svd(whole, shapes, self.ranks if held else None, error)
+        size = sum(core.numel() for core in found)
+        if size > numel:
+            text = (
+                f"from_dense: these cores hold {size:,} numbers, {size / numel:.2f} times as many as the dense weight"
+            )
+            if not (held or allow_larger):
+                raise UserError(
+                    f"{text}, for an error of {error:g}; allow a larger error, give a rank, keep the layer dense, or "
+                    "pass allow_larger=True"
+                )
+            if not allow_larger:
+                logger.warning("%s; lower the rank, or keep the layer dense", text)
         self.cores = nn.ParameterList(core.clone() for core in found)
 
     def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:

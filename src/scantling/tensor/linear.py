@@ -227,6 +227,7 @@ class TTLinear(CoreLayer):
         rank: int | Sequence[int] | None = None,
         *,
         error: float = 0.0,
+        allow_larger: bool = False,
         num_modes: int = 3,
         in_modes: Sequence[int] | None = None,
         out_modes: Sequence[int] | None = None,
@@ -237,13 +238,16 @@ class TTLinear(CoreLayer):
             linear: its weight is split, its bias copied.
             rank: most ranks, as of the constructor; None for as much as the error needs.
             error: relative Frobenius error of the weight that may be made, from 0 to 1.
+            allow_larger: allow cores that hold more numbers than the dense weight. Unless given, such a result of
+                `error` alone is refused, and one of a `rank` is a warning.
             num_modes, in_modes, out_modes: as of the constructor.
 
         Returns:
             The layer, in the dtype and on the device of `linear`.
 
         Raises:
-            UserError: another kind of layer, neither a rank nor an error, or what the constructor refuses.
+            UserError: another kind of layer, neither a rank nor an error, an error that needs more numbers than the
+                dense weight has, or what the constructor refuses.
         """
         if not isinstance(linear, nn.Linear):
             raise UserError(
@@ -265,7 +269,14 @@ class TTLinear(CoreLayer):
         modes = (*made.in_modes, *made.out_modes)
         padding = (0, prod(made.out_modes) - linear.out_features, 0, prod(made.in_modes) - linear.in_features)
         whole = nn.functional.pad(weight.t(), padding).reshape(modes)
-        made._become_closest(whole, [(mode,) for mode in modes], held=rank is not None, error=error)
+        made._become_closest(
+            whole,
+            [(mode,) for mode in modes],
+            held=rank is not None,
+            error=error,
+            numel=weight.numel(),
+            allow_larger=allow_larger,
+        )
         if linear.bias is not None:
             made.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
         made.cores.requires_grad_(linear.weight.requires_grad)

@@ -14,7 +14,7 @@ cores replicated.
 
 from __future__ import annotations
 
-import json
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +27,17 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from scantling.errors import UserError
+from scantling.saved_models import (
+    CONFIG,
+    GENERATION,
+    Weights,
+    blaming,
+    check_counts,
+    check_size,
+    check_weights,
+    read_settings,
+    without_marks,
+)
 from scantling.tensor._cut import retire_if_empty
 from scantling.tensor.convert import densify
 from scantling.tensor.head import TTMHead
@@ -149,38 +160,83 @@ def load(
     """
     import transformers
 
-    try:
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot load {folder}: {error.strerror or error}; give a folder of save_pretrained") from None
-    except ValueError as error:
-        raise UserError(f"cannot load {folder}: its config.json is no JSON ({error})") from None
-    name = next(iter(config.get("architectures") or ()), None)
-    made_by: Any = getattr(transformers, str(name), None)
-    if not hasattr(made_by, "from_pretrained"):
-        made_by = next((each for each in _registered(config) if each.__name__ == name), None)
-    if made_by is None:
-        raise UserError(f"cannot load {folder}: transformers {transformers.__version__} has no model class {name!r}")
-    options = {"dtype": "auto" if dtype is None else dtype, "device_map": device_map, "local_files_only": True}
+    folder = Path(folder)
+    if not (folder / CONFIG).exists() and not (folder / CONFIG).is_symlink():
+        raise UserError(f"cannot load {folder}: there is no {folder / CONFIG}; give a folder of save_pretrained")
+    content = read_settings(folder / CONFIG)
+    name = next(iter(content.get("architectures") or ()), None)
+    with blaming(folder / CONFIG):
+        made_by = _model_class(name, content)
+        if made_by is None:
+            raise UserError(f"transformers {transformers.__version__} has no model class {name!r}")
     if state is None:
-        try:
-            model, report = made_by.from_pretrained(folder, output_loading_info=True, **options)
-        except OSError as error:
-            raise UserError(f"cannot load {folder}: {error}") from None
+        weights = check_weights(folder)
     else:
-        options |= {"config": made_by.config_class.from_pretrained(folder, local_files_only=True), "state_dict": state}
-        model, report = made_by.from_pretrained(None, output_loading_info=True, **options)
-        if (Path(folder) / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        elements = sum(tensor.numel() for tensor in state.values())
+        weights = Weights("quantized.safetensors, unpacked with quantized.json,", len(state), elements)
+    options = {"dtype": "auto" if dtype is None else dtype, "device_map": device_map, "local_files_only": True}
+    with without_marks(folder) as readable:
+        with blaming(folder / CONFIG):
+            config = made_by.config_class.from_pretrained(readable, local_files_only=True)
+            if not isinstance(config.dtype, torch.dtype | dict | None):
+                raise UserError(f"dtype is the name of one; given {config.dtype!r}")
+            if weights is not None:
+                check_counts(content, weights)
+                check_size(_skeleton(made_by, config), weights)
+        generation = None
+        if (folder / GENERATION).is_file():
+            with blaming(folder / GENERATION):
+                generation = transformers.GenerationConfig.from_pretrained(readable, local_files_only=True)
+        files = weights.files if weights is not None else "the weights"
+        with blaming(f"{folder}, whose {CONFIG} and {files} do not fit each other"):
+            model, report = made_by.from_pretrained(
+                None if state is not None else readable,
+                config=config,
+                state_dict=state,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+            )
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if generation is not None and model.can_generate():
+        model.generation_config = generation
+    source = f"{folder}: {files}"
+    if report["mismatched_keys"]:
+        tensor, saved, wanted = min(report["mismatched_keys"])
+        raise UserError(f"{source} holds {tensor} of shape {list(saved)}, {CONFIG} describes {list(wanted)}")
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
-        raise UserError(f"{folder} holds no values for {len(missing)} parameters, such as {', '.join(missing[:3])}")
+        raise UserError(
+            f"{source} holds no values for {len(missing)} parameters that {CONFIG} describes, such as "
+            f"{', '.join(missing[:3])}"
+        )
     if report["unexpected_keys"] and layers_of_cores(model):
         unknown = sorted(report["unexpected_keys"])
         raise UserError(
-            f"{folder} holds {len(unknown)} tensors without a place in its {name}, such as {', '.join(unknown[:3])}; a "
-            "tied head comes untied where sc.tensorize was given the base of the model alone: give it the whole model"
+            f"{source} holds {len(unknown)} tensors without a place in its {name} of {CONFIG}, such as "
+            f"{', '.join(unknown[:3])}; a tied head comes untied where sc.tensorize was given the base of the model "
+            "alone: give it the whole model"
         )
+    return model
+
+
+def _model_class(name: str | None, config: dict[str, Any]) -> Any:
+    """Return the class of a saved model: of transformers, or one that `AutoModel` has been told of. None if unknown."""
+    import transformers
+
+    found: Any = getattr(transformers, str(name), None)
+    known: list[Any] = [found] if isinstance(found, type) else []
+    known += [each for each in _registered(config) if each.__name__ == name]
+    return next((each for each in known if issubclass(each, PreTrainedModel) and each.config_class), None)
+
+
+def _skeleton(made_by: Any, config: Any) -> Any:
+    """Return the model of a configuration on the meta device, with its layers of cores."""
+    with torch.device("meta"):
+        model = made_by(copy.deepcopy(config))
+    cores = getattr(config, "quantization_config", None)
+    if isinstance(cores, dict) and cores.get("quant_method") == METHOD:
+        CoresQuantizer(CoresConfig(**cores))._process_model_before_weight_loading(model)
     return model
 
 
@@ -189,7 +245,7 @@ def _registered(config: dict[str, Any]) -> list[Any]:
     kind = config.get("model_type")
     try:
         return [AutoModel._model_mapping[type(AutoConfig.for_model(kind))]]
-    except (KeyError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return []
 
 

@@ -92,6 +92,8 @@ class RankAdapter:
         self._dense_numbers = sum(layer.weight.numel() for layer in self.layers.values())
         self._seen: tuple[int, ...] | None = None
         self._is_fresh = False
+        self._stepped: set[int] = set()  # ids of controls that optimizers have stepped in the step not counted yet
+        self._awaits_cores = False
         self._passed_by = 0
         self._knows_decay = False
         self._has_core_optimizer = False
@@ -109,7 +111,7 @@ class RankAdapter:
             raise
         _OWNERS.update({layer: weakref.ref(self) for layer in self.layers.values()})
         self._last_size = self._schedule.initial
-        after_steps(self, RankAdapter._stepped, lambda adapter: adapter._bonds.controls)
+        after_steps(self, RankAdapter._controls_stepped, lambda adapter: adapter._bonds.controls)
         after_steps(self, RankAdapter._cores_stepped, lambda adapter: adapter._bonds.cores())
 
     def _check_target(self) -> None:
@@ -152,7 +154,7 @@ class RankAdapter:
         self._follow()
         if not self.is_attached:
             return task_loss
-        self._is_fresh = True
+        self._is_fresh = self._awaits_cores = True
         return self._schedule.objective(task_loss, share)
 
     def observe(self) -> None:
@@ -161,11 +163,21 @@ class RankAdapter:
         Steps of an optimizer of torch are counted as they are taken. This is for those that nothing tells of: replayed
         by a CUDA graph, or taken parameter by parameter within the backward pass. `loss` calls it, too.
         """
-        versions = self._versions()
-        if self._is_fresh and self._seen is not None and versions != self._seen:
+        if self._has_uncounted_step():
             self._count()
         else:
-            self._seen = versions
+            self._begin()
+
+    def _has_uncounted_step(self) -> bool:
+        """True if controls have changed since the last objective, by a step that `_count` has not seen."""
+        return self._is_fresh and (bool(self._stepped) or (self._seen is not None and self._versions() != self._seen))
+
+    def _begin(self) -> None:
+        """Forget what came before the next step."""
+        self._seen = self._versions()
+        self._stepped.clear()
+        if self._schedule.importance is not None:
+            self._schedule.importance.forget()
 
     def see_gradient(self, parameter: Tensor) -> None:
         """Look at a gradient that is freed before the step is over; of parameters that are no controls it does nothing.
@@ -178,24 +190,33 @@ class RankAdapter:
 
     def begin_step(self) -> None:
         """Say that what has changed so far was no step, and that one is to come, even if nothing asks for the loss."""
-        self._seen, self._is_fresh = self._versions(), True
+        self._begin()
+        self._is_fresh = True
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a step of an optimizer that holds controls; only the first one after an objective counts.
+    def _controls_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a step of an optimizer that holds controls: count the step once all controls that train are stepped.
 
-        Where each parameter has an optimizer of its own, stepped within the backward pass, the gradients of the other
-        controls come later, and are known at the next step.
+        Where each parameter has an optimizer of its own, the others come later; those that never come, because their
+        layers were not used, do not hold up the step beyond `observe`. An optimizer that steps others fires this hook
+        again after them, when the step is counted already: no second step, and its gradients are not those of the next.
         """
         self._passed_by = 0
         if not self._knows_decay:
             self._knows_decay = True
             self._look_for_decay(optimizer)
-        if self._is_fresh:
+        if not self._is_fresh:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(group.get("fused") for group in optimizer.param_groups) and getattr(optimizer, "found_inf", False):
+            return  # within GradScaler.step, which leaves it to a fused optimizer to skip the step
+        held = set(map(id, params))
+        is_first, self._stepped = not self._stepped, self._stepped | held
+        is_last = all(id(control) in self._stepped for control in self._bonds.controls if control.requires_grad)
+        if self._schedule.importance is not None and not (is_first and is_last):
+            for param in params:
+                self._schedule.importance.keep(param)
+        if is_last:
             self._count()
-        elif self._schedule.importance is not None:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    self._schedule.importance.keep(param)
 
     def _look_for_decay(self, optimizer: torch.optim.Optimizer) -> None:
         """Say if an optimizer decays the controls, which is a price on ranks that no target knows of."""
@@ -210,11 +231,14 @@ class RankAdapter:
                 return
 
     def _cores_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a step of an optimizer that holds cores; two with none of the controls in between are one too many."""
+        """After a step of an optimizer that holds cores; warn if a second one comes without one of the controls."""
         controls = set(map(id, self._bonds.controls))
         if any(id(param) in controls for group in optimizer.param_groups for param in group["params"]):
             return
         self._has_core_optimizer = True
+        if not self._awaits_cores:
+            return  # one optimizer within another, or several that take the step together
+        self._awaits_cores = False
         self._passed_by += 1
         if self._passed_by == 2 and self._bonds.controls:
             logger.warning(
@@ -228,9 +252,13 @@ class RankAdapter:
         if not self._bonds.controls:
             return
         self._follow()
+        if self._schedule.importance is not None and self._stepped:
+            for control in self._bonds.controls:
+                if id(control) not in self._stepped:
+                    self._schedule.importance.leave_out(control)
         self.step += 1
         self._schedule.stepped(self.step)
-        self._seen = self._versions()
+        self._begin()
 
     def _follow(self) -> None:
         """Go where the model has gone since: to another device."""
@@ -269,7 +297,8 @@ class RankAdapter:
         """
         self._check_optimizers([each for each in (optimizer, *holders) if isinstance(each, torch.optim.Optimizer)])
         self._bonds.check_finite()
-        before, is_seen = sum(map(len, self._bonds.controls)), self._seen == self._versions()
+        self.observe()
+        before = sum(map(len, self._bonds.controls))
         known = [] if self._schedule.importance is None else [self._schedule.importance]
         for layer in self.layers.values():
             for param, dim, index in layer.cuts([live.nonzero().flatten() for live in layer.live()]):
@@ -277,8 +306,7 @@ class RankAdapter:
         removed = before - sum(map(len, self._bonds.controls))
         if removed:
             self._refresh()
-        if is_seen:
-            self._seen = self._versions()
+        self._seen = self._versions()
         return removed
 
     def detach(self) -> None:
@@ -301,6 +329,7 @@ class RankAdapter:
                 controls are parameters that the model has no longer.
         """
         self._follow()
+        self.observe()
         if self.is_attached and self._schedule.holds:
             self.step = max(self.step, self.options.steps)
             self._schedule.bring_to_target()
@@ -362,9 +391,16 @@ class RankAdapter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the parameters, as plain values."""
+        """What a resumed run needs beside the parameters, as plain values.
+
+        A step that is not counted yet, because its gradients were released or an optimizer is still to come, is saved
+        with the gradients of it that are known.
+        """
+        importance = self._schedule.importance
+        kept = {} if importance is None else importance.kept_values()
         return {
             "step": self.step,
+            "uncounted": kept if self._has_uncounted_step() else None,
             **{name: getattr(self.options, name) for name in _AGREED},
             "values": self._schedule.values(),
             "ranks": {name: list(layer.ranks) for name, layer in self.layers.items()},
@@ -407,7 +443,12 @@ class RankAdapter:
         self.step = state["step"]
         self._refresh()
         self._schedule.load_values(state["values"])
-        self._seen = None
+        self._stepped.clear()
+        self._seen, self._is_fresh = None, state["uncounted"] is not None
+        if self._is_fresh:
+            self._seen = ()  # not what the versions are, so that the step is counted
+            if self._schedule.importance is not None:
+                self._schedule.importance.load_kept_values(state["uncounted"])
 
     def _check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if not optimizers or not self._bonds.controls:

@@ -106,7 +106,7 @@ def filled(site: Site, layer: Layer, init: Init) -> Layer:
             for number, linear in enumerate(as_linears(module, name)):
                 parts[number] = _with_numbers(parts[number], linear, init, f"{site.name}.{name}[{number}]")
     elif isinstance(layer, TTLinear):
-        layer = _with_numbers(layer, _as_linear(module), init, site.name)
+        layer = _with_numbers(layer, as_linear(module), init, site.name)
         layer.bias = module.bias
     else:
         layer = _with_numbers(layer, module, init, site.name)
@@ -115,7 +115,7 @@ def filled(site: Site, layer: Layer, init: Init) -> Layer:
     return layer.train(module.training)
 
 
-def _as_linear(module: nn.Module) -> nn.Linear:
+def as_linear(module: nn.Module) -> nn.Linear:
     """The layer itself, or GPT-2's with its weight transposed."""
     if type(module) is nn.Linear:
         return module
@@ -146,11 +146,12 @@ def _with_numbers(layer: Any, dense: Any, init: Init, name: str) -> Any:
 
 
 def _closest(layer: Any, dense: Any) -> Any:
+    ranks, asked = layer.ranks[1:-1], {"allow_larger": True}  # tensorize itself warns of layers that grow
     if isinstance(layer, TTLinear):
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         plain.weight = dense.weight
-        return TTLinear.from_dense(plain, layer.ranks[1:-1], in_modes=layer.in_modes, out_modes=layer.out_modes)
-    return type(layer).from_dense(dense, layer.ranks[1:-1], row_modes=layer.row_modes, col_modes=layer.col_modes)
+        return TTLinear.from_dense(plain, ranks, in_modes=layer.in_modes, out_modes=layer.out_modes, **asked)
+    return type(layer).from_dense(dense, ranks, row_modes=layer.row_modes, col_modes=layer.col_modes, **asked)
 
 
 def _draw(layer: Any, norm: float) -> None:

@@ -296,11 +296,9 @@ class PaperSchedule(Schedule):
 
     def __init__(self, options: RankOptions, bonds: Bonds) -> None:
         super().__init__(options, bonds)
-        for name in ("mean_loss", "weight", "reference"):
+        for name in ("mean_loss", "weight", "reference", "recent", "recent_share"):
             self.register_buffer(name, torch.zeros(()))
         self.register_buffer("late", torch.zeros((), dtype=torch.bool))
-        for name in ("recent", "recent_share"):
-            self.register_buffer(name, torch.zeros(()), persistent=False)
         self._is_late = False  # as `late`, without asking the device
 
     @property

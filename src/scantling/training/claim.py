@@ -48,17 +48,9 @@ def claim(
 
     def lock() -> None:
         if resume and not is_known:
-            raise UserError(f"{folder.path} holds no run to resume")
+            check_folder(folder, recipe, resume=True, force=force)  # before the lock makes the folder
         folder.lock()
-        if resume and folder.holds_run():
-            folder.check_same(recipe)
-        elif folder.holds_run() and not force:
-            raise UserError(
-                f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
-                "or give another --run-dir"
-            )
-        elif force:
-            folder.check_replaceable()
+        check_folder(folder, recipe, resume=resume, force=force)  # a locked folder can be resumed
 
     try:
         place.attempt(lock, taking_part=place.is_writer)
@@ -66,6 +58,21 @@ def claim(
         folder.unlock()
         raise
     return folder, place, resume
+
+
+def check_folder(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -> None:
+    """Raise a UserError if a folder cannot take a run."""
+    if resume and folder.holds_run():
+        folder.check_same(recipe)
+    elif resume and not folder.was_claimed():
+        raise UserError(f"{folder.path} holds no run to resume")
+    elif not resume and folder.holds_run() and not force:
+        raise UserError(
+            f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
+            "or give another --run-dir"
+        )
+    elif force:
+        folder.check_replaceable()
 
 
 def _of_restart(folder: RunDir, place: Place, *, resume: bool, force: bool) -> tuple[bool, bool]:

@@ -22,10 +22,9 @@ from torch.distributed.rendezvous import rendezvous
 from scantling.comm.silence import named
 from scantling.errors import RunError, ScantlingError, SilentPeerError, UserError, first_line
 from scantling.launched import launched_local_rank, launched_rank, launched_world_size
+from scantling.recipe.schema import DEVICES
 from scantling.training.collectives import broadcast_json, gather_arrays, gather_json, plain
 
-DEVICES = ("auto", "cpu", "cuda")
-"""Kinds of device by name; `auto` is the GPU where there is one."""
 TIMEOUT_S = 300.0
 """How long a collective may take."""
 PREPARATION_S = 6 * 3600.0
@@ -213,6 +212,19 @@ def _join(backend: str, timeout: timedelta) -> None:
         ) from error
 
 
+def device_type(device: str) -> str:
+    """Return "cuda" or "cpu" for a device that a user named, "auto" included.
+
+    Raises:
+        UserError: another device, or CUDA was asked for and there is none.
+    """
+    if device not in DEVICES:
+        raise UserError(f"the device is one of {', '.join(DEVICES)}; given '{device}'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("the device is to be 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
+    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
 @contextlib.contextmanager
 def joined(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
     """Join the process group of torchrun, or stand alone, and leave it at the end.
@@ -225,12 +237,8 @@ def joined(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Pl
         UserError: another device, or CUDA was asked for and there is none.
         SilentPeerError: a process that does not answer in time.
     """
-    if device not in DEVICES:
-        raise UserError(f"the device is one of {', '.join(DEVICES)}; given '{device}'")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("the device is to be 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
+    use_cuda = device_type(device) == "cuda"
     world_size, rank = launched_world_size(), launched_rank()
-    use_cuda = device != "cpu" and torch.cuda.is_available()
     place = Place(
         rank,
         world_size,

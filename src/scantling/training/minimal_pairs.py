@@ -1,8 +1,8 @@
 """How often a language model finds the acceptable sentence of a minimal pair more probable than the other.
 
-The score of a sentence is the sum of the log-probabilities of its tokens. The first one is conditioned on the token
-that stands between documents in training (end-of-text, or the separator of a tokenizer without one); where the
-tokenizer has neither, it has nothing before it and is left out. What follows a sentence is not scored. Sums are not
+The score of a sentence is the sum of the log-probabilities of its tokens. The first one is conditioned on what stands
+before a document in training: what the tokenizer puts before a text, or the token between documents. If the tokenizer
+has neither, the first token has nothing before it and is left out. What follows a sentence is not scored. Sums are not
 divided by lengths, as in Warstadt et al. (arXiv 1912.00582).
 
 Sentences of one length go through the model together, without padding: with granularity `tensor`, activations, keys and
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from scantling.data.blimp import MinimalPair, read_pairs
+from scantling.data.prepare import document_marks
 from scantling.data.tokenizers import Ids, Tokenizer
 from scantling.errors import UserError
 from scantling.modes import evaluating
@@ -86,7 +87,7 @@ def prefers_good(
     Raises:
         UserError: a sentence is longer than the model's context.
     """
-    prefix = tokenizer.sep_id if tokenizer.eos_id is None else tokenizer.eos_id
+    prefix = document_marks(tokenizer).first
     texts = [text for pair in pairs for text in (pair.good, pair.bad)]
     encoded = tokenizer.encode_batch(texts)
     scores = log_probabilities(model, encoded, prefix=prefix, compute=compute).reshape(-1, 2)
@@ -95,20 +96,21 @@ def prefers_good(
 
 @torch.no_grad()
 def log_probabilities(
-    model: torch.nn.Module, sentences: Sequence[Ids], *, prefix: int | None, compute: str = "fp32"
+    model: torch.nn.Module, sentences: Sequence[Ids], *, prefix: Sequence[int], compute: str = "fp32"
 ) -> npt.NDArray[np.float64]:
     """The log-probability of each sentence in nats, (sentences,); the model's mode is put back.
 
     Args:
         model: a causal language model of transformers.
         sentences: ids, without special tokens.
-        prefix: id on which the first token is conditioned; None leaves the first token out.
+        prefix: ids on which the first token is conditioned; without any the first token is left out.
         compute: format of matrix products, as in a recipe.
 
     Raises:
         UserError: a sentence is longer than the model's context.
     """
-    rows = [np.concatenate([[] if prefix is None else [prefix], ids]).astype(np.int64) for ids in sentences]
+    rows = [np.concatenate([prefix, ids]).astype(np.int64) for ids in sentences]
+    before = max(len(prefix) - 1, 0)
     config = model_config(model)
     context = getattr(config, "max_position_embeddings", None)
     longest = max(map(len, rows), default=1) - 1  # the last token is only predicted
@@ -122,7 +124,7 @@ def log_probabilities(
             with autocast(compute, device):
                 logits = model(input_ids=ids[:, :-1], use_cache=False).logits
             nats = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")  # (batch, length)
-            scores[chosen] = -nats.double().sum(1).cpu().numpy()
+            scores[chosen] = -nats[:, before:].double().sum(1).cpu().numpy()
     return scores
 
 

@@ -17,17 +17,19 @@ from scantling.data.progress import Progress
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.models.build import recipe_task
-from scantling.planning.plan import check_world_size, plan
+from scantling.planning.fit import Fit, check_fit
+from scantling.planning.plan import Plan, check_world_size, plan
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
 from scantling.reporting.html import write_report
 from scantling.reporting.runs import read_metrics, read_run
 from scantling.tasks import get_task
+from scantling.tasks.base import TaskData
 from scantling.training.build import build_loop
 from scantling.training.checkpoint import Checkpointer
-from scantling.training.claim import claim
+from scantling.training.claim import check_folder, claim
 from scantling.training.continuing import check_continues, check_same_data, check_same_recipe, stored_values
-from scantling.training.distributed import Place, joined, launch
+from scantling.training.distributed import Place, device_type, joined, launch
 from scantling.training.folders import describe_folders
 from scantling.training.graph import check_graph
 from scantling.training.loop import Outcome, out_of_memory
@@ -130,13 +132,40 @@ def resolve(
     return load_recipe(recipe, settings, sections=overrides), run_dir
 
 
+def check_run(
+    recipe: Recipe, run_dir: Path | None, planned: Plan, *, resume: bool, force: bool, world_size: int
+) -> Fit:
+    """Raise the error with which `train` would refuse a run before its first step; nothing is written.
+
+    Returns:
+        The plan against the memory of this machine.
+
+    Raises:
+        UserError: device, run directory or data cannot be used, or the memory is certainly too small.
+    """
+    device = device_type(recipe.train.device)
+    if run_dir is not None:
+        check_folder(RunDir(run_dir), recipe, resume=resume, force=force)
+    _check_extras(recipe, world_size, device)
+    get_task(recipe_task(recipe)).check_data(recipe.data)
+    fit = check_fit(recipe, planned)
+    if fit.is_impossible:
+        raise UserError(f"the run {fit}")
+    return fit
+
+
+def _check_extras(recipe: Recipe, world_size: int, device: str) -> None:
+    """Raise a UserError if this machine lacks something that a recipe asks for."""
+    check_world_size(recipe, world_size)
+    check_graph(recipe, world_size, device)
+    if recipe.train.tensorboard:
+        summary_writer()
+
+
 def _train(
     recipe: Recipe, folder: RunDir, place: Place, *, resume: bool, sinks: Sequence[Sink], progress: Progress | None
 ) -> RunResult:
-    check_world_size(recipe, place.world_size)
-    check_graph(recipe, place.world_size, place.device.type)
-    if recipe.train.tensorboard:
-        summary_writer()
+    _check_extras(recipe, place.world_size, place.device.type)
     checkpointer = Checkpointer(folder.checkpoints, place, keep=recipe.train.keep_checkpoints)
     checkpoint = checkpointer.newest() if resume else None
     starts_over = resume and checkpoint is None
@@ -147,10 +176,12 @@ def _train(
     if checkpoint is not None:
         changes_schedule = check_continues(checkpoint, read_manifest(checkpoint), recipe)
     task = get_task(recipe_task(recipe))
+    is_warned = _check_memory(recipe, _plan_without_data(recipe, place), place)
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=progress if place.is_main else None)
     place.meet()
     check_same_data(data.info.get("fingerprint"), place)
     planned = plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
+    _check_memory(recipe, planned, place, task_data=data, is_warned=is_warned)
     _set_determinism(recipe, place)
     memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
     loop = build_loop(recipe, task, data, place, checkpointer, memory=memory, energy=energy)
@@ -188,8 +219,7 @@ def _train(
     if told is not None:
         loop.sink.message(told)
     if checkpoint is not None:
-        anew = "" if exact else ", saved by another number of processes: the random generators start anew"
-        loop.sink.message(f"resumed from {checkpoint}{anew}")
+        loop.sink.message(f"resumed from {checkpoint}" + ("" if exact else _changes_by_world_size(checkpoint, place)))
     if starts_over:
         loop.sink.message(f"{folder.path} has no checkpoint yet: the run starts from step 0")
     try:
@@ -199,6 +229,48 @@ def _train(
         loop.stepper.close()
         loop.sink.close()
     return _finish(folder, name, outcome, place)
+
+
+def _changes_by_world_size(checkpoint: Path, place: Place) -> str:
+    """Return what a resume on another number of processes does not restore as it was."""
+    manifest = read_manifest(checkpoint)
+    residuals = " and each exchange starts from the mean of the saved residuals"
+    return (
+        f", saved by {manifest['world_size']} processes, now {place.world_size}: the random generators start again"
+        + (residuals if any(manifest["values"].get("exchange", {}).values()) else "")
+    )
+
+
+def _plan_without_data(recipe: Recipe, place: Place) -> Plan | None:
+    """Return the plan as far as it is known before the data is read; None if only the data describes the model."""
+    try:
+        return plan(recipe, world_size=place.world_size, device=place.device.type)
+    except UserError:
+        return None
+
+
+def _check_memory(
+    recipe: Recipe, planned: Plan | None, place: Place, *, task_data: TaskData | None = None, is_warned: bool = False
+) -> bool:
+    """Compare a plan with the memory here, and warn if it is short. Collective: an all-gather.
+
+    Returns:
+        True if this call or one before has warned.
+
+    Raises:
+        UserError: weights, gradients and optimizer state alone exceed the memory of a rank.
+    """
+    fit = None
+    if planned is not None:
+        fit = check_fit(recipe, planned, search=place.is_main and not is_warned, task_data=task_data)
+    for problem in place.gather(str(fit) if fit is not None and fit.is_impossible else None):
+        if problem is not None:
+            raise UserError(f"the run {problem}")
+    if fit is None or fit.fits is not False or is_warned:
+        return is_warned
+    if place.is_main:
+        logger.warning("the run %s", fit)
+    return True
 
 
 def _check_never_saved(folder: RunDir, checkpointer: Checkpointer, place: Place) -> None:

@@ -89,3 +89,4 @@ class TensorMethod(Method):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.adapter is not None:
             self.adapter.load_state_dict(state)
+            self._recorded = self.adapter.ranks()  # the record of the step before holds them

@@ -1,0 +1,140 @@
+"""Report of a conversion to TT layers: sizes, errors of the weights, and whether trained weights are lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scantling.tensor.experts import DOWN, TTExperts, as_linears, up_name
+from scantling.tensor.linear import TTLinear
+from scantling.tensor.replace import Init, Layer, as_linear
+from scantling.tensor.sites import Site
+
+logger = logging.getLogger(__name__)
+
+LARGE_ERROR = 0.1
+"""Relative error of a weight from which on `tensorize` warns."""
+_OUTLIER = 1.2
+"""Largest singular value, relative to that of a random matrix, from which on a weight counts as trained.
+
+Initialized layers of 14 architectures reach 1.05; after 50 steps of training the least of 16 weights is at 1.6.
+"""
+_SAMPLE = 1024
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer that `tensorize` has replaced.
+
+    Attributes:
+        name: of the layer in the model.
+        dense_parameters: numbers in the weight that was replaced.
+        tt_parameters: numbers in the TT layer that replaced it.
+        weight_error: ‖W − W'‖ / ‖W‖ in Frobenius norm with `init="svd"`, which is also the relative error of the output
+            for inputs with independent features; None with `init="random"`, where W' has nothing of W.
+    """
+
+    name: str
+    dense_parameters: int
+    tt_parameters: int
+    weight_error: float | None
+
+
+def layer_report(site: Site, layer: Layer, init: Init) -> LayerReport:
+    """Compare a TT layer with the module that it will replace."""
+    numbers = sum(weight.numel() for weight in site.weights)
+    size = layer.num_parameters()
+    if isinstance(layer, TTLinear) and layer.bias is not None:
+        size -= layer.out_features  # stays as it was
+    return LayerReport(site.name, numbers, size, _weight_error(site, layer) if init == "svd" else None)
+
+
+@torch.no_grad()
+def _weight_error(site: Site, layer: Layer) -> float:
+    lost = norm = 0.0
+    for part, dense in _pairs(site.module, layer):
+        weight = dense.weight.detach().float()
+        lost += float((part.dense_weight().float() - weight).square().sum())
+        norm += float(weight.square().sum())
+    return sqrt(lost / norm) if norm else 0.0
+
+
+def _pairs(module: nn.Module, layer: Layer) -> Iterator[tuple[Any, Any]]:
+    if isinstance(layer, TTExperts):
+        for parts, name in ((layer.up, up_name(module)), (layer.down, DOWN)):
+            yield from zip(parts, as_linears(module, name), strict=True)
+    else:
+        yield layer, as_linear(module) if isinstance(layer, TTLinear) else module
+
+
+def log_errors(reports: Sequence[LayerReport]) -> None:
+    """Log the errors of weights that TT-SVD has made: a line in all, a warning if one of them is large."""
+    errors = sorted((each.weight_error, each.name) for each in reports if each.weight_error is not None)
+    if not errors:
+        return
+    for error, name in errors:
+        logger.debug("tensorize: %s: relative weight error %.2g", name, error)
+    (least, _), (middle, _), (largest, worst) = errors[0], errors[len(errors) // 2], errors[-1]
+    text = "tensorize: init='svd' changes %d weights by %.1f to %.1f %% of their norm, half of them by %.1f %% or more"
+    figures = (len(errors), 100 * least, 100 * largest, 100 * middle)
+    if largest < LARGE_ERROR:
+        logger.info(text, *figures)
+        return
+    logger.warning(
+        text + " (most: %s), so the model's outputs change; raise the rank, leave these layers dense, or go on "
+        "training (sc.tensorize lists the error of each layer in its `report`)",
+        *figures,
+        worst,
+    )
+
+
+def warn_if_trained(sites: Sequence[Site], *, has_svd: bool) -> None:
+    """Warn if new random TT layers replace weights that were loaded or trained."""
+    trained = [site.name for site in sites if any(_is_loaded(weight) for weight in site.weights)]
+    if not trained:
+        trained = [site.name for site in sites if any(_looks_trained(weight) for weight in site.weights)]
+        if 2 * len(trained) < len(sites):  # a table of sines or the like
+            return
+    way = "use init='svd' to approximate them" if has_svd else "formats with an activation cannot approximate them"
+    logger.warning(
+        "tensorize: init='random' discards the trained weights of %d layers (%s): the new TT layers know nothing of "
+        "them. To keep what they learned, %s; to train from scratch, build the model without loading weights",
+        len(trained),
+        ", ".join(trained[:3]) + (", …" if len(trained) > 3 else ""),
+        way,
+    )
+
+
+def _is_loaded(weight: Tensor) -> bool:
+    """True if transformers has read this parameter from a checkpoint; what it initializes itself has no such mark."""
+    return bool(getattr(weight, "_is_hf_initialized", False))
+
+
+@torch.no_grad()
+def _looks_trained(weight: Tensor) -> bool:
+    """True if a weight has a singular value that a matrix of independent random numbers does not have.
+
+    Of an (m, n) matrix of independent numbers with deviation s the largest singular value is s (√m + √n); training adds
+    larger ones. A few steps of subspace iteration on at most 1024 rows and columns find them.
+    """
+    if weight.is_meta:
+        return False
+    matrix = weight.detach().flatten(0, -2)
+    steps = [max(1, size // _SAMPLE) for size in matrix.shape]
+    matrix = matrix[:: steps[0], :: steps[1]][:_SAMPLE, :_SAMPLE].float()
+    if min(matrix.shape) < 8:
+        return False
+    rms = float(matrix.square().mean().sqrt())
+    if not isfinite(rms):
+        return False
+    probes = torch.randn(matrix.shape[1], 4, generator=torch.Generator().manual_seed(0)).to(matrix.device)
+    for _ in range(4):
+        probes = matrix.t() @ (matrix @ torch.linalg.qr(probes).Q)
+    largest = float(torch.linalg.matrix_norm(matrix @ torch.linalg.qr(probes).Q, ord=2))
+    return largest > _OUTLIER * rms * (sqrt(matrix.shape[0]) + sqrt(matrix.shape[1]))

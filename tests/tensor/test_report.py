@@ -1,0 +1,143 @@
+"""What `tensorize` says about sizes, errors and trained weights, and that `from_dense` does not grow unasked."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tensor.families import FAMILIES, VOCAB, batch, made
+from torch import nn
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.tensor.report import LayerReport
+from tests.texts import english_like
+
+DISCARDS = "discards the trained weights"
+
+
+def test_pretrained_weights_are_not_discarded_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made("llama").save_pretrained(tmp_path)
+    loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path)
+    sc.tensorize(copy.deepcopy(loaded), 4, init="svd")
+    assert DISCARDS not in caplog.text
+    sc.tensorize(loaded, 4)
+    assert caplog.text.count(DISCARDS) == 1
+    assert "use init='svd'" in caplog.text
+
+
+@pytest.mark.parametrize("format", ["cola", "tt-silu"])
+def test_formats_without_svd_do_not_offer_it(format: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made("llama").save_pretrained(tmp_path)
+    sc.tensorize(hf.AutoModelForCausalLM.from_pretrained(tmp_path), 4, format=format)
+    assert DISCARDS in caplog.text
+    assert "svd" not in caplog.text
+
+
+def test_a_base_model_and_a_new_head_are_told_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made("bert").save_pretrained(tmp_path)
+    for auto in (hf.AutoModel, hf.AutoModelForSequenceClassification):
+        caplog.clear()
+        sc.tensorize(auto.from_pretrained(tmp_path), 4)
+        assert DISCARDS in caplog.text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_models_are_tensorized_without_a_warning(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    sc.tensorize(made(family), 4)
+    assert DISCARDS not in caplog.text
+
+
+def test_a_new_model_of_a_pretrained_configuration_is_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made("llama").save_pretrained(tmp_path)
+    config = hf.AutoConfig.from_pretrained(tmp_path)
+    sc.tensorize(hf.AutoModelForCausalLM.from_config(config), 4)
+    assert DISCARDS not in caplog.text
+
+
+@pytest.mark.parametrize("way", ["trained here", "state dict", "copy"])
+def test_trained_weights_without_a_mark_are_recognized(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    stream = torch.tensor(list(english_like(20_000).encode("ascii"))) % VOCAB
+    model = made("llama").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(50):
+        ids = torch.stack([stream[at : at + 24] for at in torch.randint(len(stream) - 24, (8,)).tolist()])
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if way == "state dict":
+        state = model.state_dict()
+        model = made("llama", seed=1)
+        model.load_state_dict(state)
+    elif way == "copy":
+        model = copy.deepcopy(model)
+    sc.tensorize(model, 4)
+    assert DISCARDS in caplog.text
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "llama-tied"])
+def test_report_holds_the_size_and_error_of_each_layer(family: str) -> None:
+    model = made(family)
+    dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = sum(parameter.numel() for parameter in model.parameters())
+    report: list[LayerReport] = []
+    sc.tensorize(model, 8, init="svd", report=report)
+    saved = sum(each.dense_parameters - each.tt_parameters for each in report)
+    assert before - sum(parameter.numel() for parameter in model.parameters()) == saved > 0
+    back = sc.densify(model).state_dict()
+    for each in report:
+        names = [name for name in dense if name.startswith(f"{each.name}.") and dense[name].ndim > 1]
+        lost = sum(float((dense[name] - back[name]).square().sum()) for name in names) ** 0.5
+        norm = sum(float(dense[name].square().sum()) for name in names) ** 0.5
+        assert each.weight_error == pytest.approx(lost / norm, rel=1e-3, abs=1e-5)
+    assert any((each.weight_error or 0) > 0.1 for each in report)
+
+
+def test_report_of_random_cores_has_sizes_alone() -> None:
+    report: list[LayerReport] = []
+    sc.tensorize(made("llama"), 4, report=report)
+    assert report
+    assert all(each.weight_error is None and each.tt_parameters < each.dense_parameters for each in report)
+
+
+@pytest.mark.parametrize("report", [True, {}, "errors.json"], ids=str)
+def test_a_report_that_is_no_list_is_refused(report: Any) -> None:
+    model = made("llama")
+    with pytest.raises(UserError, match="report must be a list"):
+        sc.tensorize(model, 4, report=report)
+    model(**batch())
+
+
+def test_large_errors_of_svd_are_a_warning_and_small_ones_not(caplog: pytest.LogCaptureFixture) -> None:
+    report: list[LayerReport] = []
+    sc.tensorize(made("llama"), 4, init="svd", report=report)
+    (record,) = (record for record in caplog.records if "init='svd' changes" in record.message)
+    worst = max(report, key=lambda each: each.weight_error or 0)
+    assert record.levelname == "WARNING"
+    assert f"{100 * (worst.weight_error or 0):.1f} % of their norm" in record.message
+    caplog.clear()
+    sc.tensorize(made("llama"), 64, init="svd", filter_fn=lambda name, module: True)
+    assert not any("init='svd' changes" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [
+        (sc.TTLinear, nn.Linear(64, 96)),
+        (sc.TTMEmbedding, nn.Embedding(64, 96)),
+        (sc.TTMEmbeddingBag, nn.EmbeddingBag(64, 96)),
+    ],
+)
+def test_from_dense_refuses_to_grow_for_an_error(kind: Any, layer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UserError, match=r"from_dense: .* times as many as the dense weight.*allow_larger=True"):
+        kind.from_dense(layer, error=0.05)
+    larger = kind.from_dense(layer, error=0.05, allow_larger=True)
+    assert sum(core.numel() for core in larger.cores) > layer.weight.numel()
+    assert not caplog.records
+    kind.from_dense(layer, rank=1000)
+    assert "times as many as the dense weight" in caplog.text
+    assert sum(core.numel() for core in kind.from_dense(layer, error=0.95).cores) < layer.weight.numel()

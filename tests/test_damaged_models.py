@@ -1,0 +1,150 @@
+"""Damaged folders of `save_pretrained` are refused in one line that names the file, or load."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tensor.families import made
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.models.build import quiet
+from scantling.precision import save_quantized
+from tests.damage import check_damage
+
+CASES = int(os.environ.get("SCANTLING_TESTS_DAMAGE", "60"))
+"""Damaged copies of each folder."""
+
+
+def _dense(folder: Path) -> None:
+    made("llama").save_pretrained(folder)
+
+
+def _sharded(folder: Path) -> None:
+    made("gpt2").save_pretrained(folder, max_shard_size="20KB")
+
+
+def _tt(folder: Path) -> None:
+    sc.tensorize(made("llama"), 4).save_pretrained(folder)
+
+
+def _packed(folder: Path) -> None:
+    save_quantized(sc.quantize_weights(made("llama"), "int4"), folder)
+
+
+def _packed_tt(folder: Path) -> None:
+    save_quantized(sc.quantize_weights(sc.tensorize(made("llama"), 4), "mxfp4_e2m1"), folder)
+
+
+KINDS = {"dense": _dense, "sharded": _sharded, "tt": _tt, "packed": _packed, "packed-tt": _packed_tt}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Saved models without checksums, which would find all damage before anything is read."""
+    root = tmp_path_factory.mktemp("saved")
+
+    def folder(kind: str) -> Path:
+        if not (root / kind).exists():
+            KINDS[kind](root / kind)
+            (root / kind / "scantling.sha256").unlink(missing_ok=True)
+        return root / kind
+
+    return folder
+
+
+def load(folder: Path) -> Any:
+    with quiet():
+        return sc.load(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_an_error_that_names_the_file(
+    kind: str, folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = check_damage(folders(kind), tmp_path, range(CASES), load, UserError)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", 2**31 - 1),
+        ("vocab_size", 2**40),
+        ("hidden_size", 2**33),
+        ("max_position_embeddings", 2**40),
+    ],
+)
+def test_settings_of_a_giant_take_no_memory(
+    kind: str, key: str, value: int, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    names = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "max_position_embeddings": "n_positions"}
+    key = names.get(key, key) if kind == "sharded" else key
+    source = folders(kind)
+    for path in source.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | {key: value}))
+    if key == "max_position_embeddings":  # rotary positions need no table
+        load(tmp_path)
+    else:
+        with pytest.raises(UserError, match=r"cannot load .*config\.json"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_byte_order_marks_are_left_out(kind: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    source = folders(kind)
+    before = load(source)
+    for path in source.iterdir():
+        mark = b"\xef\xbb\xbf" if path.suffix == ".json" and path.name != "quantized.json" else b""
+        if path.name == "generation_config.json":
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.5}))
+        (tmp_path / path.name).write_bytes(mark + path.read_bytes())
+    model = load(tmp_path)
+    assert model.generation_config.temperature == 0.5
+    assert model.name_or_path == model.config.name_or_path == str(tmp_path)
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in before.state_dict().items())
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(ids).logits, before(ids).logits)
+
+
+def test_a_large_group_in_a_packed_file_takes_no_memory(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    model = sc.quantize_weights(made("llama"), {"format": "int4", "group_size": 32})
+    save_quantized(model, tmp_path / "out")
+    (tmp_path / "out" / "scantling.sha256").unlink()
+    index = tmp_path / "out" / "quantized.json"
+    name = "model.layers.0.mlp.up_proj.weight"
+    content = json.loads(index.read_text())
+    content["tensors"][name]["group_size"] = 2**50
+    index.write_text(json.dumps(content))
+    assert torch.equal(load(tmp_path / "out").get_parameter(name), model.get_parameter(name))
+
+
+@pytest.mark.parametrize("name", ["AutoModel", "BertTokenizer", "pipeline", "PreTrainedModel", "", "a.b"])
+def test_names_that_are_no_model_classes_are_refused(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    content = json.loads((folders("dense") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"architectures": [name]}))
+    with pytest.raises(UserError, match=r"config\.json: transformers .* has no model class"):
+        load(tmp_path)
+
+
+def test_weights_of_other_shapes_are_named(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    made("llama").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(5)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"model\.safetensors holds model\.norm\.weight of shape \[5\], config\.json describes \[32\]"
+    ):
+        load(tmp_path)
