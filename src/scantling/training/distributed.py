@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,20 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from scantling.comm.silence import named
 from scantling.errors import RunError, ScantlingError, SilentPeerError, UserError, first_line
 from scantling.launched import launched_local_rank, launched_rank, launched_world_size
 from scantling.recipe.schema import DEVICES
 from scantling.training.collectives import broadcast_json, gather_arrays, gather_json, plain
+from scantling.training.peers import find_ended, group_store, meet, note_end, open_store, relayed_error, telling
 
 TIMEOUT_S = 300.0
 """How long a collective may take."""
 PREPARATION_S = 6 * 3600.0
 """How long processes wait for one that still prepares its data, or sums up a checkpoint."""
-_MET, _ENDED = "scantling/met/", "scantling/ended/"
-"""What notes in the store begin with: how often a rank has met the others, and that it ended with an error."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,9 @@ class Place:
         if problem is None:
             return
         is_input = any(self.gather(isinstance(error, UserError)))
-        raise (UserError if is_input else RunError)(problem) from error
+        agreed = (UserError if is_input else RunError)(problem)
+        agreed.relayed = True
+        raise agreed from error
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over all processes, in place. Collective: one all-reduce when there are several."""
@@ -143,40 +142,24 @@ class Place:
             return
         try:
             arrival = None if self.waiting is None else dist.barrier(self.waiting, async_op=True)
-            self._meet(dist.distributed_c10d._get_default_store(), within_s, arrival)
+            meet(group_store(), self.rank, self.world_size, within_s, arrival=arrival)
             if arrival is not None:
                 arrival.wait()
-        except SilentPeerError:
+        except ScantlingError:
             raise
         except RuntimeError as error:
-            if "gloo" in str(error):  # `named` looks for who died
-                raise
+            if "gloo" in str(error):
+                if ended := _ended(self):  # their connections close after they have said why
+                    raise relayed_error(group_store(), ended) from error
+                raise  # `named` looks for who died
             raise SilentPeerError(
                 "the process that holds the store of the group, in general rank 0, ended while others waited "
                 f"for each other ({first_line(error)}); what it says is the reason"
             ) from error
 
-    def _meet(self, store: Any, within_s: float, arrival: Any) -> None:
-        until, pause = time.monotonic() + within_s, 0.01
-        number = store.add(f"{_MET}{self.rank}", 1)
-        missing = [*range(self.world_size)]
-        while missing := [rank for rank in missing if store.add(f"{_MET}{rank}", 0) < number]:
-            if ended := [rank for rank in missing if store.check([f"{_ENDED}{rank}"])]:
-                raise SilentPeerError(f"rank {_listed(ended)} of {self.world_size} ended; what it says is the reason")
-            if arrival is not None and arrival.is_completed():
-                arrival.wait()  # raises if a process died
-            if time.monotonic() > until:
-                raise SilentPeerError(f"rank {_listed(missing)} of {self.world_size} did not come in {within_s:g} s")
-            time.sleep(pause)
-            pause = min(1.0, 1.5 * pause)
-
 
 ALONE = Place(0, 1, torch.device("cpu"))
 """One process that speaks to no other."""
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def is_restart() -> bool:
@@ -191,22 +174,20 @@ def launch() -> str:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Join the group; under names of its own in the store where torchrun has started the processes again.
-
-    torchrun keeps one store for all attempts, and PyTorch 2.13 uses the same names in each: whoever comes first would
-    connect to the address of a process that is dead.
-    """
+    """Join the group once all processes are there, so that one that failed before keeps none waiting."""
+    known, seconds = os.environ.get, timeout.total_seconds()
     try:
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-        )
+        store = open_store(seconds)
+        store.set_timeout(timeout)
+        rank, world_size = launched_rank(), launched_world_size()
+        meet(store, rank, world_size, seconds, pause_s=0.1)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except dist.DistError as error:
-        known = os.environ.get
+    except ValueError as error:
+        raise UserError(f"WORLD_SIZE is {known('WORLD_SIZE')}, but {error}; start the processes by torchrun") from None
+    except (dist.DistError, SilentPeerError) as error:
         address = f"{known('MASTER_ADDR', '?')}:{known('MASTER_PORT', '?')}"
         raise SilentPeerError(
-            f"the processes did not find each other within {timeout.total_seconds():g} s by way of {address}: "
+            f"the processes did not find each other within {seconds:g} s by way of {address}: "
             f"{first_line(error)}. Look whether all {known('WORLD_SIZE')} were started, rank 0 there, "
             "at firewalls, and at GLOO_SOCKET_IFNAME, which names the interface to use"
         ) from error
@@ -237,30 +218,48 @@ def joined(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Pl
         UserError: another device, or CUDA was asked for and there is none.
         SilentPeerError: a process that does not answer in time.
     """
-    use_cuda = device_type(device) == "cuda"
-    world_size, rank = launched_world_size(), launched_rank()
-    place = Place(
-        rank,
-        world_size,
-        torch.device("cuda", launched_local_rank()) if use_cuda else torch.device("cpu"),
-    )
-    if use_cuda:
-        torch.cuda.set_device(place.device)
-    ours = world_size > 1 and not dist.is_initialized()
-    if ours:
-        _join("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(seconds=timeout_s))
-    try:
-        with named():
-            if world_size > 1:
-                hosts = tuple(place.gather(platform.node() or "an unnamed machine"))
-                waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARATION_S))
-                place = replace(place, hosts=hosts, waiting=waiting)
-            yield place
-    except BaseException:
+    with telling():
+        use_cuda = device_type(device) == "cuda"
+        world_size, rank = launched_world_size(), launched_rank()
+        place = Place(
+            rank,
+            world_size,
+            torch.device("cuda", launched_local_rank()) if use_cuda else torch.device("cpu"),
+        )
+        if use_cuda:
+            torch.cuda.set_device(place.device)
+        ours = world_size > 1 and not dist.is_initialized()
         if ours:
-            with contextlib.suppress(RuntimeError):
-                dist.distributed_c10d._get_default_store().set(f"{_ENDED}{rank}", "1")
-        raise
-    finally:
-        if ours and dist.is_initialized():
-            dist.destroy_process_group()
+            _join("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(seconds=timeout_s))
+        try:
+            with named():
+                if world_size > 1:
+                    hosts = tuple(place.gather(platform.node() or "an unnamed machine"))
+                    waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARATION_S))
+                    place = replace(place, hosts=hosts, waiting=waiting)
+                yield place
+        except BaseException as error:
+            if world_size == 1:
+                raise
+            reason = _reason(error, place)
+            note_end(group_store(), reason)
+            if reason is error:
+                raise
+            raise reason from error
+        finally:
+            if ours and dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _reason(error: BaseException, place: Place) -> BaseException:
+    """Return why another process ended if that is why this one cannot go on, else the error itself."""
+    if isinstance(error, SilentPeerError) and (ended := _ended(place)):
+        return relayed_error(group_store(), ended)
+    return error
+
+
+def _ended(place: Place) -> list[int]:
+    """List the other ranks that ended with an error; none if the store is gone."""
+    with contextlib.suppress(RuntimeError):
+        return find_ended(group_store(), [rank for rank in range(place.world_size) if rank != place.rank])
+    return []

@@ -35,6 +35,7 @@ from scantling.training.graph import check_graph
 from scantling.training.loop import Outcome, out_of_memory
 from scantling.training.manifest import read_manifest
 from scantling.training.meters import EnergyMeter, MemoryMeter
+from scantling.training.peers import telling
 from scantling.training.rundir import RunDir
 from scantling.training.sinks import JsonlSink, Sink, Sinks, TensorBoardSink, summary_writer
 
@@ -95,7 +96,20 @@ def train(
         >>> result = sc.train("recipes/demo-lean.yaml", train={"steps": 20})  # doctest: +SKIP
         >>> result.metrics["eval_loss"]  # doctest: +SKIP
     """
-    recipe, run_dir = resolve(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
+    with telling():
+        recipe, run_dir = resolve(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
+        return _train_together(recipe, run_dir, resume=resume, force=force, sinks=sinks, progress=progress)
+
+
+def _train_together(
+    recipe: Recipe,
+    run_dir: Path | None,
+    *,
+    resume: bool,
+    force: bool,
+    sinks: Sequence[Sink],
+    progress: Progress | None,
+) -> RunResult:
     with joined(recipe.train.device, timeout_s=recipe.comm.timeout) as place:
         check_same_recipe(recipe, place)
         folder, place, resume = claim(run_dir, recipe, place, resume=resume, force=force)
@@ -186,6 +200,7 @@ def _train(
     memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
     loop = build_loop(recipe, task, data, place, checkpointer, memory=memory, energy=energy)
     loop.fingerprint, loop.recipe = data.info.get("fingerprint"), stored_values(recipe)
+    place.meet()  # notices a process that failed to build its model; some backends wait for it until the timeout
     exact = checkpoint is None or loop.resume(checkpoint)
     receivers: list[Sink] = []
 
