@@ -172,10 +172,10 @@ def _tell(error: BaseException, report: Callable[[BaseException], None]) -> None
     local, rank, world_size = launched_local_rank(), launched_rank(), launched_world_size()
     if not local:
         report(error)
-    if world_size == 1:
+    is_alone = id(error) not in _noted  # there is no process group, in which others wait for the end of this process
+    if world_size == 1 or (is_alone and isinstance(error, SilentPeerError)):
         return
     is_reported = not local or (isinstance(error, ScantlingError) and error.relayed)
-    is_alone = id(error) not in _noted  # there is no process group, in which others wait for the end of this process
     try:
         store = open_store(TELL_S if is_alone else _FIRST_S)
         if is_alone:
