@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import pytest
@@ -186,6 +187,45 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert made["wire_bytes"] == made["gradient_bytes"] == made["num_trainable"] * 4
     assert run(["plan", str(path)]) == 0
     assert "parameters" in capsys.readouterr().out.lower()
+
+
+def test_plan_of_a_run_is_that_of_its_recipe_and_processes(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(*arguments: str | Path) -> dict[str, Any]:
+        assert run(["plan", *map(str, arguments), "--json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        for measured in ("machine", "base_bytes", "peak_memory_bytes"):
+            del found[measured]
+        return found
+
+    given = planned(trained)
+    assert given == planned(trained / "recipe.yaml", "--device", "cpu")
+    assert given["num_parameters"] == json.loads((trained / "plan.json").read_text())["num_parameters"]
+    longer = planned(trained, "--set", "train.steps=90", "--world-size", "2")
+    assert (longer["total_tokens"], longer["world_size"]) == (10 * given["total_tokens"], 2)
+
+    copy = tmp_path / "run"
+    copy.mkdir()
+    assert run(["plan", str(copy)]) == 2
+    assert f"{copy} holds no run" in capsys.readouterr().err
+    (copy / "recipe.yaml").write_bytes((trained / "recipe.yaml").read_bytes())
+    content: Any
+    for content, expected in [
+        ({"world_size": 4, "device": "cuda:0"}, (4, "cuda")),
+        ({"world_size": 4.5, "device": ["x"]}, (1, "cpu")),
+        ([1], (1, "cpu")),
+    ]:
+        (copy / "environment.json").write_text(json.dumps(content))
+        made = planned(copy)  # whose recipe says cpu
+        assert (made["world_size"], made["device"]) == expected
+
+
+def test_sweep_begins_from_a_run(trained: Path, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep.yaml"
+    for base, code in ((trained, 0), (tmp_path, 2)):
+        sweep.write_text(json.dumps({"base": str(base), "axes": {"train.steps": [2, 3]}}))
+        assert run(["sweep", str(sweep), "--dry-run"]) == code
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

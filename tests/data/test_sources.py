@@ -14,7 +14,7 @@ import pytest
 from scantling.data import documents
 from scantling.data.cache import Cache
 from scantling.data.documents import Piece, Source, scan
-from scantling.data.files import CHUNK, read_lines
+from scantling.data.files import CHUNK, expand, read_lines
 from scantling.data.progress import NoProgress
 from scantling.data.sources import StandardLibrary, TextFiles, training_source, validation_source
 from scantling.errors import UserError
@@ -219,7 +219,8 @@ def test_missing_file(tmp_path: Path) -> None:
         f"data.text: file not found: {tmp_path / 'trian.txt'} (did you mean 'train.txt'?)"
     )
     assert "no file matches" in refusal(text=str(tmp_path / "*.md"))
-    assert "is a folder" in refusal(text=str(tmp_path))
+    with pytest.raises(UserError, match="is a folder"):
+        expand(str(tmp_path), "data.criteo")
 
 
 def test_missing_validation_file_names_its_key(tmp_path: Path) -> None:

@@ -140,6 +140,21 @@ def test_an_optimizer_that_exchanges_too_is_refused(tmp_path: Path) -> None:
         built.train()
 
 
+@pytest.mark.parametrize("beta1", [0.9, 0.0])
+@pytest.mark.parametrize("name", ["adamw", "came"])
+def test_optimizer_with_a_second_momentum_warns(
+    tmp_path: Path, name: str, beta1: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, _ = trainer(tmp_path)
+    args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", adam_beta1=beta1)
+    came = {"optimizer_cls_and_kwargs": sc.hf.came(lr=1e-3, betas=(beta1, 0.95, 0.995))}
+    options: dict[str, Any] = {} if name == "adamw" else came
+    other = Trainer(model=made.model, args=args, train_dataset=Sequences(), **options)
+    sc.hf.attach(other, topk=8)
+    other.train()
+    assert caplog.text.count("has a momentum of its own") == (beta1 > 0)
+
+
 def test_missing_residuals_are_an_error(tmp_path: Path) -> None:
     first, _ = trainer(tmp_path)
     first.add_callback(StopAtThree())

@@ -76,7 +76,8 @@ def test_prepared_data(tmp_path: Path) -> None:
     text = data.tokenizer.decode(np.concatenate([data.train[index][1:] for index in range(len(data.train))]))
     assert text.startswith("document 1: é words é words document 2: é")  # document 0 is held out
     assert data.info["heldout"]["documents"] == 2
-    assert task.config_overrides(data) == {"pad_token_id": 257, "eos_token_id": EOS, "bos_token_id": EOS}
+    ids = {"bos": EOS, "eos": EOS, "pad": 257, "mask": 258, "cls": 259, "sep": 260}
+    assert task.config_overrides(data) == {f"{role}_token_id": id_ for role, id_ in ids.items()}
 
 
 def test_loss_is_the_sum_in_fp32_with_its_gradient() -> None:

@@ -103,7 +103,8 @@ def test_prepare_and_evaluate(tmp_path: Path) -> None:
     figures = task.metrics(sums, data)
     assert 4 < figures["eval_loss"] < 7
     assert 0 <= figures["accuracy"] < 0.2
-    assert task.config_overrides(data) == {"pad_token_id": 257}
+    ids = {"bos": None, "eos": 256, "pad": 257, "mask": 258, "cls": 259, "sep": 260}
+    assert task.config_overrides(data) == {f"{role}_token_id": id_ for role, id_ in ids.items()}
 
 
 def test_tokenizer_without_mask(tmp_path: Path) -> None:

@@ -95,11 +95,8 @@ def test_spans_of_a_stream_are_hidden(tmp_path: Path) -> None:
     alone = data.collate([(0, 2, data.train[2])])
     assert torch.equal(alone.labels[0], batch.labels[2])
     assert not torch.equal(data.collate([(1, 2, data.train[2])]).inputs["input_ids"], alone.inputs["input_ids"])
-    assert task.config_overrides(data) == {
-        "pad_token_id": 257,
-        "decoder_start_token_id": 257,
-        "eos_token_id": 256,
-    }
+    ids = {"bos": None, "eos": 256, "pad": 257, "mask": 258, "cls": 259, "sep": 260}
+    assert task.config_overrides(data) == {f"{role}_token_id": id_ for role, id_ in ids.items()}
 
 
 def test_the_held_out_stream_is_covered(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_removed_ranks_cost_no_exchange(tmp_path: Path) -> None:
     """
     tensor = {"rank": 8, "size_target": 0.4, "truncate_every": 2, "adapt": 0.5}
     recipe = demo_recipe(tmp_path, tensor=tensor, train={"steps": 12, "checkpoint_every": 6})
-    recipe["optim"] = {"name": "came", "lr": 2e-3, "momentum": "int8"}
+    recipe["optim"] = {"name": "came", "lr": 2e-3, "momentum": "int8", "betas": [0.9, 0.999, 0.9999]}
     recipe["precision"] = {"weights": "int8", "activations": "int8"}
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     straight, again = tmp_path / "straight", tmp_path / "again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -88,13 +89,22 @@ def _report(error: BaseException) -> None:
 
     if isinstance(error, ScantlingError):
         where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        print(f"scantling: error{where}: {error}", file=sys.stderr)
+        _print_error(f"scantling: error{where}: {error}")
     elif isinstance(error, _usage_error()):
         error.show()
     elif isinstance(error, KeyboardInterrupt | typer.Abort):
         print("scantling: interrupted; a run goes on from its newest checkpoint with --resume", file=sys.stderr)
     elif isinstance(error, OSError) and error.filename is not None and not isinstance(error, BrokenPipeError):
-        print(f"scantling: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        _print_error(f"scantling: error: {error.filename}: {error.strerror}")
+
+
+def _print_error(text: str) -> None:
+    """Print to the standard error; on a terminal lines break between words."""
+    if sys.stderr.isatty():
+        from scantling.reporting.format import fold_lines
+
+        text = fold_lines(text, shutil.get_terminal_size().columns)
+    print(text, file=sys.stderr)
 
 
 def leave(code: int) -> None:

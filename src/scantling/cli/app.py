@@ -112,13 +112,17 @@ def sweep(
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A recipe.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe, or the directory of a run.")],
     settings: Settings = None,
-    world_size: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes. Default: 1, or that of the run.")
+    ] = None,
     device: Annotated[
-        str,
-        typer.Option(help="cpu or cuda, which need not be here. Default: the recipe's.", autocompletion=_devices),
-    ] = "auto",
+        str | None,
+        typer.Option(
+            help="cpu or cuda, which need not be here. Default: the recipe's, or the run's.", autocompletion=_devices
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Say what a run will cost before it starts: parameters, memory, bytes sent, FLOPs."""

@@ -169,6 +169,11 @@ class Channel:
             yield member.param, member.grid.paste(part)
 
 
+def goes_by_blocks(shape: tuple[int, ...], numel: int, role: str | None) -> bool:
+    """True if a parameter is a matrix of which the exchange has a momentum; others are exchanged as gradients."""
+    return role in (None, "matrix") and len(shape) >= 2 and numel >= MIN_NUMBERS
+
+
 def kind_and_grid(
     shape: tuple[int, ...], numel: int, group: dict[str, Any], *, whole: bool = False
 ) -> tuple[Kind, Grid]:
@@ -183,7 +188,7 @@ def kind_and_grid(
     chunk, topk, values = group["chunk"], group["topk"], group["values"]
     dense: Values = group["dense"]
     paper = group["compat"] == "paper"
-    is_matrix = paper or (group["role"] in (None, "matrix") and len(shape) >= 2 and numel >= MIN_NUMBERS)
+    is_matrix = paper or goes_by_blocks(shape, numel, group["role"])
     if whole:
         section, decay = Section(1, 1, "fp32" if dense == "fp32" else "bf16"), group["decay"] if is_matrix else 1.0
         return Kind(section, 1, 1, is_matrix, False, decay, 1.0), Grid(shape, ((), tuple(range(len(shape)))), 1, 1)

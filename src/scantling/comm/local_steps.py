@@ -93,6 +93,7 @@ class LocalSteps:
         self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self._anchors = [local(param).clone() for param in self._params]
         self.steps, self.wire_bytes = 0, 0
+        exchange.watches_optimizer = False  # pseudo-gradients are no momentum, and the outer one is wanted
         exchange.facts = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
 
     @property

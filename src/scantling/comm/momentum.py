@@ -58,6 +58,7 @@ from scantling.comm.options import Exchange, Group, Rounds, Transform, as_groups
 from scantling.comm.payload import Header
 from scantling.comm.residuals import Format
 from scantling.comm.rounds import Outcome, Sparse, Way, exchange
+from scantling.comm.second_momentum import MomentumWatch
 from scantling.comm.shards import all_agree, all_finite, as_gradient, check_meshes, local, place_gradient
 from scantling.comm.values import DTYPES, Values
 from scantling.errors import NonFiniteError, ReplicaError, SilentPeerError, UserError
@@ -209,6 +210,8 @@ class MomentumExchange(Accumulator):
         self.withheld = False
         self._has_started = False
         self._wrappers: list[nn.Module] | None = None
+        self._watch: MomentumWatch | None = None
+        self.watches_optimizer = True
         self._layout: Layout | None = None
         self._opened: Opened | None = None
         self._sent: list[Sent] = []
@@ -240,10 +243,22 @@ class MomentumExchange(Accumulator):
             ReplicaError: parameters are not alike any more.
         """
         decoded = self.decoded()
+        self._watch_optimizer()
         for place, param in enumerate(self._parameters()):
             if param.requires_grad:
                 param.grad = None if decoded is None else as_gradient(decoded[place], param)
         return decoded is not None
+
+    def _watch_optimizer(self) -> None:
+        """Warn of an optimizer with a momentum of its own once it steps."""
+        if self._watch is not None:
+            if self._watch.is_done:
+                self._watch.stop()
+        elif self.watches_optimizer and self.link.rank == 0:
+            pairs = zip(self._parameters(), groups_of(self.param_groups), self.are_matrices(), strict=True)
+            self._watch = MomentumWatch(
+                param for param, group, is_matrix in pairs if is_matrix and group["decay"] > 0 and param.requires_grad
+            )
 
     def decoded(self) -> list[Tensor] | None:
         """As `exchange`, but the momentum of all parameters in fp32, of the local part of each; None without one.
@@ -314,7 +329,7 @@ class MomentumExchange(Accumulator):
         self.state = {param: state for param, state in other.state.items() if param in params}
         self.step, self.decided, self._failure = other.step, other.decided, other._failure
         self._settled = other._settled
-        self._has_started = other._has_started
+        self._has_started, self._watch = other._has_started, other._watch
         if other._background is not None:
             self._line, self._background = other._line, other._background
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scantling.data.cache import FORMAT, Cache
-from scantling.data.files import expand, file_stamp, refuse_changed
+from scantling.data.files import ENDINGS, expand, file_stamp, refuse_changed
 from scantling.data.hashing import fingerprint
 from scantling.data.progress import NoProgress, Progress
 from scantling.data.store import MappedArray
@@ -33,9 +33,9 @@ def open_bins(section: DataSection, *, seq_len: int) -> tuple[list[MappedArray],
     """
     if section.bin is None:
         raise AssertionError("called for bin sources only")
-    train = _map(expand(section.bin, "data.bin"), section.bin_dtype)
+    train = _map(expand(section.bin, "data.bin", ENDINGS["bin"]), section.bin_dtype)
     if section.validation is not None:
-        return train, _map(expand(section.validation, "data.validation"), section.bin_dtype), "files"
+        return train, _map(expand(section.validation, "data.validation", ENDINGS["bin"]), section.bin_dtype), "files"
     if section.heldout == 0:
         return train, [], None
     windows = sum(len(stream) // seq_len for stream in train)

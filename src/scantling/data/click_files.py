@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scantling.data.files import expand, file_stamp
+from scantling.data.files import ENDINGS, expand, file_stamp
 from scantling.data.hashing import key64
 from scantling.data.tables import check_columns, csv_rows, shown_kind, source_name
 from scantling.errors import UserError
@@ -141,7 +141,7 @@ def click_files(section: DataSection, *, validation: bool = False) -> ClickFiles
         if section.validation is None:
             raise AssertionError("called only where validation is given")
         given = section.validation
-    paths = expand(given, "data.validation" if validation else f"data.{kind}")
+    paths = expand(given, "data.validation" if validation else f"data.{kind}", ENDINGS.get(kind))
     above = section.clicks.label_above if section.clicks is not None else None
     return ClickFiles(kind, tuple(paths), click_columns(section), above)
 

@@ -7,6 +7,7 @@ import codecs
 import glob
 import gzip
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -20,24 +21,40 @@ CHUNK = 1 << 20
 """Bytes read at a time."""
 MAX_LINE = 1 << 28
 """Longest line in characters; a longer one means that the file has no lines."""
+ENDINGS = {
+    "text": ("",),
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "csv": (".csv",),
+    "parquet": (".parquet",),
+    "bin": (".bin",),
+}
+"""Endings of the files to take from a folder, by the kind of source."""
 PACKED: dict[str, Callable[[Path, Literal["rb"]], object]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
-def expand(paths: str | Sequence[str], key: str) -> list[Path]:
-    """The files that paths and globs name, each glob sorted, and each file once.
+def expand(paths: str | Sequence[str], key: str, endings: Sequence[str] | None = None) -> list[Path]:
+    """Return the files that paths, folders and globs name, those of each folder and glob sorted, and each file once.
 
     Args:
-        paths: a path or glob, or several.
+        paths: a path, folder or glob, or several.
         key: the recipe's key they come from, for messages.
+        endings: which files to take from a folder and the folders in it, by the ends of their names, before `.gz` and
+            the like. Hidden ones are left out. None refuses folders.
 
     Raises:
-        UserError: a file is missing, is a folder, or a glob matches nothing.
+        UserError: a file is missing, or a folder or glob has none.
     """
     found: list[Path] = []
     for given in [paths] if isinstance(paths, str) else paths:
         path = local(given)
         if path.is_file():
             found.append(path)
+        elif path.is_dir() and endings is not None:
+            files = sorted(_files_in(path, (*endings,)))
+            if not files:
+                which = "" if "" in endings else f" that ends in {' or '.join(endings)}"
+                raise UserError(f"{key}: there is no file in the folder {given}{which}; give files or a glob")
+            found += files
         elif path.is_dir():
             raise UserError(f"{key}: {given} is a folder; give files or a glob, such as {path / '*'}")
         elif glob.has_magic(given):
@@ -50,6 +67,16 @@ def expand(paths: str | Sequence[str], key: str) -> list[Path]:
             siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
             raise UserError(hinted(f"{key}: file not found: {given}", path.name, siblings))
     return list(dict.fromkeys(found))
+
+
+def _files_in(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            path = Path(place, name)
+            plain = path.stem if path.suffix.lower() in PACKED else name
+            if plain.lower().endswith(endings) and not name.startswith(".") and path.is_file():
+                yield path
 
 
 def file_stamp(path: Path) -> list[str | int]:

@@ -16,6 +16,7 @@ from scantling.data.cache import FORMAT, Cache
 from scantling.data.documents import Piece, Scan, Source, scan
 from scantling.data.files import refuse_changed
 from scantling.data.hashing import fingerprint, fingerprint_array
+from scantling.data.parts import halves
 from scantling.data.progress import NoProgress, Progress
 from scantling.data.sources import training_source, validation_source
 from scantling.data.split import HELDOUT, TRAIN, UNUSED, Sides, all_of, split
@@ -83,8 +84,13 @@ def prepare(
     cache, progress = cache or Cache(), progress or NoProgress()
     source, held_source = training_source(section), validation_source(section)
     found = scan(source, cache, progress)
-    share = 0.0 if held_source is not None else section.heldout
-    sides = split(found, heldout=share, max_bytes=section.max_bytes, seed=seed, name=source.name)
+    share, max_bytes, held_by = 0.0 if held_source is not None else section.heldout, section.max_bytes, "files"
+    if share and not pairs:
+        used = split(found, heldout=0.0, max_bytes=max_bytes, seed=seed, name=source.name)
+        if (parts := halves(source, found, used, share)) is not None:
+            (source, held_source), share, max_bytes, held_by = parts, 0.0, None, "end of the document"
+            found = scan(source, cache, progress)
+    sides = split(found, heldout=share, max_bytes=max_bytes, seed=seed, name=source.name)
     labels = label_set(section, found, sides, source.name) if pairs and labelled else [] if pairs else None
     tokenizer = _tokenizer(section, source, found, sides, cache, progress, wrap=wrap)
     tokenizer.require(needs[0], *needs[1])
@@ -95,13 +101,12 @@ def prepare(
     entry, meta = maker.entry(source, found, sides)
     train = open_store(entry, "train", meta)
     heldout = open_store(entry, "heldout", meta) if (sides == HELDOUT).any() else None
-    held_by = "document" if heldout is not None else None
     content, seen = entry.name, 0
     if held_source is not None:
         held_found = scan(held_source, cache, progress)
         check_labels(labels, held_found, held_source.name)
         held_entry, held_meta = maker.entry(held_source, held_found, all_of(held_found, HELDOUT))
-        heldout, held_by = open_store(held_entry, "heldout", held_meta), "files"
+        heldout = open_store(held_entry, "heldout", held_meta)
         content = fingerprint([entry.name, held_entry.name])
         seen = int(np.isin(held_found.digests[held_found.sizes > 0], found.digests[sides == TRAIN]).sum())
         if seen:
@@ -112,7 +117,7 @@ def prepare(
         "source": source.name,
         "train": train.facts(),
         "heldout": None if heldout is None else heldout.facts(),
-        "heldout_by": held_by,
+        "heldout_by": None if heldout is None else held_by if held_source is not None else "document",
         "heldout_seen": seen,
         "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint},
         "cache": str(entry),

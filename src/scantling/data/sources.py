@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scantling.data.documents import PIECE, Piece, Source
-from scantling.data.files import PACKED, expand, file_stamp, read_lines, read_text
+from scantling.data.files import ENDINGS, PACKED, expand, file_stamp, read_lines, read_text
 from scantling.data.tables import (
     CsvSource,
     HubSource,
@@ -66,7 +66,7 @@ def _from_files(section: DataSection, *, validation: bool) -> Source:
     if kind is None or given is None:
         raise UserError(f"data: give one source of corpus, {', '.join(kinds)}, hf, bin")
     key = "data.validation" if validation else f"data.{kind}"
-    paths = expand(section.validation if validation and section.validation is not None else given, key)
+    paths = expand(section.validation if validation and section.validation is not None else given, key, ENDINGS[kind])
     if kind == "text":
         return TextFiles(paths, section.document_separator)
     tables: dict[str, type[TableFiles]] = {"jsonl": JsonlSource, "csv": CsvSource, "parquet": ParquetSource}

@@ -63,7 +63,8 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         elif dist.is_initialized() and dist.get_world_size() > 1:
             raise UserError(
                 f"sc.hf.attach: the Trainer trains a {type(model).__name__} on {dist.get_world_size()} processes and "
-                "not in DistributedDataParallel, whose averaging is what the exchange replaces"
+                "not in DistributedDataParallel, whose averaging is what the exchange replaces; on CPUs give "
+                "TrainingArguments(use_cpu=True)"
             )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -99,8 +100,9 @@ def _check_optimizer(optimizer: Any) -> None:
 def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
     """Let the processes of a Trainer exchange momentum in place of gradients.
 
-    Clipping is that of each process's own gradient. Any optimizer steps with what comes of the exchange; one that has a
-    momentum of its own keeps two, so take few or none of its own: `betas=(0.0, 0.95)`, or `sc.hf.sign`.
+    Clipping is that of each process's own gradient. Any optimizer steps with what comes of the exchange. One with a
+    momentum of its own then has two, which costs loss, and brings a warning: give `TrainingArguments(adam_beta1=0.0)`,
+    `sc.hf.came(betas=(0.0, 0.95, 0.995))`, or `sc.hf.sign`.
 
     Args:
         trainer: before `train()`; with one process or several, not under FSDP or DeepSpeed.

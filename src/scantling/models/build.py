@@ -1,6 +1,7 @@
 """From the model section of a recipe to a transformers model: random weights from a seed, or those of a folder.
 
-Only local files are read, weights only from safetensors, and code that lies beside a model is never run.
+Weights are read from safetensors only, and code that lies beside a model is never run. Names on the Hugging Face Hub
+stand for folders of its cache.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 
 from scantling.checksums import check_checksums
 from scantling.errors import UserError, did_you_mean, first_line
+from scantling.hub import hub_folder, is_hub_name
 from scantling.models.presets import PRESETS
+from scantling.models.token_ids import SUFFIX, config_ids, set_generation_ids, set_text_ids
 from scantling.modes import evaluating
 from scantling.precision.training import quantize_training
 from scantling.recipe import Recipe, load_recipe
@@ -123,8 +126,8 @@ def build_config(
         task: gives the Auto class.
         vocab_size: ids of the tokenizer.
         seq_len: the longest sequence of the run.
-        config_overrides: what the task takes from the data, such as the number of labels. Weights that are read know
-            the token with which their decoder starts.
+        config_overrides: what the task takes from the data, such as the number of labels and, for `config_ids`, the ids
+            of special tokens.
 
     Raises:
         UserError: an unknown key, values that do not fit together, a tokenizer or a sequence that does not fit.
@@ -144,8 +147,6 @@ def build_config(
         model_type = preset.model_type
     else:
         given = _read_config(section)
-        if given.get("decoder_start_token_id") is not None and reads_weights(section):
-            config_overrides = {k: v for k, v in config_overrides.items() if k != "decoder_start_token_id"}
         model_type = given.pop("model_type", None)
         if not isinstance(model_type, str):
             raise UserError(f"{section.hf}: its config.json names no model_type")
@@ -167,9 +168,14 @@ def build_config(
         given.pop("head_dim", None)
     if not hasattr(plain, "use_cache"):
         given.pop("use_cache", None)
+    token_ids = {key: id_ for key, id_ in config_overrides.items() if key.endswith(SUFFIX)}
+    others = {key: value for key, value in config_overrides.items() if key not in token_ids}
+    pretrained = reads_weights(section)
+    others |= config_ids(token_ids, given, plain, pretrained=pretrained)
     try:
         with quiet():
-            config = config_class(**{**given, **config_overrides, **section.overrides})
+            config = config_class(**{**given, **others, **section.overrides})
+            set_text_ids(config, token_ids, pretrained=pretrained)
     except Exception as error:  # configuration classes raise errors of many kinds for values that do not fit
         text = f"{config_class.__name__} refuses these settings: {first_line(error)}"
         raise UserError(f"{_source(section)}: {text}") from None
@@ -218,6 +224,7 @@ def build_model(
                 model = auto_class.from_config(config, attn_implementation=section.attention, dtype=torch.float32)
                 _rebuild_cores(model, section, device)
             _learn_padding(model)
+            set_generation_ids(model)
         except UserError:
             raise
         except Exception as error:  # of torch and transformers, which document no set of errors
@@ -306,6 +313,8 @@ def reads_weights(section: ModelSection) -> bool:
     """Whether the run starts from weights in the model folder."""
     if section.hf is None or section.pretrained is False:
         return False
+    if is_hub_name(section.hf):  # one without weights says so when they are read
+        return True
     folder = Path(section.hf)
     found = folder.is_dir() and any((folder / name).is_file() for name in _WEIGHTS)
     if found:
@@ -338,7 +347,12 @@ def quiet() -> Iterator[None]:
 
 def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     """Weights from the folder; a new head and what is left over are warnings, other missing weights an error."""
-    folder = Path(str(section.hf))
+    folder = _folder(section, weights=True)
+    if is_hub_name(str(section.hf)) and not any((folder / name).is_file() for name in _WEIGHTS):
+        raise UserError(
+            f"model.hf: {section.hf} has no model.safetensors on the Hub or in its cache; download it, or train from "
+            "random weights with model.pretrained: false"
+        )
     check_checksums(folder)
     weights = check_weights(folder)
     if weights is not None:
@@ -360,7 +374,7 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    model.name_or_path = model.config.name_or_path = str(folder)
+    model.name_or_path = model.config.name_or_path = str(section.hf)
     # all of a model that has no part of this name is backbone, such as T5 with its encoder and decoder
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
@@ -376,8 +390,6 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     if new or report["unexpected_keys"]:
         left = _some(report["unexpected_keys"])
         logger.warning("%s: new weights, not in the folder: %s; weights not taken: %s", section.hf, _some(new), left)
-    if config.is_encoder_decoder and model.can_generate():  # it generates from what it is trained with
-        model.generation_config.decoder_start_token_id = config.decoder_start_token_id
     return model
 
 
@@ -391,8 +403,19 @@ def _rebuild_cores(model: Any, section: ModelSection, device: str) -> None:
     rebuild(model, cores["layers"])
 
 
+def _folder(section: ModelSection, *, weights: bool = False) -> Path:
+    """Return the model folder, that of the cache for a name on the Hub, or the `config.json` that is given."""
+    name = str(section.hf)
+    if not is_hub_name(name):
+        return Path(name)
+    try:
+        return hub_folder(name, weights=weights)
+    except UserError as error:
+        raise UserError(f"model.hf: {error}") from None
+
+
 def _config_path(section: ModelSection) -> Path:
-    path = Path(str(section.hf))
+    path = _folder(section)
     return path / CONFIG if path.is_dir() else path
 
 
@@ -400,7 +423,7 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
     path = _config_path(section)
     if not os.path.lexists(path):
         raise UserError(
-            f"model.hf: there is no {path}; give a local folder with config.json or such a file (nothing is downloaded)"
+            f"model.hf: there is no {path}; give a local folder with config.json, such a file, or a name on the Hub"
         )
     try:
         content = read_settings(path)

@@ -37,6 +37,9 @@ Layout: TypeAlias = Iterable[dict[str, Any]] | Iterable[tuple[Any, ...]]
 # Where and how a step is computed; none of it changes what is kept, and on meta tensors some of it cannot run.
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 
+_MOMENTUM = ("betas", "momentum")
+"""Keys of a group that decide whether there is a momentum."""
+
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes on this rank of the storages behind an optimizer's state, each counted once."""
@@ -197,15 +200,16 @@ def _read(layout: Layout) -> tuple[list[ParameterSpec], list[dict[str, Any]]]:
             role, dims = item.get("role"), item.get("matrix_dims")
             found = [ParameterSpec(tuple(param.shape), param.dtype, role, dims) for param in params]
             key: tuple[Any, ...] = (index,)
-            decay = item.get("weight_decay", 0.0)
+            decay, kept = item.get("weight_decay", 0.0), {name: item[name] for name in _MOMENTUM if name in item}
         else:
             spec = ParameterSpec(*item)
             found = [spec]
             key = (spec.role, spec.matrix_dims, len(spec.shape))
+            kept = {}
             decay = 0.0 if spec.role == "vector" else 0.1  # some value: decay as torch's SGD does it takes scratch
         specs += found
         group = groups.setdefault(key, {"params": [], "role": found[0].role, "matrix_dims": found[0].matrix_dims})
-        group["weight_decay"] = decay
+        group |= {"weight_decay": decay, **kept}
         group["params"] += [
             torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in found
         ]

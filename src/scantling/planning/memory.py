@@ -50,7 +50,8 @@ def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
     """
     import torch
 
-    from scantling.optim.memory import ParameterSpec, predicted_state_bytes
+    from scantling.comm.second_momentum import optimizer_groups
+    from scantling.optim.memory import predicted_state_bytes
 
     assert recipe.tensor is not None
     if "bytes_per_parameter" in recipe.tensor.adapter:
@@ -59,8 +60,10 @@ def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
 
     @cache
     def of_core(shape: tuple[int, ...], dtype: torch.dtype, role: Role, dims: MatrixDims) -> float:
-        spec = ParameterSpec(shape, dtype, role, dims)
-        state = predicted_state_bytes(recipe.optim.name, [spec], **recipe.optim.options)
+        param = torch.empty(shape, dtype=dtype, device="meta")
+        group = {"params": [param], "role": role, "matrix_dims": dims}
+        groups = optimizer_groups(recipe, [group])
+        state = predicted_state_bytes(recipe.optim.name, groups, **recipe.optim.options)
         return float("nan") if state is None else copies * prod(shape) * dtype.itemsize + state
 
     probe = of_core((2, 2, 2), torch.float32, "matrix", ((0, 1), (2,)))

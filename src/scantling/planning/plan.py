@@ -179,6 +179,7 @@ def plan(
         RecipeError: the recipe is wrong.
         UserError: the model cannot be built, or the number of processes does not fit the recipe.
     """
+    from scantling.comm.second_momentum import note_on_momentum, optimizer_groups
     from scantling.groups import num_non_embedding, param_groups
     from scantling.models.build import checkpoint_activations, quiet, recipe_task
     from scantling.numerics.resident import resident_bytes
@@ -193,6 +194,8 @@ def plan(
     notes: list[str] = []
     model = planned_model(recipe, task, task_data, notes)
     notes += _ranks_that_come_down(recipe, model)
+    if (note := note_on_momentum(recipe)) is not None:
+        notes.append(note)
     wire, residuals = _traffic(recipe, model, world_size)
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
@@ -205,7 +208,7 @@ def plan(
     released = frees_gradients(recipe, world_size=world_size)
     if recipe.optim.release_gradients and not released:
         notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, where they are released")
-    groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
+    groups = optimizer_groups(recipe, param_groups(model, weight_decay=recipe.optim.weight_decay))
     state = predicted_state_bytes(recipe.optim.name, groups, **recipe.optim.options)
     if state is None:
         notes.append(f"the state of {recipe.optim.name} is not known before it has taken a step")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from scantling.errors import Fault, RecipeError, UserError, did_you_mean, shorten
 from scantling.files import local
+from scantling.hub import is_hub_name
 from scantling.recipe.checks import MOST_FAULTS, semantic_faults
 from scantling.recipe.mappings import flattened
 from scantling.recipe.parsing import dump_yaml, parse_yaml, read_text, value_faults
@@ -49,9 +50,7 @@ def load_recipe(
     elif isinstance(source, Mapping):
         content = _checked_plain(source, name)
     else:
-        path = Path(source)
-        if path.is_dir():  # of a run
-            path /= "recipe.yaml"
+        path = recipe_file(source)
         name = str(path)
         content = read_yaml(path)
         if is_sweep(content):
@@ -63,6 +62,20 @@ def load_recipe(
         for key, value in keys.items():
             set_key(content, [section, *key.split(".")], value)
     return check_recipe(content, name)
+
+
+def recipe_file(path: str | os.PathLike[str]) -> Path:
+    """Return the file of a recipe: the path itself, or recipe.yaml in the directory of a run.
+
+    Raises:
+        UserError: it is a directory without a run.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    if not (path / "recipe.yaml").is_file():
+        raise UserError(f"{path} holds no run: there is no recipe.yaml in it; give a recipe or the directory of a run")
+    return path / "recipe.yaml"
 
 
 def is_sweep(content: Mapping[str, Any]) -> bool:
@@ -262,10 +275,10 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
             data[key] = expand(data[key])
     if "validation" in data and not kind_is_hf:
         data["validation"] = expand(data["validation"])
-    if isinstance(data.get("tokenizer"), str) and data["tokenizer"] != "bytes":
+    if isinstance(data.get("tokenizer"), str) and data["tokenizer"] != "bytes" and not is_hub_name(data["tokenizer"]):
         data["tokenizer"] = expand(data["tokenizer"])
     if kind_is_hf:
         data["hf"] = expand(data["hf"], must_exist=True)
-    if model.get("hf") is not None:
+    if model.get("hf") is not None and not is_hub_name(model["hf"]):
         model["hf"] = expand(model["hf"])
     return content

@@ -52,9 +52,11 @@ class ModelSection(Section):
     preset: Text | None = None
     """Name of a built-in architecture, such as `llama-10m`; exactly one of `preset` and `hf` is given."""
     hf: Text | None = None
-    """A local folder with `config.json` (and weights, for fine-tuning), or a `config.json` file."""
+    """A local folder with `config.json` (and weights, for fine-tuning), a `config.json` file, or a name on the Hugging
+    Face Hub, which is fetched into its cache (with `HF_HUB_OFFLINE=1`: found there)."""
     pretrained: bool | None = None
-    """Load the weights found in the `hf` folder. Default: yes when the folder holds weights."""
+    """Load the weights found in the `hf` folder. Default: yes when the folder holds weights, and for names on the
+    Hub."""
     task: Literal["causal-lm", "masked-lm", "seq2seq", "classification", "clicks", "image-classification"] | None = None
     """What the model is trained to do. Default: the preset's task, or what the configuration's architecture is for."""
     overrides: dict[str, Any] = Field(default_factory=dict)
@@ -116,13 +118,15 @@ class DataSection(Section):
     corpus: Literal["python-stdlib"] | None = None
     """A built-in corpus: `python-stdlib` is the source of the Python standard library on this machine."""
     text: Paths | None = None
-    """Text files or globs, also `.gz` and `.xz`, UTF-8; one document a file, or see `document_separator`."""
+    """Text files, folders or globs, also `.gz` and `.xz`, UTF-8; one document a file, or see `document_separator`. A
+    folder stands for all files in it and in the folders below, hidden ones left out."""
     jsonl: Paths | None = None
-    """JSON Lines files or globs, also compressed; columns are named in `fields`."""
+    """JSON Lines files, globs, or folders of `.jsonl` files, also compressed; columns are named in `fields`."""
     csv: Paths | None = None
-    """CSV files or globs with a header line, also compressed; columns are named in `fields`."""
+    """CSV files with a header line, globs, or folders of `.csv` files, also compressed; columns are named in
+    `fields`."""
     parquet: Paths | None = None
-    """Parquet files or globs; columns are named in `fields`."""
+    """Parquet files, globs, or folders of `.parquet` files; columns are named in `fields`."""
     hf: Text | None = None
     """A Hugging Face dataset name or folder, read through `datasets`."""
     hf_config: Text | None = None
@@ -156,8 +160,8 @@ class DataSection(Section):
     document_separator: Text | None = None
     """In text files, a line that starts with this begins a new document (the line itself is left out)."""
     tokenizer: Text | BpeTokenizer = "bytes"
-    """`bytes` (for `bin` files: none), `{bpe: VOCABULARY_SIZE}`, or a folder or `tokenizer.json` file in Hugging Face's
-    format."""
+    """`bytes` (for `bin` files: none), `{bpe: VOCABULARY_SIZE}`, a folder or `tokenizer.json` file in Hugging Face's
+    format, or a name on the Hub as in `model.hf`."""
     seq_len: int = Field(default=256, ge=2, le=1_048_576)
     """Tokens per training sequence (the most, for classification and pairs); for seq2seq those of the input."""
     target_len: int | None = Field(default=None, ge=2, le=1_048_576)
@@ -166,8 +170,8 @@ class DataSection(Section):
     """Keep attention inside a document when several are packed into one sequence (slower); a model that would mix them
     all the same is refused."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Share held out for evaluation: of the documents, never of windows; of `bin` files their end; of the rows of click
-    logs; of the images."""
+    """Share held out for evaluation: of the documents, never of windows; the end of a text that is the only document;
+    of `bin` files their end; of the rows of click logs; of the images."""
     validation: Paths | None = None
     """Held-out files, or images, of the same kind as the source (for `hf`: a split), instead of `heldout`."""
     max_bytes: int | None = Field(default=None, ge=1)

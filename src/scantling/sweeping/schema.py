@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from scantling.errors import Fault, RecipeError, UserError, did_you_mean
 from scantling.files import local
-from scantling.recipe.loading import apply_override, is_sweep, read_yaml, schema_faults
+from scantling.recipe.loading import apply_override, is_sweep, read_yaml, recipe_file, schema_faults
 from scantling.recipe.schema import Paths, Section, Text
 
 Settings = dict[Text, Any]
@@ -112,7 +112,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, 
     if faults := list(_faults(sweep)):
         raise RecipeError(faults, str(path))
     if isinstance(sweep.base, str):
-        base = read_yaml(local(sweep.base))
+        base = read_yaml(recipe_file(local(sweep.base)))
     else:
         base = dict(sweep.base)
     for override in overrides:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,9 +22,9 @@ from scantling.data.loader import Collate
 from scantling.data.packing import Dataset
 from scantling.data.progress import Progress
 from scantling.data.sources import check_documents
-from scantling.data.tokenizers import Ids, Tokenizer
+from scantling.data.tokenizers import ROLES, SPECIALS, ByteTokenizer, Ids, Tokenizer, load_tokenizer
 from scantling.errors import UserError
-from scantling.recipe.schema import DataSection
+from scantling.recipe.schema import BpeTokenizer, DataSection
 
 LARGEST_EXPONENT = 700.0
 """A loss above this has no perplexity that a double could hold."""
@@ -117,11 +117,9 @@ class Task(ABC):
 
     def config_overrides(self, data: TaskData) -> dict[str, Any]:
         """What the model's configuration takes from the data."""
-        tokenizer = data.tokenizer
-        if tokenizer is None:
+        if data.tokenizer is None:
             return {}
-        ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.eos_id}
-        return {name: id_ for name, id_ in ids.items() if id_ is not None}
+        return self.token_ids({role: getattr(data.tokenizer, f"{role}_id") for role in ROLES})
 
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
@@ -142,7 +140,19 @@ class Task(ABC):
 
     def planned_overrides(self, data: DataSection, notes: list[str]) -> dict[str, Any]:
         """What `config_overrides` will give, as far as it is known before the data is read; adds what is assumed."""
-        return {}
+        return self.token_ids(planned_ids(data))
+
+    def check_model(self, model: torch.nn.Module, data: TaskData) -> None:
+        """Raise a UserError if a model cannot use the inputs that the data makes."""
+        return
+
+    def token_ids(self, ids: Mapping[str, int | None]) -> dict[str, Any]:
+        """Return the ids of special tokens by their keys in a configuration.
+
+        Args:
+            ids: those of the tokenizer by role, None for a missing token; empty if the tokenizer is not known.
+        """
+        return {f"{role}_token_id": id_ for role, id_ in ids.items()}
 
     def probe(self, config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Random inputs of a model, on which it is compared with its exported copy."""
@@ -179,6 +189,18 @@ class Task(ABC):
             max_samples: answer only so many examples, those of `eval_batches`; of clicks, all count.
         """
         return {}
+
+
+def planned_ids(data: DataSection, *, padded: bool = False) -> dict[str, int | None]:
+    """Return the ids of a recipe's special tokens by role, also of `with_padding`; only a tokenizer folder is read."""
+    setting = data.tokenizer
+    if isinstance(setting, BpeTokenizer):
+        return {role: number for number, role in enumerate(SPECIALS)}  # the first ids of a BPE that is trained
+    if setting == "bytes" and data.bin is not None:
+        return {}
+    tokenizer = ByteTokenizer() if setting == "bytes" else load_tokenizer(setting)
+    tokenizer = tokenizer.with_padding() if padded else tokenizer
+    return {role: getattr(tokenizer, f"{role}_id") for role in ROLES}
 
 
 def label_names(labels: Sequence[str]) -> dict[str, Any]:
@@ -260,9 +282,10 @@ def padded_length(lengths: Sequence[int], multiple: int | None, limit: int) -> i
     return longest if multiple is None else max(longest, min(limit, -(-longest // multiple) * multiple))
 
 
-def pad_rows(rows: Sequence[Ids], value: int, length: int = 0) -> torch.Tensor:
+def pad_rows(rows: Sequence[Ids], value: int, length: int = 0, *, left: bool = False) -> torch.Tensor:
     """Rows of different lengths as one tensor, (batch, longest), or of this length where it is longer."""
     result = np.full((len(rows), max(length, *map(len, rows))), value, dtype=np.int64)
     for number, row in enumerate(rows):
-        result[number, : len(row)] = row
+        begin = result.shape[1] - len(row) if left else 0
+        result[number, begin : begin + len(row)] = row
     return torch.from_numpy(result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -126,9 +126,3 @@ class MaskedLM(Task):
 
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
         return loss_and_accuracy(sums)
-
-    def config_overrides(self, data: TaskData) -> dict[str, Any]:
-        tokenizer = data.tokenizer
-        if tokenizer is None:
-            return {}
-        return {} if tokenizer.pad_id is None else {"pad_token_id": tokenizer.pad_id}

@@ -138,13 +138,6 @@ class Seq2Seq(Task):
             return 0
         return NUM_SENTINELS
 
-    def config_overrides(self, data: TaskData) -> dict[str, Any]:
-        tokenizer = data.tokenizer
-        if tokenizer is None:
-            return {}
-        pad = required(tokenizer.pad_id)
-        return {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": required(tokenizer.eos_id)}
-
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
         # given labels, transformers would also compute a loss of its own, over all logits once more
         shift: Any = getattr(unwrapped(model), "prepare_decoder_input_ids_from_labels", None)

@@ -334,7 +334,7 @@ class CoreLayer(nn.Module):
                 )
             if not allow_larger:
                 logger.warning("%s; lower the rank, or keep the layer dense", text)
-        self.cores = nn.ParameterList(core.clone() for core in found)
+        self.cores = nn.ParameterList(core.clone(memory_format=torch.contiguous_format) for core in found)
 
     def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
         """A core is a matrix whose rows are its left bond and first mode, see `scantling.param_groups`."""

@@ -44,10 +44,13 @@ from scantling.tensor.head import TTMHead
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.layout import Entry, describe, rebuild
 from scantling.tensor.replace import layers_of_cores
+from scantling.tensor.resize import support_resizing
 from scantling.tensor.ties import carry_ties, note_ties
 
 METHOD = "scantling"
 FORMAT = 1
+
+support_resizing()
 
 
 @register_quantization_config(METHOD)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from scantling.comm import AllReduce, DemoExchange, GradientExchange, NoExchange
+from scantling.comm.second_momentum import optimizer_groups
 from scantling.data.loader import BatchSource, eval_batches
 from scantling.data.sampler import Sampler
 from scantling.errors import UserError
@@ -101,7 +102,7 @@ def build_loop(
 def build_run_optimizer(recipe: Recipe, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer of a run, whose groups know the rate that a schedule multiplies as `initial_lr`."""
     rates = recipe.optim.rates | ({} if recipe.tensor is None else recipe.tensor.rates(recipe.optim.lr))
-    groups = param_groups(model, weight_decay=recipe.optim.weight_decay, **rates)
+    groups = optimizer_groups(recipe, param_groups(model, weight_decay=recipe.optim.weight_decay, **rates))
     options = recipe.optim.options
     for group in groups:
         group["initial_lr"] = group.get("lr", recipe.optim.lr)
@@ -175,6 +176,7 @@ def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequenc
         config_overrides=task.config_overrides(data),
         seed=recipe.train.seed,
     )
+    task.check_model(model, data)
     if recipe.data.document_mask and mixes_documents(model):
         raise UserError(
             f"data.document_mask: {type(model).__name__} does not keep documents apart by their position_ids; leave it "

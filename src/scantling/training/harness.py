@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from scantling.errors import UserError, first_line, hinted
 from scantling.models.build import quiet
 from scantling.numerics.compute import autocast
+from scantling.recipe.parsing import parse_yaml, read_text
 from scantling.training.trained import opened
 
 BATCH = 16
@@ -84,8 +84,8 @@ def _task(name: str, known: Sequence[str]) -> Any:
     """A task's name as it is, or the settings in a YAML file; one that names code of its own is refused."""
     if name.endswith((".yaml", ".yml")):
         try:
-            return yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            return parse_yaml(read_text(Path(name)))
+        except (OSError, ValueError) as error:
             raise UserError(f"--lm-eval: cannot read the task {name}: {error}") from None
     if name not in known:
         raise UserError(hinted(f"--lm-eval: lm-evaluation-harness has no task '{name}'", name, known))

@@ -17,8 +17,8 @@ from scantling.data.progress import Progress
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.models.build import recipe_task
-from scantling.planning.fit import Fit, check_fit
-from scantling.planning.plan import Plan, check_world_size, plan
+from scantling.planning.fit import Fit, check_fit, silent_plan
+from scantling.planning.plan import Plan, check_world_size
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
 from scantling.reporting.html import write_report
@@ -190,17 +190,24 @@ def _train(
     if checkpoint is not None:
         changes_schedule = check_continues(checkpoint, read_manifest(checkpoint), recipe)
     task = get_task(recipe_task(recipe))
+    report = Sinks(sinks) if place.is_main else Sink()
+    report.phase("planning")
     is_warned = _check_memory(recipe, _plan_without_data(recipe, place), place)
+    report.phase("reading the data")
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=progress if place.is_main else None)
     place.meet()
     check_same_data(data.info.get("fingerprint"), place)
-    planned = plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
+    planned = silent_plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
     _check_memory(recipe, planned, place, task_data=data, is_warned=is_warned)
     _set_determinism(recipe, place)
+    report.phase("building the model")
     memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
     loop = build_loop(recipe, task, data, place, checkpointer, memory=memory, energy=energy)
     loop.fingerprint, loop.recipe = data.info.get("fingerprint"), stored_values(recipe)
     place.meet()  # notices a process that failed to build its model; some backends wait for it until the timeout
+    loop.first_phase = first_phase(recipe)
+    if checkpoint is not None:
+        report.phase(f"reading {checkpoint}")
     exact = checkpoint is None or loop.resume(checkpoint)
     receivers: list[Sink] = []
 
@@ -256,10 +263,17 @@ def _changes_by_world_size(checkpoint: Path, place: Place) -> str:
     )
 
 
+def first_phase(recipe: Recipe) -> str:
+    """Return what the first step of a run does that later steps do not."""
+    if recipe.train.compile:
+        return "compiling the model in the first step"
+    return "capturing CUDA graphs in the first steps" if recipe.train.graph else "first step"
+
+
 def _plan_without_data(recipe: Recipe, place: Place) -> Plan | None:
     """Return the plan as far as it is known before the data is read; None if only the data describes the model."""
     try:
-        return plan(recipe, world_size=place.world_size, device=place.device.type)
+        return silent_plan(recipe, world_size=place.world_size, device=place.device.type)
     except UserError:
         return None
 

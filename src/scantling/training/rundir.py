@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from scantling.errors import UserError
-from scantling.files import write_json, write_whole
+from scantling.files import read_json_object, write_json, write_whole
 from scantling.recipe import Recipe, check_recipe, differences, dump_recipe, read_yaml
 from scantling.training.cleanup import remove_all
 from scantling.training.sinks import EVENTS_SUFFIX
@@ -151,6 +151,17 @@ class RunDir:
             hint = "; it ended before its first step: start it with its recipe" if self.was_claimed() else ""
             raise UserError(f"{self.path} holds no run: there is no {self.recipe.name} in it{hint}")
         return check_recipe(read_yaml(self.recipe), str(self.recipe))
+
+    def started_on(self) -> tuple[int, str]:
+        """Return the number of processes and the kind of device of the newest start; 1 and "auto" if unknown."""
+        try:
+            content = read_json_object(self.environment)
+        except UserError:
+            return 1, "auto"
+        world_size, device = content.get("world_size"), str(content.get("device")).partition(":")[0]
+        if not isinstance(world_size, int) or not 0 < world_size < 10**7:
+            world_size = 1
+        return world_size, device if device in ("cpu", "cuda") else "auto"
 
     def check_same(self, recipe: Recipe) -> None:
         """Refuse to go on with a recipe that would compute something else, naming the keys."""
