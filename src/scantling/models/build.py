@@ -97,7 +97,8 @@ def default_task(section: ModelSection) -> str:
     """
     if section.preset is not None:
         return PRESETS[section.preset].task
-    architectures = _read_config(section).get("architectures") or []
+    content = _read_config(section)
+    architectures = content.get("architectures") or []
     for ending, task in (
         ("T5WithLMHeadModel", "seq2seq"),  # what T5ForConditionalGeneration was called when T5 was published
         ("ForConditionalGeneration", "seq2seq"),
@@ -109,11 +110,32 @@ def default_task(section: ModelSection) -> str:
         ("DLRM", "clicks"),
     ):
         if any(str(name).endswith(ending) for name in architectures):
-            return task
+            return "causal-lm" if task == "seq2seq" and _is_decoder(content) else task
+    if not architectures and _is_decoder(content, multimodal=True):
+        return "causal-lm"
     raise UserError(
-        f"model.task: {section.hf} does not say what it is trained to do (its architectures: {architectures}); "
-        f"give one of {', '.join(TASKS)}"
+        f"model.task: {_config_path(section)} does not say what it is trained to do (its architectures: "
+        f"{architectures}); give one of {', '.join(TASKS)}"
     )
+
+
+def _is_decoder(content: dict[str, Any], *, multimodal: bool = False) -> bool:
+    """True for a configuration of models that have no encoder of text.
+
+    Gemma 3, say, is conditioned on images: its `ForConditionalGeneration` predicts each token from those before it.
+
+    Args:
+        content: of config.json.
+        multimodal: whether it has to be of models that read more than text.
+    """
+    import transformers
+
+    if content.get("model_type") not in transformers.CONFIG_MAPPING:
+        return False
+    config_class = transformers.CONFIG_MAPPING[content["model_type"]]
+    if multimodal and config_class not in transformers.AutoModelForMultimodalLM._model_mapping:
+        return False
+    return not config_class().is_encoder_decoder
 
 
 def build_config(
@@ -155,7 +177,8 @@ def build_config(
     except KeyError:
         known = did_you_mean(str(model_type), transformers.CONFIG_MAPPING.keys())
         raise UserError(
-            f"transformers {transformers.__version__} knows no model_type '{model_type}'" + _hint(known)
+            f"{_source(section)}: transformers {transformers.__version__} knows no model_type '{model_type}'"
+            + _hint(known)
         ) from None
     plain = config_class()
     for key in section.overrides:
@@ -174,7 +197,7 @@ def build_config(
     others |= config_ids(token_ids, given, plain, pretrained=pretrained)
     try:
         with quiet():
-            config = config_class(**{**given, **others, **section.overrides})
+            config = config_class(**{**given, **others, **_merged(given, section.overrides)})
             set_text_ids(config, token_ids, pretrained=pretrained)
     except Exception as error:  # configuration classes raise errors of many kinds for values that do not fit
         text = f"{config_class.__name__} refuses these settings: {first_line(error)}"
@@ -184,6 +207,12 @@ def build_config(
     except UserError as error:
         raise error if section.hf is None else UserError(f"{_source(section)}: {error}") from None
     return config
+
+
+def _merged(given: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Overrides in which the parts of a configuration, such as `text_config`, keep the keys that are not overridden."""
+    parts = {key: given.get(key) for key, value in overrides.items() if isinstance(value, dict)}
+    return overrides | {key: {**part, **overrides[key]} for key, part in parts.items() if isinstance(part, dict)}
 
 
 def _source(section: ModelSection) -> str:
@@ -211,10 +240,8 @@ def build_model(
     Raises:
         UserError: as `build_config`; weights that are missing, are not safetensors, or do not fit.
     """
-    import transformers
-
     config = build_config(section, task, vocab_size=vocab_size, seq_len=seq_len, config_overrides=config_overrides)
-    auto_class = getattr(transformers, task.auto_class)
+    auto_class = task.find_auto_class(config)
     with torch.random.fork_rng([]), quiet(), torch.device(device):
         torch.manual_seed(seed)
         try:
@@ -355,6 +382,7 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
         )
     check_checksums(folder)
     weights = check_weights(folder)
+    files = "the folder" if weights is None else weights.files
     if weights is not None:
         with blaming(folder / CONFIG):
             check_counts(config.to_dict(), weights)
@@ -383,7 +411,7 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     backbone = sorted(name for name in new if name.startswith(prefix) and "pooler" not in name.split("."))
     if backbone:
         raise UserError(
-            f"{section.hf} lacks {len(backbone)} weights of the model or has them in another shape, such as "
+            f"{section.hf}: {files} lacks {len(backbone)} weights of the model or has them in another shape, such as "
             f"{backbone[0]}; check {CONFIG} and model.overrides, or train from random weights with "
             "model.pretrained: false"
         )
@@ -439,18 +467,20 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
 def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
     with blaming("this model"):
         check_counts(config.to_dict())
-    known = getattr(config, "vocab_size", None)
+    text = config.get_text_config()
+    where = "model.overrides" if text is config else "model.overrides.text_config"
+    known = getattr(text, "vocab_size", None)
     if known is not None and vocab_size and known > max(MOST_IDS, 4 * vocab_size):
         raise UserError(
             f"the model's vocabulary has {known} ids, and the tokenizer only {vocab_size}; "
-            f"set model.overrides.vocab_size to {vocab_size} or a little more"
+            f"set {where}.vocab_size to {vocab_size} or a little more"
         )
     if known is not None and vocab_size > known:
         raise UserError(
             f"the tokenizer has {vocab_size} ids, the model's vocabulary only {known}; "
-            "set model.overrides.vocab_size or use a smaller tokenizer"
+            f"set {where}.vocab_size or use a smaller tokenizer"
         )
-    heads, key_value_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    heads, key_value_heads = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and key_value_heads and heads % key_value_heads:
         raise UserError(f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {key_value_heads}")
     size, patch = (getattr(config, name, None) for name in ("image_size", "patch_size"))
@@ -459,7 +489,7 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
             f"data.image_size is {size}, which the model's patches of {patch} do not fill; "
             "give a multiple of it or set model.overrides.patch_size"
         )
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions > 0:  # -1 of XLNet is without limit
         is_learned = getattr(config, "position_embedding_type", "absolute") == "absolute"
         if config.model_type in _POSITIONS_AFTER_PADDING and config.pad_token_id is not None and is_learned:
@@ -467,7 +497,7 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
         if seq_len > positions:
             raise UserError(
                 f"data.seq_len is {seq_len}, the model has {positions} positions; "
-                "lower it or set model.overrides.max_position_embeddings"
+                f"lower it or set {where}.max_position_embeddings"
             )
 
 

@@ -85,6 +85,12 @@ class Task(ABC):
     name: ClassVar[str]
     auto_class: ClassVar[str]
 
+    def find_auto_class(self, config: Any) -> Any:
+        """Return the Auto class of transformers that builds the task's model of a configuration."""
+        import transformers
+
+        return getattr(transformers, self.auto_class)
+
     @abstractmethod
     def prepare(self, data: DataSection, *, seed: int, progress: Progress | None = None) -> TaskData:
         """Read, tokenise and split the data; what was done before comes from the cache.
@@ -156,7 +162,10 @@ class Task(ABC):
 
     def probe(self, config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Random inputs of a model, on which it is compared with its exported copy."""
-        ids = torch.randint(0, config.vocab_size, (2, 16), generator=generator)
+        vocab_size = config.get_text_config().vocab_size
+        marks = {value for key, value in vars(config).items() if key.endswith(("_token_id", "_token_index"))}
+        texts = torch.tensor([token for token in range(vocab_size) if token not in marks])  # no mark of an image
+        ids = texts[torch.randint(0, len(texts), (2, 16), generator=generator)]
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
 
     def save_inputs(self, folder: Path, data: TaskData, config: Any) -> None:

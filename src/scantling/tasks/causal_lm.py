@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -58,6 +58,15 @@ class ShiftedWindows:
         return len(stream) - 1 - given
 
 
+def _builds(auto_class: Any, config: Any) -> bool:
+    """True if an Auto class has a model of this configuration, not only of the text part of it."""
+    if type(config) not in auto_class._model_mapping:
+        return False
+    found = auto_class._model_mapping[type(config)]
+    kinds = found if isinstance(found, tuple | list) else (found,)
+    return any(kind.config_class is type(config) for kind in kinds)
+
+
 class CausalLM(Task):
     """Windows of packed documents; the loss is the mean over all tokens, end-of-text included.
 
@@ -69,6 +78,17 @@ class CausalLM(Task):
 
     name: ClassVar[str] = "causal-lm"
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
+
+    def find_auto_class(self, config: Any) -> Any:
+        """Also find decoders that read images or sound next to text.
+
+        Such a model is built whole, with what reads images: its folder is then one that serves images and text, too.
+        """
+        import transformers
+
+        names = (self.auto_class, "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+        classes = [getattr(transformers, name) for name in names]
+        return next((each for each in classes if _builds(each, config)), classes[0])
 
     def prepare(self, data: DataSection, *, seed: int, progress: Progress | None = None) -> TaskData:
         length, stride = data.seq_len + 1, data.seq_len
