@@ -149,6 +149,22 @@ class Tokenizer(ABC):
         """Special tokens that the saved tokenizer puts around one text when it is called; perhaps none."""
         return self.single
 
+    @cached_property
+    def target(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids before and after a text that a decoder is to give: the tokenizer's own if they have an end-of-text.
+
+        A decoder has to learn its end. A tokenizer that adds nothing after a text gets end-of-text there; what one adds
+        that ends otherwise, such as the cls and sep of an encoder, gives way to end-of-text.
+        """
+        end = () if self.eos_id is None else (self.eos_id,)
+        before, after = self._target_template().parts
+        if after and self.eos_id not in after:
+            return (), end
+        return before, after or end
+
+    def _target_template(self) -> Template:
+        return self.single
+
     def with_padding(self) -> Tokenizer:
         """Return this tokenizer, or one like it that is saved with a padding token and the side on which it stands."""
         return self
@@ -311,6 +327,14 @@ class FastTokenizer(Tokenizer):
     @cached_property
     def pair(self) -> Template:
         return self._template(2)
+
+    def _target_template(self) -> Template:
+        """Special tokens around a target, which the tokenizers of some translation models mark by its language."""
+        if not hasattr(self._wrapped, "_switch_to_target_mode"):
+            return self.single
+        wrapped = copy.deepcopy(self._wrapped)
+        wrapped._switch_to_target_mode()
+        return FastTokenizer(wrapped.backend_tokenizer, self._specials, self.name).single
 
     def _template(self, texts: int) -> Template:
         """Return what the tokenizer's own post-processor adds."""
