@@ -10,7 +10,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -41,52 +42,93 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
-        code = _invoke(arguments)
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-        _ignore_interrupts()
-        _say("scantling: interrupted; a run goes on from its newest checkpoint with --resume")
-    except OSError as error:
-        code = 2 if error.filename is not None and error.errno not in _MACHINE else 1
-        if not isinstance(error, BrokenPipeError):
-            where = "cannot write" if error.filename is None else error.filename
-            _say(f"scantling: error: {where}: {error.strerror or error}")
+        with _reporting():
+            code = _invoke(arguments)
+    except BaseException as error:
+        known = _exit_code(error)
+        if known is None:
+            raise
+        code = known
     return _close_output(code)
+
+
+def _invoke(arguments: Sequence[str] | None) -> int:
+    from scantling.cli.app import app
+
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal or a file that is not of UTF-8
+    given = list(arguments) if arguments is not None else None
+    code = app(given, prog_name="scantling", standalone_mode=False)
+    if code == INTERRUPTED:  # what some versions of typer make of a KeyboardInterrupt
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else 0
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Context that prints an error; one of several processes also tells the others."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    is_launched = all((os.environ.get(name) or "1").isdecimal() for name in names)  # else the command says so
+    if is_launched and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        from scantling.training.peers import telling
+
+        with telling(_report):
+            yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        _report(error)
+        raise
 
 
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that are not of the path that was given."""
 
 
-def _invoke(arguments: Sequence[str] | None) -> int:
+def _exit_code(error: BaseException) -> int | None:
+    """Return the exit code of an error that users can cause, or None for any other."""
     import typer
 
-    from scantling.cli.app import app
-    from scantling.errors import ScantlingError, UserError
+    from scantling.errors import ScantlingError
 
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal or a file that is not of UTF-8
-    # click's base of all errors of usage, whichever click this typer carries
-    usage_error: type[Any] = typer.BadParameter.__mro__[2]
-    try:
-        given = list(arguments) if arguments is not None else None
-        code = app(given, prog_name="scantling", standalone_mode=False)
-        if code == INTERRUPTED:  # what some versions of typer make of a KeyboardInterrupt
-            raise KeyboardInterrupt
-        return code if isinstance(code, int) else 0
-    except usage_error as error:
+    if isinstance(error, ScantlingError):
+        return error.exit_code
+    if isinstance(error, _usage_error()):
+        return 2
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return INTERRUPTED
+    if isinstance(error, OSError):
+        return 2 if error.filename is not None and error.errno not in _MACHINE else 1
+    return None
+
+
+def _usage_error() -> Any:
+    """Return click's base of all errors of usage, whichever click this typer carries."""
+    import typer
+
+    return typer.BadParameter.__mro__[2]
+
+
+def _report(error: BaseException) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        _ignore_interrupts()
+    import typer
+
+    from scantling.errors import ScantlingError
+
+    if isinstance(error, ScantlingError):
+        where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        _say(f"scantling: error{where}: {error}")
+    elif isinstance(error, _usage_error()):
         with contextlib.suppress(OSError):
             error.show()
-        return 2
-    except typer.Abort:
-        raise KeyboardInterrupt from None
-    except ScantlingError as error:
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or not isinstance(error, UserError):
-            where = f" (rank {rank})" if "RANK" in os.environ else ""
-            _say(f"scantling: error{where}: {error}")
-        return error.exit_code
+    elif isinstance(error, KeyboardInterrupt | typer.Abort):
+        _say("scantling: interrupted; a run goes on from its newest checkpoint with --resume")
+    elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+        where = "cannot write" if error.filename is None else error.filename
+        _say(f"scantling: error: {where}: {error.strerror or error}")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -19,7 +19,7 @@ from rich.status import Status
 from rich.text import Text
 
 from scantling.cli import report_lost
-from scantling.launched import launched_rank
+from scantling.launched import launched_local_rank, launched_rank
 from scantling.reporting.format import fold_lines, format_bytes, format_number, format_percent
 from scantling.training.sinks import Sink
 
@@ -64,8 +64,12 @@ class WordConsole(Console):
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console that honours NO_COLOR and whether the stream is a terminal; silent on ranks other than 0."""
-    return WordConsole(stderr=stderr, quiet=launched_rank() > 0, highlight=False, soft_wrap=not stderr)
+    """Make a console that honors NO_COLOR and whether the stream is a terminal.
+
+    Results are printed by rank 0; errors and warnings by the first rank of every machine.
+    """
+    quiet = (launched_local_rank() if stderr else launched_rank()) > 0
+    return WordConsole(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=not stderr)
 
 
 def print_json(content: Any) -> None:
