@@ -66,9 +66,16 @@ def quiet_exit() -> None:
     os._exit(0)
 
 
-def torchrun_names(rank: int, world: int, port: int = 0) -> dict[str, str]:
-    """What torchrun tells its processes by their environment."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+def torchrun_names(rank: int, world: int, port: int = 0, machines: int = 1) -> dict[str, str]:
+    """What torchrun tells its processes by their environment, on machines with as many processes each."""
+    local = world // machines
+    places = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % local,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": local,
+        "MASTER_PORT": port,
+    }
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in places.items()}}
 
 

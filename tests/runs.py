@@ -16,6 +16,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -127,6 +128,47 @@ def scantling(
         return subprocess.CompletedProcess(arguments, code, out, err)
 
 
+@dataclass(frozen=True)
+class Ended:
+    """What one of several processes left.
+
+    Attributes:
+        code: its exit code.
+        out, err: what it printed.
+    """
+
+    code: int | None
+    out: str
+    err: str
+
+
+def on_machines(
+    folders: Sequence[Path],
+    *arguments: str | Path,
+    processes: int = 1,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240,
+    before: Callable[[], None] | None = None,
+) -> list[Ended]:
+    """Run the command line on machines that share no folder but what the arguments name, and return what each left.
+
+    Args:
+        folders: the working folder of each machine.
+        arguments: of the command line.
+        processes: on each machine.
+        before: called in each process before the command; a function of a module, since it is sent there by its name.
+    """
+    count = len(folders) * processes
+    with tempfile.TemporaryDirectory() as folder:
+        files = [(Path(folder) / f"out-{rank}", Path(folder) / f"err-{rank}") for rank in range(count)]
+        started = Started(["scantling", *map(str, arguments)], files, env=env, before=before, machines=folders)
+        try:
+            codes = started.wait_for_each(timeout)
+        finally:
+            started.kill()
+        return [Ended(code, *(path.read_text() for path in paths)) for code, paths in zip(codes, files, strict=True)]
+
+
 class Started:
     """`python -m` in a process, or in several as torchrun starts them, with what tests ask of a Popen.
 
@@ -138,6 +180,7 @@ class Started:
         files: what each process adds its output and its errors to; they may be one.
         own_session: whether each leads a group of its own.
         before: called in each before the module is run.
+        machines: working folders of machines, over which the processes are spread; without it one in `cwd`.
     """
 
     def __init__(
@@ -149,19 +192,21 @@ class Started:
         env: Mapping[str, str] | None = None,
         own_session: bool = False,
         before: Callable[[], None] | None = None,
+        machines: Sequence[Path] = (),
     ) -> None:
         self._words, self._log = words, files[0][0]
+        folders = machines or [cwd or Path.cwd()]
         places: list[dict[str, str]] = [{}]
         if len(files) > 1:
             with socket.create_server(("127.0.0.1", 0)) as found:
                 port = found.getsockname()[1]
-            places = [torchrun_names(rank, len(files), port) for rank in range(len(files))]
+            places = [torchrun_names(rank, len(files), port, len(folders)) for rank in range(len(files))]
         self._processes: list[BaseProcess] = []
         self._are_told = False
         weakref.finalize(self, _kill, self._processes)  # at its exit this process would wait for all that is left
-        for place, paths in zip(places, files, strict=True):
+        for rank, (place, paths) in enumerate(zip(places, files, strict=True)):
             whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **place}
-            given = (words, cwd or Path.cwd(), whole, paths, own_session, before)
+            given = (words, folders[rank * len(folders) // len(files)], whole, paths, own_session, before)
             self._processes.append(server().Process(target=_command, args=given))
             self._processes[-1].start()
 
@@ -195,6 +240,16 @@ class Started:
                 raise subprocess.TimeoutExpired(self._words, timeout or 0)
             connection.wait([process.sentinel for process in self._processes if process.exitcode is None], timeout=0.5)
         return code
+
+    def wait_for_each(self, timeout: float) -> list[int | None]:
+        """Wait until each has ended by itself, and return their exit codes."""
+        until = time.monotonic() + timeout
+        for process in self._processes:
+            process.join(max(0.0, until - time.monotonic()))
+        codes = [process.exitcode for process in self._processes]
+        if None in codes:
+            raise subprocess.TimeoutExpired(self._words, timeout)
+        return codes
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """What they printed until they all ended."""

@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "scantling"
 LAYERS = (
-    ("checksums", "errors", "files", "kinds", "launched", "lazy_names", "modes", "numerics", "saved_models"),
+    ("checksums", "errors", "files", "hub", "kinds", "launched", "lazy_names", "modes", "numerics", "saved_models"),
     ("groups", "loading", "models.presets", "recipe.schema", "reporting.format"),
     ("comm", "laws", "optim", "precision", "tensor"),
     ("recipe", "integrations"),

@@ -15,6 +15,8 @@ class ScantlingError(Exception):
     """Base of all errors raised on purpose. The command line prints the message without a traceback."""
 
     exit_code = 1
+    relayed = False
+    """True if another process reports the error too."""
 
 
 class UserError(ScantlingError):

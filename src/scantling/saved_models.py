@@ -110,6 +110,8 @@ def _check_token_ids(settings: dict[str, Any], path: Path, config: dict[str, Any
     limit = max([MOST_IDS, *(size for size in sizes if isinstance(size, int))])
     for key, value in settings.items():
         for id_ in value if isinstance(value, list) else [value]:
+            if key.endswith("_token_id") and not isinstance(id_, int | None):
+                raise UserError(f"{path}: {key} is the id of a token or a list of them; given {value!r}")
             if key.endswith(("_token_id", "_tokens")) and isinstance(id_, int) and abs(id_) >= limit:
                 raise UserError(f"{path}: {key} is {id_}, and the vocabulary has no such id")
 

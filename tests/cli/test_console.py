@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import io
+import json
+import re
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +15,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from scantling.cli.console import ConsoleSink, make_console
+import scantling as sc
+from scantling.cli import run
+from scantling.cli.console import LOADING, ConsoleSink, make_console
+from scantling.data.progress import RichProgress
+from scantling.recipe import load_recipe
+from scantling.training.run import first_phase
+from scantling.training.sinks import Sink
+from tests.runs import tiny_recipe, write_recipe
 
 RECORD: dict[str, Any] = {
     "step": 4,
@@ -106,3 +117,154 @@ def test_a_run_ends_in_order_where_its_terminal_was_closed() -> None:
     sink.record(RECORD)
     sink.close()
     sink.message("stopped")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def plain(shown: str) -> list[str]:
+    """What a terminal shows, as lines, without colors and movements of the cursor."""
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
+
+
+LINE = "plan for cpu: 1.09M parameters, peak 546 MiB (weights 4.15 MiB), sends 4.15 MiB/step, 2,010 tok/s in 20 s"
+PATH = "/a/long/path/" + 12 * "of-a-folder/" + "report.html"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_lines_break_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = Terminal()
+    monkeypatch.setattr("sys.stdout", shown)
+    console = make_console()
+    console.print(LINE, markup=False)
+    console.print(f"report      {PATH}", markup=False)
+    lines = [line.strip() for line in plain(shown.getvalue())]
+    assert " ".join(lines).split() == [*LINE.split(), "report", PATH]
+    assert all(len(line) <= width or line.endswith(PATH) for line in lines)
+    for value in ("546 MiB", "4.15 MiB", "4.15 MiB/step", "2,010 tok/s", "20 s"):
+        assert any(value in line for line in lines)
+
+
+def test_lines_of_a_file_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stdout", shown)
+    make_console().print(LINE, markup=False)
+    assert shown.getvalue() == LINE + "\n"
+
+
+def test_errors_break_between_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shown = Terminal()
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr("sys.stderr", shown)
+    recipe = tiny_recipe(tmp_path, train={"stepz": 1, "schedule": "cosinus"})
+    assert run(["train", str(write_recipe(tmp_path / "r.yaml", recipe)), "--dry-run"]) == 2
+    lines = plain(shown.getvalue())
+    assert any(line.startswith("  - train.stepz") for line in lines)
+    assert any(line.startswith("    ") for line in lines)
+    assert all(len(line) <= 50 for line in lines if str(tmp_path) not in line)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_run_says_what_it_does_before_the_first_step(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Terminal()
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout", shown)
+    phases: list[str | None] = []
+    show = ConsoleSink.phase
+
+    def phase(sink: ConsoleSink, what: str | None) -> None:
+        phases.append(what)
+        show(sink, what)
+
+    monkeypatch.setattr(ConsoleSink, "phase", phase)
+    path = str(write_recipe(tmp_path / "r.yaml", tiny_recipe(tmp_path, train={"steps": 2})))
+    assert run(["train", path, "--run-dir", str(tmp_path / "run")]) == 0
+    text = "\n".join(plain(shown.getvalue()))
+    assert phases[:3] == [LOADING, "planning", "reading the data"]
+    at = [text.find(what) for what in ("plan for cpu", "0/2", "2/2", "done at step 2")]
+    assert -1 not in at
+    assert at == sorted(at)
+    stored = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert sc.Plan.from_dict(stored).short() in " ".join(text.split())
+
+
+def test_phases_of_a_run(tmp_path: Path) -> None:
+    class Phases(Sink):
+        def __init__(self) -> None:
+            self.seen: list[str | None] = []
+
+        def phase(self, what: str | None) -> None:
+            self.seen.append(what)
+
+        def record(self, record: Mapping[str, Any]) -> None:
+            self.seen.append(f"step {record['step']}")
+
+    phases = Phases()
+    sc.train(tiny_recipe(tmp_path, train={"steps": 2}), run_dir=tmp_path / "run", sinks=[phases])
+    assert phases.seen == [
+        "planning",
+        "reading the data",
+        "building the model",
+        "first batch",
+        "first step",
+        "step 1",
+        "evaluating",
+        "step 2",
+        "writing a checkpoint",
+        None,
+    ]
+    phases.seen.clear()
+    longer = {"train": {"steps": 2, "eval_every": 1, "checkpoint_every": 1}}
+    sc.train(tmp_path / "run", resume=True, sinks=[phases], **longer)
+    assert f"reading {tmp_path / 'run' / 'checkpoints' / 'step-2'}" in phases.seen
+    compiled = load_recipe(tiny_recipe(tmp_path, train={"compile": True}))
+    assert "compiling" in first_phase(compiled)
+
+
+def test_phases_stand_next_to_the_bar() -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=80, color_system=None)
+    sink = ConsoleSink(console)
+    plan: Any = SimpleNamespace(optimizer_state_bytes=44 << 20, short=lambda: "plan")
+    sink.phase("reading the data")
+    deadline = time.monotonic() + 10
+    while "reading" not in shown.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    bar = RichProgress(console, sink.hide_phase)
+    bar.start("tokenizing", 100)
+    bar._began -= 10  # it has taken a while
+    bar.advance(50)
+    bar.finish()
+    sink.phase("building the model")
+    sink.start(name="llama", run_dir=Path("runs/x"), plan=plan, first_step=1, last_step=500)
+    assert sink._live is not None
+    sink.phase("compiling")
+    sink._live.since -= 25
+    sink._live.refresh()
+    compiling = shown.getvalue()
+    sink.record(RECORD)
+    sink._live.refresh()
+    sink.close()
+    told = [compiling.find(what) for what in ("reading", "tokenizing", "0/500", "compiling, 25 s")]
+    assert -1 not in told
+    assert told == sorted(told)
+    assert "compiling" not in shown.getvalue()[shown.getvalue().rfind("4/500") :]
+
+
+def test_a_long_phase_is_a_line_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scantling.cli.console.PLAIN_INTERVAL_S", 0.05)
+    shown = io.StringIO()
+    sink = ConsoleSink(Console(file=shown, width=80))
+    sink.phase("short")
+    sink.phase("compiling")
+    deadline = time.monotonic() + 10
+    while "compiling ..." not in shown.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sink.close()
+    assert shown.getvalue() == "compiling ...\n"

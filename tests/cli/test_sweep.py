@@ -12,6 +12,7 @@ from rich.console import Console
 
 from scantling.cli import run
 from scantling.cli.sweeping import SweepProgress
+from scantling.planning.machine import MachineMemory
 from scantling.sweeping.grid import Case, cases
 from scantling.sweeping.runner import Outcome, Runner
 from scantling.sweeping.schema import load_sweep
@@ -93,6 +94,17 @@ def test_progress_over_the_whole(path: str, terminal: bool) -> None:
         assert re.search(r"all runs .*3/4", text)
         assert "4/8  loss 3.500" in text
         assert progress.share == pytest.approx(1 - 0.5 * middle.work / (ends.work + fails.work + middle.work))
+
+
+def test_a_dry_run_compares_the_largest_run_with_the_memory(
+    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["sweep", path, "--dry-run"]) == 0
+    assert "the largest run" in capsys.readouterr().out
+    memory = MachineMemory("this machine", 1000, 1000)
+    monkeypatch.setattr("scantling.planning.fit.machine_memory", lambda device: memory)
+    assert run(["sweep", path, "--dry-run"]) == 2
+    assert "this machine has 1000 B" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_dry_run_without_its_data_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json"]
 
 
 def test_damaged_models_name_the_file(folder: Path, tmp_path: Path) -> None:
-    found = check_damage(folder, tmp_path, range(80), build, UserError, files=MODEL_FILES)
+    found = check_damage(folder, tmp_path, range(120), build, UserError, files=MODEL_FILES)
     assert not found, "\n".join(found)
 
 
@@ -155,3 +155,28 @@ def test_the_command_line_says_it_in_one_line(
         error = capsys.readouterr().err
         assert "Traceback" not in error
         assert f"{copy / name} is no JSON" in " ".join(error.split())
+
+
+@pytest.mark.parametrize("command", [["eval"], ["export", "--to", "hf", "out"], ["quantize", "--weights", "int4"]])
+def test_commands_on_a_model_folder_ask_for_the_run(
+    command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command[0], str(folder), *command[1:]]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "holds no run: there is no recipe.yaml in it; it is a model folder, which sc.load reads" in error
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["quantized.safetensors", "quantized.json", "model-00001-of-00002.safetensors", "tf_model.h5", "pytorch_model.bin"],
+)
+def test_weights_in_another_form_are_not_passed_over(name: str, folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "model.safetensors").rename(copy / name)
+    with pytest.raises(UserError, match=r"holds (packed )?weights.*model\.pretrained: false"):
+        build(copy)
+    build(copy, pretrained=False)
+    (copy / "model.safetensors").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"cannot load .*model\.safetensors"):
+        build(copy)

@@ -148,6 +148,25 @@ def test_train_warns_of_what_may_not_fit_and_goes_on(
     assert "largest train.micro_batch_size that fits" in told[0]
 
 
+def test_warnings_of_a_recipe_are_given_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By further plans neither of a run nor of the search for a micro-batch."""
+    recipe = tiny_recipe(tmp_path, tensor={"rank": {"nothing": 4, "*": 8}}, train={"steps": 1, "batch_size": 64})
+    planned, small = (sc.plan(recipe, settings=each) for each in ([], ["train.micro_batch_size=1"]))
+    assert planned.peak_memory_bytes is not None
+    assert small.peak_memory_bytes is not None
+    set_memory(monkeypatch, (planned.peak_memory_bytes + small.peak_memory_bytes) // 2)
+    for work in (
+        lambda: check_fit(load_recipe(recipe), sc.plan(recipe)),
+        lambda: sc.train(recipe, run_dir=tmp_path / "run"),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "scantling"):
+            work()
+        assert caplog.text.count("decides on no layer") == 1
+
+
 def machine_files(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -168,14 +168,13 @@ def test_majority() -> None:
     assert majority_accuracy(np.array([0, 2, 2]), np.array([2, 1, 2, 0])) == 0.5
 
 
-def test_tokenizer_without_the_tokens_it_needs(tmp_path: Path) -> None:
+def test_tokenizer_without_special_tokens(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
-    backend = Tokenizer(models.WordLevel({"a": 0, "[PAD]": 1}, unk_token="a"))
-    backend.add_special_tokens(["[PAD]"])
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     backend.save(str(tmp_path / "tokenizer.json"))
     section = DataSection(jsonl=pairs(tmp_path), fields=FIELDS, tokenizer=str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="has no cls and no sep token, which classification needs"):
+    with pytest.raises(UserError, match="has no pad token, which classification needs"):
         Classification().prepare(section, seed=0)
 
 

@@ -95,7 +95,7 @@ def test_spans_of_a_stream_are_hidden(tmp_path: Path) -> None:
     alone = data.collate([(0, 2, data.train[2])])
     assert torch.equal(alone.labels[0], batch.labels[2])
     assert not torch.equal(data.collate([(1, 2, data.train[2])]).inputs["input_ids"], alone.inputs["input_ids"])
-    ids = {"bos": None, "eos": 256, "pad": 257, "mask": 258, "cls": 259, "sep": 260, "decoder_start": 257}
+    ids = {"bos": None, "eos": 256, "pad": 257, "mask": 258, "cls": 259, "sep": 260}
     assert task.config_overrides(data) == {f"{role}_token_id": id_ for role, id_ in ids.items()}
 
 

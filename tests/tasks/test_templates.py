@@ -69,6 +69,13 @@ def test_the_beginning_of_a_document_is_no_target(family: str, tmp_path: Path) -
     assert batch.num_tokens == batch.labels.numel()
 
 
+def test_a_beginning_that_is_end_of_text_ends_the_document_before(tmp_path: Path) -> None:
+    """As of OPT: its tokenizer puts its end-of-text token before a text."""
+    data, _ = prepared("causal-lm", tmp_path, "llama", seq_len=16, names={"bos_token": None, "eos_token": "<s>"})
+    batch = data.collate([(0, index, data.train[index]) for index in range(len(data.train))])
+    assert (batch.labels == IDS["<s>"]).sum() > 10
+
+
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_bits_per_byte_count_each_token_of_the_text_once(family: str, tmp_path: Path) -> None:
     tokenizer = made_tokenizer(tmp_path / "tokenizer", family)
@@ -242,3 +249,52 @@ def test_export_checks_what_was_trained(tmp_path: Path) -> None:
     assert export_hf(tmp_path / "run", tmp_path / "export") < 1e-4
     exported = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert exported("a")["input_ids"] == [IDS["<s>"], ord("a")]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "llama", "llama-eos", "bert", "gpt2"])
+def test_targets_are_what_the_tokenizer_makes_of_them(family: str, tmp_path: Path) -> None:
+    """They end in end-of-text, also where the tokenizer adds none: a decoder has to learn its end."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text, "answer": text.upper()}) for text in TEXTS))
+    folder = made_tokenizer(tmp_path / family, family, pad_token="<pad>", eos_token="</s>")
+    fields = {"text": "text", "pair": "answer"}
+    section = DataSection(jsonl=str(path), fields=fields, tokenizer=str(folder), heldout=0, seq_len=64, target_len=20)
+    data = get_task("seq2seq").prepare(section, seed=0)
+    batch = data.collate([(0, index, data.train[index]) for index in range(8)])
+    theirs, end = AutoTokenizer.from_pretrained(folder), IDS["</s>"]
+    for row, text in enumerate(TEXTS[:8]):
+        source = batch.inputs["input_ids"][row]
+        assert source[: len(theirs(text)["input_ids"])].tolist() == theirs(text)["input_ids"]
+        target = [int(id_) for id_ in batch.labels[row] if id_ >= 0]
+        wanted = theirs(text_target=text.upper())["input_ids"]
+        wanted = {"bert": [*text.upper().encode(), end], "llama": [*wanted, end], "gpt2": [*wanted, end]}.get(
+            family, wanted
+        )
+        cut = 1 if wanted[-1] == end else 0
+        assert target == ([*wanted[: 20 - cut], end] if len(wanted) > 20 else wanted)
+    model = {"model_type": "bart", "d_model": 16, "vocab_size": 320} | {
+        f"{side}_{key}": number
+        for side in ("encoder", "decoder")
+        for key, number in (("layers", 1), ("ffn_dim", 16), ("attention_heads", 2))
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    recipe = {
+        "model": {"hf": str(tmp_path), "task": "seq2seq"},
+        "data": {"jsonl": str(path), "fields": fields, "tokenizer": str(folder), "seq_len": 64},
+        "optim": {"name": "adamw", "lr": 1e-3},
+        "train": {"steps": 1, "batch_size": 2, "device": "cpu"},
+    }
+    sc.train(recipe, run_dir=tmp_path / "run")
+    assert export_hf(tmp_path / "run", tmp_path / "export") < 1e-4
+
+
+def test_targets_in_another_language_have_its_mark(tmp_path: Path) -> None:
+    from transformers import MBartTokenizer
+
+    words = ["<s>", "<pad>", "</s>", "<unk>", "\u2581a", "\u2581b"]
+    MBartTokenizer(vocab=[(word, 0.0) for word in words], src_lang="en_XX", tgt_lang="ro_RO").save_pretrained(tmp_path)
+    theirs, loaded = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
+    text = loaded.encode_batch(["a"])[0].tolist()
+    assert [*text, *loaded.single.parts[1]] == theirs("a")["input_ids"]
+    before, after = loaded.target
+    assert [*before, *text, *after] == theirs(text_target="a")["input_ids"] != theirs("a")["input_ids"]

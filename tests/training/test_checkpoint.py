@@ -14,8 +14,9 @@ from torch import nn
 from scantling.errors import UserError
 from scantling.training import checkpoint, manifest
 from scantling.training.checkpoint import Checkpointer, State
-from scantling.training.distributed import _MET, Place
+from scantling.training.distributed import Place
 from scantling.training.manifest import damage
+from scantling.training.peers import MET, group_store
 from scantling.training.states import (
     load_model,
     load_optimizer,
@@ -94,11 +95,11 @@ def test_what_a_kill_tore_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
 def slow_sums(folder: Path) -> None:
     """The first process sums a file only once the other waits where no collective's timeout ends it."""
     place = Place(dist.get_rank(), 2, torch.device("cpu"))
-    store, digest = dist.distributed_c10d._get_default_store(), manifest.file_digest
+    store, digest = group_store(), manifest.file_digest
 
     def summed(path: Path) -> dict[str, Any]:
         until = time.monotonic() + 60
-        while store.add(f"{_MET}1", 0) <= store.add(f"{_MET}0", 0):
+        while store.add(f"{MET}1", 0) <= store.add(f"{MET}0", 0):
             assert time.monotonic() < until, "the other process waits in a collective"
             time.sleep(0.01)
         return digest(path)

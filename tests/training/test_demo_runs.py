@@ -227,6 +227,7 @@ def test_a_residual_that_one_process_has_not_is_zeros_there(tmp_path: Path, monk
     values = {"exchange": {"0": {"step": 3}, "1": {"step": 3}}}
     monkeypatch.setattr(states, "read_manifest", lambda _: {"world_size": 2, "values": values})
     monkeypatch.setattr(states, "load_tensors", lambda _, prefix: kept[prefix])
+    monkeypatch.setattr(states, "ranks_held", lambda _: [0, 1])
     found: dict[str, Any] = {}
     monkeypatch.setattr(GradientExchange, "load_state_dict", lambda _, state: found.update(state))
     load_exchange(GradientExchange(), tmp_path, Place(0, 1, torch.device("cpu")))

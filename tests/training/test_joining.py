@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from scantling.errors import RunError, SilentPeerError
 from scantling.training import doctor
-from scantling.training.distributed import _ENDED, Place, joined
+from scantling.training.distributed import Place, joined
+from scantling.training.peers import group_store, note_end
 from tests import processes
 
 
@@ -86,17 +87,17 @@ def meetings(world: int) -> None:
         if rank == slow:
             time.sleep(1.5)
         place.meet()
-    store = dist.distributed_c10d._get_default_store()
+    store = group_store()
     if rank != 1:
-        with pytest.raises(SilentPeerError, match=rf"^rank 1 of {world} did not come in 0.5 s$"):
-            place.meet(0.5)
+        with pytest.raises(SilentPeerError, match=rf"^rank 1 of {world} did not come in 2 s$"):
+            place.meet(2.0)
         store.add("waited", 1)
-        with pytest.raises(SilentPeerError, match=rf"^rank 1 of {world} ended; what it says is the reason$"):
+        with pytest.raises(RunError, match=r"^rank 1 on .* ended: no bread$"):
             place.meet()
     else:
         while store.add("waited", 0) < world - 1:
             time.sleep(0.1)
-        store.set(f"{_ENDED}1", "1")
+        note_end(store, RunError("no bread"))
 
 
 @pytest.mark.parametrize("world", [2, 3])

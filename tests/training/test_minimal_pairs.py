@@ -13,20 +13,21 @@ import pytest
 import torch
 from scipy.stats import binomtest
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import scantling as sc
 from scantling.data.blimp import MinimalPair
-from scantling.data.tokenizers import ByteTokenizer
+from scantling.data.tokenizers import ByteTokenizer, load_tokenizer
 from scantling.errors import UserError
 from scantling.numerics.compute import autocast
 from scantling.recipe import load_recipe
 from scantling.training import minimal_pairs
-from scantling.training.harness import evaluate_tasks
+from scantling.training.harness import _beginnings, evaluate_tasks
 from scantling.training.minimal_pairs import evaluate_pairs, log_probabilities, prefers_good, tally, wilson
 from scantling.training.rundir import RunDir
 from scantling.training.trained import load_trained
 from tests.runs import tiny_recipe
+from tests.templates import IDS, made_tokenizer
 
 
 class Bigrams(nn.Module):
@@ -35,7 +36,8 @@ class Bigrams(nn.Module):
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__()
         self.table = nn.Parameter(table)
-        self.config = SimpleNamespace(vocab_size=len(table), max_position_embeddings=6)
+        text = SimpleNamespace(vocab_size=len(table), max_position_embeddings=6)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
         return SimpleNamespace(logits=self.table[input_ids])
@@ -166,6 +168,23 @@ def test_the_harness_gets_a_model_that_computes_as_it_was_trained(
     assert found["logits"].dtype == torch.float32
     assert found["length"] == 18
     assert torch.equal(found["logits"], expected.float())
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "settings"),
+    [
+        ("gpt2", [], {"add_bos_token": False, "prefix_token_id": IDS["</s>"]}),
+        ("llama", [IDS["<s>"]], {"add_bos_token": True, "prefix_token_id": IDS["<s>"]}),
+        ("llama-eos", [IDS["<s>"]], {"add_bos_token": True, "prefix_token_id": IDS["<s>"]}),
+    ],
+)
+def test_requests_of_the_harness_begin_as_documents_did(
+    family: str, before: list[int], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = made_tokenizer(tmp_path / family, family)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert _beginnings(theirs, load_tokenizer(str(folder))) == settings
+    assert theirs("ab", add_special_tokens=settings["add_bos_token"])["input_ids"] == [*before, *b"ab"]
 
 
 def test_the_harness_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

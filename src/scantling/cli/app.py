@@ -105,8 +105,10 @@ def sweep(
     ] = False,
 ) -> int:
     """Run a grid of recipes and write one table of its runs; called again, it goes on where it was."""
-    from scantling.cli import sweeping
+    from scantling.cli.console import LOADING, busy
 
+    with busy(LOADING):
+        from scantling.cli import sweeping
     return sweeping.sweep(file, settings or [], jobs=jobs, only=only or [], retry=retry, dry_run=dry_run)
 
 

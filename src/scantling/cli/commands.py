@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scantling.cli.console import ConsoleSink, make_console
+from rich.console import Console
+
+from scantling.cli.console import LOADING, ConsoleSink, busy, make_console
 from scantling.errors import STOPPED, RunError, UserError
 from scantling.launched import launched_world_size, refuse_processes
 
@@ -17,20 +19,43 @@ from scantling.launched import launched_world_size, refuse_processes
 def train(
     recipe: str, run_dir: Path | None, settings: Sequence[str], *, resume: bool, dry_run: bool, force: bool
 ) -> int:
+    console = make_console()
+    sink = ConsoleSink(console)
+    sink.phase(LOADING)
+    try:
+        return _train(console, sink, recipe, run_dir, settings, resume=resume, dry_run=dry_run, force=force)
+    finally:
+        sink.close()
+
+
+def _train(
+    console: Console,
+    sink: ConsoleSink,
+    recipe: str,
+    run_dir: Path | None,
+    settings: Sequence[str],
+    *,
+    resume: bool,
+    dry_run: bool,
+    force: bool,
+) -> int:
     from scantling.comm.allreduce import allreduce_wire_bytes
     from scantling.reporting.format import format_bytes, format_last_steps
     from scantling.training.run import check_run, resolve
     from scantling.training.run import train as run_training
 
-    console = make_console()
     if dry_run:
         from scantling.planning.plan import plan as make_plan
 
+        sink.phase("planning")
         checked, folder = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
         processes = launched_world_size()
         planned = make_plan(checked, world_size=processes)
+        sink.phase(None)
         console.print(planned.table())
+        sink.phase("looking at the data")
         fit = check_run(checked, folder, planned, resume=resume, force=force, world_size=processes)
+        sink.phase(None)
         console.print(str(fit), markup=False)
         but = ", but its memory is short" if fit.fits is False else ""
         console.print(f"{recipe}: the recipe is valid and its data is here{but}; nothing was trained", markup=False)
@@ -43,8 +68,8 @@ def train(
         resume=resume,
         force=force,
         settings=settings,
-        sinks=[ConsoleSink(console)],
-        progress=RichProgress(console),
+        sinks=[sink],
+        progress=RichProgress(console, sink.hide_phase),
     )
     metrics = result.metrics
     averaged = format_last_steps(metrics.get("train_loss_steps", 0))
@@ -124,15 +149,17 @@ def _wait(command: Sequence[str]) -> int:
 
 
 def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device: str | None, as_json: bool) -> int:
-    from scantling.planning.fit import check_fit
-    from scantling.planning.plan import plan as make_plan
     from scantling.recipe import load_recipe
-    from scantling.training.rundir import RunDir
 
     checked = load_recipe(recipe, settings)
+    with busy(LOADING):
+        from scantling.planning.fit import check_fit
+        from scantling.planning.plan import plan as make_plan
+        from scantling.training.rundir import RunDir
     processes, kind = RunDir(Path(recipe)).started_on() if Path(recipe).is_dir() else (1, "auto")
-    made = make_plan(checked, world_size=world_size or processes, device=device or kind)
-    fit = check_fit(checked, made)
+    with busy("planning"):
+        made = make_plan(checked, world_size=world_size or processes, device=device or kind)
+        fit = check_fit(checked, made)
     if as_json:
         print(json.dumps({**made.to_dict(), "machine": fit.to_dict()}, indent=2))
     else:
@@ -143,12 +170,14 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device
 
 
 def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
-    from scantling.training.export import export_hf
+    with busy(LOADING):
+        from scantling.training.export import export_hf
 
     refuse_processes("export")
     if form != "hf":
         raise UserError(f"--to takes hf and a folder; given '{form}'")
-    difference = export_hf(run, folder, dense=dense)
+    with busy("exporting"):
+        difference = export_hf(run, folder, dense=dense)
     make_console().print(
         f"wrote {folder}; reloaded with from_pretrained, largest logit difference {difference:.1e}", markup=False
     )

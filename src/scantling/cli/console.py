@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from textwrap import fill
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.status import Status
 from rich.text import Text
 
-from scantling.launched import launched_rank
-from scantling.reporting.format import format_bytes, format_number, format_percent
+from scantling.launched import launched_local_rank, launched_rank
+from scantling.reporting.format import fold_lines, format_bytes, format_number, format_percent
 from scantling.training.sinks import Sink
 
 if TYPE_CHECKING:
@@ -26,12 +27,41 @@ if TYPE_CHECKING:
 PLAIN_INTERVAL_S = 10.0
 """Seconds between plain lines where there is no terminal."""
 BAR_WIDTH = 16
+LOADING = "loading PyTorch and transformers"
+PATIENCE_S = 2.0
+"""Seconds after which a phase also shows how long it has taken."""
+SPINNER = "line"
+"""Of ASCII characters, which every terminal has."""
 LABEL_WIDTH = 12
 
 
+class WordConsole(Console):
+    """Console that breaks lines of text between words on a terminal, and nowhere in a file."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if self.is_terminal and all(isinstance(each, str) for each in objects):
+            objects = tuple(fold_lines(each, self.width) for each in objects)
+        super().print(*objects, **options)
+
+
 def make_console(*, stderr: bool = False) -> Console:
-    """A console that honours NO_COLOR and whether the stream is a terminal; silent on ranks other than 0."""
-    return Console(stderr=stderr, quiet=launched_rank() > 0, highlight=False, soft_wrap=not stderr)
+    """Make a console that honors NO_COLOR and whether the stream is a terminal.
+
+    Results are printed by rank 0; errors and warnings by the first rank of every machine.
+    """
+    quiet = (launched_local_rank() if stderr else launched_rank()) > 0
+    return WordConsole(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=not stderr)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Show on a terminal what a command works at until it prints a result."""
+    console = make_console(stderr=True)
+    if not console.is_terminal or console.quiet:
+        yield
+        return
+    with console.status(Text(what), spinner=SPINNER):
+        yield
 
 
 def show_warnings(console: Console) -> None:
@@ -46,25 +76,30 @@ def print_labeled(console: Console, label: str, text: str) -> None:
     """Print a label and a text; on a terminal the text is wrapped between words and stays beside the label."""
     line = f"{label:<{LABEL_WIDTH}}{text}"
     if console.is_terminal:
-        indent = " " * LABEL_WIDTH
-        line = fill(line, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        line = fold_lines(line, console.width, indent=" " * LABEL_WIDTH)
     console.print(line, markup=False)
 
 
 class _Live(Progress):
-    """The bar, and under it the figures, on as many lines as they need."""
+    """The bar, and under it the figures and the phase, on as many lines as they need."""
 
     figures: Sequence[str] = ()
+    phase: str | None = None
+    since = 0.0
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
+        if self.phase is not None:
+            seconds = time.monotonic() - self.since
+            yield Text(f"  {self.phase}" + (f", {seconds:.0f} s" if seconds > PATIENCE_S else ""))
         line = ""
         for figure in self.figures:
             if line and cell_len(f"{line}  {figure}") > self.console.width:
                 yield Text(line)
                 line = ""
             line += f"  {figure}"
-        yield Text(line)
+        if line or self.phase is None:
+            yield Text(line)
 
 
 class ConsoleSink(Sink):
@@ -78,10 +113,13 @@ class ConsoleSink(Sink):
         self._planned = ""
         self._held_out: str | None = None
         self._is_heard = True
+        self._status: Status | None = None
+        self._timer: Timer | None = None
         self._began = self._last_line = 0.0
 
     def start(self, *, name: str, run_dir: Path, plan: Plan, first_step: int, last_step: int) -> None:
         self._name, self._steps, self._first = name, last_step, first_step
+        self.phase(None)
         self._planned = format_bytes(plan.optimizer_state_bytes)
         self._began = self._last_line = time.monotonic()
         self._print(Text.assemble((name, "bold"), f" → {run_dir}"))
@@ -97,7 +135,44 @@ class ConsoleSink(Sink):
             self._task = self._live.add_task(name, total=last_step, completed=first_step - 1)
             self._live.start()
 
+    def phase(self, what: str | None) -> None:
+        """Show the phase: next to the bar, or as a line of its own before there is one.
+
+        Without a terminal, a line is printed for a phase that takes long.
+        """
+        self._stop_timer()
+        if self._console.quiet:
+            return
+        if not self._console.is_terminal:
+            if what is not None:
+                self._timer = Timer(PLAIN_INTERVAL_S, self._print, [f"{what} ..."])
+                self._timer.daemon = True
+                self._timer.start()
+        elif self._live is not None:
+            self._live.phase, self._live.since = what, time.monotonic()
+        elif what is None:
+            self.hide_phase()
+        elif self._status is not None:
+            self._status.update(Text(what))
+        else:
+            self._status = self._console.status(Text(what), spinner=SPINNER)
+            with suppress(OSError, SystemExit):
+                self._status.start()
+
+    def hide_phase(self) -> None:
+        """Remove the line of a phase, because another bar takes its place."""
+        status, self._status = self._status, None
+        if status is not None:
+            with suppress(OSError, SystemExit):  # of a terminal that was closed
+                status.stop()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def record(self, record: Mapping[str, Any]) -> None:
+        self._stop_timer()
         if "eval_loss" in record:
             auc = f" auc {record['auc']:.4f}" if "auc" in record else ""
             self._held_out = f"held-out {record['eval_loss']:.3f}{auc}"
@@ -115,7 +190,7 @@ class ConsoleSink(Sink):
         figures.append(f"optimizer {format_bytes(record['optimizer_state_bytes'])} (plan {self._planned})")
         figures.append(f"lr {record['lr']:.1e}")
         if self._live is not None and self._task is not None:
-            self._live.figures = figures
+            self._live.figures, self._live.phase = figures, None
             self._live.update(self._task, completed=record["step"])
             return
         now, step = time.monotonic(), record["step"]
@@ -140,6 +215,8 @@ class ConsoleSink(Sink):
             self._is_heard = False
 
     def close(self) -> None:
+        self._stop_timer()
+        self.hide_phase()
         live, self._live = self._live, None
         if live is not None:
             with suppress(OSError, SystemExit):  # of a terminal that was closed

@@ -10,10 +10,12 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from scantling.cli.console import make_console
+from scantling.cli.console import LOADING, busy, make_console
 from scantling.errors import UserError
 from scantling.launched import launched_rank
 from scantling.reporting.format import format_number, format_percent
+
+EVALUATING = "evaluating"
 
 
 def evaluate(
@@ -30,9 +32,10 @@ def evaluate(
     if minimal_pairs and lm_eval is not None:
         raise UserError("give one of --minimal-pairs and --lm-eval")
     if minimal_pairs:
-        from scantling.training.minimal_pairs import evaluate_pairs
-
-        figures = evaluate_pairs(run, minimal_pairs, limit=limit, device=device)
+        with busy(LOADING):
+            from scantling.training.minimal_pairs import evaluate_pairs
+        with busy(EVALUATING):
+            figures = evaluate_pairs(run, minimal_pairs, limit=limit, device=device)
         table = _pairs_table(run, figures)
     elif lm_eval is not None:
         from scantling.training.harness import evaluate_tasks
@@ -41,9 +44,10 @@ def evaluate(
         figures = evaluate_tasks(run, names, device=device)
         table = _tasks_table(run, figures)
     else:
-        from scantling.training.trained import evaluate_run
-
-        figures = evaluate_run(run, device=device)
+        with busy(LOADING):
+            from scantling.training.trained import evaluate_run
+        with busy(EVALUATING):
+            figures = evaluate_run(run, device=device)
         table = Table(title=Text(f"{run}, held-out data"), show_header=False)
         for name, value in figures.items():
             table.add_row(name.replace("_", " "), _shown(value))

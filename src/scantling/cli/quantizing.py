@@ -7,7 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scantling.cli.console import make_console, print_labeled
+from scantling.cli.console import LOADING, busy, make_console, print_labeled
 from scantling.launched import refuse_processes
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ def quantize(
     verbose: bool,
     as_json: bool,
 ) -> int:
-    from scantling.models.build import quiet
-    from scantling.precision.weights import check_method
-    from scantling.training.quantize import quantize_run
+    with busy(LOADING):
+        from scantling.models.build import quiet
+        from scantling.precision.weights import check_method
+        from scantling.training.quantize import quantize_run
 
     way = check_method(method)
     console = make_console()
@@ -51,7 +52,7 @@ def quantize(
     }
     name = "-".join(["quantized", weights, *(way for way, is_taken in ways.items() if is_taken), method])
     folder = out or run / name
-    with quiet():
+    with quiet(), busy("quantizing"):
         done = quantize_run(
             run,
             given,

@@ -12,11 +12,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, make_console
+from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, busy, make_console
 from scantling.cli.options import pairs
 from scantling.errors import STOPPED, UserError
 from scantling.launched import refuse_processes
 from scantling.models.build import recipe_task
+from scantling.planning.fit import Fit, check_fit, silent_plan
 from scantling.reporting.format import format_number, format_seconds
 from scantling.sweeping.grid import Case, cases, names_of, select, shown
 from scantling.sweeping.runner import Runner, Watcher
@@ -32,7 +33,8 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
     refuse_processes("sweep", "starts its runs itself, on one machine each")
     console = make_console()
     read, base = load_sweep(path, settings)
-    grid = cases(read, base, path)
+    with busy("checking the recipes"):
+        grid = cases(read, base, path)
     chosen = select(grid, pairs("--only", only))
     runner = Runner(read, grid, jobs=jobs, retry=retry, watcher=SweepProgress(console))
     if dry_run:
@@ -40,7 +42,12 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         console.print(_grid_table(read, chosen, runner.states()))
         total = format_number(sum(case.num_tokens for case in chosen))
         console.print(f"{len(chosen)} runs, {total} tokens; every recipe is valid; nothing was run", markup=False)
-        problems = [*_data_problems(chosen), *(f"after the runs: {error}" for error in lacking)]
+        with busy("planning"):
+            label, fit = _largest_run(chosen)
+        problems = [f"{label}: the run {fit}"] if fit.is_impossible else []
+        if not problems:
+            console.print(f"the largest run, {label}: {fit}", markup=False)
+        problems += [*_data_problems(chosen), *(f"after the runs: {error}" for error in lacking)]
         if len(problems) > MOST_PROBLEMS:
             problems[MOST_PROBLEMS:] = [f"and {len(problems) - MOST_PROBLEMS} more"]
         if problems:
@@ -61,6 +68,18 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         console.print("go on with the same command", markup=False)
         return STOPPED
     return 1 if any(outcome.rows.get(case.key, {}).get("error") for case in chosen) else 0
+
+
+def _largest_run(chosen: Sequence[Case]) -> tuple[str, Fit]:
+    """Return the run with the highest peak of those with the most parameters and with the most tokens in a pass."""
+
+    def tokens(case: Case) -> int:
+        return case.recipe.micro_batch_size() * case.recipe.data.longest
+
+    heavy = {id(case): case for case in (max(chosen, key=lambda each: each.num_parameters), max(chosen, key=tokens))}
+    plans = [(silent_plan(case.recipe), case) for case in heavy.values()]
+    planned, case = max(plans, key=lambda each: each[0].peak_memory_bytes or 0)
+    return case.label, check_fit(case.recipe, planned)
 
 
 def _data_problems(chosen: Sequence[Case]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -37,10 +38,15 @@ class NoProgress:
 
 
 class RichProgress:
-    """A bar on a terminal, plain lines elsewhere; both only once the work has taken a second."""
+    """A bar on a terminal, plain lines elsewhere; both only once the work has taken a second.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    Args:
+        console: shows it.
+        before: called before anything is shown, such as to remove another bar.
+    """
+
+    def __init__(self, console: Console, before: Callable[[], None] = lambda: None) -> None:
+        self._console, self._before = console, before
         self._what, self._done = "", 0
         self._total: int | None = None
         self._began = 0.0
@@ -68,6 +74,7 @@ class RichProgress:
             self._console.print(f"{self._what}: {self._done / 1e6:.1f} MB in {seconds:.1f} s", markup=False)
 
     def _show(self) -> None:
+        self._before()
         if not self._console.is_terminal:
             of = "" if self._total is None else f" of {self._total / 1e6:.1f} MB"
             self._console.print(f"{self._what}{of} ...", markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from scantling.data.hashing import fingerprint
 from scantling.data.tokenizer_files import check_tokenizer
 from scantling.errors import UserError, did_you_mean, first_line
 from scantling.files import local
+from scantling.hub import hub_folder, is_hub_name
 from scantling.saved_models import without_marks
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -147,6 +149,32 @@ class Tokenizer(ABC):
         """Special tokens that the saved tokenizer puts around one text when it is called; perhaps none."""
         return self.single
 
+    @cached_property
+    def target(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids before and after a text that a decoder is to give: the tokenizer's own if they have an end-of-text.
+
+        A decoder has to learn its end. A tokenizer that adds nothing after a text gets end-of-text there; what one adds
+        that ends otherwise, such as the cls and sep of an encoder, gives way to end-of-text.
+        """
+        end = () if self.eos_id is None else (self.eos_id,)
+        before, after = self._target_template().parts
+        if after and self.eos_id not in after:
+            return (), end
+        return before, after or end
+
+    def _target_template(self) -> Template:
+        return self.single
+
+    def with_padding(self) -> Tokenizer:
+        """Return this tokenizer, or one like it that is saved with a padding token and the side on which it stands."""
+        return self
+
+    @property
+    def pads_left(self) -> bool:
+        """True if a text ends in the token that stands for all of it, as those of XLNet: padding is then before it."""
+        after = self.single.parts[-1]
+        return self.cls_id is not None and after[-1:] == (self.cls_id,)
+
     def require(self, task: str, *names: str) -> None:
         """Refuse a tokenizer that lacks special tokens: "eos", "pad", "mask", "cls" or "sep"."""
         missing = [name for name in names if getattr(self, f"{name}_id") is None]
@@ -265,11 +293,32 @@ class FastTokenizer(Tokenizer):
             from transformers import PreTrainedTokenizerFast
 
             names = {f"{key}_token": token for key, token in self._specials.items()}
+            names["padding_side"] = "left" if self.pads_left else "right"
             inputs = ["input_ids", *(["token_type_ids"] if token_types else []), "attention_mask"]
             wrapped = PreTrainedTokenizerFast(
                 tokenizer_object=self._backend, clean_up_tokenization_spaces=False, model_input_names=inputs, **names
             )
         wrapped.save_pretrained(str(folder))
+
+    def with_padding(self) -> Tokenizer:
+        """Return a tokenizer with padding: its own, else end-of-text, else another special token.
+
+        Models find the end of a text by the token before the padding, so it is none that a text ends in.
+        """
+        side = "left" if self.pads_left else "right"
+        if self.pad_id is not None and (self._wrapped is None or self._wrapped.padding_side == side):
+            return self
+        ends = {part[-1] for part in (self.single.parts[-1], self.pair.parts[-1]) if part}
+        others = [id_ for id_ in (self.eos_id, *sorted(self.special_ids)) if id_ is not None and id_ not in ends]
+        pad_id = self.pad_id if self.pad_id is not None else next(iter(others), None)
+        if pad_id is None:
+            return self
+        specials, wrapped = {**self._specials, "pad": str(self._backend.id_to_token(pad_id))}, self._wrapped
+        if wrapped is not None:
+            wrapped = copy.deepcopy(wrapped)
+            wrapped.pad_token, wrapped.padding_side = specials["pad"], side
+            wrapped.init_kwargs["padding_side"] = side  # it is saved from there
+        return FastTokenizer(self._backend, specials, self.name, literal=self._literal, wrapped=wrapped)
 
     @cached_property
     def single(self) -> Template:
@@ -278,6 +327,14 @@ class FastTokenizer(Tokenizer):
     @cached_property
     def pair(self) -> Template:
         return self._template(2)
+
+    def _target_template(self) -> Template:
+        """Special tokens around a target, which the tokenizers of some translation models mark by its language."""
+        if not hasattr(self._wrapped, "_switch_to_target_mode"):
+            return self.single
+        wrapped = copy.deepcopy(self._wrapped)
+        wrapped._switch_to_target_mode()
+        return FastTokenizer(wrapped.backend_tokenizer, self._specials, self.name).single
 
     def _template(self, texts: int) -> Template:
         """Return what the tokenizer's own post-processor adds."""
@@ -356,7 +413,7 @@ def finish_backend(backend: Any, *, use_regex: bool, wrap: bool) -> Any:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer in a Hugging Face folder or a `tokenizer.json` file; no code in the folder is ever run.
+    """Return the tokenizer in a Hugging Face folder, a `tokenizer.json` file, or of a name on the Hub; no code is run.
 
     Raises:
         UserError: there is none, or it is not a fast tokenizer.
@@ -364,8 +421,14 @@ def load_tokenizer(path: str) -> Tokenizer:
     place = local(path)
     if place.is_file():
         return _from_file(place)
+    hint = did_you_mean(path, ["bytes"])
+    if hint is None and is_hub_name(path):
+        try:
+            place = hub_folder(path)
+        except UserError as error:
+            raise UserError(f"data.tokenizer: {error}; give bytes, {{bpe: SIZE}}, or a local folder") from None
     if not place.is_dir():
-        hint = did_you_mean(path, ["bytes"]) or "give bytes, {bpe: SIZE}, or a local folder or tokenizer.json"
+        hint = hint or "give bytes, {bpe: SIZE}, a local folder or tokenizer.json, or a name on the Hub"
         raise UserError(f"data.tokenizer: no such file or folder: {path} ({hint})")
     from transformers import AutoTokenizer
 

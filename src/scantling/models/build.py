@@ -1,6 +1,7 @@
 """From the model section of a recipe to a transformers model: random weights from a seed, or those of a folder.
 
-Only local files are read, weights only from safetensors, and code that lies beside a model is never run.
+Weights are read from safetensors only, and code that lies beside a model is never run. Names on the Hugging Face Hub
+stand for folders of its cache.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 
 from scantling.checksums import check_checksums
 from scantling.errors import UserError, did_you_mean, first_line
+from scantling.hub import hub_folder, is_hub_name
 from scantling.models.presets import PRESETS
 from scantling.models.token_ids import SUFFIX, config_ids, set_generation_ids, set_text_ids
 from scantling.modes import evaluating
+from scantling.precision.packed_files import is_quantized_folder
 from scantling.precision.training import quantize_training
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.schema import TASKS, ModelSection
@@ -95,7 +98,8 @@ def default_task(section: ModelSection) -> str:
     """
     if section.preset is not None:
         return PRESETS[section.preset].task
-    architectures = _read_config(section).get("architectures") or []
+    content = _read_config(section)
+    architectures = content.get("architectures") or []
     for ending, task in (
         ("T5WithLMHeadModel", "seq2seq"),  # what T5ForConditionalGeneration was called when T5 was published
         ("ForConditionalGeneration", "seq2seq"),
@@ -107,11 +111,32 @@ def default_task(section: ModelSection) -> str:
         ("DLRM", "clicks"),
     ):
         if any(str(name).endswith(ending) for name in architectures):
-            return task
+            return "causal-lm" if task == "seq2seq" and _is_decoder(content) else task
+    if not architectures and _is_decoder(content, multimodal=True):
+        return "causal-lm"
     raise UserError(
-        f"model.task: {section.hf} does not say what it is trained to do (its architectures: {architectures}); "
-        f"give one of {', '.join(TASKS)}"
+        f"model.task: {_config_path(section)} does not say what it is trained to do (its architectures: "
+        f"{architectures}); give one of {', '.join(TASKS)}"
     )
+
+
+def _is_decoder(content: dict[str, Any], *, multimodal: bool = False) -> bool:
+    """True for a configuration of models that have no encoder of text.
+
+    Gemma 3, say, is conditioned on images: its `ForConditionalGeneration` predicts each token from those before it.
+
+    Args:
+        content: of config.json.
+        multimodal: whether it has to be of models that read more than text.
+    """
+    import transformers
+
+    if content.get("model_type") not in transformers.CONFIG_MAPPING:
+        return False
+    config_class = transformers.CONFIG_MAPPING[content["model_type"]]
+    if multimodal and config_class not in transformers.AutoModelForMultimodalLM._model_mapping:
+        return False
+    return not config_class().is_encoder_decoder
 
 
 def build_config(
@@ -153,7 +178,8 @@ def build_config(
     except KeyError:
         known = did_you_mean(str(model_type), transformers.CONFIG_MAPPING.keys())
         raise UserError(
-            f"transformers {transformers.__version__} knows no model_type '{model_type}'" + _hint(known)
+            f"{_source(section)}: transformers {transformers.__version__} knows no model_type '{model_type}'"
+            + _hint(known)
         ) from None
     plain = config_class()
     for key in section.overrides:
@@ -172,7 +198,7 @@ def build_config(
     others |= config_ids(token_ids, given, plain, pretrained=pretrained)
     try:
         with quiet():
-            config = config_class(**{**given, **others, **section.overrides})
+            config = config_class(**{**given, **others, **_merged(given, section.overrides)})
             set_text_ids(config, token_ids, pretrained=pretrained)
     except Exception as error:  # configuration classes raise errors of many kinds for values that do not fit
         text = f"{config_class.__name__} refuses these settings: {first_line(error)}"
@@ -182,6 +208,12 @@ def build_config(
     except UserError as error:
         raise error if section.hf is None else UserError(f"{_source(section)}: {error}") from None
     return config
+
+
+def _merged(given: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Overrides in which the parts of a configuration, such as `text_config`, keep the keys that are not overridden."""
+    parts = {key: given.get(key) for key, value in overrides.items() if isinstance(value, dict)}
+    return overrides | {key: {**part, **overrides[key]} for key, part in parts.items() if isinstance(part, dict)}
 
 
 def _source(section: ModelSection) -> str:
@@ -209,10 +241,8 @@ def build_model(
     Raises:
         UserError: as `build_config`; weights that are missing, are not safetensors, or do not fit.
     """
-    import transformers
-
     config = build_config(section, task, vocab_size=vocab_size, seq_len=seq_len, config_overrides=config_overrides)
-    auto_class = getattr(transformers, task.auto_class)
+    auto_class = task.find_auto_class(config)
     with torch.random.fork_rng([]), quiet(), torch.device(device):
         torch.manual_seed(seed)
         try:
@@ -238,9 +268,9 @@ def build_model(
 
 
 def _learn_padding(model: Any) -> None:
-    """Let a model learn its padding token where that ends texts as well; the table would keep it at zero."""
-    padding, ends = (getattr(model.config, f"{kind}_token_id", None) for kind in ("pad", "eos"))
-    if padding is None or padding not in (ends if isinstance(ends, list) else [ends]):
+    """Let a model learn its padding token where that begins or ends texts; the table would keep it at zero."""
+    padding, ends, begin = (getattr(model.config, f"{kind}_token_id", None) for kind in ("pad", "eos", "bos"))
+    if padding is None or padding not in [*(ends if isinstance(ends, list) else [ends]), begin]:
         return
     table = model.get_input_embeddings()
     if getattr(table, "padding_idx", None) != padding:
@@ -311,13 +341,19 @@ def reads_weights(section: ModelSection) -> bool:
     """Whether the run starts from weights in the model folder."""
     if section.hf is None or section.pretrained is False:
         return False
-    folder = Path(section.hf)
-    found = folder.is_dir() and any((folder / name).is_file() for name in _WEIGHTS)
-    if found:
+    if is_hub_name(section.hf):  # one without weights says so when they are read
         return True
-    if _other_weights(folder):
+    folder = Path(section.hf)
+    if any(os.path.lexists(folder / name) for name in _WEIGHTS):
+        return True
+    if is_quantized_folder(folder):
         raise UserError(
-            f"{folder} holds weights, but no model.safetensors; convert them to safetensors, "
+            f"model.hf: {folder} holds packed weights, from which no run starts; give the run's export, a folder of "
+            "quantize --dequantized, or train from random weights with model.pretrained: false"
+        )
+    if name := _other_weights(folder):
+        raise UserError(
+            f"{folder} holds weights, but no model.safetensors ({name}); convert them to safetensors, "
             "or train from random weights with model.pretrained: false"
         )
     if section.pretrained:
@@ -343,9 +379,15 @@ def quiet() -> Iterator[None]:
 
 def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     """Weights from the folder; a new head and what is left over are warnings, other missing weights an error."""
-    folder = Path(str(section.hf))
+    folder = _folder(section, weights=True)
+    if is_hub_name(str(section.hf)) and not any((folder / name).is_file() for name in _WEIGHTS):
+        raise UserError(
+            f"model.hf: {section.hf} has no model.safetensors on the Hub or in its cache; download it, or train from "
+            "random weights with model.pretrained: false"
+        )
     check_checksums(folder)
     weights = check_weights(folder)
+    files = "the folder" if weights is None else weights.files
     if weights is not None:
         with blaming(folder / CONFIG):
             check_counts(config.to_dict(), weights)
@@ -365,7 +407,7 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    model.name_or_path = model.config.name_or_path = str(folder)
+    model.name_or_path = model.config.name_or_path = str(section.hf)
     # all of a model that has no part of this name is backbone, such as T5 with its encoder and decoder
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
@@ -374,7 +416,7 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     backbone = sorted(name for name in new if name.startswith(prefix) and "pooler" not in name.split("."))
     if backbone:
         raise UserError(
-            f"{section.hf} lacks {len(backbone)} weights of the model or has them in another shape, such as "
+            f"{section.hf}: {files} lacks {len(backbone)} weights of the model or has them in another shape, such as "
             f"{backbone[0]}; check {CONFIG} and model.overrides, or train from random weights with "
             "model.pretrained: false"
         )
@@ -394,8 +436,19 @@ def _rebuild_cores(model: Any, section: ModelSection, device: str) -> None:
     rebuild(model, cores["layers"])
 
 
+def _folder(section: ModelSection, *, weights: bool = False) -> Path:
+    """Return the model folder, that of the cache for a name on the Hub, or the `config.json` that is given."""
+    name = str(section.hf)
+    if not is_hub_name(name):
+        return Path(name)
+    try:
+        return hub_folder(name, weights=weights)
+    except UserError as error:
+        raise UserError(f"model.hf: {error}") from None
+
+
 def _config_path(section: ModelSection) -> Path:
-    path = Path(str(section.hf))
+    path = _folder(section)
     return path / CONFIG if path.is_dir() else path
 
 
@@ -403,7 +456,7 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
     path = _config_path(section)
     if not os.path.lexists(path):
         raise UserError(
-            f"model.hf: there is no {path}; give a local folder with config.json or such a file (nothing is downloaded)"
+            f"model.hf: there is no {path}; give a local folder with config.json, such a file, or a name on the Hub"
         )
     try:
         content = read_settings(path)
@@ -419,18 +472,20 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
 def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
     with blaming("this model"):
         check_counts(config.to_dict())
-    known = getattr(config, "vocab_size", None)
+    text = config.get_text_config()
+    where = "model.overrides" if text is config else "model.overrides.text_config"
+    known = getattr(text, "vocab_size", None)
     if known is not None and vocab_size and known > max(MOST_IDS, 4 * vocab_size):
         raise UserError(
             f"the model's vocabulary has {known} ids, and the tokenizer only {vocab_size}; "
-            f"set model.overrides.vocab_size to {vocab_size} or a little more"
+            f"set {where}.vocab_size to {vocab_size} or a little more"
         )
     if known is not None and vocab_size > known:
         raise UserError(
             f"the tokenizer has {vocab_size} ids, the model's vocabulary only {known}; "
-            "set model.overrides.vocab_size or use a smaller tokenizer"
+            f"set {where}.vocab_size or use a smaller tokenizer"
         )
-    heads, key_value_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    heads, key_value_heads = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and key_value_heads and heads % key_value_heads:
         raise UserError(f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {key_value_heads}")
     size, patch = (getattr(config, name, None) for name in ("image_size", "patch_size"))
@@ -439,7 +494,7 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
             f"data.image_size is {size}, which the model's patches of {patch} do not fill; "
             "give a multiple of it or set model.overrides.patch_size"
         )
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions > 0:  # -1 of XLNet is without limit
         is_learned = getattr(config, "position_embedding_type", "absolute") == "absolute"
         if config.model_type in _POSITIONS_AFTER_PADDING and config.pad_token_id is not None and is_learned:
@@ -447,12 +502,17 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
         if seq_len > positions:
             raise UserError(
                 f"data.seq_len is {seq_len}, the model has {positions} positions; "
-                "lower it or set model.overrides.max_position_embeddings"
+                f"lower it or set {where}.max_position_embeddings"
             )
 
 
-def _other_weights(folder: Path) -> bool:
-    return folder.is_dir() and any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.msgpack"))
+def _other_weights(folder: Path) -> str | None:
+    """Return the name of a file that holds weights in another form, such as a shard without its index."""
+    endings = (".bin", ".pt", ".pth", ".msgpack", ".h5", ".ckpt", ".gguf", ".onnx", ".safetensors")
+    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+    return min(
+        (name for name in names if name.endswith(endings) and not name.startswith("click_features")), default=None
+    )
 
 
 def _some(names: Iterable[str]) -> str:

@@ -15,7 +15,8 @@ def config_ids(wanted: Mapping[str, Id], given: Mapping[str, Any], plain: Any, *
     """Return the ids of special tokens for a configuration.
 
     The tokenizer decides. A token that it does not have keeps its id if weights are read, which may know it, and has
-    none otherwise. Of weights that are read, several ends and the start of the decoder are kept.
+    none otherwise. Of weights that are read, several ends and the start of the decoder are kept; another decoder starts
+    with padding, as T5's does.
 
     Args:
         wanted: ids by key, `eos_token_id`; None for a token that the tokenizer does not have.
@@ -24,12 +25,18 @@ def config_ids(wanted: Mapping[str, Id], given: Mapping[str, Any], plain: Any, *
         pretrained: weights are read.
     """
     found: dict[str, Id] = {}
+    start, pad = f"decoder_start{SUFFIX}", f"pad{SUFFIX}"
+    if getattr(plain, "is_encoder_decoder", False) and pad in wanted:
+        wanted = {start: wanted[pad], **wanted}
     for key, id_ in wanted.items():
         before = given.get(key, getattr(plain, key, None))
-        if key == f"decoder_start{SUFFIX}" and pretrained and before is not None:
+        if key == start and pretrained and before is not None:
             id_ = before
         after = _merged(before, id_, keep=pretrained)
-        used = hasattr(plain, key) or (after is not None and key.removesuffix(SUFFIX) in GENERATED)
+        if after is None:
+            used = hasattr(plain, key) and _can_be_none(type(plain), key)
+        else:
+            used = hasattr(plain, key) or key.removesuffix(SUFFIX) in GENERATED
         if used and after != before:
             found[key] = after
     for role in ("bos", "eos"):  # what some configurations force is the tokenizer's, too
@@ -63,6 +70,15 @@ def set_generation_ids(model: Any) -> None:
         own = getattr(model.config, key, None)
         own = getattr(model.config.get_text_config(), key, None) if own is None else own
         setattr(generation, key, _merged(getattr(generation, key, None), own, keep=True))
+
+
+def _can_be_none(config_class: Any, key: str) -> bool:
+    """Return whether a configuration can lack this token."""
+    try:
+        config_class(**{key: None})
+    except Exception:  # configuration classes raise errors of many kinds for values that do not fit
+        return False
+    return True
 
 
 def _merged(before: Id, id_: Id, *, keep: bool) -> Id:

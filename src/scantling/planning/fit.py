@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -131,6 +132,17 @@ def check_fit(recipe: Recipe, planned: Plan, *, search: bool = True, task_data: 
     )
 
 
+def silent_plan(recipe: Recipe, **options: Any) -> Plan:
+    """Return `plan(recipe, **options)` without its warnings, which the first plan or the run itself gives."""
+    logger = logging.getLogger("scantling")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return plan(recipe, **options)
+    finally:
+        logger.setLevel(level)
+
+
 def _largest_micro_batch(recipe: Recipe, planned: Plan, limit: int, task_data: TaskData | None) -> int | None:
     """The largest micro-batch whose plan stays within a limit; None if none does.
 
@@ -141,7 +153,7 @@ def _largest_micro_batch(recipe: Recipe, planned: Plan, limit: int, task_data: T
     def peak(size: int) -> int:
         content: Mapping[str, Any] = recipe.model_dump(exclude_unset=True)
         train = {**content["train"], "micro_batch_size": size}
-        smaller = plan(
+        smaller = silent_plan(
             Recipe.model_validate({**content, "train": train}),
             world_size=planned.world_size,
             device=planned.device,

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from scantling.errors import Fault, RecipeError, UserError, did_you_mean, shorten
 from scantling.files import local
+from scantling.hub import is_hub_name
 from scantling.recipe.checks import MOST_FAULTS, semantic_faults
 from scantling.recipe.mappings import flattened
 from scantling.recipe.parsing import dump_yaml, parse_yaml, read_text, value_faults
@@ -274,10 +275,10 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
             data[key] = expand(data[key])
     if "validation" in data and not kind_is_hf:
         data["validation"] = expand(data["validation"])
-    if isinstance(data.get("tokenizer"), str) and data["tokenizer"] != "bytes":
+    if isinstance(data.get("tokenizer"), str) and data["tokenizer"] != "bytes" and not is_hub_name(data["tokenizer"]):
         data["tokenizer"] = expand(data["tokenizer"])
     if kind_is_hf:
         data["hf"] = expand(data["hf"], must_exist=True)
-    if model.get("hf") is not None:
+    if model.get("hf") is not None and not is_hub_name(model["hf"]):
         model["hf"] = expand(model["hf"])
     return content

@@ -52,13 +52,17 @@ class ModelSection(Section):
     preset: Text | None = None
     """Name of a built-in architecture, such as `llama-10m`; exactly one of `preset` and `hf` is given."""
     hf: Text | None = None
-    """A local folder with `config.json` (and weights, for fine-tuning), or a `config.json` file."""
+    """A local folder with `config.json` (and weights, for fine-tuning), a `config.json` file, or a name on the Hugging
+    Face Hub, which is fetched into its cache (with `HF_HUB_OFFLINE=1`: found there)."""
     pretrained: bool | None = None
-    """Load the weights found in the `hf` folder. Default: yes when the folder holds weights."""
+    """Load the weights found in the `hf` folder. Default: yes when the folder holds weights, and for names on the
+    Hub."""
     task: Literal["causal-lm", "masked-lm", "seq2seq", "classification", "clicks", "image-classification"] | None = None
-    """What the model is trained to do. Default: the preset's task, or what the configuration's architecture is for."""
+    """What the model is trained to do. Default: the preset's task, or what the configuration's architecture is for.
+    Decoders that also read images or sound, such as Gemma 3, are `causal-lm` and train on text."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Keys of the transformers configuration to change, such as `{hidden_size: 128, num_hidden_layers: 2}`."""
+    """Keys of the transformers configuration to change, such as `{hidden_size: 128, num_hidden_layers: 2}`. Of a part,
+    such as `{text_config: {vocab_size: 512}}`, the other keys stay."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of transformers."""
 
@@ -158,8 +162,8 @@ class DataSection(Section):
     document_separator: Text | None = None
     """In text files, a line that starts with this begins a new document (the line itself is left out)."""
     tokenizer: Text | BpeTokenizer = "bytes"
-    """`bytes` (for `bin` files: none), `{bpe: VOCABULARY_SIZE}`, or a folder or `tokenizer.json` file in Hugging Face's
-    format."""
+    """`bytes` (for `bin` files: none), `{bpe: VOCABULARY_SIZE}`, a folder or `tokenizer.json` file in Hugging Face's
+    format, or a name on the Hub as in `model.hf`."""
     seq_len: int = Field(default=256, ge=2, le=1_048_576)
     """Tokens per training sequence (the most, for classification and pairs); for seq2seq those of the input."""
     target_len: int | None = Field(default=None, ge=2, le=1_048_576)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from textwrap import fill
 
 MISSING = "–"
 SAME = "same"
@@ -11,6 +13,35 @@ _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _HUGE = 1e12
 """From here on a number is written with an exponent, unless a unit has made it smaller."""
 _SI = ("k", "M", "G", "T", "P", "E")
+
+
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGTP]i)?B\b|tok/s|m?s\b)")
+
+
+def fold_lines(text: str, width: int, *, indent: str | None = None) -> str:
+    """Break the lines of a text between words, but not between a number and its unit; longer words stay whole.
+
+    Args:
+        text: any number of lines.
+        width: of the terminal.
+        indent: put before what goes on in a new line. Default: the indent of the line it goes on from.
+    """
+
+    def folded(line: str) -> str:
+        own = re.match(r" *(?:- )?", line)
+        hanging = " " * own.end() if own is not None and indent is None else indent or ""
+        joined = _BEFORE_UNIT.sub("\u00a0", line)
+        parts = fill(
+            joined,
+            max(1, width),
+            subsequent_indent=hanging,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        return parts.replace("\u00a0", " ") if joined != line else parts
+
+    return "\n".join(map(folded, text.split("\n")))
 
 
 def format_bytes(value: float | None) -> str:

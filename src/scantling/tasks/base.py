@@ -85,6 +85,12 @@ class Task(ABC):
     name: ClassVar[str]
     auto_class: ClassVar[str]
 
+    def find_auto_class(self, config: Any) -> Any:
+        """Return the Auto class of transformers that builds the task's model of a configuration."""
+        import transformers
+
+        return getattr(transformers, self.auto_class)
+
     @abstractmethod
     def prepare(self, data: DataSection, *, seed: int, progress: Progress | None = None) -> TaskData:
         """Read, tokenise and split the data; what was done before comes from the cache.
@@ -142,6 +148,10 @@ class Task(ABC):
         """What `config_overrides` will give, as far as it is known before the data is read; adds what is assumed."""
         return self.token_ids(planned_ids(data))
 
+    def check_model(self, model: torch.nn.Module, data: TaskData) -> None:
+        """Raise a UserError if a model cannot use the inputs that the data makes."""
+        return
+
     def token_ids(self, ids: Mapping[str, int | None]) -> dict[str, Any]:
         """Return the ids of special tokens by their keys in a configuration.
 
@@ -152,7 +162,11 @@ class Task(ABC):
 
     def probe(self, config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Random inputs of a model, on which it is compared with its exported copy."""
-        ids = torch.randint(0, config.vocab_size, (2, 16), generator=generator)
+        vocab_size = config.get_text_config().vocab_size
+        values = [value for key, value in vars(config).items() if key.endswith(("_token_id", "_token_index"))]
+        marks = {id_ for value in values for id_ in (value if isinstance(value, list) else [value])}
+        texts = torch.tensor([token for token in range(vocab_size) if token not in marks])  # no mark of an image
+        ids = texts[torch.randint(0, len(texts), (2, 16), generator=generator)]
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
 
     def save_inputs(self, folder: Path, data: TaskData, config: Any) -> None:
@@ -187,14 +201,15 @@ class Task(ABC):
         return {}
 
 
-def planned_ids(data: DataSection) -> dict[str, int | None]:
-    """Return the ids of a recipe's special tokens by role; only a tokenizer in a folder is read."""
+def planned_ids(data: DataSection, *, padded: bool = False) -> dict[str, int | None]:
+    """Return the ids of a recipe's special tokens by role, also of `with_padding`; only a tokenizer folder is read."""
     setting = data.tokenizer
     if isinstance(setting, BpeTokenizer):
         return {role: number for number, role in enumerate(SPECIALS)}  # the first ids of a BPE that is trained
     if setting == "bytes" and data.bin is not None:
         return {}
     tokenizer = ByteTokenizer() if setting == "bytes" else load_tokenizer(setting)
+    tokenizer = tokenizer.with_padding() if padded else tokenizer
     return {role: getattr(tokenizer, f"{role}_id") for role in ROLES}
 
 
@@ -277,9 +292,10 @@ def padded_length(lengths: Sequence[int], multiple: int | None, limit: int) -> i
     return longest if multiple is None else max(longest, min(limit, -(-longest // multiple) * multiple))
 
 
-def pad_rows(rows: Sequence[Ids], value: int, length: int = 0) -> torch.Tensor:
+def pad_rows(rows: Sequence[Ids], value: int, length: int = 0, *, left: bool = False) -> torch.Tensor:
     """Rows of different lengths as one tensor, (batch, longest), or of this length where it is longer."""
     result = np.full((len(rows), max(length, *map(len, rows))), value, dtype=np.int64)
     for number, row in enumerate(rows):
-        result[number, : len(row)] = row
+        begin = result.shape[1] - len(row) if left else 0
+        result[number, begin : begin + len(row)] = row
     return torch.from_numpy(result)

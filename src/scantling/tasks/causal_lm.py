@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,24 +27,19 @@ class ShiftedWindows:
 
     Args:
         document_mask: also give `position_ids` that begin again at each document.
-        marks: ids around documents. Those that begin a document are given, never predicted.
+        marks: ids around documents.
     """
 
     document_mask: bool = False
     marks: Marks = NO_MARKS
-
-    @property
-    def given(self) -> list[int]:
-        """Ids that are no targets; what also ends documents is one."""
-        return sorted({*self.marks.begin} - {*self.marks.end})
 
     def __call__(self, examples: list[Numbered]) -> Batch:
         windows = [window for _, _, window in examples]
         inputs = pad_rows([window[:-1] for window in windows], 0)
         labels = pad_rows([window[1:] for window in windows], IGNORED)
         tokens = targets = sum(len(window) - 1 for window in windows)
-        if self.given:
-            labels[torch.isin(labels, torch.tensor(self.given))] = IGNORED
+        if self.marks.given:
+            labels[torch.isin(labels, torch.tensor(self.marks.given))] = IGNORED
             targets = int((labels != IGNORED).sum())
         named = {"input_ids": inputs}
         if self.document_mask and self.marks.first:
@@ -53,9 +48,18 @@ class ShiftedWindows:
 
     def num_targets(self, stream: MappedArray) -> int:
         """Count the targets in a stream; all but its first token and the given ones."""
-        chunks = range(1, len(stream), CHUNK) if self.given else ()
-        given = sum(int(np.isin(stream[begin : begin + CHUNK], self.given).sum()) for begin in chunks)
+        chunks = range(1, len(stream), CHUNK) if self.marks.given else ()
+        given = sum(int(np.isin(stream[begin : begin + CHUNK], self.marks.given).sum()) for begin in chunks)
         return len(stream) - 1 - given
+
+
+def _builds(auto_class: Any, config: Any) -> bool:
+    """True if an Auto class has a model of this configuration, not only of the text part of it."""
+    if type(config) not in auto_class._model_mapping:
+        return False
+    found = auto_class._model_mapping[type(config)]
+    kinds = found if isinstance(found, tuple | list) else (found,)
+    return any(kind.config_class is type(config) for kind in kinds)
 
 
 class CausalLM(Task):
@@ -69,6 +73,17 @@ class CausalLM(Task):
 
     name: ClassVar[str] = "causal-lm"
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
+
+    def find_auto_class(self, config: Any) -> Any:
+        """Also find decoders that read images or sound next to text.
+
+        Such a model is built whole, with what reads images: its folder is then one that serves images and text, too.
+        """
+        import transformers
+
+        names = (self.auto_class, "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+        classes = [getattr(transformers, name) for name in names]
+        return next((each for each in classes if _builds(each, config)), classes[0])
 
     def prepare(self, data: DataSection, *, seed: int, progress: Progress | None = None) -> TaskData:
         length, stride = data.seq_len + 1, data.seq_len

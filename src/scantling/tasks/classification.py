@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +17,7 @@ from scantling.data.progress import Progress
 from scantling.data.store import MappedArray, TokenStore
 from scantling.data.tokenizers import Ids, Tokenizer
 from scantling.errors import UserError
+from scantling.modes import evaluating
 from scantling.recipe.schema import DataSection
 from scantling.tasks.base import (
     LossSums,
@@ -27,9 +29,13 @@ from scantling.tasks.base import (
     model_config,
     pad_rows,
     padded_length,
+    planned_ids,
     required,
+    unwrapped,
     without_cache,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Labelled(NamedTuple):
@@ -88,19 +94,26 @@ class PaddedTexts:
 
     def __call__(self, examples: list[Numbered]) -> Batch:
         joined = [self.tokenizer.join(item.ids, item.pair_ids, self.seq_len) for _, _, item in examples]
+        pad, left = required(self.tokenizer.pad_id), self.tokenizer.pads_left
+        nothing = np.array([pad]), np.array([0])  # a model cannot read an empty text
+        joined = [both if len(both[0]) else nothing for both in joined]
         lengths = [len(ids) for ids, _ in joined]
         length = padded_length(lengths, self.multiple, self.seq_len)
         inputs = {
-            "input_ids": pad_rows([ids for ids, _ in joined], required(self.tokenizer.pad_id), length),
-            "attention_mask": pad_rows([np.ones(own, dtype=np.int64) for own in lengths], 0, length),
-            "token_type_ids": pad_rows([types for _, types in joined], 0, length),
+            "input_ids": pad_rows([ids for ids, _ in joined], pad, length, left=left),
+            "attention_mask": pad_rows([np.ones(own, dtype=np.int64) for own in lengths], 0, length, left=left),
+            "token_type_ids": pad_rows([types for _, types in joined], 0, length, left=left),
         }
         labels = torch.tensor([item.label for _, _, item in examples], dtype=torch.long)
         return Batch(inputs, labels, num_targets=len(examples), num_tokens=sum(lengths))
 
 
 class Classification(Task):
-    """One label for a text or a pair; `token_type_ids` go to models with more than one type."""
+    """One label for a text or a pair; `token_type_ids` go to models with more than one type.
+
+    Special tokens are those of the tokenizer, which needs none. A decoder answers at the last token of a text: what
+    pads batches is in the configuration, and is end-of-text (or another special token) for a tokenizer without padding.
+    """
 
     name: ClassVar[str] = "classification"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
@@ -108,17 +121,18 @@ class Classification(Task):
     def prepare(self, data: DataSection, *, seed: int, progress: Progress | None = None) -> TaskData:
         if data.fields.label is None:
             raise UserError("data.fields.label: missing; classification needs the name of the label column")
-        needs = (self.name, ("pad", "cls", "sep"))
-        prepared = prepare(data, seed=seed, pairs=True, needs=needs, wrap=True, progress=progress)
+        prepared = prepare(data, seed=seed, pairs=True, wrap=True, progress=progress)
+        tokenizer = prepared.tokenizer.with_padding()
+        tokenizer.require(self.name, "pad")
         has_pairs = data.fields.pair is not None
         train = LabelledDataset(prepared.train, has_pairs=has_pairs)
         heldout = None if prepared.heldout is None else LabelledDataset(prepared.heldout, has_pairs=has_pairs)
         return TaskData(
             train,
             heldout,
-            PaddedTexts(prepared.tokenizer, data.seq_len, data.pad_to_multiple_of),
-            prepared.tokenizer,
-            prepared.tokenizer.vocab_size,
+            PaddedTexts(tokenizer, data.seq_len, data.pad_to_multiple_of),
+            tokenizer,
+            tokenizer.vocab_size,
             lengths=np.minimum(train.lengths(), data.seq_len) if data.bucket else None,
             labels=prepared.labels,
             info=prepared.info,
@@ -130,8 +144,57 @@ class Classification(Task):
     def planned_overrides(self, data: DataSection, notes: list[str]) -> dict[str, Any]:
         if data.labels is None:
             notes.append("the number of labels is not known before the data is read; 2 are assumed")
-            return {"num_labels": 2}
-        return {"num_labels": len(data.labels)}
+        ids = self.token_ids(planned_ids(data, padded=True))
+        return ids | {"num_labels": 2 if data.labels is None else len(data.labels)}
+
+    def check_model(self, model: torch.nn.Module, data: TaskData) -> None:
+        config, tokenizer, name = model_config(model), data.tokenizer, type(unwrapped(model)).__name__
+        if tokenizer is None or not isinstance(data.train, LabelledDataset):
+            return
+        template = tokenizer.pair if data.train.has_pairs else tokenizer.single
+        if config.is_encoder_decoder and config.eos_token_id not in template.parts[-1]:
+            raise UserError(
+                f"data.tokenizer: {tokenizer.name} puts no end-of-text token after a text, and {name} answers there; "
+                "add it to the tokenizer's template, or train an encoder or a decoder"
+            )
+        pad_id = getattr(config.get_text_config(), "pad_token_id", None)
+        if pad_id != tokenizer.pad_id:
+            raise UserError(
+                f"model.overrides.pad_token_id: {pad_id} is not the token that pads texts, which is {tokenizer.pad_id} "
+                f"of {tokenizer.name}; leave it out, or name the token in the tokenizer"
+            )
+        if self._sees_padding(model, data):
+            logger.warning(
+                "padding changes the answers of %s: they depend on the other texts of a batch. "
+                "data.pad_to_multiple_of: %d pads all texts to one length",
+                *(name, data.collate.seq_len),  # type: ignore[attr-defined]
+            )
+
+    @torch.no_grad()
+    def _sees_padding(self, model: torch.nn.Module, data: TaskData) -> bool:
+        """Return whether the logits of a text are others if it is padded."""
+        ids, pair_ids, _ = data.train[0]
+        short = Labelled(ids[:8], None if pair_ids is None else pair_ids[:8], 0)
+        long = short._replace(ids=np.concatenate([short.ids, short.ids]))
+        found: list[torch.Tensor] = []
+        hook = model.register_forward_hook(lambda _module, _inputs, output: found.append(output.logits[:1]))
+        try:
+            with evaluating(model), torch.random.fork_rng([]):
+                for rows in ([short], [short, long]):
+                    self.loss(model, data.collate([(0, number, row) for number, row in enumerate(rows)]))
+        except Exception:  # models that need further inputs say so in training
+            return False
+        finally:
+            hook.remove()
+        alone, padded = found
+        return bool((alone - padded).abs().max() > 1e-3 * alone.abs().max())
+
+    def probe(self, config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Random inputs; those of an encoder and decoder, which answers at the end of a text, have one end."""
+        ids = super().probe(config, generator)["input_ids"]
+        if config.is_encoder_decoder:
+            ids[:, -1] = config.eos_token_id
+        return {"input_ids": ids}
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
         inputs = batch.inputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -65,7 +65,7 @@ class CorruptedWindows:
 class TextPairs:
     """Collates pairs of an input and a target, each cut to its length and padded to the longest of the batch.
 
-    The input gets what the tokenizer puts around a text, the target ends in end-of-text.
+    The input gets what the tokenizer puts around a text, the target what it puts around a target.
     """
 
     tokenizer: Tokenizer
@@ -74,10 +74,12 @@ class TextPairs:
     multiple: int | None = None
 
     def __call__(self, examples: list[Numbered]) -> Batch:
+        before, after = self.tokenizer.target
+        room = max(0, self.target_len - len(before) - len(after))
         end = np.array([required(self.tokenizer.eos_id)])
         inputs = [self.tokenizer.join(item.ids, None, self.seq_len)[0] for _, _, item in examples]
         inputs = [ids if len(ids) else end for ids in inputs]  # an encoder cannot read nothing
-        targets = [np.concatenate([item.pair_ids[: self.target_len - 1], end]) for _, _, item in examples]
+        targets = [np.concatenate([before, item.pair_ids[:room], after]).astype(np.int64) for _, _, item in examples]
         longest = [
             0 if self.multiple is None else padded_length([*map(len, rows)], self.multiple, limit)
             for rows, limit in ((inputs, self.seq_len), (targets, self.target_len))
@@ -137,9 +139,6 @@ class Seq2Seq(Task):
         if data.fields.pair is not None or (tokenizer is not None and tokenizer.sentinel_ids):
             return 0
         return NUM_SENTINELS
-
-    def token_ids(self, ids: Mapping[str, int | None]) -> dict[str, Any]:
-        return super().token_ids({**ids, "decoder_start": ids["pad"]} if ids else ids)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
         # given labels, transformers would also compute a loss of its own, over all logits once more

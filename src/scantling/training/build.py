@@ -176,6 +176,7 @@ def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequenc
         config_overrides=task.config_overrides(data),
         seed=recipe.train.seed,
     )
+    task.check_model(model, data)
     if recipe.data.document_mask and mixes_documents(model):
         raise UserError(
             f"data.document_mask: {type(model).__name__} does not keep documents apart by their position_ids; leave it "

@@ -11,6 +11,7 @@ from scantling.errors import UserError
 from scantling.recipe import Recipe, differences
 from scantling.recipe.schema import adapt_steps
 from scantling.training.build import lr_schedule
+from scantling.training.distributed import Place
 from scantling.training.rundir import MAY_DIFFER, SCHEDULED
 
 _SOURCES = ("bin", "criteo", "csv", "hf", "images", "jsonl", "parquet", "text", "tokenizer", "validation")
@@ -21,6 +22,35 @@ _PATHS = {"model.hf", *(f"data.{name}" for name in _SOURCES)}
 def stored_values(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as a checkpoint keeps it."""
     return recipe.model_dump(mode="json")
+
+
+def check_same_recipe(recipe: Recipe, place: Place) -> None:
+    """Raise a UserError on each rank if a rank was given another recipe than rank 0. Collective: gathers.
+
+    Data may lie under other paths on other machines.
+    """
+    first = place.share(stored_values(recipe))
+
+    def check() -> None:
+        lines = differences(Recipe.model_validate(first), Recipe.model_validate(stored_values(recipe)))
+        if listed := [line for line in lines if line.split(":")[0] not in _PATHS | {"data.workers"}]:
+            raise UserError(
+                "the recipe differs from that of rank 0; these keys differ (rank 0 -> here):\n"
+                + "\n".join(f"  - {line}" for line in listed)
+            )
+
+    place.attempt(check)
+
+
+def check_same_data(fingerprint: str | None, place: Place) -> None:
+    """Raise a UserError on each rank if a rank prepared other data than rank 0. Collective: gathers."""
+    first = place.share(fingerprint)
+
+    def check() -> None:
+        if fingerprint != first:
+            raise UserError("the data differs from that of rank 0; copy the same files to every machine")
+
+    place.attempt(check)
 
 
 def check_continues(path: Path, manifest: dict[str, Any], recipe: Recipe) -> bool:

@@ -8,40 +8,105 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from scantling.comm.silence import named
-from scantling.errors import SilentPeerError, UserError, first_line
+from scantling.errors import RunError, ScantlingError, SilentPeerError, UserError, first_line
 from scantling.launched import launched_local_rank, launched_rank, launched_world_size
 from scantling.recipe.schema import DEVICES
+from scantling.training.collectives import broadcast_json, gather_arrays, gather_json, plain
+from scantling.training.peers import find_ended, group_store, meet, note_end, open_store, relayed_error, telling
 
 TIMEOUT_S = 300.0
 """How long a collective may take."""
 PREPARATION_S = 6 * 3600.0
 """How long processes wait for one that still prepares its data, or sums up a checkpoint."""
-_MET, _ENDED = "scantling/met/", "scantling/ended/"
-"""What notes in the store begin with: how often a rank has met the others, and that it ended with an error."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: its rank, how many there are, and its device."""
+    """Where this process stands: its rank, how many there are, and its device.
+
+    Attributes:
+        writers: by rank, the lowest rank that sees the same run directory, which writes what the ranks there share.
+            Empty if all ranks see the same.
+        hosts: by rank, the name of its machine, for messages; may be empty.
+        waiting: a gloo group with a timeout of hours, whose connections show at once that a process died.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    writers: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    waiting: Any = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_writer(self) -> bool:
+        """True for the rank that writes into the run directory that it sees."""
+        return self.rank == (self.writers[self.rank] if self.writers else 0)
+
+    @property
+    def is_split(self) -> bool:
+        """True if some ranks see another run directory than others."""
+        return len(set(self.writers)) > 1
+
+    def ranks_of(self, writer: int) -> list[int]:
+        """List the ranks that see the run directory of a writer."""
+        return [rank for rank in range(self.world_size) if not self.writers or self.writers[rank] == writer]
+
+    def name(self, rank: int) -> str:
+        """Return a rank and its machine in words."""
+        return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"
+
+    def problem(self, own: str | None) -> str | None:
+        """Return the problems of all ranks as one text, or None if none has one. Collective: a gather."""
+        by_text: dict[str, list[int]] = {}
+        for rank, text in enumerate(self.gather(own)):
+            if text is not None:
+                by_text.setdefault(text, []).append(rank)
+        if [*by_text.values()] == [[0]] and not self.is_split:
+            return next(iter(by_text))
+        return "; ".join(f"{', '.join(map(self.name, ranks))}: {text}" for text, ranks in by_text.items()) or None
+
+    def attempt(self, action: Callable[[], None], *, taking_part: bool = True) -> None:
+        """Run an action, and go on only if it succeeds on all ranks. Collective: two gathers.
+
+        Args:
+            action: without collectives.
+            taking_part: False on ranks that only wait for the others.
+
+        Raises:
+            UserError: the action raised it on a rank; on each rank with the text and the name of that rank.
+            RunError: the same.
+        """
+        if self.world_size == 1:
+            action()
+            return
+        error: ScantlingError | None = None
+        if taking_part:
+            try:
+                action()
+            except (UserError, RunError) as raised:
+                error = raised
+        problem = self.problem(None if error is None else str(error))
+        if problem is None:
+            return
+        is_input = any(self.gather(isinstance(error, UserError)))
+        agreed = (UserError if is_input else RunError)(problem)
+        agreed.relayed = True
+        raise agreed from error
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over all processes, in place. Collective: one all-reduce when there are several."""
@@ -50,20 +115,16 @@ class Place:
         return values
 
     def share(self, value: Any) -> Any:
-        """Give rank 0's object to all. Collective: one broadcast when there are several."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        """Give rank 0's JSON value to all. Collective: broadcasts when there are several."""
+        return plain(value) if self.world_size == 1 else broadcast_json(value)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's object, on every rank. Collective: one all-gather when there are several."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        """Return every rank's JSON value, on every rank. Collective: all-gathers when there are several."""
+        return [plain(value)] if self.world_size == 1 else gather_json(value)
+
+    def gather_arrays(self, array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        """Return every rank's array, on every rank. Collective: all-gathers when there are several."""
+        return [array] if self.world_size == 1 else gather_arrays(array)
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -80,34 +141,25 @@ class Place:
         if self.world_size == 1:
             return
         try:
-            self._meet(dist.distributed_c10d._get_default_store(), within_s)
-        except SilentPeerError:
+            arrival = None if self.waiting is None else dist.barrier(self.waiting, async_op=True)
+            meet(group_store(), self.rank, self.world_size, within_s, arrival=arrival)
+            if arrival is not None:
+                arrival.wait()
+        except ScantlingError:
             raise
         except RuntimeError as error:
+            if "gloo" in str(error):
+                if ended := _ended(self):  # their connections close after they have said why
+                    raise relayed_error(group_store(), ended) from error
+                raise  # `named` looks for who died
             raise SilentPeerError(
                 "the process that holds the store of the group, in general rank 0, ended while others waited "
                 f"for each other ({first_line(error)}); what it says is the reason"
             ) from error
 
-    def _meet(self, store: Any, within_s: float) -> None:
-        until, pause = time.monotonic() + within_s, 0.01
-        number = store.add(f"{_MET}{self.rank}", 1)
-        missing = [*range(self.world_size)]
-        while missing := [rank for rank in missing if store.add(f"{_MET}{rank}", 0) < number]:
-            if ended := [rank for rank in missing if store.check([f"{_ENDED}{rank}"])]:
-                raise SilentPeerError(f"rank {_listed(ended)} of {self.world_size} ended; what it says is the reason")
-            if time.monotonic() > until:
-                raise SilentPeerError(f"rank {_listed(missing)} of {self.world_size} did not come in {within_s:g} s")
-            time.sleep(pause)
-            pause = min(1.0, 1.5 * pause)
-
 
 ALONE = Place(0, 1, torch.device("cpu"))
 """One process that speaks to no other."""
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def is_restart() -> bool:
@@ -122,22 +174,20 @@ def launch() -> str:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Join the group; under names of its own in the store where torchrun has started the processes again.
-
-    torchrun keeps one store for all attempts, and PyTorch 2.13 uses the same names in each: whoever comes first would
-    connect to the address of a process that is dead.
-    """
+    """Join the group once all processes are there, so that one that failed before keeps none waiting."""
+    known, seconds = os.environ.get, timeout.total_seconds()
     try:
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-        )
+        store = open_store(seconds)
+        store.set_timeout(timeout)
+        rank, world_size = launched_rank(), launched_world_size()
+        meet(store, rank, world_size, seconds, pause_s=0.1)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except dist.DistError as error:
-        known = os.environ.get
+    except ValueError as error:
+        raise UserError(f"WORLD_SIZE is {known('WORLD_SIZE')}, but {error}; start the processes by torchrun") from None
+    except (dist.DistError, SilentPeerError) as error:
         address = f"{known('MASTER_ADDR', '?')}:{known('MASTER_PORT', '?')}"
         raise SilentPeerError(
-            f"the processes did not find each other within {timeout.total_seconds():g} s by way of {address}: "
+            f"the processes did not find each other within {seconds:g} s by way of {address}: "
             f"{first_line(error)}. Look whether all {known('WORLD_SIZE')} were started, rank 0 there, "
             "at firewalls, and at GLOO_SOCKET_IFNAME, which names the interface to use"
         ) from error
@@ -168,26 +218,48 @@ def joined(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Pl
         UserError: another device, or CUDA was asked for and there is none.
         SilentPeerError: a process that does not answer in time.
     """
-    use_cuda = device_type(device) == "cuda"
-    world_size, rank = launched_world_size(), launched_rank()
-    place = Place(
-        rank,
-        world_size,
-        torch.device("cuda", launched_local_rank()) if use_cuda else torch.device("cpu"),
-    )
-    if use_cuda:
-        torch.cuda.set_device(place.device)
-    ours = world_size > 1 and not dist.is_initialized()
-    if ours:
-        _join("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(seconds=timeout_s))
-    try:
-        with named():
-            yield place
-    except BaseException:
+    with telling():
+        use_cuda = device_type(device) == "cuda"
+        world_size, rank = launched_world_size(), launched_rank()
+        place = Place(
+            rank,
+            world_size,
+            torch.device("cuda", launched_local_rank()) if use_cuda else torch.device("cpu"),
+        )
+        if use_cuda:
+            torch.cuda.set_device(place.device)
+        ours = world_size > 1 and not dist.is_initialized()
         if ours:
-            with contextlib.suppress(RuntimeError):
-                dist.distributed_c10d._get_default_store().set(f"{_ENDED}{rank}", "1")
-        raise
-    finally:
-        if ours and dist.is_initialized():
-            dist.destroy_process_group()
+            _join("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(seconds=timeout_s))
+        try:
+            with named():
+                if world_size > 1:
+                    hosts = tuple(place.gather(platform.node() or "an unnamed machine"))
+                    waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARATION_S))
+                    place = replace(place, hosts=hosts, waiting=waiting)
+                yield place
+        except BaseException as error:
+            if world_size == 1:
+                raise
+            reason = _reason(error, place)
+            note_end(group_store(), reason)
+            if reason is error:
+                raise
+            raise reason from error
+        finally:
+            if ours and dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _reason(error: BaseException, place: Place) -> BaseException:
+    """Return why another process ended if that is why this one cannot go on, else the error itself."""
+    if isinstance(error, SilentPeerError) and (ended := _ended(place)):
+        return relayed_error(group_store(), ended)
+    return error
+
+
+def _ended(place: Place) -> list[int]:
+    """List the other ranks that ended with an error; none if the store is gone."""
+    with contextlib.suppress(RuntimeError):
+        return find_ended(group_store(), [rank for rank in range(place.world_size) if rank != place.rank])
+    return []

@@ -89,7 +89,7 @@ def measure_pairs(place: Place) -> list[Pair]:
             ) from error
         if found is not None:
             own.append(found)
-    return [pair for pairs in place.gather(own) for pair in pairs]
+    return [Pair(**pair) for pairs in place.gather([vars(pair) for pair in own]) for pair in pairs]
 
 
 def measure_allreduce(place: Place) -> float:

@@ -57,14 +57,16 @@ def evaluate(
             for name, value in result.outputs.items():
                 outputs.setdefault(name, []).append(value)
     own = {name: torch.cat(parts).float().cpu().numpy() for name, parts in outputs.items()}
-    known = place.gather((set(sums), set(own)))
+    known = place.gather([sorted(sums), sorted(own)])
     names = sorted(set().union(*(summed for summed, _ in known)))
     values = torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64, device=place.device)) for name in names])
     totals = dict(zip(names, place.sum(values).tolist(), strict=True))
     figures = task.metrics(totals, data)
     if any(collected for _, collected in known):
-        everywhere = place.gather(own)
-        present = set().union(*(collected for _, collected in known))
-        joined = {name: np.concatenate([part[name] for part in everywhere if name in part]) for name in present}
+        joined = {}
+        for name in sorted(set().union(*(collected for _, collected in known))):
+            parts = place.gather_arrays(own.get(name, np.zeros(0, np.float32)))
+            held = zip(parts, known, strict=True)
+            joined[name] = np.concatenate([part for part, (_, collected) in held if name in collected])
         figures |= task.output_metrics(joined)
     return figures

@@ -55,9 +55,7 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
 
 @torch.no_grad()
 def _reload_difference(task: Task, model: Any, folder: Path) -> float:
-    import transformers
-
-    reloaded = getattr(transformers, task.auto_class).from_pretrained(folder, local_files_only=True)
+    reloaded = task.find_auto_class(model.config).from_pretrained(folder, local_files_only=True)
     inputs = task.probe(model.config, torch.Generator().manual_seed(0))
     before = model.eval()(**inputs).logits
     after = reloaded.eval()(**inputs).logits

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from scantling.data.prepare import document_marks
+from scantling.data.tokenizers import Tokenizer
 from scantling.errors import UserError, first_line, hinted
 from scantling.models.build import quiet
 from scantling.numerics.compute import autocast
@@ -53,12 +55,31 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | N
         with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         _compute_in(run.recipe.precision.autocast(run.place.device.type), model, run.place.device)
-        harnessed = HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=BATCH)
+        harnessed = HFLM(
+            pretrained=model.eval(), tokenizer=tokenizer, batch_size=BATCH, **_beginnings(tokenizer, run.data.tokenizer)
+        )
         try:
             found = lm_eval.simple_evaluate(harnessed, tasks=chosen, task_manager=manager)
         except Exception as error:  # the harness and its data sets raise errors of many kinds
             raise UserError(f"--lm-eval {','.join(tasks)}: {first_line(error)}") from error
     return dict(found["results"])
+
+
+def _beginnings(tokenizer: Any, own: Tokenizer | None) -> dict[str, Any]:
+    """Let requests begin as documents did in training, and return the settings of the harness that do so.
+
+    A request is the beginning of a document: it has the tokens that the tokenizer puts before a text, not those after.
+    """
+    from tokenizers.processors import TemplateProcessing
+
+    if own is None:
+        return {}
+    marks = document_marks(own)
+    if marks.begin:
+        before = [(str(tokenizer.convert_ids_to_tokens(id_)), id_) for id_ in marks.begin]
+        single = [*(token for token, _ in before), "$A"]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=before)
+    return {"add_bos_token": bool(marks.begin), "prefix_token_id": marks.first[-1] if marks.first else None}
 
 
 def _compute_in(compute: str, model: Any, device: torch.device) -> None:

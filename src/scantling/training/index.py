@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from scantling.errors import UserError
 
@@ -33,6 +36,7 @@ MAX_BYTES = 1 << 30
 """Largest index that is read; a tensor takes about 250 bytes."""
 
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_RANK_KEY = re.compile(r"(?:exchange|rng)/rank(0|[1-9][0-9]{0,6})/")
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 _Dims = Annotated[list[_Count], Field(max_length=64)]
 
@@ -74,12 +78,11 @@ class Index:
     files: frozenset[str]
 
 
-def write_index(metadata: Metadata, folder: Path) -> None:
-    """Write the index beside `.metadata`, and fsync it.
+def index_entries(metadata: Metadata) -> dict[str, Any]:
+    """Return the entries of the index by key, as JSON values.
 
     Args:
         metadata: what `torch.distributed.checkpoint.save` returned; it holds tensors alone.
-        folder: the checkpoint folder.
     """
     tensors: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
@@ -97,10 +100,23 @@ def write_index(metadata: Metadata, folder: Path) -> None:
                     "length": stored.length,
                 }
             )
+    return tensors
+
+
+def write_index(entries: dict[str, Any], folder: Path) -> None:
+    """Write the index and `.metadata`, which other programs read, and fsync both.
+
+    Args:
+        entries: of all tensors in the files of the folder, as of `index_entries`.
+        folder: the checkpoint folder.
+    """
     with open(folder / INDEX, "w", encoding="utf-8") as file:
-        json.dump({"tensors": tensors}, file)
+        json.dump({"tensors": entries}, file)
         file.flush()
         os.fsync(file.fileno())
+    metadata = read_index(folder).metadata
+    results = [WriteResult(index, stored.length, stored) for index, stored in metadata.storage_data.items()]
+    FileSystemWriter(folder).finish(metadata, [results])
 
 
 def read_index(folder: Path) -> Index:
@@ -160,6 +176,31 @@ def _check_chunk(key: str, tensor: _Tensor, chunk: _Chunk, itemsize: int, file_b
         raise ValueError(f"{chunk.file} is missing")
     if chunk.offset + chunk.length > file_bytes or math.prod(chunk.sizes) * itemsize > chunk.length:
         raise ValueError(f"{key}: a chunk of {chunk.sizes} does not fit into the bytes of {chunk.file}")
+
+
+def ranks_held(folder: Path) -> list[int]:
+    """List the ranks whose own state is in a checkpoint folder."""
+    keys = read_index(folder).metadata.state_dict_metadata
+    return sorted({int(match[1]) for key in keys if (match := _RANK_KEY.match(key))})
+
+
+def is_rank_key(key: str) -> bool:
+    """True for the key of a tensor that one rank has for itself, such as `exchange/rank0/residuals`."""
+    return _RANK_KEY.match(key) is not None
+
+
+class RankWriter(FileSystemWriter):
+    """A writer of one rank's tensors: their file has its rank in its name, and nothing else is written."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder, sync_files=True)
+        self._prefix = _StoragePrefix(f"__{rank}_")
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=self._prefix) for plan in plans]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.storage_data = {each.index: each.storage_data for part in results for each in part}
 
 
 class IndexedReader(FileSystemReader):

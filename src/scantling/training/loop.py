@@ -103,6 +103,8 @@ class Loop:
         """What the prepared data is known by; a checkpoint of other data is refused."""
         self.recipe: dict[str, Any] | None = None
         """The recipe of the run, for its checkpoints."""
+        self.first_phase: str | None = "first step"
+        """The phase of the first step that is taken here; None after it."""
         self._earlier_joules = 0.0
 
     @property
@@ -124,6 +126,7 @@ class Loop:
         """
         self.model.train()
         with StopSignal() as stop:
+            self.sink.phase("first batch")
             while self.step < self.schedule.steps:
                 if self._one_step(stop):
                     return Outcome(self.step, self.tokens, stopped=True)
@@ -141,6 +144,9 @@ class Loop:
             _set_lr(group, group["initial_lr"] * factor)
         self.stepper.watch.start()
         batches = self.batches.next_step()
+        if self.first_phase is not None:
+            self.sink.phase(self.first_phase)
+            self.first_phase = None
         result = self.stepper.step(step, batches, stop=lambda: stop.received is not None)
         phases = self.stepper.watch.read()
         step_s = time.perf_counter() - began
@@ -176,6 +182,7 @@ class Loop:
             record |= method.metrics()
         last = step == self.schedule.steps
         if last or _due(step, self.schedule.eval_every):
+            self.sink.phase("evaluating")
             record |= self._evaluated(step)
         joules = self.energy.joules()
         record["energy_j"] = None if joules is None else joules + self._earlier_joules
@@ -183,8 +190,10 @@ class Loop:
         record["time"] = time.time()
         self.sink.record(record)
         if last or result.stop or _due(step, self.schedule.checkpoint_every):
+            self.sink.phase("writing a checkpoint")
             self.sink.sync()
             path = self.save()
+            self.sink.phase(None)
             self.sink.message(f"step {step}: checkpoint {path}")
         return result.stop and not last
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scantling.errors import UserError
 from scantling.training.index import INDEX, METADATA, read_index
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 MAX_BYTES = 1 << 28
 """Largest manifest that is written or read. One of 1,000 processes and 100,000 parameters has about 20 MB."""
@@ -70,8 +70,9 @@ class _Values(_Part):
 
 
 class _Manifest(_Part):
-    format: Literal[2]
+    format: Literal[3]
     step: _Count
+    save: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     world_size: Annotated[int, Field(ge=1, le=10**7)]
     versions: dict[str, str]
     values: _Values

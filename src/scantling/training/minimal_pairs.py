@@ -111,7 +111,7 @@ def log_probabilities(
     """
     rows = [np.concatenate([prefix, ids]).astype(np.int64) for ids in sentences]
     before = max(len(prefix) - 1, 0)
-    config = model_config(model)
+    config = model_config(model).get_text_config()
     context = getattr(config, "max_position_embeddings", None)
     longest = max(map(len, rows), default=1) - 1  # the last token is only predicted
     if context is not None and longest > context:

@@ -17,8 +17,8 @@ from scantling.data.progress import Progress
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.models.build import recipe_task
-from scantling.planning.fit import Fit, check_fit
-from scantling.planning.plan import Plan, check_world_size, plan
+from scantling.planning.fit import Fit, check_fit, silent_plan
+from scantling.planning.plan import Plan, check_world_size
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.loading import RecipeLike
 from scantling.reporting.html import write_report
@@ -27,13 +27,16 @@ from scantling.tasks import get_task
 from scantling.tasks.base import TaskData
 from scantling.training.build import build_loop
 from scantling.training.checkpoint import Checkpointer
-from scantling.training.continuing import check_continues, stored_values
-from scantling.training.distributed import ALONE, Place, device_type, is_restart, joined, launch
+from scantling.training.claim import check_folder, claim
+from scantling.training.continuing import check_continues, check_same_data, check_same_recipe, stored_values
+from scantling.training.distributed import Place, device_type, joined, launch
+from scantling.training.folders import describe_folders
 from scantling.training.graph import check_graph
 from scantling.training.loop import Outcome, out_of_memory
 from scantling.training.manifest import read_manifest
 from scantling.training.meters import EnergyMeter, MemoryMeter
-from scantling.training.rundir import InUseError, RunDir
+from scantling.training.peers import telling
+from scantling.training.rundir import RunDir
 from scantling.training.sinks import JsonlSink, Sink, Sinks, TensorBoardSink, summary_writer
 
 logger = logging.getLogger(__name__)
@@ -93,20 +96,23 @@ def train(
         >>> result = sc.train("recipes/demo-lean.yaml", train={"steps": 20})  # doctest: +SKIP
         >>> result.metrics["eval_loss"]  # doctest: +SKIP
     """
-    recipe, run_dir = resolve(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
+    with telling():
+        recipe, run_dir = resolve(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
+        return _train_together(recipe, run_dir, resume=resume, force=force, sinks=sinks, progress=progress)
+
+
+def _train_together(
+    recipe: Recipe,
+    run_dir: Path | None,
+    *,
+    resume: bool,
+    force: bool,
+    sinks: Sequence[Sink],
+    progress: Progress | None,
+) -> RunResult:
     with joined(recipe.train.device, timeout_s=recipe.comm.timeout) as place:
-        folder, problem = None, None
-        if place.is_main:
-            try:
-                if is_restart():
-                    resume, force = _of_restart(run_dir, resume=resume, force=force)
-                folder = _claim(run_dir, recipe, resume=resume, force=force)
-            except UserError as error:
-                problem = str(error)
-        problem, path, resume = place.share((problem, folder and folder.path, resume))
-        if problem is not None:
-            raise UserError(problem)
-        folder = folder or RunDir(path)
+        check_same_recipe(recipe, place)
+        folder, place, resume = claim(run_dir, recipe, place, resume=resume, force=force)
         try:
             return _train(recipe, folder, place, resume=resume, sinks=sinks, progress=progress)
         except (RuntimeError, MemoryError) as error:
@@ -153,7 +159,7 @@ def check_run(
     """
     device = device_type(recipe.train.device)
     if run_dir is not None:
-        _check_folder(RunDir(run_dir), recipe, resume=resume, force=force)
+        check_folder(RunDir(run_dir), recipe, resume=resume, force=force)
     _check_extras(recipe, world_size, device)
     get_task(recipe_task(recipe)).check_data(recipe.data)
     fit = check_fit(recipe, planned)
@@ -170,69 +176,6 @@ def _check_extras(recipe: Recipe, world_size: int, device: str) -> None:
         summary_writer()
 
 
-def _of_restart(run_dir: Path | None, *, resume: bool, force: bool) -> tuple[bool, bool]:
-    """Whether a run that torchrun starts again goes on, and whether it replaces what is there.
-
-    It goes on with what it has begun itself, from a checkpoint or, before there is one, anew. Where it had not come to
-    begin, as where it was refused, what was asked for holds, so that no other run is touched.
-    """
-    if run_dir is None:
-        raise UserError("torchrun has started this run again, which does not know where it was: give it a --run-dir")
-    folder = RunDir(run_dir)
-    if not folder.was_begun_by(launch()):
-        return resume, force
-    has_saved = bool(Checkpointer(folder.checkpoints, ALONE).steps())
-    return has_saved, not has_saved
-
-
-def _claim(run_dir: Path | None, recipe: Recipe, *, resume: bool, force: bool) -> RunDir:
-    """Lock the run directory and see that it fits; without one given, take the first that is free."""
-    if run_dir is None:
-        return _claim_free(Path("runs") / (recipe.name or "run"))
-    folder = RunDir(run_dir)
-    if resume:
-        _check_folder(folder, recipe, resume=resume, force=force)  # before the lock makes the folder
-    folder.lock()
-    try:
-        _check_folder(folder, recipe, resume=resume, force=force)
-    except UserError:
-        folder.unlock()
-        raise
-    return folder
-
-
-def _check_folder(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -> None:
-    """Raise a UserError if a folder cannot take a run."""
-    if resume and folder.holds_run():
-        folder.check_same(recipe)
-    elif resume and not folder.was_claimed():
-        raise UserError(f"{folder.path} holds no run to resume")
-    elif folder.holds_run() and not force:
-        raise UserError(
-            f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
-            "or give another --run-dir"
-        )
-    elif force:
-        folder.check_replaceable()
-
-
-def _claim_free(base: Path) -> RunDir:
-    """Lock `base`, or the first of `base-2`, `base-3`, ... that holds no run and that no other run has just taken."""
-    number = 1
-    while True:
-        folder = RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
-        number += 1
-        if folder.holds_run():
-            continue
-        try:
-            folder.lock()
-        except InUseError:
-            continue
-        if not folder.holds_run():
-            return folder
-        folder.unlock()
-
-
 def _train(
     recipe: Recipe, folder: RunDir, place: Place, *, resume: bool, sinks: Sequence[Sink], progress: Progress | None
 ) -> RunResult:
@@ -247,17 +190,28 @@ def _train(
     if checkpoint is not None:
         changes_schedule = check_continues(checkpoint, read_manifest(checkpoint), recipe)
     task = get_task(recipe_task(recipe))
+    report = Sinks(sinks) if place.is_main else Sink()
+    report.phase("planning")
     is_warned = _check_memory(recipe, _plan_without_data(recipe, place), place)
+    report.phase("reading the data")
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=progress if place.is_main else None)
     place.meet()
-    planned = plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
+    check_same_data(data.info.get("fingerprint"), place)
+    planned = silent_plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
     _check_memory(recipe, planned, place, task_data=data, is_warned=is_warned)
     _set_determinism(recipe, place)
+    report.phase("building the model")
     memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
     loop = build_loop(recipe, task, data, place, checkpointer, memory=memory, energy=energy)
     loop.fingerprint, loop.recipe = data.info.get("fingerprint"), stored_values(recipe)
+    place.meet()  # notices a process that failed to build its model; some backends wait for it until the timeout
+    loop.first_phase = first_phase(recipe)
+    if checkpoint is not None:
+        report.phase(f"reading {checkpoint}")
     exact = checkpoint is None or loop.resume(checkpoint)
-    if place.is_main:
+    receivers: list[Sink] = []
+
+    def begin() -> None:
         if not resume:
             folder.clear()  # not before everything that can be wrong with the new run has been tried
             folder.note_launch(launch())
@@ -265,18 +219,24 @@ def _train(
         else:
             if folder.metrics.exists():
                 read_metrics(folder.metrics)  # a broken line is better known now than after the last step
-            if changes_schedule:
+            if changes_schedule or not folder.recipe.exists():
                 folder.write_recipe(recipe)
         folder.write_environment(world_size=place.world_size, device=str(place.device), data=data.info)
         write_json(folder.plan, planned.to_dict())
-        receivers: list[Sink] = [JsonlSink(folder.metrics), *sinks]
-        if recipe.train.tensorboard:
-            receivers.append(TensorBoardSink(folder.path / "tensorboard"))
-        loop.sink = Sinks(receivers)
+        receivers.append(JsonlSink(folder.metrics))
+        if place.is_main:
+            receivers.extend(sinks)
+            if recipe.train.tensorboard:
+                receivers.append(TensorBoardSink(folder.path / "tensorboard"))
+
+    place.attempt(begin, taking_part=place.is_writer)
+    loop.sink = Sinks(receivers)
     name = recipe.name or folder.path.name
     loop.sink.start(
         name=name, run_dir=folder.path, plan=planned, first_step=loop.step + 1, last_step=loop.schedule.steps
     )
+    if (folders := describe_folders(folder.path, place)) is not None:
+        loop.sink.message(folders)
     told = loop.stepper.exchange.describe()
     if told is not None:
         loop.sink.message(told)
@@ -303,10 +263,17 @@ def _changes_by_world_size(checkpoint: Path, place: Place) -> str:
     )
 
 
+def first_phase(recipe: Recipe) -> str:
+    """Return what the first step of a run does that later steps do not."""
+    if recipe.train.compile:
+        return "compiling the model in the first step"
+    return "capturing CUDA graphs in the first steps" if recipe.train.graph else "first step"
+
+
 def _plan_without_data(recipe: Recipe, place: Place) -> Plan | None:
     """Return the plan as far as it is known before the data is read; None if only the data describes the model."""
     try:
-        return plan(recipe, world_size=place.world_size, device=place.device.type)
+        return silent_plan(recipe, world_size=place.world_size, device=place.device.type)
     except UserError:
         return None
 
@@ -336,22 +303,20 @@ def _check_memory(
 
 
 def _check_never_saved(folder: RunDir, checkpointer: Checkpointer, place: Place) -> None:
-    """Raise a UserError if a run without a usable checkpoint cannot start from step 0. Collective: a broadcast."""
-    problem = None
-    if place.is_main:
-        try:
-            problem = _lost_checkpoint(folder, checkpointer)
-        except UserError as error:
-            problem = str(error)
-    problem = place.share(problem)
-    if problem is not None:
-        raise UserError(problem)
+    """Raise a UserError if a run without a usable checkpoint cannot start from step 0. Collective: a gather."""
+
+    def check() -> None:
+        if (problem := _lost_checkpoint(folder, checkpointer)) is not None:
+            raise UserError(problem)
+
+    place.attempt(check, taking_part=place.is_writer)
 
 
 def _lost_checkpoint(folder: RunDir, checkpointer: Checkpointer) -> str | None:
     """Return which checkpoint a run had and has no more, or None if it never saved one."""
     if checkpointer.steps():
-        return f"{folder.path} has no whole checkpoint to resume from; start again with --force"
+        reasons = "".join(f"\n  - {reason}" for reason in checkpointer.refused)
+        return f"{folder.path} has no whole checkpoint to resume from; start again with --force{reasons}"
     if not folder.holds_run():
         return None
     folder.check_replaceable()
@@ -372,15 +337,18 @@ def _set_determinism(recipe: Recipe, place: Place) -> None:
 
 
 def _finish(folder: RunDir, name: str, outcome: Outcome, place: Place) -> RunResult:
-    """Write `result.json` and the report on rank 0; every rank returns the same result."""
+    """Write `result.json` and the report into each run directory; every rank returns the same result."""
     metrics: dict[str, Any] = {}
-    if place.is_main:
+
+    def write() -> None:
         records = read_metrics(folder.metrics, last_step=outcome.step)
-        metrics = {"name": name, "status": "stopped" if outcome.stopped else "done", "step": outcome.step}
+        metrics.update(name=name, status="stopped" if outcome.stopped else "done", step=outcome.step)
         if records:
-            metrics |= records.summarize()
+            metrics.update(records.summarize())
         write_json(folder.result, metrics)
         if records:
             write_report([read_run(folder.path, records)], folder.report)
+
+    place.attempt(write, taking_part=place.is_writer)
     metrics = place.share(metrics)
     return RunResult(folder.path, str(metrics["status"]), outcome.step, metrics)

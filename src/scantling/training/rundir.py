@@ -149,6 +149,8 @@ class RunDir:
         """The recipe this run was started with."""
         if not self.recipe.is_file():
             hint = "; it ended before its first step: start it with its recipe" if self.was_claimed() else ""
+            if (self.path / "config.json").exists():
+                hint = "; it is a model folder, which sc.load reads: give the directory of the run that it comes from"
             raise UserError(f"{self.path} holds no run: there is no {self.recipe.name} in it{hint}")
         return check_recipe(read_yaml(self.recipe), str(self.recipe))
 

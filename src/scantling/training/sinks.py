@@ -23,6 +23,9 @@ class Sink:
     def start(self, *, name: str, run_dir: Path, plan: Plan, first_step: int, last_step: int) -> None:
         """The run is about to take step `first_step`."""
 
+    def phase(self, what: str | None) -> None:
+        """The run works at something that may take long, before its first step too; None when it is done."""
+
     def record(self, record: Record) -> None:
         """One step is done; keys as in `metrics.jsonl`."""
 
@@ -111,6 +114,10 @@ class Sinks(Sink):
     def start(self, *, name: str, run_dir: Path, plan: Plan, first_step: int, last_step: int) -> None:
         for sink in self._sinks:
             sink.start(name=name, run_dir=run_dir, plan=plan, first_step=first_step, last_step=last_step)
+
+    def phase(self, what: str | None) -> None:
+        for sink in self._sinks:
+            sink.phase(what)
 
     def record(self, record: Record) -> None:
         for sink in self._sinks:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,12 @@ from scantling.comm import GradientExchange
 from scantling.comm.replica import mean_of_tensors
 from scantling.errors import RunError, UserError
 from scantling.training.checkpoint import State, load_tensors
+from scantling.training.collectives import broadcast_tensors
 from scantling.training.distributed import Place
+from scantling.training.index import ranks_held
 from scantling.training.manifest import read_manifest
+
+logger = logging.getLogger(__name__)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -112,18 +118,51 @@ def exchange_state(exchange: GradientExchange, place: Place) -> State:
 
 
 def load_exchange(exchange: GradientExchange, path: Path, place: Place) -> None:
-    """Give the exchange back what this process kept; from another number of processes, the mean of what all kept."""
+    """Give the exchange back what this process kept; from another number of processes, the mean of what all kept.
+
+    Collectives: those of `_rank_tensors`.
+    """
     manifest = read_manifest(path)
     values = manifest["values"].get("exchange", {})
     if not any(values.values()):
         return
     ranks = range(manifest["world_size"]) if manifest["world_size"] != place.world_size else [place.rank]
-    prefixes = [f"exchange/rank{rank}/" for rank in ranks]
-    kept = [
-        {key.removeprefix(prefix): value for key, value in load_tensors(path, prefix).items()} for prefix in prefixes
-    ]
+    by_rank = _rank_tensors("exchange", path, ranks, place)
+    if lost := [rank for rank in ranks if rank not in by_rank]:
+        logger.warning(
+            "%s: no folder of this run has the residuals of ranks %s; the mean of the others is taken",
+            path,
+            ", ".join(map(str, lost)),
+        )
+    kept = list(by_rank.values())
     found = kept[0] if len(kept) == 1 else mean_of_tensors(kept)
     exchange.load_state_dict({**found, **values[str(ranks[0])]})
+
+
+def _rank_tensors(kind: str, path: Path, ranks: Sequence[int], place: Place) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the own tensors of ranks by key, without ranks whose state no folder has.
+
+    Collectives, if ranks see several folders: gathers of who has and who needs what, and broadcasts of the latter. A
+    machine may get another number in each launch.
+    """
+    held = ranks_held(path)
+    found = {rank: _own_tensors(kind, path, rank) for rank in ranks if rank in held}
+    if place.is_split:
+        holders = place.gather(held)
+        needed = place.gather([rank for rank in ranks if rank not in held])
+        for rank in sorted(set().union(*needed)):
+            source = next((number for number, of in enumerate(holders) if rank in of), None)
+            if source is not None:
+                own = _own_tensors(kind, path, rank) if place.rank == source else None
+                received = broadcast_tensors(own, source)
+                if rank in ranks:
+                    found[rank] = received
+    return {rank: found[rank] for rank in ranks if rank in found}
+
+
+def _own_tensors(kind: str, path: Path, rank: int) -> dict[str, torch.Tensor]:
+    prefix = f"{kind}/rank{rank}/"
+    return {key.removeprefix(prefix): tensor for key, tensor in load_tensors(path, prefix).items()}
 
 
 def rng_state(place: Place) -> State:
@@ -144,15 +183,14 @@ def rng_state(place: Place) -> State:
 
 
 def load_rng(path: Path, place: Place) -> None:
-    """Restore this rank's generators, from a checkpoint of the same world size."""
+    """Restore this rank's generators, from a checkpoint of the same world size. Collectives: as `load_exchange`."""
     values = read_manifest(path)["values"]["rng"][str(place.rank)]
-    prefix = f"rng/rank{place.rank}"
-    tensors = load_tensors(path, prefix + "/")
-    torch.set_rng_state(tensors[f"{prefix}/cpu"])
-    if f"{prefix}/cuda" in tensors and place.device.type == "cuda":
-        torch.cuda.set_rng_state(tensors[f"{prefix}/cuda"], place.device)
+    tensors = _rank_tensors("rng", path, [place.rank], place)[place.rank]
+    torch.set_rng_state(tensors["cpu"])
+    if "cuda" in tensors and place.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["cuda"], place.device)
     name, position, has_gauss, cached = values["numpy"]
-    np.random.set_state((name, tensors[f"{prefix}/numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
     version, internal, gauss = values["python"]
     random.setstate((version, tuple(internal), gauss))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from scantling.training.continuing import check_continues
 from scantling.training.distributed import ALONE, Place, joined
 from scantling.training.loop import load_methods
 from scantling.training.manifest import read_manifest
+from scantling.training.peers import telling
 from scantling.training.rundir import RunDir
 from scantling.training.states import load_model
 
@@ -60,12 +61,15 @@ def opened(run_dir: str | Path, *, device: str | None = None, causal: str | None
     Raises:
         UserError: as of `load_trained`, and a run of another task than is needed.
     """
-    folder = RunDir(Path(run_dir))
-    recipe = folder.stored_recipe()
-    if causal is not None and (name := recipe_task(recipe)) != "causal-lm":
-        raise UserError(f"{causal}; {run_dir} holds a run of the task '{name}'")
-    with joined(device or recipe.train.device, timeout_s=recipe.comm.timeout) as place:
-        yield _load(folder, recipe, place)
+    with telling():
+        folder = RunDir(Path(run_dir))
+        recipe = folder.stored_recipe()
+        if causal is not None and (name := recipe_task(recipe)) != "causal-lm":
+            raise UserError(f"{causal}; {run_dir} holds a run of the task '{name}'")
+        with joined(device or recipe.train.device, timeout_s=recipe.comm.timeout) as place:
+            trained = _load(folder, recipe, place)
+            place.meet()
+            yield trained
 
 
 def load_trained(run_dir: str | Path) -> Trained:
@@ -79,7 +83,9 @@ def load_trained(run_dir: str | Path) -> Trained:
 
 
 def _load(folder: RunDir, recipe: Recipe, place: Place) -> Trained:
-    checkpoint = Checkpointer(folder.checkpoints, ALONE).newest()
+    if place.world_size > 1:  # each looks for itself: machines may have folders of their own
+        place = replace(place, writers=tuple(range(place.world_size)))
+    checkpoint = Checkpointer(folder.checkpoints, place).newest(weights_only=True)
     if checkpoint is None:
         raise UserError(f"{folder.path} has no whole checkpoint; train it first")
     task = get_task(recipe_task(recipe))

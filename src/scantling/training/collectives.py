@@ -1,0 +1,102 @@
+"""Collectives of JSON values and arrays: nothing that one process receives from another can run code there.
+
+`torch.distributed`'s collectives of objects send pickles, which run code when they are read.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON gives it back: tuples as lists, keys as texts.
+
+    Raises:
+        TypeError: it is not a JSON value.
+    """
+    return json.loads(json.dumps(value))
+
+
+def broadcast_json(value: Any) -> Any:
+    """Return rank 0's JSON value on every rank. Collective: two broadcasts."""
+    content = _to_bytes(json.dumps(value).encode()) if dist.get_rank() == 0 else None
+    length = torch.tensor([0 if content is None else content.numel()], device=_device())
+    dist.broadcast(length, src=0)
+    if content is None:
+        content = torch.empty(int(length), dtype=torch.uint8, device=_device())
+    dist.broadcast(content, src=0)
+    return json.loads(_from_bytes(content))
+
+
+def broadcast_tensors(tensors: dict[str, torch.Tensor] | None, src: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of one rank on every rank, on the CPU. Collective: broadcasts.
+
+    Args:
+        tensors: on rank `src` what is sent, on other ranks ignored.
+        src: the rank that sends.
+    """
+    sent = list(tensors.items()) if tensors is not None and dist.get_rank() == src else []
+    listed = [[key, str(each.dtype).removeprefix("torch."), list(each.shape)] for key, each in sent]
+    about = gather_json(listed)[src]
+    found: dict[str, torch.Tensor] = {}
+    for index, (key, dtype, shape) in enumerate(about):
+        whole = sent[index][1].cpu().contiguous() if sent else torch.empty(shape, dtype=_DTYPES[dtype])
+        if whole.numel():
+            content = whole.reshape(-1).view(torch.uint8).to(_device())
+            dist.broadcast(content, src=src)
+            whole = content.cpu().view(_DTYPES[dtype]).reshape(shape)
+        found[key] = whole
+    return found
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Return every rank's JSON value, by rank, on every rank. Collective: two all-gathers."""
+    return [json.loads(each) for each in _gather_bytes(json.dumps(value).encode())]
+
+
+def gather_arrays(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Return every rank's array of numbers, by rank, on every rank; shapes may differ. Collective: four all-gathers."""
+    about = gather_json([array.dtype.str, array.shape])
+    parts = _gather_bytes(np.ascontiguousarray(array).tobytes())
+    return [
+        np.frombuffer(part, dtype=np.dtype(dtype)).reshape(shape)
+        for part, (dtype, shape) in zip(parts, about, strict=True)
+    ]
+
+
+def _gather_bytes(content: bytes) -> list[bytes]:
+    device, world_size = _device(), dist.get_world_size()
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(lengths, torch.tensor([len(content)], device=device))
+    longest = max(int(length) for length in lengths)
+    if not longest:
+        return [b""] * world_size
+    own = torch.zeros(longest, dtype=torch.uint8, device=device)
+    if content:
+        own[: len(content)] = _to_bytes(content)
+    parts = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(parts, own)
+    return [_from_bytes(part[: int(length)]) for part, length in zip(parts, lengths, strict=True)]
+
+
+def _to_bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(_device())
+
+
+def _from_bytes(content: torch.Tensor) -> bytes:
+    return content.cpu().numpy().tobytes()
+
+
+def _device() -> torch.device:
+    """Return a device whose tensors the default process group can send; a group of NCCL alone has only the GPU's."""
+    kinds = dist.distributed_c10d._get_default_group()._device_types
+    if torch.device("cpu") in kinds:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.device("cuda") in kinds else kinds[0]

@@ -1,0 +1,305 @@
+"""Runs on machines without a shared file system: each keeps what its own processes need in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scantling.training import checkpoint as saving
+from scantling.training.checkpoint import Checkpointer, load_tensors
+from scantling.training.distributed import ALONE
+from scantling.training.index import ranks_held
+from tests.runs import WIDE, Ended, on_machines, records, scantling, tiny_recipe, write_recipe
+
+pytestmark = pytest.mark.dist
+
+DEMO: dict[str, Any] = {"comm": {"name": "demo"}, "optim": {"name": "sign", "lr": 1e-3}}
+ALLREDUCE: dict[str, Any] = {"comm": {"name": "allreduce"}, "optim": {"name": "came", "lr": 1e-3}}
+
+
+def write(folder: Path, sections: dict[str, Any], **train: Any) -> Path:
+    recipe = tiny_recipe(folder, train={"steps": 6, "checkpoint_every": 2, "batch_size": 8, **train})
+    recipe |= sections
+    recipe["model"]["overrides"] |= {**WIDE, "num_hidden_layers": 1}
+    return write_recipe(folder / "recipe.yaml", recipe)
+
+
+def machines(folder: Path, count: int = 2) -> list[Path]:
+    found = [folder / f"machine{number}" for number in range(count)]
+    for path in found:
+        path.mkdir()
+    return found
+
+
+def explain(ended: list[Ended]) -> str:
+    return "\n".join(f"--- rank {rank}: {each}" for rank, each in enumerate(ended))
+
+
+def all_done(ended: list[Ended]) -> None:
+    assert [each.code for each in ended] == [0] * len(ended), explain(ended)
+
+
+def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_tensors(run / "checkpoints" / f"step-{step}")
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(each, second[key]) for key, each in first.items())
+
+
+def steps(run: Path) -> list[int]:
+    return Checkpointer(run / "checkpoints", ALONE).steps()
+
+
+@pytest.fixture(scope="module", params=["demo", "allreduce"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """A run of two machines with two folders, and one of as many processes with a shared one as a reference."""
+    folder = tmp_path_factory.mktemp("machines")
+    recipe = write(folder, {"demo": DEMO, "allreduce": ALLREDUCE}[request.param])
+    done = scantling("train", recipe, "--run-dir", folder / "shared", processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    both = machines(folder)
+    ended = on_machines(both, "train", recipe)
+    all_done(ended)
+    assert "share no run directory" in ended[0].out
+    assert "checkpoint runs/tiny/checkpoints/step-6" in ended[0].out
+    return recipe, [each / "runs" / "tiny" for each in both]
+
+
+def copied(runs: list[Path], folder: Path) -> list[Path]:
+    """Copies of runs in working folders of new machines."""
+    both = machines(folder, len(runs))
+    for run, machine in zip(runs, both, strict=True):
+        shutil.copytree(run, machine / "run")
+    return both
+
+
+def test_each_folder_holds_the_weights_and_its_own_ranks(trained: tuple[Path, list[Path]]) -> None:
+    recipe, runs = trained
+    whole = tensors(recipe.parent / "shared", 6)
+    for rank, run in enumerate(runs):
+        assert steps(run) == [6, 4]
+        path = Checkpointer(run / "checkpoints", ALONE).newest(weights_only=True)
+        assert path == run / "checkpoints" / "step-6"
+        assert ranks_held(path) == [rank]
+        own = tensors(run, 6)
+        assert all(torch.equal(each, whole[key]) for key, each in own.items())
+        assert {key for key in whole if key not in own} == {key for key in whole if f"/rank{1 - rank}/" in key}
+        assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
+        assert json.loads((run / "result.json").read_text())["status"] == "done"
+        assert (run / "report.html").is_file()
+
+
+def test_either_folder_is_evaluated_and_exported(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    _, runs = trained
+    losses = []
+    for number, run in enumerate(runs):
+        done = scantling("eval", run, "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses.append(json.loads(done.stdout)["eval_loss"])
+        done = scantling("export", run, "--to", "hf", tmp_path / str(number))
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert losses[0] == losses[1]
+
+
+def test_resumed_run_ends_with_the_same_bits(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    _, runs = trained
+    both = copied(runs, tmp_path)
+    for each in both:
+        shutil.rmtree(each / "run" / "checkpoints" / "step-6")
+    ended = on_machines(both, "train", "run", "--resume")
+    all_done(ended)
+    assert "resumed from run/checkpoints/step-4" in ended[0].out
+    for rank, each in enumerate(both):
+        assert same(tensors(each / "run", 6), tensors(runs[rank], 6))
+
+
+def test_machines_may_change_places(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    """torchrun numbers machines as they come: a rank then takes its state from the folder of another machine."""
+    _, runs = trained
+    both = copied(runs[::-1], tmp_path)
+    for each in both:
+        shutil.rmtree(each / "run" / "checkpoints" / "step-6")
+    all_done(on_machines(both, "train", "run", "--resume"))
+    for rank, each in enumerate(both):
+        assert same(tensors(each / "run", 6), tensors(runs[rank], 6))
+
+
+def test_other_numbers_of_processes_go_on_from_separate_folders(
+    trained: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    recipe, runs = trained
+    shared = recipe.parent / "shared"
+    (tmp_path / "one").mkdir()
+    both, one = copied(runs, tmp_path), copied([shared], tmp_path / "one")
+    for each in (*both, *one):
+        shutil.rmtree(each / "run" / "checkpoints" / "step-6")
+    all_done(on_machines(both, "train", "run", "--resume", processes=2))
+    done = scantling("train", one[0] / "run", "--resume", processes=4)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = tensors(one[0] / "run", 6)
+    for ranks, each in zip(([0, 1], [2, 3]), both, strict=True):
+        own = tensors(each / "run", 6)
+        assert ranks_held(each / "run" / "checkpoints" / "step-6") == ranks
+        keys = [key for key in own if not key.startswith("rng/")]  # the generators start from the seed
+        assert all(torch.equal(own[key], whole[key]) for key in keys)
+
+
+def test_one_machine_goes_on_alone(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    recipe, runs = trained
+    (machine,) = copied(runs[1:], tmp_path)
+    shutil.rmtree(machine / "run" / "checkpoints" / "step-6")
+    done = scantling("train", machine / "run", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("no folder of this run has the residuals of ranks 0" in " ".join(done.stderr.split())) == (
+        "demo" in recipe.read_text()
+    )
+
+
+Harm = Callable[[Path], None]
+
+
+def _remove_folder(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+def _remove_all(run: Path) -> None:
+    shutil.rmtree(run)
+
+
+def _flip(run: Path) -> None:
+    for file in (run / "checkpoints").glob("step-*/__*_0.distcp"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+
+def _remove_shard(run: Path) -> None:
+    for file in (run / "checkpoints").glob("step-*/__*_0.distcp"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (_remove_shard, "__{rank}_0.distcp is missing"),
+        (_flip, "__{rank}_0.distcp does not match its checksum"),
+        (_remove_folder, "there is no such folder"),
+        (_remove_all, "there is no"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_missing_file_is_named_on_every_machine(
+    trained: tuple[Path, list[Path]], tmp_path: Path, harm: Harm, told: str, rank: int
+) -> None:
+    recipe, runs = trained
+    both = copied(runs, tmp_path)
+    harm(both[rank] / "run")
+    ended = on_machines(both, "train", recipe, "--run-dir", "run", "--resume", timeout=60)
+    assert [each.code for each in ended] == [2, 2], explain(ended)
+    for each in ended:
+        error = " ".join(each.err.split())
+        assert f"rank {rank} on {os.uname().nodename}" in error
+        assert told.format(rank=rank) in error
+    assert steps(both[1 - rank] / "run") == [6, 4]
+
+
+def test_damage_on_one_machine_falls_back_on_all(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    _, runs = trained
+    both = copied(runs, tmp_path)
+    (both[1] / "run" / "checkpoints" / "step-6" / "__1_0.distcp").unlink()
+    ended = on_machines(both, "train", "run", "--resume")
+    all_done(ended)
+    assert "resumed from run/checkpoints/step-4" in ended[0].out
+    for each in ended:
+        assert "__1_0.distcp is missing" in " ".join(each.err.split())
+    for rank, each in enumerate(both):
+        assert same(tensors(each / "run", 6), tensors(runs[rank], 6))
+
+
+def test_copy_of_the_other_machine_lacks_a_rank(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    _, runs = trained
+    ended = on_machines(copied([runs[0], runs[0]], tmp_path), "train", "run", "--resume", timeout=60)
+    assert [each.code for each in ended] == [2, 2], explain(ended)
+    assert all("no folder has __1_0.distcp" in " ".join(each.err.split()) for each in ended)
+
+
+def test_folders_of_different_runs_are_refused(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    recipe, runs = trained
+    (tmp_path / "again").mkdir()
+    again = machines(tmp_path / "again")
+    all_done(on_machines(again, "train", recipe, "--run-dir", "run"))
+    both = copied([runs[0], again[1] / "run"], tmp_path)
+    ended = on_machines(both, "train", "run", "--resume", timeout=60)
+    assert [each.code for each in ended] == [2, 2], explain(ended)
+    assert all("checkpoints of different saves" in " ".join(each.err.split()) for each in ended)
+
+
+def test_two_machines_of_two_processes(tmp_path: Path) -> None:
+    recipe, both = write(tmp_path, DEMO), machines(tmp_path)
+    all_done(on_machines(both, "train", recipe, "--run-dir", "run", processes=2))
+    for number, each in enumerate(both):
+        assert ranks_held(each / "run" / "checkpoints" / "step-6") == [2 * number, 2 * number + 1]
+    straight = [tensors(each / "run", 6) for each in both]
+    for each in both:
+        shutil.rmtree(each / "run" / "checkpoints" / "step-6")
+    all_done(on_machines(both, "train", "run", "--resume", processes=2))
+    for before, each in zip(straight, both, strict=True):
+        assert same(before, tensors(each / "run", 6))
+
+
+def test_default_name_is_free_on_all_machines(tmp_path: Path) -> None:
+    recipe, both = write(tmp_path, ALLREDUCE, steps=1), machines(tmp_path)
+    (both[1] / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
+    all_done(on_machines(both, "train", recipe))
+    for each in both:
+        assert steps(each / "runs" / "tiny-2") == [1]
+
+
+def test_folder_taken_on_one_machine_is_refused_on_all(tmp_path: Path) -> None:
+    recipe, both = write(tmp_path, ALLREDUCE, steps=1), machines(tmp_path)
+    (both[1] / "run" / "checkpoints").mkdir(parents=True)
+    ended = on_machines(both, "train", recipe, "--run-dir", "run", timeout=60)
+    assert [each.code for each in ended] == [2, 2], explain(ended)
+    assert all("rank 1 on" in each.err and "already holds a run" in each.err for each in ended)
+
+
+def _killed_while_saving() -> None:
+    """Kill rank 1 when it is about to give the second checkpoint its name, or just did, by `TESTS_KILL`."""
+    rename, when = saving.publish, os.environ["TESTS_KILL"]
+
+    def publish(aside: Path, target: Path) -> None:
+        if target.name == "step-4" and os.environ["RANK"] == "1" and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(aside, target)
+        if target.name == "step-4" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    saving.publish = publish  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_kill_during_a_save_leaves_a_common_checkpoint(tmp_path: Path, when: str) -> None:
+    recipe, both = write(tmp_path, DEMO, keep_checkpoints=1), machines(tmp_path)
+    ended = on_machines(
+        both, "train", recipe, "--run-dir", "run", env={"TESTS_KILL": when}, before=_killed_while_saving, timeout=90
+    )
+    assert [each.code for each in ended] == [1, -signal.SIGKILL], explain(ended)
+    assert "step 4: checkpoint" not in ended[0].out
+    again = on_machines(both, "train", "run", "--resume")
+    all_done(again)
+    assert f"resumed from run/checkpoints/step-{2 if when == 'before' else 4}" in again[0].out
+    (tmp_path / "straight").mkdir()
+    straight = machines(tmp_path / "straight")
+    all_done(on_machines(straight, "train", recipe, "--run-dir", "run"))
+    for broken, each in zip(both, straight, strict=True):
+        assert steps(broken / "run") == [6]
+        assert same(tensors(broken / "run", 6), tensors(each / "run", 6))
