@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from scantling.comm.silence import named
+from scantling.comm.silence import named, note_failure
 from scantling.errors import RunError, ScantlingError, SilentPeerError, UserError, first_line
 from scantling.launched import launched_local_rank, launched_rank, launched_world_size
 from scantling.recipe.schema import DEVICES
@@ -243,6 +243,8 @@ def joined(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Pl
                 raise
             reason = _reason(error, place)
             note_end(group_store(), reason)
+            with contextlib.suppress(RuntimeError):
+                note_failure()  # others need not look who is silent
             if reason is error:
                 raise
             raise reason from error
