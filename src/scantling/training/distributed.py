@@ -22,7 +22,7 @@ from scantling.errors import RunError, ScantlingError, SilentPeerError, UserErro
 from scantling.launched import launched_local_rank, launched_rank, launched_world_size
 from scantling.recipe.schema import DEVICES
 from scantling.training.collectives import broadcast_json, gather_arrays, gather_json, plain
-from scantling.training.peers import find_ended, group_store, meet, note_end, open_store, relayed_error, telling
+from scantling.training.peers import find_first, group_store, meet, note_end, open_store, relayed_error, telling
 
 TIMEOUT_S = 300.0
 """How long a collective may take."""
@@ -261,7 +261,7 @@ def _reason(error: BaseException, place: Place) -> BaseException:
 
 
 def _ended(place: Place) -> list[int]:
-    """List the other ranks that ended with an error; none if the store is gone."""
+    """List the other ranks that ended with an error of their own; none if the store is gone."""
     with contextlib.suppress(RuntimeError):
-        return find_ended(group_store(), [rank for rank in range(place.world_size) if rank != place.rank])
+        return find_first(group_store(), [rank for rank in range(place.world_size) if rank != place.rank])
     return []
