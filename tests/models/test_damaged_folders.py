@@ -165,3 +165,18 @@ def test_commands_on_a_model_folder_ask_for_the_run(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "holds no run: there is no recipe.yaml in it; it is a model folder, which sc.load reads" in error
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["quantized.safetensors", "quantized.json", "model-00001-of-00002.safetensors", "tf_model.h5", "pytorch_model.bin"],
+)
+def test_weights_in_another_form_are_not_passed_over(name: str, folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "model.safetensors").rename(copy / name)
+    with pytest.raises(UserError, match=r"holds (packed )?weights.*model\.pretrained: false"):
+        build(copy)
+    build(copy, pretrained=False)
+    (copy / "model.safetensors").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"cannot load .*model\.safetensors"):
+        build(copy)

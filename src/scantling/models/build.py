@@ -22,6 +22,7 @@ from scantling.hub import hub_folder, is_hub_name
 from scantling.models.presets import PRESETS
 from scantling.models.token_ids import SUFFIX, config_ids, set_generation_ids, set_text_ids
 from scantling.modes import evaluating
+from scantling.precision.packed_files import is_quantized_folder
 from scantling.precision.training import quantize_training
 from scantling.recipe import Recipe, load_recipe
 from scantling.recipe.schema import TASKS, ModelSection
@@ -267,9 +268,9 @@ def build_model(
 
 
 def _learn_padding(model: Any) -> None:
-    """Let a model learn its padding token where that ends texts as well; the table would keep it at zero."""
-    padding, ends = (getattr(model.config, f"{kind}_token_id", None) for kind in ("pad", "eos"))
-    if padding is None or padding not in (ends if isinstance(ends, list) else [ends]):
+    """Let a model learn its padding token where that begins or ends texts; the table would keep it at zero."""
+    padding, ends, begin = (getattr(model.config, f"{kind}_token_id", None) for kind in ("pad", "eos", "bos"))
+    if padding is None or padding not in [*(ends if isinstance(ends, list) else [ends]), begin]:
         return
     table = model.get_input_embeddings()
     if getattr(table, "padding_idx", None) != padding:
@@ -343,12 +344,16 @@ def reads_weights(section: ModelSection) -> bool:
     if is_hub_name(section.hf):  # one without weights says so when they are read
         return True
     folder = Path(section.hf)
-    found = folder.is_dir() and any((folder / name).is_file() for name in _WEIGHTS)
-    if found:
+    if any(os.path.lexists(folder / name) for name in _WEIGHTS):
         return True
-    if _other_weights(folder):
+    if is_quantized_folder(folder):
         raise UserError(
-            f"{folder} holds weights, but no model.safetensors; convert them to safetensors, "
+            f"model.hf: {folder} holds packed weights, from which no run starts; give the run's export, a folder of "
+            "quantize --dequantized, or train from random weights with model.pretrained: false"
+        )
+    if name := _other_weights(folder):
+        raise UserError(
+            f"{folder} holds weights, but no model.safetensors ({name}); convert them to safetensors, "
             "or train from random weights with model.pretrained: false"
         )
     if section.pretrained:
@@ -501,8 +506,13 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
             )
 
 
-def _other_weights(folder: Path) -> bool:
-    return folder.is_dir() and any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.msgpack"))
+def _other_weights(folder: Path) -> str | None:
+    """Return the name of a file that holds weights in another form, such as a shard without its index."""
+    endings = (".bin", ".pt", ".pth", ".msgpack", ".h5", ".ckpt", ".gguf", ".onnx", ".safetensors")
+    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+    return min(
+        (name for name in names if name.endswith(endings) and not name.startswith("click_features")), default=None
+    )
 
 
 def _some(names: Iterable[str]) -> str:

@@ -1,0 +1,153 @@
+"""LoRA on TT layers: y = TT(x) + B A x, with the adapters of peft.
+
+peft knows the layers of PyTorch only. LoRA adapters learn TT layers here; all other kinds of adapters are refused with
+a message that names the way out. To import this module imports peft, see `peft_support`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import LoraConfig
+from peft.tuners.lora import LoraModel
+from peft.tuners.lora.layer import Embedding, Linear
+from peft.tuners.tuners_utils import BaseTuner
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from scantling.errors import UserError
+from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
+from scantling.tensor.experts import TTExperts
+from scantling.tensor.head import TTMHead
+from scantling.tensor.linear import TTLinear
+
+TT_LAYERS = (TTLinear, TTMEmbedding, TTMHead, TTExperts)
+_READS_WEIGHTS = (True, False, "gaussian", "orthogonal")
+"""Values of `init_lora_weights` that do not change the weight under the adapter."""
+
+_init_for_dense, _inject_into_dense = BaseTuner.__init__, BaseTuner.inject_adapter
+
+
+class _OnTT:
+    """What adapters on TT layers do otherwise; the layer under them may become dense later (`sc.densify`)."""
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if isinstance(_inner(self), TT_LAYERS):
+            raise UserError(
+                "adapters cannot be merged into TT layers, which hold no matrix to add them to; call sc.densify(model) "
+                "and then merge, or keep the adapters next to the TT layers"
+            )
+        super().merge(safe_merge, adapter_names)  # type: ignore[misc]
+
+
+class LoraTTLinear(_OnTT, Linear):  # type: ignore[misc]
+    """LoRA beside a `TTLinear`, or beside a head that is tied to a TT embedding."""
+
+    def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
+        super().__init__(base_layer, adapter_name, config, **kwargs)
+        origin = getattr(_inner(base_layer), "origin", None)
+        self.fan_in_fan_out = origin is not None and issubclass(origin.layer, Conv1D)  # the layer that densify gives
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        return module.in_features, module.out_features
+
+
+class LoraTTMEmbedding(_OnTT, Embedding):  # type: ignore[misc]
+    """LoRA beside a `TTMEmbedding`."""
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        return module.num_embeddings, module.embedding_dim
+
+    def _embed(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+        return nn.functional.embedding(input, weight, padding_idx=_inner(self).padding_idx)
+
+
+def register() -> None:
+    """Let peft find TT layers, for LoRA and for its messages."""
+    BaseTuner.__init__, BaseTuner.inject_adapter = _init, _inject
+
+
+def _inner(layer: Any) -> Any:
+    """The layer under all adapters."""
+    return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+
+
+def _init(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    _prepare(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config)
+    _init_for_dense(self, model, peft_config, adapter_name, *args, **kwargs)
+
+
+def _inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    _prepare(self, model, self.peft_config[adapter_name])
+    _inject_into_dense(self, model, adapter_name, *args, **kwargs)
+
+
+def _prepare(tuner: Any, model: nn.Module, config: Any) -> None:
+    """Make a configuration of adapters ready for the TT layers of a model.
+
+    Raises:
+        UserError: adapters that TT layers cannot have.
+    """
+    layers: dict[str, nn.Module] = {
+        name: module for name, module in model.named_modules() if isinstance(module, TT_LAYERS)
+    }
+    if not layers:
+        return
+    if hasattr(config, "target_modules"):
+        tuner._prepare_adapter_config(config, tuner.get_model_config(model))  # the default targets of the architecture
+    if str(getattr(config, "target_modules", None)).lower() == "all-linear":
+        config.target_modules = _all_linear(model)
+    targets = {name: layer for name, layer in layers.items() if _is_target(tuner, config, name)}
+    if targets and type(tuner) is LoraModel:
+        _check(config, targets)
+        config._register_custom_module({TTLinear: LoraTTLinear, TTMHead: LoraTTLinear, TTMEmbedding: LoraTTMEmbedding})
+    elif targets:
+        name, layer = next(iter(targets.items()))
+        raise UserError(
+            f"{type(config).__name__}: {name} is a {type(layer).__name__}, and of peft's adapters TT layers take "
+            "LoraConfig alone; use that, leave TT layers out of target_modules, or call sc.densify(model) first"
+        )
+
+
+def _is_target(tuner: Any, config: Any, name: str) -> bool:
+    if not getattr(config, "target_modules", None):
+        return False
+    return bool(tuner._check_target_module_exists(config, name))
+
+
+def _check(config: LoraConfig, targets: dict[str, nn.Module]) -> None:
+    for name, layer in targets.items():
+        if isinstance(layer, TTExperts | TTMEmbeddingBag):
+            raise UserError(
+                f"LoraConfig: {name} is a {type(layer).__name__}, which takes no adapters; leave it out of "
+                "target_modules, or call sc.densify(model) first"
+            )
+    if config.init_lora_weights not in _READS_WEIGHTS:
+        raise UserError(
+            f"LoraConfig: init_lora_weights={config.init_lora_weights!r} changes the weight under the adapter, and TT "
+            f"layers hold no matrix to change; give one of {', '.join(map(repr, _READS_WEIGHTS))}"
+        )
+    for option in ("use_dora", "use_qalora"):
+        if getattr(config, option, False):
+            raise UserError(
+                f"LoraConfig: {option}=True needs the weight as a matrix in every step, which TT layers do not hold; "
+                "leave it out, or call sc.densify(model) first"
+            )
+
+
+def _all_linear(model: nn.Module) -> list[str]:
+    """Names of all linear layers, TT or dense, but the output layer and those inside experts or adapters."""
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    inside = [
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, TTExperts) or hasattr(module, "base_layer")
+    ]
+    return sorted(
+        name
+        for name, module in model.named_modules()
+        if isinstance(_inner(module), nn.Linear | Conv1D | TTLinear)
+        and module is not head
+        and not name.startswith(tuple(inside))
+    )
