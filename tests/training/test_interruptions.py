@@ -25,6 +25,7 @@ from scantling.training.distributed import Place
 from scantling.training.manifest import damage
 from scantling.training.rundir import RunDir
 from scantling.training.sinks import Sink, Sinks
+from scantling.training.step import Stepper
 from scantling.training.trained import evaluate_run
 from tests.runs import (
     command,
@@ -274,6 +275,23 @@ def test_nan_stops_before_the_update_and_names_step_and_tensor(tmp_path: Path) -
     for record in records(tmp_path / "run"):
         assert record["loss"] == record["loss"]
     assert issubclass(NonFiniteError, RunError)
+
+
+@pytest.mark.parametrize("comm", [{}, {"name": "demo"}], ids=str)
+def test_gradients_whose_norm_overflows_stop_the_run_before_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comm: dict[str, Any]
+) -> None:
+    passes = Stepper._passes
+
+    def huge_passes(stepper: Stepper, batches: Any, share: torch.Tensor, step: int) -> Any:
+        if step == 3:
+            stepper.model.get_parameter("model.norm.weight").register_hook(lambda gradient: gradient.sign() * 1e25)
+        return passes(stepper, batches, share, step)
+
+    monkeypatch.setattr(Stepper, "_passes", huge_passes)
+    sections: dict[str, Any] = {"comm": comm} if comm else {}
+    with pytest.raises(NonFiniteError, match="step 3, rank 0: the gradient norm is not finite"):
+        sc.train(tiny_recipe(tmp_path, optim={"name": "came", "lr": 1e-3}, **sections), run_dir=tmp_path / "run")
 
 
 @pytest.mark.dist

@@ -139,7 +139,7 @@ EXACT = [
 def test_every_optimizer_resumes_exactly_with_a_size_target(tmp_path: Path, optim: dict[str, Any], comm: str) -> None:
     adapting = {**ADAPTING, "adapt": 9, "adapter": {"interval": 1}}
     if optim["name"] == "muon":
-        adapting["format"] = "cola"  # of matrices
+        adapting["rank"] = {"*mlp*": 6}  # it needs matrices beside the cores
     train: dict[str, Any] = {"checkpoint_every": 4, "keep_checkpoints": 3, "eval_samples": 2}
     if optim is RELEASED:
         train["clip"] = None

@@ -270,9 +270,9 @@ def build_model(
 
 
 def _learn_padding(model: Any) -> None:
-    """Let a model learn its padding token where that ends texts as well; the table would keep it at zero."""
-    padding, ends = (getattr(model.config, f"{kind}_token_id", None) for kind in ("pad", "eos"))
-    if padding is None or padding not in (ends if isinstance(ends, list) else [ends]):
+    """Let a model learn its padding token where that begins or ends texts; the table would keep it at zero."""
+    padding, ends, begin = (getattr(model.config, f"{kind}_token_id", None) for kind in ("pad", "eos", "bos"))
+    if padding is None or padding not in [*(ends if isinstance(ends, list) else [ends]), begin]:
         return
     table = model.get_input_embeddings()
     if getattr(table, "padding_idx", None) != padding:

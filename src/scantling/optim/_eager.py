@@ -35,6 +35,7 @@ from scantling.optim._update import (
     clip_factor,
     inverse_root,
     square_sum,
+    squared,
     update_momentum,
     whiten,
 )
@@ -225,7 +226,9 @@ class _Factored:
         self._begin(row, col, job.hyper.beta2, job.hyper.eps1)
         weights = self._weights(1.0 - job.hyper.beta2)
         for tile in self._tiles:
-            add_means(cut(job.grad, tile).to(job.dtype).square(), cut(row, tile), cut(col, tile), self._view, weights)
+            squares = squared(cut(job.grad, tile), job.dtype, max(self._num_rows, self._num_cols))
+            add_means(squares, cut(row, tile), cut(col, tile), self._view, weights)
+            del squares
         return self._partial(row, col)
 
     def whiten(self) -> list[Partial]:
@@ -347,7 +350,7 @@ class _Full:
         self._total = job.scalar(0.0)
         for tile in self._tiles:
             v = cut(self._moment, tile)
-            v.add_(cut(job.grad, tile).to(job.dtype).square(), alpha=1.0 - hyper.beta2)
+            v.add_(squared(cut(job.grad, tile), job.dtype), alpha=1.0 - hyper.beta2)
             self._total.add_(square_sum(v.rsqrt().mul_(cut(job.grad, tile))))
         return [(self._total, job.plan.groups(range(job.param.ndim)))]
 

@@ -22,6 +22,16 @@ def bias_correction(step: Tensor, beta: float, dtype: torch.dtype) -> Tensor:
     return -torch.expm1(step.to(dtype) * math.log(beta))
 
 
+def squared(grad: Tensor, dtype: torch.dtype, longest: int = 1) -> Tensor:
+    """g^2, at most what does not overflow when `longest` of them are added up; NaN stays NaN.
+
+    2^126 is far above any gradient that a model trains with. Beyond it a row, a column or a second moment would be Inf
+    and everything that is divided by its root NaN.
+    """
+    most = 2.0 ** (1022 if dtype == torch.float64 else 126)
+    return grad.to(dtype).square().clamp_(max=most / longest)
+
+
 def begin_mean(average: Tensor, beta: float, eps: float) -> None:
     """avg <- beta * avg + (1 - beta) * eps: what the moving average of (x + eps) keeps and what eps adds to it."""
     average.mul_(beta).add_((1.0 - beta) * eps)

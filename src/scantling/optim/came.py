@@ -48,7 +48,9 @@ matrix, see `came_state_bytes`; three reads of the gradient (four with a rounded
 the momentum, one of the parameter; scratch of a few tiles, see `_eager.py`, or of a few rows, see `_native.py`.
 Limits: the update (9) is not bounded: where gradients never change, the residual (6) falls as b1^2t and (9) grows as
 b3^(-t/2) until e2 stops it, debiased or not; with as much noise as signal it stays at 1.1 lr. e1 = 0 divides by 0 where
-a row or column never had a gradient. Sparse and complex gradients are refused.
+a row or column never had a gradient. In (1), (2) and v the magnitude of g counts up to 2^63, divided by the root of
+the longer side of a matrix, so that no sum of squares overflows in fp32; Inf and NaN still make the parameter NaN.
+Sparse and complex gradients are refused.
 
 Sharded: DTensor parameters placed as Shard or Replicate, along any dims of any mesh, are stepped as on one device, with
 at most three all-reduces a step and process group, of the row and column statistics and one number a parameter; see

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scantling.recipe import Recipe
 
@@ -60,11 +60,20 @@ def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
 
     @cache
     def of_core(shape: tuple[int, ...], dtype: torch.dtype, role: Role, dims: MatrixDims) -> float:
-        param = torch.empty(shape, dtype=dtype, device="meta")
-        group = {"params": [param], "role": role, "matrix_dims": dims}
-        groups = optimizer_groups(recipe, [group])
-        state = predicted_state_bytes(recipe.optim.name, groups, **recipe.optim.options)
-        return float("nan") if state is None else copies * prod(shape) * dtype.itemsize + state
+        def group_of(shape: tuple[int, ...], role: Role, dims: MatrixDims) -> dict[str, Any]:
+            param = torch.empty(shape, dtype=dtype, device="meta")
+            return {"params": [param], "role": role, "matrix_dims": dims}
+
+        # with a matrix next to the core: Muon cannot be built without, and has AdamW step cores of more dims
+        core, matrix = group_of(shape, role, dims), group_of((1, 1), "matrix", ((0,), (1,)))
+        name, options = recipe.optim.name, recipe.optim.options
+        both, alone = (
+            predicted_state_bytes(name, optimizer_groups(recipe, groups), **options)
+            for groups in ([core, matrix], [matrix])
+        )
+        if both is None or alone is None:
+            return float("nan")
+        return copies * prod(shape) * dtype.itemsize + both - alone
 
     probe = of_core((2, 2, 2), torch.float32, "matrix", ((0, 1), (2,)))
     return of_core if probe == probe else None

@@ -294,6 +294,12 @@ static void inverse_root(const Thread *t, const float *row, const float *col, in
     for (int64_t j = begin; j < end; j++) b[j] = 1.0f / sqrtf(col[j]);
 }
 
+/* The largest magnitude of a gradient whose square, added up so many times, does not overflow. */
+static float bound_of(int64_t rows, int64_t cols) { return (float)(0x1p63 / sqrt((double)(rows > cols ? rows : cols))); }
+
+/* NaN stays NaN. The gradient is bounded and not its square, which is added up with one rounding. */
+static inline float bounded(float g, float bound) { return fabsf(g) > bound ? bound : g; }
+
 /* avg <- beta avg + (1 - beta) (mean + eps), for this thread's columns of a matrix from the sums of its chunks. */
 static void finish_columns(const Thread *t, float *col, int64_t cols, double beta, double eps, double weight) {
     Shared *s = t->shared;
@@ -307,20 +313,36 @@ static void finish_columns(const Thread *t, float *col, int64_t cols, double bet
     for (int64_t j = begin; j < end; j++) col[j] = (float)(beta * col[j] + (1.0 - beta) * eps + weight * total[j]);
 }
 
+/* Sums of the squares of some rows of a matrix, of each row and of each column. To bound each number takes longer. */
+static inline __attribute__((always_inline)) void add_squares(const Job *job, int64_t index, int64_t count, int is_bounded,
+                                                              float bound, float *buffer, float *restrict sums,
+                                                              double *row_sums) {
+    int64_t cols = job->cols;
+    memset(sums, 0, (size_t)cols * sizeof(float));
+    for (int64_t i = 0; i < count; i++) {
+        const float *restrict g = load(job->grad, job->grad_kind, (index + i) * cols, cols, buffer);
+        float lanes[LANES] = {0.0f};
+        if (is_bounded) EACH(cols, { float x = bounded(g[j], bound), q = x * x; sums[j] += q; lanes[l] += q; })
+        else EACH(cols, { float q = g[j] * g[j]; sums[j] += q; lanes[l] += q; })
+        row_sums[i] = sum_of(lanes);
+    }
+}
+
 static void statistics(Shared *s, const Job *job, int64_t matrix, int chunk, float *buffer, float *sums) {
     int64_t begin, end, cols = job->cols;
     part_of(job->rows, chunk, CHUNKS, &begin, &end);
-    double *total = s->col_sums + chunk * s->widest;
+    float bound = bound_of(job->rows, cols);
+    double *total = s->col_sums + chunk * s->widest, row_sums[ROWS_AT_ONCE];
     memset(total, 0, (size_t)cols * sizeof(double));
     for (int64_t first = begin; first < end; first += ROWS_AT_ONCE) {
-        memset(sums, 0, (size_t)cols * sizeof(float));
-        for (int64_t i = first; i < end && i < first + ROWS_AT_ONCE; i++) {
-            int64_t index = matrix * job->rows + i;
-            const float *restrict g = load(job->grad, job->grad_kind, index * cols, cols, buffer);
-            float *restrict c = sums, lanes[LANES] = {0.0f};
-            EACH(cols, { float q = g[j] * g[j]; c[j] += q; lanes[l] += q; })
-            double sum = sum_of(lanes);
-            job->row[index] = (float)(job->beta2 * job->row[index] + (1.0 - job->beta2) * (job->eps1 + sum / (double)cols));
+        int64_t index = matrix * job->rows + first, count = end - first < ROWS_AT_ONCE ? end - first : ROWS_AT_ONCE;
+        int is_large = 0;
+        add_squares(job, index, count, 0, bound, buffer, sums, row_sums);
+        for (int64_t i = 0; i < count; i++) is_large |= !(row_sums[i] < (double)bound * bound);
+        if (is_large) add_squares(job, index, count, 1, bound, buffer, sums, row_sums);
+        for (int64_t i = 0; i < count; i++) {
+            double mean = row_sums[i] / (double)cols;
+            job->row[index + i] = (float)(job->beta2 * job->row[index + i] + (1.0 - job->beta2) * (job->eps1 + mean));
         }
         for (int64_t j = 0; j < cols; j++) total[j] += sums[j];
     }
@@ -480,7 +502,8 @@ static void step_full(Shared *s, const Job *job, float *buffers) {
         const float *restrict g = load(job->grad, job->grad_kind, start, count, buffer);
         float *restrict v = job->moment + start, lanes[LANES] = {0.0f};
         EACH(count, {
-            v[j] = v[j] * beta2 + eps + g[j] * g[j] * keep;
+            float x = bounded(g[j], 0x1p63f);
+            v[j] = v[j] * beta2 + eps + x * x * keep;
             float u = g[j] / sqrtf(v[j]);
             lanes[l] += u * u;
         })

@@ -52,6 +52,8 @@ _SHORT_BIAS: tl.constexpr = tl.constexpr(_codec._SHORT_BIAS)
 _TINY: tl.constexpr = tl.constexpr(_codec._TINY)
 _MIX_1: tl.constexpr = tl.constexpr(_random._MULTIPLIERS[0])
 _MIX_2: tl.constexpr = tl.constexpr(_random._MULTIPLIERS[1] & 0xFFFFFFFF)
+_BOUND: tl.constexpr = tl.constexpr(2.0**63)  # of a gradient, whose square is then at most that of `_update.squared`
+_INF: tl.constexpr = tl.constexpr(float("inf"))
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away again, it rounds to the nearest even
 
 
@@ -276,6 +278,19 @@ def _whitened(
 
 
 @triton.jit
+def _bounded(g, bound):
+    """The gradient, with `bound` where it is larger in magnitude; NaN and Inf stay. Only for its square."""
+    magnitude = tl.abs(g)
+    return tl.where((magnitude > bound) & (magnitude < _INF), bound, g)
+
+
+@triton.jit
+def _clipped(u, clip):
+    """u to be multiplied with the factor of its clip: 0 where that is 0, whose product with an overflow is NaN."""
+    return tl.where(clip == 0.0, 0.0, u)
+
+
+@triton.jit
 def square_parts(
     table, owners, row_parts, col_parts, grad: tl.constexpr, aligned: tl.constexpr, rows: tl.constexpr,
     cols: tl.constexpr,
@@ -284,6 +299,8 @@ def square_parts(
     job, matrix, i, j, row, col, num_rows, num_cols, inside = _tile(table, owners, aligned, rows, cols)
     place = _elements(matrix, row, col, num_rows, num_cols)
     g = tl.load(_pointer(table, job, _GRAD, grad, aligned) + place, inside, other=0.0).to(tl.float32)
+    longest = tl.maximum(num_rows, num_cols).to(tl.float32)
+    g = _bounded(g, 1.0 / tl.sqrt_rn(longest) * _BOUND)
     _add_parts(g * g, table, row_parts, col_parts, job, matrix, i, j, row, col, num_rows, num_cols)
 
 
@@ -373,7 +390,8 @@ def instability_parts(
     m = _read_momentum(
         table, job, matrix, j, row, col, num_rows, num_cols, inside, momentum, bytes, aligned, rows, cols
     )
-    difference = u * tl.load(clips + job) - m
+    clip = tl.load(clips + job)
+    difference = _clipped(u, clip) * clip - m
     if momentum == "fp32":
         m += difference * tl.load(values + job * _COUNT + _GAIN1)
         place = _elements(matrix, row, col, num_rows, num_cols)
@@ -399,7 +417,8 @@ def apply(
         )
     if not written:
         u = _whitened(table, values, means, job, matrix, row, col, num_rows, num_cols, inside, grad, aligned)
-        u *= tl.load(clips + job)
+        clip = tl.load(clips + job)
+        u = _clipped(u, clip) * clip
         if momentum == "none":
             m = u
         else:
@@ -448,7 +467,8 @@ def moment_squares(table, values, owners, totals, grad: tl.constexpr, aligned: t
     g = tl.load(_pointer(table, job, _GRAD, grad, aligned) + place, inside, other=0.0).to(tl.float32)
     source = _pointer(table, job, _MOMENT, tl.float32, aligned) + place
     v = tl.load(source, inside, other=1.0) * tl.load(numbers + _BETA2) + tl.load(numbers + _BETA2 + 1)
-    v += g * g * tl.load(numbers + _BETA2 + 2)
+    x = _bounded(g, _BOUND)
+    v += x * x * tl.load(numbers + _BETA2 + 2)
     tl.store(source, v, inside)
     u = tl.rsqrt(v) * g * tl.load(numbers + _SECOND)
     tl.store(totals + tl.program_id(0), tl.sum(u * u, 0))
