@@ -29,7 +29,17 @@ def damage(folder: Path, seed: int, files: list[str] | None = None) -> str:
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     name = source.choice(files or names)
     path = folder / name
-    kinds = [_missing, _folder_instead, _link_to_itself, _empty, _cut, _flipped, _overwritten, _text_before]
+    kinds = [
+        _missing,
+        _folder_instead,
+        _link_to_itself,
+        _pipe_instead,
+        _empty,
+        _cut,
+        _flipped,
+        _overwritten,
+        _text_before,
+    ]
     if path.suffix == ".json":
         kinds += [_other_value] * 12 + [_other_root, _deep, _long_number, _other_key, _other_key]
     kind = source.choice(kinds)
@@ -50,6 +60,12 @@ def _folder_instead(path: Path, source: random.Random) -> str:
 def _link_to_itself(path: Path, source: random.Random) -> str:
     path.unlink()
     path.symlink_to(path.name)
+    return ""
+
+
+def _pipe_instead(path: Path, source: random.Random) -> str:
+    path.unlink()
+    os.mkfifo(path)
     return ""
 
 

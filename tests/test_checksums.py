@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import subprocess
@@ -84,6 +85,15 @@ def test_missing_and_cut_files_are_found(folders: dict[str, Path], tmp_path: Pat
     with pytest.raises(
         UserError, match=r"model.safetensors is damaged or was changed.*; write or copy the folder again"
     ):
+        sc.load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", CHECKSUMS])
+def test_pipes_in_place_of_files_are_not_waited_for(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["dense"], tmp_path / "copy")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(UserError, match=rf"{name}.*it is not a file"):
         sc.load(folder)
 
 

@@ -29,6 +29,8 @@ def check_checksums(folder: Path) -> None:
     """
     hint = f"write or copy the folder again; if the change is yours, delete {CHECKSUMS} in it"
     try:
+        if (folder / CHECKSUMS).is_fifo():
+            raise OSError("it is not a file")
         text = (folder / CHECKSUMS).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         return
@@ -49,5 +51,7 @@ def check_checksums(folder: Path) -> None:
 
 
 def _digest(path: Path) -> str:
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise OSError("it is not a file")
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

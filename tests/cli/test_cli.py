@@ -244,6 +244,7 @@ MISSING: dict[str, dict[str, object]] = {
     "csv": {"data": {"csv": "nowhere.csv"}},
     "parquet": {"data": {"parquet": "nowhere.parquet"}},
     "bin": {"data": {"bin": "nowhere.bin"}},
+    "no rows": {"data": {"jsonl": "none.jsonl"}},
     "wrong column": {"data": {"jsonl": "rows.jsonl", "fields": {"text": "body"}}},
     "no text": {"data": {"text": "binary.txt"}},
     "datasets": {"data": {"hf": "./nowhere/at/all"}},
@@ -257,6 +258,10 @@ MISSING: dict[str, dict[str, object]] = {
         "data": {"hf": "saved", "image_size": 8, "fields": {"image": "text", "label": "body"}},
     },
     "clicks": {"model": {"preset": "dlrm"}, "data": {"criteo": "nowhere.tsv"}},
+    "no clicks": {
+        "model": {"preset": "dlrm"},
+        "data": {"csv": "none.csv", "clicks": {"label": "label", "categorical": ["text", "site"]}},
+    },
     "click columns": {
         "model": {"preset": "dlrm"},
         "data": {"csv": "rows.csv", "clicks": {"label": "label", "categorical": ["text", "site"]}},
@@ -273,6 +278,8 @@ def test_dry_run_fails_like_the_run(
     write_corpus(tmp_path / "corpus.txt")
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 1}\n' * 9)
     (tmp_path / "rows.csv").write_text("text,label\n" + "a,1\n" * 9)
+    (tmp_path / "none.jsonl").touch()
+    (tmp_path / "none.csv").write_text("text,site,label\n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 9)
     if "saved" in str(MISSING[case]):
         datasets.Dataset.from_dict({"text": ["a", "b"]}, split="train").save_to_disk(tmp_path / "saved")
@@ -283,7 +290,7 @@ def test_dry_run_fails_like_the_run(
     planned = capsys.readouterr()
     assert run(["train", path]) == 2
     assert planned.err == capsys.readouterr().err
-    assert re.search("nowhere|body|tarin|site|binary.txt", planned.err)
+    assert re.search("nowhere|body|tarin|site|binary.txt|none.jsonl|none.csv", planned.err)
     assert "valid" not in planned.out
 
 

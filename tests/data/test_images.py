@@ -107,6 +107,19 @@ def test_a_dataset_of_hugging_face(tmp_path: Path, caplog: pytest.LogCaptureFixt
         prepared(hf=str(tmp_path / "d"), fields={"image": "fine", "label": "fine"})
 
 
+@pytest.mark.parametrize("kind", ["torch", "numpy", "arrow"])
+def test_a_dataset_saved_with_a_format(tmp_path: Path, kind: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    images, _ = image_arrays(4)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    columns = {"image": [Image.fromarray(pixels) for pixels in images], "label": [0, 1, 1, 0]}
+    data = datasets.Dataset.from_dict(columns, features=features).with_format(kind, columns=["label"])
+    data.save_to_disk(str(tmp_path / "d"))
+    ready = prepared(hf=str(tmp_path / "d"), fields={"label": "label"}, heldout=0)
+    assert ready.train.labels.tolist() == [0, 1, 1, 0]
+    assert np.array_equal(ready.train[3].pixels[0], images[3])
+
+
 def test_rows_without_a_label_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     datasets = pytest.importorskip("datasets")
     images, _ = image_arrays(6)

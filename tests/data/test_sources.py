@@ -170,6 +170,49 @@ def test_parquet_and_datasets(tmp_path: Path) -> None:
     assert "no column 'nothing'" in refusal(parquet=str(tmp_path / "a.parquet"), fields={"text": "nothing"})
 
 
+@pytest.mark.parametrize("kind", [None, "torch", "numpy", "pandas", "arrow"])
+@pytest.mark.parametrize("columns", [None, ["label"]])
+def test_datasets_saved_with_a_format(tmp_path: Path, kind: str | None, columns: list[str] | None) -> None:
+    import datasets
+
+    classes = datasets.ClassLabel(names=["no", "yes"])
+    text, number = datasets.Value("string"), datasets.Value("int32")
+    features = datasets.Features({"premise": text, "hypothesis": text, "label": classes, "stars": number})
+    rows = {"premise": ["a", "b", "c"], "hypothesis": ["x", "y", "z"], "label": [1, 0, -1], "stars": [5, 1, 3]}
+    data = datasets.Dataset.from_dict(rows, features=features).with_format(kind, columns=columns)
+    data.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"dev": data}).save_to_disk(str(tmp_path / "dict"))
+    for section in ({"hf": str(tmp_path / "saved")}, {"hf": str(tmp_path / "dict"), "hf_split": "dev"}):
+        found = pieces(**section, fields=NLI)
+        assert [(p.text, p.pair, p.label) for p in found] == [("a", "x", "yes"), ("b", "y", "no")]
+        found = pieces(**section, fields={"text": "premise", "label": "stars"})
+        assert [(p.text, p.label) for p in found] == [("a", "5"), ("b", "1"), ("c", "3")]
+
+
+@pytest.mark.parametrize("kind", ["jax", "tensorflow", "polars"])
+def test_datasets_saved_with_the_format_of_a_missing_library(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a machine with the library has written them."""
+    import datasets
+    from datasets import formatting
+
+    for alias in [kind, "tf"]:
+        monkeypatch.delitem(formatting._FORMAT_TYPES, alias, raising=False)
+    data = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [0, 1, 2]})
+    data.save_to_disk(str(tmp_path / "saved"), num_shards=2)
+    datasets.DatasetDict({"dev": data}).save_to_disk(str(tmp_path / "dict"))
+    for path in (tmp_path / "saved", tmp_path / "dict" / "dev"):
+        state = json.loads((path / "state.json").read_text())
+        (path / "state.json").write_text(json.dumps(state | {"_format_type": kind, "_format_columns": ["label"]}))
+    for section in ({"hf": str(tmp_path / "saved")}, {"hf": str(tmp_path / "dict"), "hf_split": "dev"}):
+        found = pieces(**section, fields={"text": "text", "label": "label"})
+        assert [(p.text, p.label) for p in found] == [("a", "0"), ("b", "1"), ("c", "2")]
+    assert "no split 'train'; it has dev" in refusal(hf=str(tmp_path / "dict"))
+    (tmp_path / "saved" / "state.json").write_text("{")
+    assert "state.json is no JSON" in refusal(hf=str(tmp_path / "saved"))
+
+
 def test_hub_name_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import datasets
 

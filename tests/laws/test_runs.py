@@ -259,7 +259,7 @@ def test_a_constant_that_the_law_does_without_is_not_freed(name: str, variable: 
 
 def test_bits_that_are_no_bits() -> None:
     grid = simulate(KUMAR, kumar_grid())
-    with pytest.raises(UserError, match="weights is in bits, above 0, or empty"):
+    with pytest.raises(UserError, match=r"weights is in bits, from 0\.1 to 128, or empty"):
         sc.laws.fit({**grid, "weights": grid["weights"] * 0}, "kumar")
 
 
@@ -425,3 +425,61 @@ def test_a_column_that_stands_for_another_is_read_once() -> None:
     table = {**{name: column for name, column in RUNS.items() if name != "N"}, "weights": RUNS["N"]}
     found = read_runs(table, PrecisionLaw, {"N": "weights"})
     assert (found["weights"] == 16).all()
+
+
+SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"
+"""Where str.splitlines cuts, and JSON Lines and CSV do not."""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "jsonl.gz"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_read_runs_cuts_lines_at_newlines_alone(tmp_path: Path, kind: str, newline: str) -> None:
+    path = tmp_path / f"runs.{kind}"
+    notes = [f"a{mark}b" for mark in SEPARATORS] * 3
+    table = [{**row, "note": note} for row, note in zip(rows(RUNS), notes, strict=False)]
+    if kind == "csv":
+        text = newline.join([",".join(table[0]), *(",".join(map(str, row.values())) for row in table)])
+    else:
+        text = newline.join(json.dumps(row, ensure_ascii=False) for row in table)
+    raw = text.encode()
+    path.write_bytes(gzip.compress(raw) if kind.endswith("gz") else raw)
+    found = read_runs(path, ChinchillaLaw)
+    assert found.count == len(table)
+    assert found["loss"].tolist() == [float(row["loss"]) for row in table]
+    assert read_runs(path, ChinchillaLaw, where={"note": "a\u2028b"}).count == notes[: len(table)].count("a\u2028b")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"N": ' + "1" * 5000 + "}", "{]", '"\ud800'])
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+def test_damaged_tables_name_their_file(tmp_path: Path, kind: str, text: str) -> None:
+    path = tmp_path / f"runs.{kind}"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(UserError, match=rf"runs\.{kind}"):
+        read_runs(path, ChinchillaLaw)
+
+
+@pytest.mark.parametrize("loss", [5e-324, 2e-310, 1e-300, 1e-30, 1e-9, 0.0, -0.0, -5e-324, -1.0, 1e308, 1.7e308, 20.0])
+@pytest.mark.parametrize("law", ["chinchilla", "kumar", "efficiency"])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_fit_refuses_losses_that_are_none(loss: float, law: str, everywhere: bool) -> None:
+    table = {**RUNS, "scheme": ["bf16", "w4"] * 10, "weights": [4, 16] * 10}
+    table["loss"] = np.full(20, loss) if everywhere else np.array([loss, *RUNS["loss"][1:]])
+    with pytest.raises(UserError, match=r"is no loss in nats a token|every loss is a positive and finite number"):
+        sc.laws.fit(table, law)
+
+
+@pytest.mark.parametrize("bits", [5e-324, 1e-100, 1e-3, 0.0, -1.0, -np.inf, 1e300, 1.7e308])
+@pytest.mark.parametrize("name", ["weights", "activations", "kv_cache", "post"])
+def test_fit_refuses_bits_that_are_none(bits: float, name: str) -> None:
+    for column in ([bits] * 20, [bits, 4, 16, np.inf] * 5):
+        with pytest.raises(UserError, match=f"{name} is in bits, from 0.1 to 128"):
+            sc.laws.fit({**RUNS, name: column}, "kumar")
+
+
+@pytest.mark.parametrize("count", [5e-324, 1e-310, 0.0, -1.0, 1e308, 1.7e308])
+@pytest.mark.parametrize("name", ["N", "D", "C"])
+def test_fit_refuses_counts_that_are_none(count: float, name: str) -> None:
+    for column in (np.full(20, count), np.array([count, *[1e9] * 19])):
+        table = {key: value for key, value in RUNS.items() if key != name and (name, key) != ("C", "D")}
+        with pytest.raises(UserError, match=r"positive and finite|units|number"):
+            sc.laws.fit({**table, name: column}, columns={"C": "C"} if name == "C" else None)

@@ -251,3 +251,10 @@ def test_a_text_without_tokens_is_padding(tmp_path: Path) -> None:
     batch = PaddedTexts(tokenizer, 16)([(0, 0, empty)])
     assert batch.inputs["input_ids"].tolist() == [[IDS["</s>"]]]
     assert batch.inputs["attention_mask"].tolist() == [[1]]
+
+
+def test_another_padding_than_that_of_the_texts_is_refused(tmp_path: Path) -> None:
+    given = recipe(tmp_path, "llama", "llama")
+    given["model"]["overrides"] = {"pad_token_id": 0}
+    with pytest.raises(UserError, match=r"overrides\.pad_token_id: 0 is not the token that pads texts, which is"):
+        sc.train(given, run_dir=tmp_path / "run")

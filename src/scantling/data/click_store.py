@@ -104,7 +104,22 @@ def _write(files: ClickFiles, stamp: Any, folder: Path, progress: Progress) -> d
             progress.advance(len(block.labels) * bytes_per_row)
     refuse_changed(files.name, stamp, files.stamp())
     if not rows:
-        left = f"{unlabelled} rows, none with a label" if unlabelled else "it has no rows"
-        raise UserError(f"{files.name}: the click log is empty: {left}")
+        raise empty_log(files, unlabelled)
     digests = [digest.hexdigest() for digest in content.values()]
     return {"content": fingerprint([rows, files.columns, *digests]), "unlabelled": unlabelled}
+
+
+def check_clicks(files: ClickFiles) -> None:
+    """Read the first rows of a click log.
+
+    Raises:
+        UserError: they cannot be used, with the message of a run.
+    """
+    if next(files.blocks(), None) is None:
+        raise empty_log(files, 0)
+
+
+def empty_log(files: ClickFiles, unlabelled: int) -> UserError:
+    """Return the error for a click log with so many rows without a label, and no others."""
+    left = f"{unlabelled} rows, none with a label" if unlabelled else "it has no rows"
+    return UserError(f"{files.name}: the click log is empty: {left}")

@@ -147,12 +147,17 @@ def _write_scan(source: Source, stamp: Any, folder: Path, progress: Progress) ->
         progress.finish()
     refuse_changed(source.name, stamp, source.stamp())
     if not any(sizes):
-        raise UserError(f"{source.name}: the corpus is empty: {len(sizes)} documents, none with any text")
+        raise empty_corpus(source, len(sizes))
     write_array(folder / "digests", np.array(digests, dtype=np.uint64))
     write_array(folder / "sizes", np.array(sizes, dtype=np.int64))
     write_array(folder / "labels", np.array(labels, dtype=np.int32))
     (folder / "labels.json").write_text(json.dumps([list(label_ids), places]), encoding="utf-8")
     return {"content": content.hexdigest()}
+
+
+def empty_corpus(source: Source, count: int) -> UserError:
+    """Return the error for a source of so many documents without text."""
+    return UserError(f"{source.name}: the corpus is empty: {count} documents, none with any text")
 
 
 def _encode(text: str, where: str) -> bytes:

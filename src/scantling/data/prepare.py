@@ -243,7 +243,8 @@ def document_marks(tokenizer: Tokenizer) -> Marks:
     """
     begin, end = tokenizer.document.parts
     end = end if begin or end else _separator(tokenizer)
-    return Marks(begin or end[-1:], begin, end)
+    given = {*begin} - {*end, tokenizer.eos_id}  # a beginning that is end-of-text ends the document before
+    return Marks(begin or end[-1:], begin, end, tuple(sorted(given)))
 
 
 def window_marks(tokenizer: Tokenizer) -> Marks:

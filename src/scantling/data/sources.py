@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scantling.data.documents import PIECE, Piece, Source
+from scantling.data.documents import PIECE, Piece, Source, empty_corpus
 from scantling.data.files import ENDINGS, PACKED, expand, file_stamp, read_lines, read_text
 from scantling.data.tables import (
     CsvSource,
@@ -56,8 +56,8 @@ def check_documents(section: DataSection, *, validation: bool = False) -> None:
         check_hub(section.hf, section.hf_config, split, columns(section.fields))
         return
     source = validation_source(section) if validation else training_source(section)
-    if source is not None:
-        next(iter(source.pieces()), None)
+    if source is not None and next(iter(source.pieces()), None) is None:
+        raise empty_corpus(source, 0)
 
 
 def _from_files(section: DataSection, *, validation: bool) -> Source:

@@ -87,11 +87,13 @@ class Marks:
         first: before the first document.
         begin: before every other document.
         end: after each document.
+        given: ids that no model has to predict, since they only begin documents.
     """
 
     first: tuple[int, ...] = ()
     begin: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
 
 
 NO_MARKS = Marks()

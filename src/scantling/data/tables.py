@@ -16,7 +16,7 @@ from typing import Any
 from scantling.data.documents import Piece, Source
 from scantling.data.files import PACKED, file_stamp, read_lines
 from scantling.errors import UserError, first_line, hinted
-from scantling.files import local
+from scantling.files import local, read_json_object
 from scantling.recipe.schema import Fields
 
 logger = logging.getLogger(__name__)
@@ -205,15 +205,15 @@ def load_hub(path: str, config: str | None, split: str, *, prepare: bool = True)
     folder = local(path)
     try:
         if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
-            data = datasets.load_from_disk(str(folder))
+            data = _saved(folder)
             if isinstance(data, datasets.DatasetDict):
                 if split not in data:
                     raise UserError(f"{path} has no split '{split}'; it has {', '.join(data)}")
-                return data[split]
+                return _plain(data[split])
             held = data.split or "train"
             if split != str(held):
                 raise UserError(f"{path} holds one data set, its split '{held}', and no split '{split}'")
-            return data
+            return _plain(data)
         name = str(folder) if folder.exists() else path
         if not prepare:
             datasets.load_dataset_builder(name, config)
@@ -228,6 +228,29 @@ def load_hub(path: str, config: str | None, split: str, *, prepare: bool = True)
             "; without a network give a local folder, or fetch it into the Hugging Face cache first" if offline else ""
         )
         raise UserError(f"data.hf: cannot load '{path}' (split '{split}'): {first_line(cause)}{hint}") from None
+
+
+def _saved(folder: Path) -> Any:
+    """Load what `save_to_disk` wrote, also with a format whose library (JAX, TensorFlow) is missing here."""
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(folder))
+    except ValueError:
+        if (splits := folder / "dataset_dict.json").exists():
+            return datasets.DatasetDict({name: _saved(folder / name) for name in read_json_object(splits)["splits"]})
+        state = read_json_object(folder / "state.json")
+        if state["_format_type"] is None:
+            raise
+        files = [str(folder / file["filename"]) for file in state["_data_files"]]
+        split = state["_split"]
+        return datasets.concatenate_datasets([datasets.Dataset.from_file(file, split=split) for file in files])
+
+
+def _plain(data: Any) -> Any:
+    """Return a dataset that gives Python values of all columns, whatever format (torch, numpy) it was saved with."""
+    is_plain = data.format["type"] is None and set(data.format["columns"]) == set(data.column_names)
+    return data if is_plain else data.with_format(None)
 
 
 def check_hub(path: str, config: str | None, split: str, names: Iterable[str]) -> None:

@@ -31,6 +31,9 @@ _SECTION = "precision."
 """Before their names in the tables that `scantling sweep` writes."""
 _MOST_NATS, _MOST_APART = 15.0, 4.0
 """Nats a token, of chance with a million tokens; and how many times as large one loss is as another. As trained."""
+_LEAST_NATS = 1e-6
+"""Nats a token that a mean of log-probabilities near 1 in fp32 can still tell from 0."""
+_BITS = (0.1, 128.0)
 _FEWEST = {"N": 1e3, "D": 1e4}
 _GAP, _WIDE_GAP = 1e4, 500.0
 _RATIOS = (0.01, 1e7)
@@ -238,7 +241,7 @@ def _read(path: Path) -> Any:
             return json.loads(text)
         if kind == ".jsonl":
             return [json.loads(line) for line in text.split("\n") if line.strip()]
-        reader = csv.DictReader(io.StringIO(text))
+        reader = csv.DictReader(io.StringIO(text, newline=""))
         _check_unlike(reader.fieldnames or [])
         rows = []
         for row in reader:
@@ -315,13 +318,24 @@ def _check(runs: Mapping[str, Array], law: type[Law], numbers: Sequence[int]) ->
                 f"Leave out runs that diverged or did not end"
             )
     for name in law.VARIABLES:
-        if name != "scheme" and not (runs[name] > 0).all():
-            raise UserError(f"{name} is in bits, above 0, or empty where unquantised; given {runs[name].min():g}")
+        if name == "scheme":
+            continue
+        low, high = _BITS
+        bits = runs[name][~np.isinf(runs[name]) | (runs[name] < 0)]
+        if len(outside := bits[~((bits >= low) & (bits <= high))]):
+            raise UserError(
+                f"{name} is in bits, from {low:g} to {high:g}, or empty where unquantised; given {outside[0]:g}"
+            )
     trained = runs["loss"][np.isinf(runs["post"])] if "post" in runs else runs["loss"]
     smallest, largest = trained.min(initial=np.inf), trained.max(initial=0.0)
     if largest > _MOST_NATS:
         raise UserError(
             f"a loss of {largest:g} is no loss in nats a token (is it a perplexity? then give its logarithm)"
+        )
+    if (least := runs["loss"].min()) < _LEAST_NATS:
+        raise UserError(
+            f"a loss of {least:g} is no loss in nats a token: a mean in fp32 is not known to less than "
+            f"{_LEAST_NATS:g}. Leave out runs that diverged or did not end"
         )
     if largest > _MOST_APART * smallest:
         logger.warning(
@@ -330,7 +344,8 @@ def _check(runs: Mapping[str, Array], law: type[Law], numbers: Sequence[int]) ->
         )
     for name, fewest in _FEWEST.items():
         values = np.sort(runs[name])
-        jumps = values[1:] / values[:-1]
+        with np.errstate(over="ignore"):
+            jumps = values[1:] / values[:-1]
         if values[0] < fewest or jumps.max(initial=1.0) >= _GAP:
             raise UserError(
                 f"{name} goes from {values[0]:.4g} to {values[-1]:.4g}: are the units mixed, or millions or billions? "

@@ -163,7 +163,8 @@ class Task(ABC):
     def probe(self, config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Random inputs of a model, on which it is compared with its exported copy."""
         vocab_size = config.get_text_config().vocab_size
-        marks = {value for key, value in vars(config).items() if key.endswith(("_token_id", "_token_index"))}
+        values = [value for key, value in vars(config).items() if key.endswith(("_token_id", "_token_index"))]
+        marks = {id_ for value in values for id_ in (value if isinstance(value, list) else [value])}
         texts = torch.tensor([token for token in range(vocab_size) if token not in marks])  # no mark of an image
         ids = texts[torch.randint(0, len(texts), (2, 16), generator=generator)]
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})

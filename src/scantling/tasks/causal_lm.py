@@ -27,24 +27,19 @@ class ShiftedWindows:
 
     Args:
         document_mask: also give `position_ids` that begin again at each document.
-        marks: ids around documents. Those that begin a document are given, never predicted.
+        marks: ids around documents.
     """
 
     document_mask: bool = False
     marks: Marks = NO_MARKS
-
-    @property
-    def given(self) -> list[int]:
-        """Ids that are no targets; what also ends documents is one."""
-        return sorted({*self.marks.begin} - {*self.marks.end})
 
     def __call__(self, examples: list[Numbered]) -> Batch:
         windows = [window for _, _, window in examples]
         inputs = pad_rows([window[:-1] for window in windows], 0)
         labels = pad_rows([window[1:] for window in windows], IGNORED)
         tokens = targets = sum(len(window) - 1 for window in windows)
-        if self.given:
-            labels[torch.isin(labels, torch.tensor(self.given))] = IGNORED
+        if self.marks.given:
+            labels[torch.isin(labels, torch.tensor(self.marks.given))] = IGNORED
             targets = int((labels != IGNORED).sum())
         named = {"input_ids": inputs}
         if self.document_mask and self.marks.first:
@@ -53,8 +48,8 @@ class ShiftedWindows:
 
     def num_targets(self, stream: MappedArray) -> int:
         """Count the targets in a stream; all but its first token and the given ones."""
-        chunks = range(1, len(stream), CHUNK) if self.given else ()
-        given = sum(int(np.isin(stream[begin : begin + CHUNK], self.given).sum()) for begin in chunks)
+        chunks = range(1, len(stream), CHUNK) if self.marks.given else ()
+        given = sum(int(np.isin(stream[begin : begin + CHUNK], self.marks.given).sum()) for begin in chunks)
         return len(stream) - 1 - given
 
 

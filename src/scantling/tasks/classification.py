@@ -157,6 +157,12 @@ class Classification(Task):
                 f"data.tokenizer: {tokenizer.name} puts no end-of-text token after a text, and {name} answers there; "
                 "add it to the tokenizer's template, or train an encoder or a decoder"
             )
+        pad_id = getattr(config.get_text_config(), "pad_token_id", None)
+        if pad_id != tokenizer.pad_id:
+            raise UserError(
+                f"model.overrides.pad_token_id: {pad_id} is not the token that pads texts, which is {tokenizer.pad_id} "
+                f"of {tokenizer.name}; leave it out, or name the token in the tokenizer"
+            )
         if self._sees_padding(model, data):
             logger.warning(
                 "padding changes the answers of %s: they depend on the other texts of a batch. "
@@ -173,7 +179,7 @@ class Classification(Task):
         found: list[torch.Tensor] = []
         hook = model.register_forward_hook(lambda _module, _inputs, output: found.append(output.logits[:1]))
         try:
-            with evaluating(model):
+            with evaluating(model), torch.random.fork_rng([]):
                 for rows in ([short], [short, long]):
                     self.loss(model, data.collate([(0, number, row) for number, row in enumerate(rows)]))
         except Exception:  # models that need further inputs say so in training
@@ -185,10 +191,9 @@ class Classification(Task):
 
     def probe(self, config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Random inputs; those of an encoder and decoder, which answers at the end of a text, have one end."""
-        ids, end = super().probe(config, generator)["input_ids"], config.eos_token_id
-        if config.is_encoder_decoder and isinstance(end, int):
-            ids[ids == end] = (end + 1) % config.vocab_size
-            ids[:, -1] = end
+        ids = super().probe(config, generator)["input_ids"]
+        if config.is_encoder_decoder:
+            ids[:, -1] = config.eos_token_id
         return {"input_ids": ids}
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:

@@ -16,7 +16,7 @@ from scantling.data.batch import Batch
 from scantling.data.click_features import ClickFeatures
 from scantling.data.click_files import click_columns, click_files
 from scantling.data.click_prepare import prepare_clicks
-from scantling.data.click_store import ClickStore
+from scantling.data.click_store import ClickStore, check_clicks
 from scantling.data.loader import Numbered
 from scantling.data.progress import Progress
 from scantling.recipe.schema import Clicks, DataSection
@@ -75,7 +75,7 @@ class ClickPrediction(Task):
         )
 
     def _check_source(self, data: DataSection, *, validation: bool) -> None:
-        next(click_files(data, validation=validation).blocks(), None)
+        check_clicks(click_files(data, validation=validation))
 
     def config_overrides(self, data: TaskData) -> dict[str, Any]:
         if data.features is None:
