@@ -36,6 +36,11 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def no_follow(path: str, flags: int) -> int:
+    """Open a file, but never through a link; the `opener` of `open`."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 def remove_folder(folder: Path) -> None:
     """Remove a folder with all that is in it, if it exists. Of a link only the link is removed."""
     if folder.is_symlink():
