@@ -148,3 +148,24 @@ def test_weights_of_other_shapes_are_named(folders: Callable[[str], Path], tmp_p
         UserError, match=r"model\.safetensors holds model\.norm\.weight of shape \[5\], config\.json describes \[32\]"
     ):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "vit", "mixtral"])
+def test_layers_that_the_configuration_does_not_have_are_named(family: str, tmp_path: Path) -> None:
+    made(family).save_pretrained(tmp_path)
+    load(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    key = next(key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in content)
+    (tmp_path / "config.json").write_text(json.dumps(content | {key: 0}))
+    with pytest.raises(
+        UserError, match=r"model\.safetensors holds \d+ tensors of layers that config\.json does not have"
+    ):
+        load(tmp_path)
+
+
+def test_tensors_that_no_layer_takes_are_left(tmp_path: Path) -> None:
+    made("bert").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["cls.seq_relationship.weight"] = torch.ones(2, 2)  # of a head for another task
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load(tmp_path)

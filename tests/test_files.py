@@ -32,6 +32,20 @@ def test_write_whole_uses_names_nobody_can_predict(tmp_path: Path) -> None:
     assert ((tmp_path / "result.json").read_text(), victim.read_text()) == ("new", "kept")
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(28, os.strerror(28)), Exception("Error while serializing: I/O error: ... (os error 28)")]
+)
+def test_folder_on_a_full_disk_is_a_run_error_and_leaves_nothing(tmp_path: Path, error: Exception) -> None:
+    def write() -> None:
+        with files.written_aside(tmp_path / "whole") as aside:
+            (aside / "part").write_text("x")
+            raise error
+
+    with pytest.raises(RunError, match=r"cannot write .*/whole: No space left on device"):
+        write()
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
 def test_write_whole_keeps_the_permissions_of_the_umask(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import weakref
@@ -178,5 +179,10 @@ def written_aside(folder: Path) -> Iterator[Path]:
         sync(whole.parent)
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error.strerror or error}") from None
+    except Exception as error:
+        number = re.search(r"\(os error ([0-9]+)\)", str(error))  # libraries in Rust: safetensors, tokenizers
+        if number is None:
+            raise
+        raise RunError(f"cannot write {folder}: {os.strerror(int(number[1]))}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)

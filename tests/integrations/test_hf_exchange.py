@@ -74,6 +74,21 @@ def test_resume_is_bitwise_on_one_process(tmp_path: Path) -> None:
     straight_and_resumed(tmp_path)
 
 
+def separate_folders(folder: Path) -> None:
+    """Each process with an output folder of its own, as on machines without a shared file system."""
+    made, callback = trainer(folder / f"machine{dist.get_rank()}")
+    with pytest.raises(UserError, match=r"do not share the output_dir .* save_on_each_node=True"):
+        made.train()
+    made.args.save_on_each_node = True
+    made.train()
+    assert callback.exchange is not None
+
+
+@pytest.mark.dist
+def test_machines_without_a_shared_folder_save_on_each_node(tmp_path: Path) -> None:
+    run(2, separate_folders, tmp_path)
+
+
 @pytest.mark.dist
 def test_resume_is_bitwise_on_two_processes_that_stay_alike(tmp_path: Path) -> None:
     run(2, straight_and_resumed, tmp_path)

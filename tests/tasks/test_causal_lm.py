@@ -197,6 +197,14 @@ def test_bin_files(tmp_path: Path) -> None:
     assert set(task.metrics(held_out(task, data, model()), data)) == {"eval_loss", "perplexity"}
 
 
+def test_bin_files_of_huge_ids_ask_for_their_tokenizer(tmp_path: Path) -> None:
+    ids = np.tile(np.array([5, 6, EOS, 7]), 250).astype("<u4")
+    ids[77] = 2**31 - 1
+    ids.tofile(tmp_path / "a.bin")
+    with pytest.raises(UserError, match=r"hold the id 2147483647, .* Is data\.bin_dtype right\?"):
+        CausalLM().prepare(DataSection(bin=str(tmp_path / "a.bin"), bin_dtype="uint32", seq_len=16), seed=0)
+
+
 def test_bin_files_with_their_tokenizer(tmp_path: Path) -> None:
     from scantling.data.tokenizers import ByteTokenizer
 

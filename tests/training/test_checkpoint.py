@@ -54,6 +54,25 @@ def stepped(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tied, torch.
     return model, optimizer
 
 
+@pytest.mark.parametrize("reader", [False, True])
+def test_interrupt_while_saving_or_loading_is_no_damage(
+    tmp_path: Path, reader: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    checkpointer = Checkpointer(tmp_path, ALONE)
+    saved = checkpointer.save(1, State({"a": torch.arange(3)}, {}))
+    part, name = (checkpoint.IndexedReader, "read_data") if reader else (checkpoint.RankWriter, "write_data")
+    with monkeypatch.context() as patched:
+        patched.setattr(part, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.load_tensors(saved) if reader else checkpointer.save(2, State({"a": torch.arange(3)}, {}))
+    assert checkpointer.newest() == saved
+    checkpointer.save(2, State({"a": torch.arange(3)}, {}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trip_keeps_bits_and_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     model, optimizer = stepped(0, dtype)

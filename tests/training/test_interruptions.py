@@ -431,7 +431,7 @@ def test_interrupt_during_preparation_loses_nothing(tmp_path: Path) -> None:
     wait_for(lambda: any(cache.glob("*/*")), process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1, output
+    assert process.returncode == 130, output
     assert "interrupted" in output
     assert "Traceback" not in output
     for file in tmp_path.glob("[0-9]*.txt"):

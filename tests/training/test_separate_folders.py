@@ -303,3 +303,17 @@ def test_kill_during_a_save_leaves_a_common_checkpoint(tmp_path: Path, when: str
     for broken, each in zip(both, straight, strict=True):
         assert steps(broken / "run") == [6]
         assert same(tensors(broken / "run", 6), tensors(each / "run", 6))
+
+
+def test_machines_evaluate_together(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    """All take the newest checkpoint that all have."""
+    _, runs = trained
+    both = copied(runs, tmp_path)
+    shutil.rmtree(both[1] / "run" / "checkpoints" / "step-6")
+    ended = on_machines(both, "eval", "run", "--json")
+    all_done(ended)
+    found = json.loads(ended[0].out)
+    assert found["step"] == 4
+    shutil.rmtree(both[0] / "run" / "checkpoints" / "step-6")
+    alone = scantling("eval", both[0] / "run", "--json")
+    assert json.loads(alone.stdout)["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-5)

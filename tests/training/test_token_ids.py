@@ -13,6 +13,7 @@ import transformers as hf
 import scantling as sc
 from scantling.data.tokenizers import ROLES, load_tokenizer
 from scantling.models.build import build_model
+from scantling.models.token_ids import config_ids, set_text_ids
 from scantling.recipe.schema import ModelSection
 from scantling.tasks import get_task
 from scantling.training.export import export_hf
@@ -245,3 +246,14 @@ def test_a_plan_knows_the_ids_that_a_run_will_have(kind: str, tmp_path: Path) ->
     assert sc.plan(given).activation_bytes is not None
     given["data"]["tokenizer"] = {"bpe": 300}
     assert sc.plan(given).activation_bytes is not None
+
+
+def test_a_configuration_that_needs_an_id_keeps_its_own(tmp_path: Path) -> None:
+    """EuroBERT's takes no None as its mask."""
+    plain = hf.EuroBertConfig()
+    ids = config_ids({"mask_token_id": None, "eos_token_id": 7}, {}, plain, pretrained=False)
+    assert ids == {"eos_token_id": 7}
+    config = hf.MllamaConfig()
+    set_text_ids(config, {"bos_token_id": None, "eos_token_id": 7}, pretrained=False)
+    assert config.get_text_config().eos_token_id == 7
+    assert config.get_text_config().bos_token_id is not None

@@ -2,44 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a shell."""
+_lost: OSError | None = None
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code.
 
-    0 done, 2 bad input, 3 stopped by a signal after saving, 1 anything else. (torchrun reports 1 for any of them.)
+    0 done, 2 bad input, 3 stopped by a signal after saving, 130 interrupted, 1 anything else. (torchrun reports 1 for
+    any of them.)
     """
+    from scantling.training.signals import interrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    for number in (0, 1, 2):  # a closed one would be the number of the next file that is opened
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
     leave(run(arguments))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    try:
+        with _reporting():
+            code = _invoke(arguments)
+    except BaseException as error:
+        known = _exit_code(error)
+        if known is None:
+            raise
+        code = known
+    return _close_output(code)
+
+
+def _invoke(arguments: Sequence[str] | None) -> int:
     from scantling.cli.app import app
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal or a file that is not of UTF-8
-    try:
-        with _reporting():
-            given = list(arguments) if arguments is not None else None
-            code = app(given, prog_name="scantling", standalone_mode=False)
-            if code == 130:  # what some versions of typer make of a KeyboardInterrupt
-                raise KeyboardInterrupt
-            return code if isinstance(code, int) else 0
-    except BaseException as error:
-        known = _exit_code(error)
-        if known is None:
-            raise
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return known
+    given = list(arguments) if arguments is not None else None
+    code = app(given, prog_name="scantling", standalone_mode=False)
+    if code == INTERRUPTED:  # what some versions of typer make of a KeyboardInterrupt
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else 0
 
 
 @contextmanager
@@ -60,6 +80,10 @@ def _reporting() -> Iterator[None]:
         raise
 
 
+_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that are not of the path that was given."""
+
+
 def _exit_code(error: BaseException) -> int | None:
     """Return the exit code of an error that users can cause, or None for any other."""
     import typer
@@ -70,9 +94,11 @@ def _exit_code(error: BaseException) -> int | None:
         return error.exit_code
     if isinstance(error, _usage_error()):
         return 2
-    if isinstance(error, KeyboardInterrupt | typer.Abort | BrokenPipeError):
-        return 1
-    return 2 if isinstance(error, OSError) and error.filename is not None else None
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return INTERRUPTED
+    if isinstance(error, OSError):
+        return 2 if error.filename is not None and error.errno not in _MACHINE else 1
+    return None
 
 
 def _usage_error() -> Any:
@@ -83,28 +109,72 @@ def _usage_error() -> Any:
 
 
 def _report(error: BaseException) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        _ignore_interrupts()
     import typer
 
     from scantling.errors import ScantlingError
 
     if isinstance(error, ScantlingError):
         where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        _print_error(f"scantling: error{where}: {error}")
+        _say(f"scantling: error{where}: {error}")
     elif isinstance(error, _usage_error()):
-        error.show()
+        with contextlib.suppress(OSError):
+            error.show()
     elif isinstance(error, KeyboardInterrupt | typer.Abort):
-        print("scantling: interrupted; a run goes on from its newest checkpoint with --resume", file=sys.stderr)
-    elif isinstance(error, OSError) and error.filename is not None and not isinstance(error, BrokenPipeError):
-        _print_error(f"scantling: error: {error.filename}: {error.strerror}")
+        _say("scantling: interrupted; a run goes on from its newest checkpoint with --resume")
+    elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+        where = "cannot write" if error.filename is None else error.filename
+        _say(f"scantling: error: {where}: {error.strerror or error}")
 
 
-def _print_error(text: str) -> None:
-    """Print to the standard error; on a terminal lines break between words."""
-    if sys.stderr.isatty():
-        from scantling.reporting.format import fold_lines
+def _ignore_interrupts() -> None:
+    """Let no further Ctrl-C reach the end of an interrupted process."""
+    from scantling.training.signals import interrupt
 
-        text = fold_lines(text, shutil.get_terminal_size().columns)
-    print(text, file=sys.stderr)
+    if signal.getsignal(signal.SIGINT) is interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _say(text: str) -> None:
+    """Print to the standard error, if that can be written; on a terminal lines break between words."""
+    with contextlib.suppress(OSError, AttributeError):
+        if sys.stderr.isatty():
+            from scantling.reporting.format import fold_lines
+
+            text = fold_lines(text, shutil.get_terminal_size().columns)
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def report_lost(error: OSError) -> None:
+    """Remember that output could not be written; `run` says so at its end."""
+    global _lost
+    _lost = error
+
+
+def _close_output(code: int) -> int:
+    """Write out what is left, and return the exit code: that of lost output is 1 if all else went well."""
+    global _lost
+    from scantling.errors import STOPPED
+
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            if stream is sys.stdout:
+                _lost = error
+            with contextlib.suppress(OSError, ValueError):  # the interpreter would try again at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (AttributeError, ValueError):  # no such stream, or a closed one
+            pass
+    lost, _lost = _lost, None
+    if lost is None:
+        return code
+    is_said = code not in (0, STOPPED)  # one line is enough
+    if not is_said and not isinstance(lost, BrokenPipeError):  # whoever has closed a pipe has read enough
+        _say(f"scantling: error: cannot write to the standard output: {lost.strerror or lost}")
+    return code or 1
 
 
 def leave(code: int) -> None:
@@ -113,8 +183,7 @@ def leave(code: int) -> None:
     One of several processes leaves without the interpreter's shutdown, in which a gloo thread can abort although all
     work is done (PyTorch 2.13), and turn a finished run into a failed one.
     """
+    _ignore_interrupts()
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

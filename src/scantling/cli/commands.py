@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,8 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from scantling.cli.console import LOADING, ConsoleSink, busy, make_console
+from scantling.cli import INTERRUPTED
+from scantling.cli.console import LOADING, ConsoleSink, busy, make_console, print_json
 from scantling.errors import STOPPED, RunError, UserError
+from scantling.files import read_json_object
 from scantling.launched import launched_world_size, refuse_processes
 
 
@@ -116,10 +117,11 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
     for recipe, folder in zip(untrained, new_folders, strict=True):
         command = [sys.executable, "-m", "scantling", "train", recipe, "--run-dir", str(folder)]
         command += [part for setting in settings for part in ("--set", setting)] + (["--force"] if force else [])
+        before = _finished(folder)
         code = _wait(command)
-        if code == STOPPED:
+        if code in (STOPPED, INTERRUPTED):
             return code
-        if code:
+        if code and _finished(folder) == before:  # a run that ended well fails if its output could not be written
             raise (UserError if code == 2 else RunError)(f"{recipe} ended with exit code {code}; see its message above")
     trained = iter([read_run(folder) for folder in new_folders])
     runs = rename_duplicates([existing.get(recipe) or next(trained) for recipe in recipes])
@@ -132,6 +134,15 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
     for run in runs:
         console.print(f"checkpoints {run.path / 'checkpoints'}", markup=False)
     return 0
+
+
+def _finished(folder: Path) -> tuple[int, int] | None:
+    """Return which result a folder holds of a run that came to its end, or None."""
+    path = folder / "result.json"
+    try:
+        return (path.stat().st_ino, path.stat().st_mtime_ns) if read_json_object(path)["status"] == "done" else None
+    except (OSError, UserError, KeyError):
+        return None
 
 
 def _wait(command: Sequence[str]) -> int:
@@ -161,7 +172,7 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device
         made = make_plan(checked, world_size=world_size or processes, device=device or kind)
         fit = check_fit(checked, made)
     if as_json:
-        print(json.dumps({**made.to_dict(), "machine": fit.to_dict()}, indent=2))
+        print_json({**made.to_dict(), "machine": fit.to_dict()})
     else:
         console = make_console()
         console.print(made.table())
@@ -211,7 +222,7 @@ def doctor(device: str, timeout: float, *, as_json: bool) -> int:
             return 0
     if as_json:
         found = {"processes": machines, "pairs": [vars(pair) for pair in pairs], "allreduce_4mib_s": allreduce}
-        print(json.dumps(found, indent=2))
+        print_json(found)
         return 0
     console = make_console()
     table = Table(title=Text("processes"), title_justify="left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.status import Status
 from rich.text import Text
 
+from scantling.cli import report_lost
 from scantling.launched import launched_local_rank, launched_rank
 from scantling.reporting.format import fold_lines, format_bytes, format_number, format_percent
 from scantling.training.sinks import Sink
@@ -36,12 +38,29 @@ LABEL_WIDTH = 12
 
 
 class WordConsole(Console):
-    """Console that breaks lines of text between words on a terminal, and nowhere in a file."""
+    """Console that breaks lines of text between words on a terminal, and nowhere in a file.
+
+    Output that is lost ends no work: `scantling.cli.run` reports it at the end.
+    """
 
     def print(self, *objects: Any, **options: Any) -> None:
         if self.is_terminal and all(isinstance(each, str) for each in objects):
             objects = tuple(fold_lines(each, self.width) for each in objects)
         super().print(*objects, **options)
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:  # a full disk, a terminal that was closed
+            self._give_up(error)
+
+    def on_broken_pipe(self) -> None:
+        self._give_up(BrokenPipeError())
+
+    def _give_up(self, error: OSError) -> None:
+        self.quiet = True
+        if not self.stderr:
+            report_lost(error)
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -51,6 +70,11 @@ def make_console(*, stderr: bool = False) -> Console:
     """
     quiet = (launched_local_rank() if stderr else launched_rank()) > 0
     return WordConsole(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=not stderr)
+
+
+def print_json(content: Any) -> None:
+    """Print a value as JSON, on rank 0 alone."""
+    make_console().out(json.dumps(content, indent=2, default=str), highlight=False)
 
 
 @contextmanager

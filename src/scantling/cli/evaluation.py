@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from scantling.cli.console import LOADING, busy, make_console
+from scantling.cli.console import LOADING, busy, make_console, print_json
 from scantling.errors import UserError
 from scantling.launched import launched_rank
 from scantling.reporting.format import format_number, format_percent
@@ -54,7 +53,7 @@ def evaluate(
     if launched_rank():
         return 0
     if as_json:
-        print(json.dumps(figures, indent=2, default=str))
+        print_json(figures)
     else:
         make_console().print(table)
     return 0

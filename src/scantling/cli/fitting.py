@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scantling.cli.console import make_console
+from scantling.cli.console import make_console, print_json
 from scantling.cli.options import pairs
 from scantling.errors import UserError
 from scantling.files import strict, write_json, write_whole
@@ -60,7 +59,7 @@ def fit(
     write_json(constants, found)
     write_whole(plot, fit_chart(fitted) + "\n")
     if as_json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
         return 0
     console.print(_table(fitted, found))
     for line in _lines(fitted, found):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scantling.cli.console import LOADING, busy, make_console, print_labeled
+from scantling.cli.console import LOADING, busy, make_console, print_json, print_labeled
 from scantling.launched import refuse_processes
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def quantize(
             device=device,
         )
     if as_json:
-        print(json.dumps(summary(done), indent=2))
+        print_json(summary(done))
         return 0
     for label, text in _lines(done, "transformers" if dequantized else "sc.load"):
         print_labeled(console, label, text)

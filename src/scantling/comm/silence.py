@@ -75,13 +75,18 @@ def silent_ranks(wait_s: float, group: Any = None) -> list[int] | None:
     return found[0] if found else None
 
 
+def note_failure() -> None:
+    """Leave the note of a process that heard of an error, or had one itself."""
+    dist.distributed_c10d._get_default_store().set(f"scantling/failed/{dist.get_rank()}", "1")
+
+
 def _not_there(wait_s: float, group: Any, found: list[list[int]]) -> None:
     """Keep in a list what is known, which is nothing where the store is gone from the start."""
     store = dist.distributed_c10d._get_default_store()
     silent = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     until = time.monotonic() + wait_s
     with suppress(RuntimeError):
-        store.set(f"scantling/failed/{dist.get_rank()}", "1")
+        note_failure()
         while silent and time.monotonic() < until:
             silent = [rank for rank in silent if not store.check([f"scantling/failed/{rank}"])]
             found[:] = [silent]

@@ -22,6 +22,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from scantling.comm import DeMo, LocalSteps, MomentumExchange
 from scantling.comm.demo_exchange import exchange_groups
 from scantling.errors import UserError
+from scantling.training.distributed import Place
+from scantling.training.folders import see_folders
 
 FILE = "exchange-rank{}.pt"
 
@@ -42,6 +44,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self._trainer
         _check_optimizer(trainer.optimizer)
+        _check_saves(args)
         self._keep_gradients_local(trainer.model_wrapped)
         self.exchange = MomentumExchange(exchange_groups(trainer.model, self._options), **self._options)
         if state.global_step and self.checkpoint is not None:
@@ -94,6 +97,22 @@ def _check_optimizer(optimizer: Any) -> None:
         raise UserError(
             f"sc.hf.attach: the Trainer's optimizer is {type(optimizer).__name__}, which exchanges too, so that "
             "everything would be exchanged twice. Use sc.hf.sign(lr=...), which with attach is DeMo"
+        )
+
+
+def _check_saves(args: Any) -> None:
+    """Raise a UserError if machines have output folders of their own, and only the first would save the model.
+
+    Collectives, with several processes: those of `see_folders`.
+    """
+    if not dist.is_initialized() or args.save_on_each_node or args.save_strategy == "no":
+        return
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if see_folders(folder, Place(dist.get_rank(), dist.get_world_size(), args.device)).is_split:
+        raise UserError(
+            f"sc.hf.attach: the machines do not share the output_dir {folder}, so that a checkpoint would hold the "
+            "model on one of them alone; set save_on_each_node=True in TrainingArguments"
         )
 
 

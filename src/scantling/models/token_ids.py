@@ -57,7 +57,9 @@ def set_text_ids(config: Any, wanted: Mapping[str, Id], *, pretrained: bool) -> 
         return
     for key, id_ in wanted.items():
         if hasattr(text, key):
-            setattr(text, key, _merged(getattr(text, key), id_, keep=pretrained))
+            after = _merged(getattr(text, key), id_, keep=pretrained)
+            if after is not None or _can_be_none(type(text), key):
+                setattr(text, key, after)
 
 
 def set_generation_ids(model: Any) -> None:

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from scantling.checksums import write_checksums
-from scantling.errors import RunError, UserError
+from scantling.errors import UserError
 from scantling.files import check_is_free, read_json_object, written_aside
 from scantling.precision.matrices import as_matrix, from_matrix
 from scantling.precision.packing import PackedMatrix
@@ -91,15 +91,12 @@ def save_quantized(
     if not hasattr(model, "save_pretrained"):
         raise UserError(f"{type(model).__name__} has no save_pretrained; only models of transformers are saved packed")
     check_is_free(folder)
-    try:
-        with written_aside(folder) as aside:
-            model.save_pretrained(aside)
-            saved = _pack_folder(model, aside, weights) if packed else _plain_bytes(aside)
-            if also is not None:
-                also(aside)
-            write_checksums(aside)
-    except SafetensorError as error:
-        raise RunError(f"cannot write {folder}: {error}") from None
+    with written_aside(folder) as aside:
+        model.save_pretrained(aside)
+        saved = _pack_folder(model, aside, weights) if packed else _plain_bytes(aside)
+        if also is not None:
+            also(aside)
+        write_checksums(aside)
     return saved
 
 

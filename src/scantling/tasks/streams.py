@@ -15,6 +15,7 @@ from scantling.data.store import NO_MARKS, Marks
 from scantling.data.tokenizers import Tokenizer, load_tokenizer
 from scantling.errors import UserError
 from scantling.recipe.schema import BpeTokenizer, DataSection
+from scantling.saved_models import MOST_IDS
 from scantling.tasks.base import TaskData
 
 
@@ -89,6 +90,11 @@ def bin_data(
         )
     streams, held_streams, held_by = open_bins(data, seq_len=data.seq_len)
     largest, content = read_through([*streams, *held_streams], progress=progress)
+    if tokenizer is None and largest >= MOST_IDS:
+        raise UserError(
+            f"data.bin: the files hold the id {largest}, for which the model would need as many embeddings. Is "
+            "data.bin_dtype right? If it is, name the tokenizer that made the files in data.tokenizer"
+        )
     if tokenizer is not None and largest >= tokenizer.vocab_size:
         raise UserError(
             f"data.bin: the files hold the id {largest}; {tokenizer.name} has {tokenizer.vocab_size} ids. "

@@ -213,6 +213,10 @@ def load(
             f"{source} holds no values for {len(missing)} parameters that {CONFIG} describes, such as "
             f"{', '.join(missing[:3])}"
         )
+    if beyond := sorted(name for name in report["unexpected_keys"] if _is_beyond(model, name)):
+        raise UserError(
+            f"{source} holds {len(beyond)} tensors of layers that {CONFIG} does not have, such as {beyond[0]}"
+        )
     if report["unexpected_keys"] and layers_of_cores(model):
         unknown = sorted(report["unexpected_keys"])
         raise UserError(
@@ -221,6 +225,14 @@ def load(
             "alone: give it the whole model"
         )
     return model
+
+
+def _is_beyond(model: nn.Module, name: str) -> bool:
+    """True if a tensor belongs to a layer after the last one of a list in the model."""
+    parts = name.split(".")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    lists = ((modules.get(".".join(parts[:place])), part) for place, part in enumerate(parts) if part.isdecimal())
+    return any(isinstance(module, nn.ModuleList) and int(part) >= len(module) for module, part in lists)
 
 
 def _model_class(name: str | None, config: dict[str, Any]) -> Any:

@@ -246,6 +246,7 @@ def load_tensors(path: Path, prefix: str = "", into: dict[str, torch.Tensor] | N
             try:
                 load(target, storage_reader=IndexedReader(path), no_dist=True)
             except CheckpointException as error:
+                _raise_interrupt(error)
                 problem = "; ".join(sorted({first_line(inner[0]) for inner in error.failures.values()}))
                 raise UserError(f"the tensors of checkpoint {path} cannot be read: {problem}") from None
     return target
@@ -256,10 +257,18 @@ def _attempt(action: Any) -> str | None:
     try:
         action()
     except CheckpointException as error:
+        _raise_interrupt(error)
         return "; ".join(sorted({_reason(inner[0]) for inner in error.failures.values()}))
     except (OSError, RuntimeError) as error:
         return _reason(error)
     return None
+
+
+def _raise_interrupt(error: CheckpointException) -> None:
+    """Raise the KeyboardInterrupt that torch.distributed.checkpoint took for a failure, if it was one."""
+    for inner, _ in error.failures.values():
+        if isinstance(inner, KeyboardInterrupt):
+            raise inner from None
 
 
 def _reason(error: BaseException) -> str:

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from scantling.comm.silence import named
+from scantling.comm.silence import named, note_failure
 from scantling.errors import RunError, ScantlingError, SilentPeerError, UserError, first_line
 from scantling.launched import launched_local_rank, launched_rank, launched_world_size
 from scantling.recipe.schema import DEVICES
 from scantling.training.collectives import broadcast_json, gather_arrays, gather_json, plain
-from scantling.training.peers import find_ended, group_store, meet, note_end, open_store, relayed_error, telling
+from scantling.training.peers import find_first, group_store, meet, note_end, open_store, relayed_error, telling
 
 TIMEOUT_S = 300.0
 """How long a collective may take."""
@@ -243,6 +243,8 @@ def joined(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Pl
                 raise
             reason = _reason(error, place)
             note_end(group_store(), reason)
+            with contextlib.suppress(RuntimeError):
+                note_failure()  # others need not look who is silent
             if reason is error:
                 raise
             raise reason from error
@@ -259,7 +261,7 @@ def _reason(error: BaseException, place: Place) -> BaseException:
 
 
 def _ended(place: Place) -> list[int]:
-    """List the other ranks that ended with an error; none if the store is gone."""
+    """List the other ranks that ended with an error of their own; none if the store is gone."""
     with contextlib.suppress(RuntimeError):
-        return find_ended(group_store(), [rank for rank in range(place.world_size) if rank != place.rank])
+        return find_first(group_store(), [rank for rank in range(place.world_size) if rank != place.rank])
     return []

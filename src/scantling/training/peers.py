@@ -113,7 +113,7 @@ def note_end(store: Any, error: BaseException) -> None:
     """Leave a note that this process ends with an error."""
     note = {
         "input": _is_input(error),
-        "relayed": isinstance(error, ScantlingError) and error.relayed,
+        "heard": isinstance(error, SilentPeerError) or (isinstance(error, ScantlingError) and error.relayed),
         "text": str(error) if isinstance(error, ScantlingError) else f"{type(error).__name__}: {first_line(error)}",
         "host": platform.node(),
     }
@@ -133,10 +133,15 @@ def find_ended(store: Any, ranks: list[int]) -> list[int]:
     return [rank for rank in ranks if store.check([f"{_ENDED}{rank}"])]
 
 
+def find_first(store: Any, ranks: list[int]) -> list[int]:
+    """List those of the ranks that ended with an error of their own, not because they heard of one."""
+    return [rank for rank in find_ended(store, ranks) if not json.loads(store.get(f"{_ENDED}{rank}"))["heard"]]
+
+
 def relayed_error(store: Any, ranks: list[int]) -> ScantlingError:
     """Return the error of ranks that ended as one to raise here, an error of input if it is one there."""
     notes = {rank: json.loads(store.get(f"{_ENDED}{rank}")) for rank in ranks}
-    first = {rank: note for rank, note in notes.items() if not note["relayed"]} or notes
+    first = {rank: note for rank, note in notes.items() if not note["heard"]} or notes
     by_text: dict[str, list[str]] = {}
     for rank, note in first.items():
         by_text.setdefault(note["text"], []).append(f"rank {rank} on {note['host']}")

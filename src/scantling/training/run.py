@@ -281,7 +281,7 @@ def _plan_without_data(recipe: Recipe, place: Place) -> Plan | None:
 def _check_memory(
     recipe: Recipe, planned: Plan | None, place: Place, *, task_data: TaskData | None = None, is_warned: bool = False
 ) -> bool:
-    """Compare a plan with the memory here, and warn if it is short. Collective: an all-gather.
+    """Compare a plan with the memory here, and warn if it is short. Collective: `meet` and `attempt`.
 
     Returns:
         True if this call or one before has warned.
@@ -292,9 +292,13 @@ def _check_memory(
     fit = None
     if planned is not None:
         fit = check_fit(recipe, planned, search=place.is_main and not is_warned, task_data=task_data)
-    for problem in place.gather(str(fit) if fit is not None and fit.is_impossible else None):
-        if problem is not None:
-            raise UserError(f"the run {problem}")
+
+    def refuse() -> None:
+        if fit is not None and fit.is_impossible:
+            raise UserError(f"the run {fit}")
+
+    place.meet()  # the search takes rank 0 longer than a collective may take
+    place.attempt(refuse)
     if fit is None or fit.fits is not False or is_warned:
         return is_warned
     if place.is_main:
