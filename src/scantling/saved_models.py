@@ -174,6 +174,8 @@ def check_counts(content: Any, weights: Weights | None = None, key: str = "") ->
         for name, value in content.items():
             check_counts(value, weights, str(name))
     elif isinstance(content, list):
+        if len(content) > MOST_MODULES:
+            raise UserError(f"{key} is a list of {len(content)}; at most {MOST_MODULES} are built")
         for value in content:
             check_counts(value, weights, key)
     elif isinstance(content, int) and _REPEATED.fullmatch(key):

@@ -84,7 +84,11 @@ def test_multimodal_decoders_train_on_text_and_export_whole(architecture: str, t
     folder = write_config(tmp_path / "model", architecture)
     assert default_task(ModelSection(hf=str(folder))) == "causal-lm"
     recipe = tiny_recipe(tmp_path, train={"steps": 2}) | {"model": {"hf": str(folder)}}
-    sc.train(recipe, run_dir=tmp_path / "run")
+    measured = sc.train(recipe, run_dir=tmp_path / "run").metrics
+    planned = json.loads((tmp_path / "run" / "plan.json").read_text())
+    for key in ("num_trainable", "gradient_bytes", "optimizer_state_bytes"):
+        assert planned[key] == measured.get(key, planned[key]), key
+    assert planned["num_trainable"] < planned["num_parameters"], "text does not reach what reads images or sound"
     export_hf(tmp_path / "run", tmp_path / "out")
     content = json.loads((tmp_path / "out" / "config.json").read_text())
     assert content["architectures"] == [architecture]

@@ -15,6 +15,8 @@ from torch import nn
 import scantling as sc
 from scantling.errors import UserError
 from scantling.tensor.report import LayerReport
+from scantling.training.export import export_hf
+from tests.runs import tiny_recipe
 from tests.texts import english_like
 
 DISCARDS = "discards the trained weights"
@@ -95,6 +97,16 @@ def test_report_holds_the_size_and_error_of_each_layer(family: str) -> None:
         norm = sum(float(dense[name].square().sum()) for name in names) ** 0.5
         assert each.weight_error == pytest.approx(lost / norm, rel=1e-3, abs=1e-5)
     assert any((each.weight_error or 0) > 0.1 for each in report)
+
+
+def test_a_run_warns_once_and_not_when_it_is_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=320, **shape)).save_pretrained(tmp_path / "model")
+    recipe = tiny_recipe(tmp_path, tensor={"rank": 4}, train={"steps": 1})
+    sc.train(recipe | {"model": {"hf": str(tmp_path / "model")}}, run_dir=tmp_path / "run")
+    assert caplog.text.count(DISCARDS) == 1
+    export_hf(tmp_path / "run", tmp_path / "out")
+    assert caplog.text.count(DISCARDS) == 1
 
 
 def test_report_of_random_cores_has_sizes_alone() -> None:

@@ -253,6 +253,8 @@ def build_model(
                 _rebuild_cores(model, section, device)
             _learn_padding(model)
             set_generation_ids(model)
+            if task.name == "causal-lm":
+                _freeze_other_inputs(model)
         except UserError:
             raise
         except Exception as error:  # of torch and transformers, which document no set of errors
@@ -278,6 +280,19 @@ def _learn_padding(model: Any) -> None:
     table.padding_idx = None
     if not table.weight.is_meta and not table.weight[padding].any():
         torch.nn.init.normal_(table.weight[padding], std=float(table.weight.detach().std()))
+
+
+def _freeze_other_inputs(model: Any) -> None:
+    """Freeze what text does not go through in a model that also reads images or sound; it would get no gradients."""
+    if model.config.get_text_config() is model.config:
+        return
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    trained = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    others = {name: each for name, each in model.named_parameters() if id(each) not in trained}
+    for parameter in others.values():
+        parameter.requires_grad_(False)
+    if others:
+        logger.warning("text does not reach %d weights, which stay as they are: %s", len(others), _some(others))
 
 
 def checkpoint_activations(model: Any) -> None:

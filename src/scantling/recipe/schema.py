@@ -59,7 +59,8 @@ class ModelSection(Section):
     Hub."""
     task: Literal["causal-lm", "masked-lm", "seq2seq", "classification", "clicks", "image-classification"] | None = None
     """What the model is trained to do. Default: the preset's task, or what the configuration's architecture is for.
-    Decoders that also read images or sound, such as Gemma 3, are `causal-lm` and train on text."""
+    Decoders that also read images or sound, such as Gemma 3, are `causal-lm`: their language model trains on text, and
+    the rest stays as it is."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Keys of the transformers configuration to change, such as `{hidden_size: 128, num_hidden_layers: 2}`. Of a part,
     such as `{text_config: {vocab_size: 512}}`, the other keys stay."""

@@ -13,6 +13,7 @@ from scantling.models.build import recipe_task
 from scantling.recipe import Recipe
 from scantling.tasks import get_task
 from scantling.tasks.base import Task, TaskData
+from scantling.tensor.report import without_warnings
 from scantling.training.build import build_methods, build_run_model, run_evaluation
 from scantling.training.checkpoint import Checkpointer, check_data
 from scantling.training.continuing import check_continues
@@ -95,7 +96,8 @@ def _load(folder: RunDir, recipe: Recipe, place: Place) -> Trained:
     check_continues(checkpoint, manifest, recipe)
     check_data(checkpoint, values, data.info.get("fingerprint"))
     methods = build_methods(recipe)
-    model = build_run_model(recipe, task, data, methods)
+    with without_warnings():
+        model = build_run_model(recipe, task, data, methods)
     for method in methods:
         method.attach(model)
     load_methods(methods, checkpoint, values)
