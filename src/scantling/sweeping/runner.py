@@ -35,7 +35,7 @@ from scantling.sweeping.table import FIGURES, Row, done_row, read_table, row_of,
 from scantling.training.checkpoint import Checkpointer
 from scantling.training.distributed import ALONE
 from scantling.training.rundir import InUseError, RunDir
-from scantling.training.signals import StopSignal
+from scantling.training.signals import StopSignal, interrupt
 
 POLL_S = 0.2
 _MOST_ERROR = 500
@@ -190,7 +190,7 @@ class Runner:
         """Whether a signal came before all was done."""
         queue, running = list(waiting), list[_Job]()
         told = False
-        with StopSignal(again=signal.default_int_handler) as stop:  # which raises: what runs is told, and waited for
+        with StopSignal(again=interrupt) as stop:  # which raises: what runs is told, and waited for
             try:
                 while queue or running:
                     if stop.received and not told:
