@@ -82,6 +82,7 @@ def test_parameters_of_other_modules_go_by_their_shape() -> None:
         "class_token": VECTOR,
         "positions": ("matrix", ((1,), (2,))),
         "scale": VECTOR,
+        "frozen": ("matrix", ((0,), (1,))),
     }
 
 
@@ -183,12 +184,12 @@ def test_order_is_that_of_the_model() -> None:
         assert [name for name, _ in groups[1]["params"]] == ["1.weight", "3.weight"]
 
 
-def test_every_trainable_parameter_is_in_exactly_one_group_and_torch_takes_them() -> None:
+def test_every_parameter_is_in_exactly_one_group_and_torch_takes_them() -> None:
     model = nn.Sequential(Loose(), Cores(), Tied(head_first=True, tie=True), nn.Conv2d(3, 4, 3))
     optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-3)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    expected = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    expected = dict(model.named_parameters())
     assert len(names) == len(expected)
     assert all(expected[name] is param for name, param in zip(names, params, strict=True))
 

@@ -9,12 +9,15 @@ import os
 import re
 import secrets
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from scantling.errors import RunError, UserError
+
+_LOCK_FILES: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
 def local(path: str | Path) -> Path:
@@ -27,6 +30,32 @@ def cache_root() -> Path:
     return local(os.environ.get("SCANTLING_CACHE") or "~/.cache/scantling")
 
 
+def open_lock_file(path: Path) -> IO[str]:
+    """Open a file for `flock`, not through a link, so that no other process keeps the lock after this one.
+
+    A lock lasts until all copies of its file descriptor are closed: forked children, such as workers that load data,
+    give theirs up as they begin.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    file = open(handle, "r+", encoding="utf-8")  # noqa: SIM115 (the caller closes it)
+    _LOCK_FILES.add(file)
+    return file
+
+
+def _give_up_locks() -> None:
+    """Put another file under each descriptor of a lock; its number stays taken until the file object is closed."""
+    files = [file for file in _LOCK_FILES if not file.closed]
+    with contextlib.suppress(OSError):
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC) if files else -1
+        for file in files:
+            os.dup2(nothing, file.fileno(), inheritable=False)
+        if files:
+            os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_give_up_locks)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -34,6 +63,11 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def no_follow(path: str, flags: int) -> int:
+    """Open a file, but never through a link; the `opener` of `open`."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def remove_folder(folder: Path) -> None:
@@ -79,7 +113,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file that may come from anywhere, such as an editor that writes a byte-order mark.
 
     Raises:
-        UserError: no such file, something else than a file, or no JSON: nested too deeply, numbers of thousands of
+        UserError: no such file, something else than a file, or no JSON: nested too deeply, a number with thousands of
             digits, half of a surrogate pair. The message names the file.
     """
     try:

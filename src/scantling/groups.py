@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+import torch
 from torch import nn
 
 from scantling.errors import UserError
@@ -24,6 +25,7 @@ from scantling.errors import UserError
 Role: TypeAlias = Literal["matrix", "embedding", "vector"]
 MatrixDims: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
+_TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NORMS = (
     nn.LayerNorm,
     nn.RMSNorm,
@@ -43,7 +45,10 @@ def param_groups(
     control_lr: float | None = None,
     embedding_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Sort the trainable parameters of a model into groups for any `torch.optim.Optimizer`.
+    """Sort the parameters of a model into groups for any `torch.optim.Optimizer`.
+
+    Frozen parameters (`requires_grad=False`) are in the groups, too. An optimizer leaves them alone and keeps no state
+    for them as long as they have no gradient, and steps them once they are unfrozen.
 
     The roles, first rule that fits:
 
@@ -55,7 +60,8 @@ def param_groups(
     - `matrix`: the rest. A convolution is O x (I * kernel); 3-D and more are stacks of matrices in their last two dims.
 
     Args:
-        model: any module; parameters with `requires_grad=False` are left out, tied ones appear once.
+        model: any module; tied parameters appear once. Frozen parameters of other dtypes than fp32, bf16, fp16 and
+            fp64, such as packed codes, are left out, and so are empty ones.
         weight_decay: of matrices and embeddings; vectors always get 0.
         core_lr: learning rate of the cores of layers of cores, which then have groups of their own with the key `lr`.
             A weight moves by what all of its cores move, so that they want a lower rate than dense weights: a third is
@@ -97,8 +103,10 @@ def param_groups(
                 raise UserError(f"{name} must be at least 0; given {rate!r}")
             rates |= dict.fromkeys(params, rate)
     groups: dict[tuple[Role, MatrixDims | None, float | None], dict[str, Any]] = {}
+    if not any(param.requires_grad for param in model.parameters()):
+        raise UserError(f"{type(model).__name__} has no trainable parameter; set requires_grad=True on what to train")
     for name, param in model.named_parameters():
-        if not param.requires_grad:
+        if not param.requires_grad and (param.dtype not in _TRAINABLE or not param.numel()):
             continue
         role, matrix_dims = claims[id(param)]
         group = groups.setdefault(
@@ -112,8 +120,6 @@ def param_groups(
             },
         )
         group["params"].append((name, param))
-    if not groups:
-        raise UserError(f"{type(model).__name__} has no trainable parameter; set requires_grad=True on what to train")
     return list(groups.values())
 
 

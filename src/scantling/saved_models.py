@@ -90,7 +90,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Read a `config.json`, and check that `generation_config.json` next to it can be read if it exists.
 
     Raises:
-        UserError: one of them is not a JSON object, or a value in it is not what it has to be.
+        UserError: one of them is not a JSON object, or a value in it has a wrong type.
     """
     content = read_json_object(path)
     names = content.get("architectures")
@@ -174,6 +174,8 @@ def check_counts(content: Any, weights: Weights | None = None, key: str = "") ->
         for name, value in content.items():
             check_counts(value, weights, str(name))
     elif isinstance(content, list):
+        if len(content) > MOST_MODULES:
+            raise UserError(f"{key} is a list of {len(content)}; at most {MOST_MODULES} are built")
         for value in content:
             check_counts(value, weights, key)
     elif isinstance(content, int) and _REPEATED.fullmatch(key):

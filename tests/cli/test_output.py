@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from scantling import cli
 from scantling.cli import INTERRUPTED, commands, run
-from tests.runs import tiny_recipe, write_recipe
+from scantling.training import signals
+from scantling.training.manifest import damage
+from tests.runs import start_scantling, tiny_recipe, wait_for_step, write_recipe
+
+heard: list[str] = []
 
 FULL = "scantling: error: cannot write to the standard output: No space left on device\n"
 
@@ -122,13 +127,44 @@ def test_five_interrupts_at_the_start_are_one_line(delay: float, tmp_path: Path)
         assert shown == "scantling: interrupted; a run goes on from its newest checkpoint with --resume\n"
 
 
-def test_a_burst_of_interrupts_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("again", [signals.interrupt, lambda *_: heard.append("again")])
+def test_a_burst_of_interrupts_is_one(again: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(cli.time, "monotonic", lambda: now)
-    with pytest.raises(KeyboardInterrupt):
-        cli._interrupt(2, None)
-    now += 0.9
-    cli._interrupt(2, None)
-    now += 1.1
-    with pytest.raises(KeyboardInterrupt):
-        cli._interrupt(2, None)
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now)
+    monkeypatch.setattr(signals, "_counted", 0.0)
+    heard.clear()
+    before = signal.signal(signal.SIGINT, again)
+    try:
+        with signals.StopSignal() as stop:
+            for _ in range(5):
+                signal.raise_signal(signal.SIGINT)
+            assert stop.received == signal.SIGINT
+            now += 0.9
+            signal.raise_signal(signal.SIGINT)
+            assert not heard
+            now += 0.2
+            if again is signals.interrupt:
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            else:
+                signal.raise_signal(signal.SIGINT)
+                assert heard == ["again"]
+        assert signal.getsignal(signal.SIGINT) is again
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.dist
+def test_five_interrupts_while_training_lose_nothing(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 100_000}))
+    folder = tmp_path / "run"
+    process = start_scantling("train", recipe, "--run-dir", folder)
+    wait_for_step(folder / "metrics.jsonl", 3, process)
+    for _ in range(5):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.03)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, shown
+    step = json.loads((folder / "result.json").read_text())["step"]
+    assert damage(folder / "checkpoints" / f"step-{step}") is None
+    assert "Traceback" not in shown

@@ -76,6 +76,7 @@ def changed(folder: Path, copy: Path, name: str, **keys: Any) -> Path:
         ("config.json", {"vocab_size": 2**31 - 1}),
         ("config.json", {"vocab_size": 2**40}),
         ("config.json", {"num_hidden_layers": 10**9}),
+        ("config.json", {"layer_types": ["full_attention"] * 100_000}),
         ("config.json", {"eos_token_id": 2**31 - 1}),
         ("config.json", {"pad_token_id": 2**40}),
         ("generation_config.json", {"eos_token_id": [1, 2**31 - 1]}),
@@ -86,7 +87,7 @@ def changed(folder: Path, copy: Path, name: str, **keys: Any) -> Path:
 def test_huge_settings_of_models_are_refused(
     name: str, keys: dict[str, Any], pretrained: bool | None, folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"vocabulary|num_hidden_layers is 1000000000"):
+    with pytest.raises(UserError, match=r"vocabulary|layer_types|num_hidden_layers is 1000000000"):
         build(changed(folder, tmp_path / "copy", name, **keys), pretrained=pretrained)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -10,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,11 @@ import torch
 
 import scantling as sc
 from scantling.errors import NonFiniteError, RunError, UserError
+from scantling.files import open_lock_file
 from scantling.training.checkpoint import Checkpointer
 from scantling.training.distributed import Place
 from scantling.training.manifest import damage
-from scantling.training.rundir import RunDir
+from scantling.training.rundir import InUseError, RunDir
 from scantling.training.sinks import Sink, Sinks
 from scantling.training.step import Stepper
 from scantling.training.trained import evaluate_run
@@ -223,6 +227,95 @@ def test_signal_to_the_whole_group_reaches_no_data_worker(tmp_path: Path) -> Non
     assert damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
 
 
+def descendants(parent: int) -> list[int]:
+    """Processes that a process has started, and those that these have started."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    found = [parent]
+    for pid in found:
+        found += [child for child, its_parent in parents.items() if its_parent == pid]
+    return found[1:]
+
+
+def has_checkpoint(run: Path, step: int) -> bool:
+    return any(found >= step for found in Checkpointer(run / "checkpoints", ALONE).steps())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="workers end with their parent on Linux alone")
+@pytest.mark.parametrize("forked", [True, False], ids=["forked", "from a fork server"])
+def test_killed_run_is_resumed_at_once_though_it_had_data_workers(tmp_path: Path, forked: bool) -> None:
+    """SIGKILL to the run itself, not to its workers, and a resume without a pause."""
+    train = {"steps": 100_000, "checkpoint_every": 2, "eval_every": 5, "eval_samples": 4}
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train=train, data={"workers": 2}))
+    run, kills = tmp_path / "run", 3
+
+    def started(*arguments: Any) -> Any:
+        return start(command(list(arguments))) if forked else start_scantling(*arguments)
+
+    process = started("train", path, "--run-dir", run)
+    for number in range(1, kills + 1):
+        wait_for(partial(has_checkpoint, run, 3 * number), process)
+        workers = descendants(process.pid)
+        assert len(workers) >= 2
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+        lock = RunDir(run)
+        lock.lock()  # an InUseError if a worker still had it
+        lock.unlock()
+        until = time.monotonic() + 2
+        while any(map(is_alive, workers)) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not any(map(is_alive, workers))
+        process = started("train", run, "--resume")
+    wait_for(partial(has_checkpoint, run, 3 * kills + 2), process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+
+
+@pytest.mark.parametrize("kind", ["run", "cache"])
+def test_forked_process_does_not_keep_a_lock(tmp_path: Path, kind: str) -> None:
+    """Any child: of a data loader, of a tokenizer, of the user's own code."""
+    lock = open_lock_file(tmp_path / ".lock") if kind == "cache" else None
+    folder = RunDir(tmp_path)
+    if lock is None:
+        folder.lock()
+    else:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    ready, release = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(ready[1], b"1")
+        os.read(release[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        with pytest.raises(InUseError):
+            RunDir(tmp_path).lock()  # the lock of this process is still one
+        if lock is None:
+            folder.unlock()
+        else:
+            lock.close()
+        other = RunDir(tmp_path)
+        other.lock()
+        other.unlock()
+    finally:
+        os.write(release[1], b"1")
+        os.waitpid(pid, 0)
+        for handle in (*ready, *release):
+            os.close(handle)
+
+
 def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, train={"steps": 4, "checkpoint_every": 2})
     sc.train(recipe, run_dir=tmp_path / "run")
@@ -338,7 +431,7 @@ def test_interrupt_during_preparation_loses_nothing(tmp_path: Path) -> None:
     wait_for(lambda: any(cache.glob("*/*")), process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1, output
+    assert process.returncode == 130, output
     assert "interrupted" in output
     assert "Traceback" not in output
     for file in tmp_path.glob("[0-9]*.txt"):

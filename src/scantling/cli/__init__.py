@@ -9,17 +9,12 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as of a shell."""
-_BURST_S = 1.0
-"""Ctrl-C pressed again within this time is the same interruption."""
-_last_interrupt = -_BURST_S
 _lost: OSError | None = None
 
 
@@ -29,8 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     0 done, 2 bad input, 3 stopped by a signal after saving, 130 interrupted, 1 anything else. (torchrun reports 1 for
     any of them.)
     """
+    from scantling.training.signals import interrupt
+
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGINT, interrupt)
     for number in (0, 1, 2):  # a closed one would be the number of the next file that is opened
         try:
             os.fstat(number)
@@ -131,17 +128,11 @@ def _report(error: BaseException) -> None:
         _say(f"scantling: error: {where}: {error.strerror or error}")
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt once for a burst of Ctrl-C, so that what is put in order after the first is not cut."""
-    global _last_interrupt
-    before, _last_interrupt = _last_interrupt, time.monotonic()
-    if _last_interrupt - before > _BURST_S:
-        raise KeyboardInterrupt
-
-
 def _ignore_interrupts() -> None:
     """Let no further Ctrl-C reach the end of an interrupted process."""
-    if signal.getsignal(signal.SIGINT) is _interrupt:
+    from scantling.training.signals import interrupt
+
+    if signal.getsignal(signal.SIGINT) is interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -549,7 +549,10 @@ class MomentumExchange(Accumulator):
                     found[place] = value
                 self._forget(channel, outcome, each.step)
         whole, kept = _filled(found, params), self._kept()
-        return whole if kept is None else [one + other for one, other in zip(whole, kept, strict=True)]
+        if kept is None:
+            return whole
+        triples = zip(whole, kept, params, strict=True)
+        return [one + other if param.requires_grad else one for one, other, param in triples]
 
     def _kept(self) -> list[Tensor] | None:
         """Take the result of an exchange out of the state, where there is one."""
@@ -669,11 +672,16 @@ def _waiting(layout: Layout) -> list[set[int]]:
 
 
 def _filled(found: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros where a parameter has nothing: it is empty here, or was not there yet."""
-    return [
-        torch.zeros_like(local(param), dtype=torch.float32) if value is None else value
-        for value, param in zip(found, params, strict=True)
-    ]
+    """Zeros where a parameter has nothing: it is frozen, empty here, or was not there yet."""
+    return [_zeros_like(param) if value is None else value for value, param in zip(found, params, strict=True)]
+
+
+def _zeros_like(param: Tensor) -> Tensor:
+    """Zeros in fp32 like the local part of a parameter; for a frozen one, which has no step, they take no memory."""
+    part = local(param)
+    if param.requires_grad:
+        return torch.zeros_like(part, dtype=torch.float32)
+    return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
 def _gradient(param: Tensor) -> Tensor | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from scantling.errors import UserError
-from scantling.files import cache_root, remove_folder, sync
+from scantling.files import cache_root, open_lock_file, remove_folder, sync
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +106,10 @@ def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
+    with open_lock_file(path) as file:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.info("waiting for another process that prepares %s", path.stem)
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(handle)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +27,8 @@ Collate = Callable[[list[Numbered]], Batch]
 """Makes a batch; deterministic in the epochs and indices."""
 EVALUATION = -1
 """The epoch of evaluation, so that its random choices are always the same and not those of a training epoch."""
+_PR_SET_PDEATHSIG = 1
+"""Option of prctl(2): a signal that this process gets when its parent ends, however that ends."""
 
 
 @dataclass
@@ -127,26 +132,38 @@ def _load(dataset: Dataset, collate: Collate, keys: Any, *, workers: int, pin_me
         batch_sampler=keys,
         collate_fn=collate,
         num_workers=workers,
-        worker_init_fn=_leave_signals_to_the_parent,
+        worker_init_fn=_begin_worker,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # or it would draw from the global one, and dropout would depend on the workers
     )
     return iter(loader)
 
 
-def _leave_signals_to_the_parent(worker: int) -> None:
-    """A signal to the whole process group must not end a worker before the step and its checkpoint are done.
+def _begin_worker(worker: int) -> None:
+    """End with the parent, and leave signals to it.
 
-    One from the parent must: at its exit it ends the workers that are left, and waits for them.
+    A signal to the whole process group must not end a worker before the step and its checkpoint are done. One from the
+    parent must: at its exit it ends the workers that are left, and waits for them.
     """
+    parent = multiprocessing.parent_process()
+    if sys.platform == "linux" and parent is not None and parent.pid == os.getppid():  # not of a fork server
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_the_parent_says, daemon=True).start()
+        parents = {os.getppid(), os.getppid() if parent is None else parent.pid}
+        threading.Thread(target=_end_when_a_parent_says, args=(parents,), daemon=True).start()
+    if parent is not None and parent.pid != os.getppid():  # of a fork server, or the parent has ended before that
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()  # which has SIGTERM blocked too
 
 
-def _end_when_the_parent_says() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _end_when_a_parent_says(parents: set[int | None]) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in parents:
         pass
     os._exit(0)
 

@@ -81,7 +81,8 @@ def release_gradients(
     Args:
         model: not wrapped in DistributedDataParallel or FullyShardedDataParallel: both read gradients later. FSDP2's
             `fully_shard` comes before.
-        optimizer: over parameters of the model; others in it are left to `optimizer.step()`.
+        optimizer: over parameters of the model; others in it are left to `optimizer.step()`. Parameters that are
+            unfrozen later are stepped at the end of the backward pass, which keeps their gradients until then.
         accumulation: backward passes whose gradients are summed before the step. With more than one the gradients
             stay in between, and only the last pass frees them. Under FSDP2 passes without `set_requires_gradient_sync`
             count too, and so do passes whose gradients `zero_grad()` throws away: after these call `optimizer.step()`,
@@ -111,13 +112,14 @@ def release_gradients(
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
             raise UserError(_WRAPPED.format(type(module).__name__))
     known = {id(param) for param in optimizer.parameters()}
-    params = [param for param in model.parameters() if id(param) in known and param.requires_grad]
+    common = [param for param in model.parameters() if id(param) in known]
+    params = [param for param in common if param.requires_grad]
     if not params:
         raise UserError("the optimizer has no parameter of this model")
     if any(getattr(param, "_post_accumulate_grad_hooks", None) for param in params):
         raise UserError("a parameter has a post-accumulate hook already; remove the earlier handle first")
     groups = _fsdp_groups(model, params)
-    passes = _Passes(optimizer, params, groups, accumulation, before_step)
+    passes = _Passes(optimizer, common, groups, accumulation, before_step)
     ids = {id(param) for param in params}
     optimizer.released |= ids
     _CLIP_GUARD.enter()
@@ -207,8 +209,8 @@ class _Passes:
         self._number += 1
         if self._number == self._accumulation:
             self._number = 0
-            left = [param for param in self._params if param.grad is not None]
-            if left:  # of earlier passes
+            left = [param for param in self._params if param.requires_grad and param.grad is not None]
+            if left:  # of earlier passes, or of parameters that were frozen when gradients began to be released
                 self._step(left)
 
     def _step(self, params: list[Tensor]) -> None:

@@ -77,7 +77,7 @@ from scantling.optim._rounding import Rounding
 from scantling.optim._sharded import step_sharded
 from scantling.optim._shardplan import laid_out, local, local_bytes, local_grad, place, plan_of, zeros
 from scantling.optim._slice import cut_state, shape_of
-from scantling.optim._state import Shapes, averaged_dims, needed_state, view_of
+from scantling.optim._state import DTYPES, Shapes, averaged_dims, needed_state, view_of
 from scantling.optim._validation import (
     check_grads,
     check_hyper,
@@ -203,7 +203,8 @@ class CAME(torch.optim.Optimizer):
             for index, param in enumerate(group["params"]):
                 if group["matrix_dims"] is not None:
                     group["matrix_dims"] = check_matrix_dims(group["matrix_dims"], param.ndim)
-                check_param(name_of(group, index), param, group)
+                if param.requires_grad or param.dtype not in DTYPES:  # the rest is checked in its first step
+                    check_param(name_of(group, index), param, group)
         except UserError:
             self.param_groups.pop()
             raise

@@ -6,6 +6,7 @@ what it does; only what cannot run there is counted by formula.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
 from math import prod
@@ -147,7 +148,7 @@ def _came_scratch_bytes(optimizer: CAME, tile: int) -> int:
     kinds: dict[tuple[Any, ...], list[tuple[dict[str, Any], Tensor]]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.numel():
+            if param.numel() and param.requires_grad:
                 kinds.setdefault((tuple(param.shape), param.dtype, id(group)), []).append((group, param))
     jobs = [optimizer.job(*alike[0], 0) for alike in kinds.values()]
     if tile == CPU_TILE:
@@ -180,18 +181,18 @@ def _adafactor_scratch_bytes(spec: ParameterSpec) -> int:
 
 
 def _on_meta(name: str, layout: Layout, options: dict[str, Any]) -> tuple[list[ParameterSpec], torch.optim.Optimizer]:
-    """The parameters of a layout, and the optimizer over meta tensors like them, gradients in place."""
+    """The trainable parameters of a layout, and the optimizer over meta tensors like all, gradients in place."""
     specs, groups = _read(layout)
     kept = {key: value for key, value in options.items() if key not in _EXECUTION or key not in optimizer_options(name)}
     optimizer = build_unwarned(name, groups, lr=1e-3, **kept)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            param.grad = torch.empty_like(param)
+            param.grad = torch.empty_like(param) if param.requires_grad else None
     return specs, optimizer
 
 
 def _read(layout: Layout) -> tuple[list[ParameterSpec], list[dict[str, Any]]]:
-    """The parameters of a layout, and groups of meta tensors like them: its own groups, or one for each kind."""
+    """The trainable parameters of a layout, and groups of meta tensors like all: its own groups, or one a kind."""
     specs: list[ParameterSpec] = []
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for index, item in enumerate(layout):
@@ -199,18 +200,20 @@ def _read(layout: Layout) -> tuple[list[ParameterSpec], list[dict[str, Any]]]:
             params = [entry[1] if isinstance(entry, tuple) else entry for entry in item["params"]]
             role, dims = item.get("role"), item.get("matrix_dims")
             found = [ParameterSpec(tuple(param.shape), param.dtype, role, dims) for param in params]
+            is_trained = [param.requires_grad for param in params]
             key: tuple[Any, ...] = (index,)
             decay, kept = item.get("weight_decay", 0.0), {name: item[name] for name in _MOMENTUM if name in item}
         else:
             spec = ParameterSpec(*item)
-            found = [spec]
+            found, is_trained = [spec], [True]
             key = (spec.role, spec.matrix_dims, len(spec.shape))
             kept = {}
             decay = 0.0 if spec.role == "vector" else 0.1  # some value: decay as torch's SGD does it takes scratch
-        specs += found
+        specs += itertools.compress(found, is_trained)
         group = groups.setdefault(key, {"params": [], "role": found[0].role, "matrix_dims": found[0].matrix_dims})
         group |= {"weight_decay": decay, **kept}
         group["params"] += [
-            torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in found
+            torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), requires_grad)
+            for spec, requires_grad in zip(found, is_trained, strict=True)
         ]
     return specs, list(groups.values())

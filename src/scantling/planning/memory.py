@@ -61,7 +61,7 @@ def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
     @cache
     def of_core(shape: tuple[int, ...], dtype: torch.dtype, role: Role, dims: MatrixDims) -> float:
         def group_of(shape: tuple[int, ...], role: Role, dims: MatrixDims) -> dict[str, Any]:
-            param = torch.empty(shape, dtype=dtype, device="meta")
+            param = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
             return {"params": [param], "role": role, "matrix_dims": dims}
 
         # with a matrix next to the core: Muon cannot be built without, and has AdamW step cores of more dims

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from scantling.errors import UserError
-from scantling.files import read_json_object, write_json, write_whole
+from scantling.files import open_lock_file, read_json_object, write_json, write_whole
 from scantling.recipe import Recipe, check_recipe, differences, dump_recipe, read_yaml
 from scantling.training.cleanup import remove_all
 from scantling.training.sinks import EVENTS_SUFFIX
@@ -88,9 +88,7 @@ class RunDir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # not through a link: the lock file is truncated below
-            handle = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            lock = open(handle, "r+", encoding="utf-8")  # noqa: SIM115 (held until unlock)
+            lock = open_lock_file(self._lock_file)  # not through a link: it is truncated below
         except FileExistsError:
             raise UserError(f"the run directory {self.path} is a file; give another --run-dir") from None
         except OSError as error:

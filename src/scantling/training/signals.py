@@ -1,17 +1,44 @@
-"""SIGTERM, SIGINT and SIGHUP end a run after the step it is in, with a checkpoint; a second one ends it at once."""
+"""SIGTERM, SIGINT and SIGHUP end a run after the step it is in, with a checkpoint; a second one ends it at once.
+
+Ctrl-C several times in a row is one request, so that it does not cut the checkpoint that it has asked for.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+BURST_S = 1.0
+"""A Ctrl-C within this time after another one belongs to it."""
+_counted = -BURST_S
+
+
+def _begins_burst() -> bool:
+    """Return whether a Ctrl-C is the first of a burst, and count it if so."""
+    global _counted
+    now = time.monotonic()
+    if now - _counted < BURST_S:
+        return False
+    _counted = now
+    return True
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt once for a burst of Ctrl-C, so that no further one cuts what is put in order."""
+    if _begins_burst():
+        raise KeyboardInterrupt
+
+
 class StopSignal:
     """Context in which the first of these signals only sets `received`; then the old handlers come back.
+
+    The handler of SIGINT stays until a Ctrl-C comes that is not of the same burst.
 
     One that is ignored, as `nohup` ignores SIGHUP, stays so.
 
@@ -37,6 +64,16 @@ class StopSignal:
         self._before.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and not _begins_burst():
+            return
+        if self.received is not None:  # a second SIGINT
+            handler = self._again or self._before[signal.SIGINT]
+            signal.signal(number, handler)
+            if handler is interrupt:
+                raise KeyboardInterrupt
+            signal.raise_signal(number)
+            return
         self.received = signal.Signals(number)
         for each, before in self._before.items():
-            signal.signal(each, self._again or before)
+            if each != signal.SIGINT:
+                signal.signal(each, self._again or before)
