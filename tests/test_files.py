@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from scantling import files
 from scantling.data.cache import Cache
 from scantling.errors import RunError, UserError
+from scantling.training.checkpoint import Checkpointer, State
+from scantling.training.distributed import ALONE
+from scantling.training.manifest import damage
 from scantling.training.rundir import RunDir
+from scantling.training.sinks import JsonlSink
 
 
 def test_write_whole_follows_no_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,3 +110,38 @@ def test_lock_of_the_data_cache_follows_no_planted_link(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot write the data cache"):
         Cache(tmp_path).get("kind", "key", lambda folder: {})
     assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize("existing", [None, "kept\ntorn"])
+def test_records_follow_no_planted_link(tmp_path: Path, existing: str | None) -> None:
+    victim = tmp_path / "victim"
+    if existing is not None:
+        victim.write_text(existing)
+    (tmp_path / "metrics.jsonl").symlink_to(victim)
+    with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl"):
+        JsonlSink(tmp_path / "metrics.jsonl")
+    assert (victim.read_text() if victim.exists() else None) == existing
+
+
+@pytest.mark.parametrize("name", ["step-3.tmp", "step-3.tmp/index.json", "step-3.tmp/manifest.json", "step-3"])
+@pytest.mark.parametrize("target", ["folder", "file", "nothing"])
+def test_checkpoints_follow_no_planted_link(tmp_path: Path, name: str, target: str) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "checkpoints"
+    if target == "folder":
+        victim.mkdir()
+        (victim / "file").write_text("kept")
+    elif target == "file":
+        victim.write_text("kept")
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).symlink_to(victim)
+    checkpointer = Checkpointer(folder, ALONE)
+    with contextlib.suppress(RunError):
+        checkpointer.save(3, State({"a": torch.arange(3)}, {}))
+        assert damage(folder / "step-3") is None
+        assert not (folder / "step-3").is_symlink()
+    if target == "folder":
+        assert [(path.name, path.read_text()) for path in victim.iterdir()] == [("file", "kept")]
+    elif target == "file":
+        assert victim.read_text() == "kept"
+    else:
+        assert not victim.exists()

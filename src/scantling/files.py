@@ -65,6 +65,11 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def no_follow(path: str, flags: int) -> int:
+    """Open a file, but never through a link; the `opener` of `open`."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 def remove_folder(folder: Path) -> None:
     """Remove a folder with all that is in it, if it exists. Of a link only the link is removed."""
     if folder.is_symlink():
@@ -108,7 +113,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file that may come from anywhere, such as an editor that writes a byte-order mark.
 
     Raises:
-        UserError: no such file, something else than a file, or no JSON: nested too deeply, numbers of thousands of
+        UserError: no such file, something else than a file, or no JSON: nested too deeply, a number with thousands of
             digits, half of a surrogate pair. The message names the file.
     """
     try:

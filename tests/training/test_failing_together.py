@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import scantling as sc
 from scantling.errors import RunError, UserError
 from scantling.training import run as training
+from tests import processes
 from tests.runs import on_machines, tiny_recipe, write_recipe
 from tests.training.test_separate_folders import explain, machines
 
@@ -122,6 +125,19 @@ def test_failure_to_build_the_model_on_one_rank(
     assert re.search(rf"rank 1 on {HOST} ended: .*no room for the model", ended[0].err), explain(ended)
     if count == 2:
         assert "no room for the model" in ended[1].err
+
+
+def _train_in_own_group(recipes: list[dict[str, Any]], folder: Path) -> None:
+    """The second call shows that an error that a script handles does not end the next run."""
+    rank = dist.get_rank()
+    with pytest.raises(UserError, match="nonsense"):
+        sc.train(recipes[rank], run_dir=folder / "failed")
+    assert sc.train(recipes[0], run_dir=folder / "run").step == 2
+
+
+def test_script_with_a_process_group_of_its_own(tmp_path: Path) -> None:
+    good = tiny_recipe(tmp_path, train={"steps": 2, "batch_size": 8})
+    processes.run(2, _train_in_own_group, [good, {**good, "nonsense": 1}], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -317,3 +318,25 @@ def test_machines_evaluate_together(trained: tuple[Path, list[Path]], tmp_path: 
     shutil.rmtree(both[0] / "run" / "checkpoints" / "step-6")
     alone = scantling("eval", both[0] / "run", "--json")
     assert json.loads(alone.stdout)["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-5)
+
+
+def _disk_full_on_rank_1() -> None:
+    write_manifest = saving.write_manifest
+
+    def write(folder: Path, content: Any) -> None:
+        if content["step"] == 4 and os.environ["RANK"] == "1":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_manifest(folder, content)
+
+    saving.write_manifest = write
+
+
+def test_full_disk_on_one_machine_is_reported_on_both(tmp_path: Path) -> None:
+    recipe, both = write(tmp_path, DEMO), machines(tmp_path)
+    ended = on_machines(both, "train", recipe, "--run-dir", "run", before=_disk_full_on_rank_1, timeout=60)
+    assert [each.code for each in ended] == [1, 1], explain(ended)
+    for each in ended:
+        assert f"rank 1 on {os.uname().nodename}: the disk is full; the checkpoint of step 2 is intact" in each.err
+    assert "step 4: checkpoint" not in ended[0].out
+    for machine in both:
+        assert [path.name for path in (machine / "run" / "checkpoints").iterdir()] == ["step-2"]

@@ -22,6 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from scantling.comm import DeMo, LocalSteps, MomentumExchange
 from scantling.comm.demo_exchange import exchange_groups
 from scantling.errors import UserError
+from scantling.files import no_follow
 from scantling.training.distributed import Place
 from scantling.training.folders import see_folders
 
@@ -85,7 +86,8 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self.exchange.state_dict(), folder / FILE.format(self.exchange.link.rank))
+        with open(folder / FILE.format(self.exchange.link.rank), "wb", opener=no_follow) as file:
+            torch.save(self.exchange.state_dict(), file)
         if dist.is_initialized():
             dist.barrier()
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from scantling.errors import STOPPED, UserError
-from scantling.files import write_whole
+from scantling.files import no_follow, write_whole
 from scantling.recipe import dump_recipe
 from scantling.sweeping import after
 from scantling.sweeping.grid import Case
@@ -252,7 +252,7 @@ class Runner:
         if self.jobs > 1 and len(self._gpus) > 1:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus[slot % len(self._gpus)]
         log = self._folder(case) / "log.txt"
-        with open(log, "ab") as file:
+        with open(log, "ab", opener=no_follow) as file:
             begins = file.tell()
             # in a session of its own: a Ctrl-C reaches the sweep alone, which passes on one signal, not two
             process = subprocess.Popen(

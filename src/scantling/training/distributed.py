@@ -231,6 +231,8 @@ def joined(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Pl
         ours = world_size > 1 and not dist.is_initialized()
         if ours:
             _join("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(seconds=timeout_s))
+        elif world_size > 1:
+            meet(group_store(), rank, world_size, timeout_s, pause_s=0.1)
         try:
             with named():
                 if world_size > 1:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from scantling.errors import UserError
+from scantling.files import no_follow
 
 INDEX = "index.json"
 METADATA = ".metadata"
@@ -110,7 +111,7 @@ def write_index(entries: dict[str, Any], folder: Path) -> None:
         entries: of all tensors in the files of the folder, as of `index_entries`.
         folder: the checkpoint folder.
     """
-    with open(folder / INDEX, "w", encoding="utf-8") as file:
+    with open(folder / INDEX, "w", encoding="utf-8", opener=no_follow) as file:
         json.dump({"tensors": entries}, file)
         file.flush()
         os.fsync(file.fileno())

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scantling.errors import UserError
+from scantling.files import no_follow
 from scantling.training.index import INDEX, METADATA, read_index
 
 FORMAT = 3
@@ -96,7 +97,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
         _parse(text)
     except ValueError as error:
         raise RuntimeError(f"the state of this run does not fit into a manifest: {error}") from None
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+    with open(folder / MANIFEST, "w", encoding="utf-8", opener=no_follow) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -182,7 +182,7 @@ def _tell(error: BaseException, report: Callable[[BaseException], None]) -> None
         return
     is_reported = not local or (isinstance(error, ScantlingError) and error.relayed)
     try:
-        store = open_store(TELL_S if is_alone else _FIRST_S)
+        store = group_store() if dist.is_initialized() else open_store(TELL_S if is_alone else _FIRST_S)
         if is_alone:
             note_end(store, error)
         if not is_reported and _is_input(error):

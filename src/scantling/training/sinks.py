@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from scantling.errors import RunError, UserError
+from scantling.files import no_follow
 
 if TYPE_CHECKING:
     from scantling.planning.plan import Plan
@@ -49,7 +50,7 @@ class JsonlSink(Sink):
         self._path = path
         try:
             _cut_torn_line(path)
-            self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (held until close)
+            self._file: IO[str] = open(path, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115 (held until close)
         except OSError as error:
             raise RunError(f"cannot write {path}: {error.strerror or error}") from None
 
@@ -140,7 +141,7 @@ class Sinks(Sink):
 def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
-    with open(path, "r+b") as file:
+    with open(path, "r+b", opener=no_follow) as file:
         end = file.seek(0, os.SEEK_END)
         position = end
         while position > 0:
