@@ -1,4 +1,4 @@
-"""Seeded damage to the files of a folder, for tests of what reads them."""
+"""Seeded damage to the files of a folder, for tests of their readers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 def damage(folder: Path, seed: int, files: list[str] | None = None) -> str:
-    """Damage one file of a folder, and return what was done.
+    """Damage one file of a folder, and return a description.
 
     Args:
         folder: to change.

@@ -84,7 +84,7 @@ def test_a_name_without_weights_is_no_random_model(cache: Path) -> None:
 
 
 def test_unknown_names_are_said(cache: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.hf: there is no file or folder no/such here, and it cannot be had"):
+    with pytest.raises(UserError, match=r"model\.hf: there is no file or folder no/such here, and it is not available"):
         build(ModelSection(hf="no/such"))
     with pytest.raises(UserError, match=r"data\.tokenizer: there is no file or folder nosuch here"):
         load_tokenizer("nosuch")

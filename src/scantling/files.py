@@ -113,7 +113,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file that may come from anywhere, such as an editor that writes a byte-order mark.
 
     Raises:
-        UserError: no such file, something else than a file, or no JSON: nested too deeply, numbers of thousands of
+        UserError: no such file, something else than a file, or no JSON: nested too deeply, a number with thousands of
             digits, half of a surrogate pair. The message names the file.
     """
     try:

@@ -1,6 +1,6 @@
 """Models and tokenizers by their names on the Hugging Face Hub, as folders of its cache on this machine.
 
-Only JSON, texts and safetensors are fetched. With `HF_HUB_OFFLINE=1`, or without a network, only what the cache holds.
+Only JSON, texts and safetensors are fetched; with `HF_HUB_OFFLINE=1` or without a network, nothing is.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def is_hub_name(text: str) -> bool:
 
 @cache
 def hub_folder(name: str, *, weights: bool = False) -> Path:
-    """Return the folder of the cache with a model or tokenizer, after fetching what is missing.
+    """Return the folder of the cache with a model or tokenizer, after fetching missing files.
 
     Args:
         name: on the Hub.
         weights: fetch weights, too.
 
     Raises:
-        UserError: there is no such name, or it can neither be reached nor is it in the cache.
+        UserError: there is no such name, or the Hub cannot be reached and the cache does not hold it.
     """
     from huggingface_hub import snapshot_download
 
@@ -40,6 +40,6 @@ def hub_folder(name: str, *, weights: bool = False) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except Exception as error:  # of the network, and of the Hub's answers
         raise UserError(
-            f"there is no file or folder {name} here, and it cannot be had from the Hugging Face Hub or its cache: "
+            f"there is no file or folder {name} here, and it is not available from the Hugging Face Hub or its cache: "
             f"{first_line(error)}"
         ) from None

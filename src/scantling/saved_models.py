@@ -90,7 +90,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Read a `config.json`, and check that `generation_config.json` next to it can be read if it exists.
 
     Raises:
-        UserError: one of them is not a JSON object, or a value in it is not what it has to be.
+        UserError: one of them is not a JSON object, or a value in it has a wrong type.
     """
     content = read_json_object(path)
     names = content.get("architectures")

@@ -155,6 +155,7 @@ def test_the_order_of_imports_does_not_matter(late: bool) -> None:
     first, second = ("import scantling as sc; sc.TTLinear; sc.tensorize", "import peft")
     code = f"""
 {first if late else second}
+import importlib.util; importlib.util.find_spec("peft")  # as transformers does, to know whether it is there
 {second if late else first}
 import torch, scantling as sc
 model = sc.tensorize(torch.nn.Sequential(torch.nn.Linear(32, 32)), 2)

@@ -48,13 +48,13 @@ class _Part(Source):
         document = position = 0
         for piece in self._source.pieces():
             if document == self._document:
-                place = self._place(piece.text, self._cut - position)
+                place = self._cut_index(piece.text, self._cut - position)
                 position += len(piece.text.encode())
                 text = piece.text[place:] if self._is_end else piece.text[:place]
                 yield replace(piece, text=text, last=piece.last)
             document += piece.last
 
-    def _place(self, text: str, left: int) -> int:
+    def _cut_index(self, text: str, left: int) -> int:
         """Return the index in a piece at which the document is cut, `left` bytes after the piece begins."""
         place = len(text.encode()[: max(0, left)].decode(errors="ignore"))
         if not 0 < place < len(text):

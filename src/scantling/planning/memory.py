@@ -50,8 +50,8 @@ def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
     """
     import torch
 
-    from scantling.comm.second_momentum import optimizer_groups
     from scantling.optim.memory import predicted_state_bytes
+    from scantling.planning.momentum import optimizer_groups
 
     assert recipe.tensor is not None
     if "bytes_per_parameter" in recipe.tensor.adapter:

@@ -179,12 +179,12 @@ def plan(
         RecipeError: the recipe is wrong.
         UserError: the model cannot be built, or the number of processes does not fit the recipe.
     """
-    from scantling.comm.second_momentum import note_on_momentum, optimizer_groups
     from scantling.groups import num_non_embedding, param_groups
     from scantling.models.build import checkpoint_activations, quiet, recipe_task
     from scantling.numerics.resident import resident_bytes
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
     from scantling.planning.memory import frees_gradients, held_gradient_bytes
+    from scantling.planning.momentum import note_on_momentum, optimizer_groups
     from scantling.planning.passes import plan_passes
     from scantling.tasks import get_task
 

@@ -1,0 +1,5 @@
+"""TT layers: weights as chains of small tensors."""
+
+from scantling.tensor.peft_support import support_peft
+
+support_peft()

@@ -25,7 +25,6 @@ from scantling.tensor.head import TTMHead
 from scantling.tensor.joint import join_siblings
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.linear import TTLinear
-from scantling.tensor.peft_support import support_peft
 from scantling.tensor.ranks import adapter_of
 from scantling.tensor.replace import Init, as_dense, filled, install, layers_of_cores, put, shaped
 from scantling.tensor.report import LayerReport, layer_report, log_errors, warn_if_trained
@@ -33,7 +32,6 @@ from scantling.tensor.sites import Site, find_sites, is_linear
 from scantling.tensor.ties import carry_ties, note_ties, restore_ties
 
 logger = logging.getLogger(__name__)
-support_peft()
 
 
 def tensorize(

@@ -11,7 +11,6 @@ from typing import Any
 from peft import LoraConfig
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import Embedding, Linear
-from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -24,8 +23,6 @@ from scantling.tensor.linear import TTLinear
 TT_LAYERS = (TTLinear, TTMEmbedding, TTMHead, TTExperts)
 _READS_WEIGHTS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that do not change the weight under the adapter."""
-
-_init_for_dense, _inject_into_dense = BaseTuner.__init__, BaseTuner.inject_adapter
 
 
 class _OnTT:
@@ -62,27 +59,12 @@ class LoraTTMEmbedding(_OnTT, Embedding):  # type: ignore[misc]
         return nn.functional.embedding(input, weight, padding_idx=_inner(self).padding_idx)
 
 
-def register() -> None:
-    """Let peft find TT layers, for LoRA and for its messages."""
-    BaseTuner.__init__, BaseTuner.inject_adapter = _init, _inject
-
-
 def _inner(layer: Any) -> Any:
     """The layer under all adapters."""
     return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
 
 
-def _init(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    _prepare(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config)
-    _init_for_dense(self, model, peft_config, adapter_name, *args, **kwargs)
-
-
-def _inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    _prepare(self, model, self.peft_config[adapter_name])
-    _inject_into_dense(self, model, adapter_name, *args, **kwargs)
-
-
-def _prepare(tuner: Any, model: nn.Module, config: Any) -> None:
+def prepare(tuner: Any, model: nn.Module, config: Any) -> None:
     """Make a configuration of adapters ready for the TT layers of a model.
 
     Raises:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.metadata
-import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -26,33 +27,52 @@ def support_peft() -> None:
 
 
 def _register() -> None:
+    """Let the adapters of peft look at TT layers first; what that takes is imported when adapters are made."""
     found = importlib.metadata.version("peft")
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         logger.info("peft %s is too old to put adapters on TT layers; upgrade it", found)
         return
-    try:
-        from scantling.tensor.lora import register
-    except ImportError as error:  # of a name that a later peft no longer has: others must still be able to import peft
-        logger.warning("adapters of peft %s do not work on TT layers: %s", found, error)
-        return
-    register()
+    from peft.tuners.tuners_utils import BaseTuner
+
+    init, inject = BaseTuner.__init__, BaseTuner.inject_adapter
+
+    @functools.wraps(init)
+    def init_with_tt(self: Any, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        from scantling.tensor.lora import prepare
+
+        prepare(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config)
+        init(self, model, peft_config, adapter_name, *args, **kwargs)
+
+    @functools.wraps(inject)
+    def inject_with_tt(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        from scantling.tensor.lora import prepare
+
+        prepare(self, model, self.peft_config[adapter_name])
+        inject(self, model, adapter_name, *args, **kwargs)
+
+    BaseTuner.__init__, BaseTuner.inject_adapter = init_with_tt, inject_with_tt
 
 
 class _AfterPeft(importlib.abc.MetaPathFinder):
-    """Import peft as usual, then register what it needs for TT layers."""
+    """Import peft as usual, then register what it needs for TT layers.
+
+    It stays until peft is imported: transformers asks for the spec of peft without importing it.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != "peft":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next((found for each in others if (found := each.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def run_and_register(module: ModuleType) -> None:
                 run(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 _register()
 
             spec.loader.exec_module = run_and_register  # type: ignore[method-assign]

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from scantling.comm import AllReduce, DemoExchange, GradientExchange, NoExchange
-from scantling.comm.second_momentum import optimizer_groups
 from scantling.data.loader import BatchSource, eval_batches
 from scantling.data.sampler import Sampler
 from scantling.errors import UserError
@@ -20,6 +19,7 @@ from scantling.models.build import build_model, checkpoint_activations, convert_
 from scantling.numerics.compute import warn_of_slow_products
 from scantling.optim.registry import build_optimizer
 from scantling.planning.memory import bytes_of_cores, held_gradient_bytes
+from scantling.planning.momentum import optimizer_groups
 from scantling.precision.products import check_device
 from scantling.recipe import Recipe
 from scantling.recipe.schema import CommSection, TrainSection
