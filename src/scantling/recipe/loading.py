@@ -71,9 +71,9 @@ def recipe_file(path: str | os.PathLike[str]) -> Path:
         UserError: it is a directory without a run.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path.is_dir, also of a name that is too long
         return path
-    if not (path / "recipe.yaml").is_file():
+    if not os.path.isfile(path / "recipe.yaml"):
         raise UserError(f"{path} holds no run: there is no recipe.yaml in it; give a recipe or the directory of a run")
     return path / "recipe.yaml"
 
