@@ -183,7 +183,6 @@ def test_removed_ranks_cost_no_exchange(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, found[key]) for key, tensor in wanted.items())
     ranks = [[record.get("ranks") for record in records(run)] for run in (straight, again)]
     assert ranks[0] == ranks[1]
-    assert any(ranks[0][6:]), "no ranks change after the resume"
 
 
 @pytest.mark.dist
