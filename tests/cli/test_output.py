@@ -103,6 +103,23 @@ def test_errors_of_the_system_are_one_line(
     assert shown.count("\n") == 1
 
 
+def test_interrupt_that_a_library_took_for_another_error_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raises(*_: object, **__: object) -> int:
+        try:
+            signals.interrupt(signal.SIGINT, None)
+        except KeyboardInterrupt:
+            raise ModuleNotFoundError("Could not import module 'PreTrainedModel'") from None
+        return 0
+
+    monkeypatch.setattr(commands, "plan", raises)
+    monkeypatch.setattr(signals, "_counted", -10.0)
+    monkeypatch.setattr(signals, "_is_interrupted", False)
+    assert run(["plan", "x"]) == 130
+    assert capsys.readouterr().err.startswith("scantling: interrupted")
+
+
 @pytest.mark.parametrize("delay", [0.05, 0.3, 1.0, 2.0])
 def test_five_interrupts_at_the_start_are_one_line(delay: float, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path))

@@ -98,7 +98,13 @@ def _exit_code(error: BaseException) -> int | None:
         return INTERRUPTED
     if isinstance(error, OSError):
         return 2 if error.filename is not None and error.errno not in _MACHINE else 1
-    return None
+    return INTERRUPTED if _broke_by_interrupt(error) else None
+
+
+def _broke_by_interrupt(error: BaseException) -> bool:
+    from scantling.training.signals import was_interrupted
+
+    return isinstance(error, Exception) and was_interrupted()
 
 
 def _usage_error() -> Any:
@@ -126,6 +132,8 @@ def _report(error: BaseException) -> None:
     elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         where = "cannot write" if error.filename is None else error.filename
         _say(f"scantling: error: {where}: {error.strerror or error}")
+    elif _broke_by_interrupt(error):
+        _report(KeyboardInterrupt())
 
 
 def _ignore_interrupts() -> None:

@@ -17,6 +17,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 BURST_S = 1.0
 """A Ctrl-C within this time after another one belongs to it."""
 _counted = -BURST_S
+_is_interrupted = False
 
 
 def _begins_burst() -> bool:
@@ -31,8 +32,15 @@ def _begins_burst() -> bool:
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt once for a burst of Ctrl-C, so that no further one cuts what is put in order."""
+    global _is_interrupted
     if _begins_burst():
+        _is_interrupted = True
         raise KeyboardInterrupt
+
+
+def was_interrupted() -> bool:
+    """Return whether `interrupt` has raised; imports of other libraries turn a KeyboardInterrupt into other errors."""
+    return _is_interrupted
 
 
 class StopSignal:
