@@ -121,7 +121,8 @@ def test_who_is_named(monkeypatch: pytest.MonkeyPatch, notes: set[int], question
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: Store(notes, questions))
+    store = Store(notes, questions)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     with pytest.raises(SilentPeerError, match=text), silence.named():
         raise RuntimeError("gloo: connection closed by peer")
 

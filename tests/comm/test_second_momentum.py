@@ -11,6 +11,7 @@ from torch import nn
 
 import scantling as sc
 from scantling.comm import diloco
+from scantling.comm.second_momentum import MomentumWatch
 from scantling.optim import build_optimizer
 from scantling.planning.plan import plan
 from scantling.recipe import load_recipe
@@ -186,3 +187,13 @@ def test_run_with_demo_says_so_and_keeps_the_planned_state(
     result = sc.train(given, run_dir=tmp_path / "run")
     assert result.metrics["optimizer_state_bytes"] == plan(given).optimizer_state_bytes
     assert caplog.text.count(WARNING) == (betas is not None)
+
+
+def test_a_dropped_exchange_takes_no_new_parameters_for_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    dropped = MomentumWatch([nn.Parameter(torch.zeros(64, 64)) for _ in range(50)])
+    fresh = [nn.Parameter(torch.ones(64, 64)) for _ in range(50)]  # with the ids of dropped ones
+    for param in fresh:
+        param.grad = torch.ones(64, 64)
+    build_optimizer("sgd", fresh, lr=0.1, momentum=0.9).step()
+    assert WARNING not in caplog.text
+    assert dropped.is_done

@@ -8,6 +8,7 @@ first beta of 0 at them, and 0.22 above (docs/network-measured.md).
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +39,20 @@ class MomentumWatch:
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self._unseen = {id(param) for param in params}
+        self._unseen = WeakTensorKeyDictionary(dict.fromkeys(params))
         self._has_warned = False
-        self._handle: RemovableHandle | None = register_optimizer_step_pre_hook(self._look) if self._unseen else None
+        self._handle: RemovableHandle | None = None
+        if not self._unseen:
+            return
+        # The hook outlives an exchange that was dropped: it keeps neither the watch nor the parameters alive, and must
+        # not take new parameters for them.
+        watch = weakref.ref(self)
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (found := watch()) is not None:
+                found._look(optimizer)
+
+        self._handle = register_optimizer_step_pre_hook(look)
 
     def stop(self) -> None:
         """Look no further; not within a step, whose hooks are being gone through."""
@@ -52,10 +65,11 @@ class MomentumWatch:
         """True if all parameters were stepped."""
         return not self._unseen
 
-    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups if self._unseen else ():
-            stepped = self._unseen & {id(param) for param in group["params"]}
-            self._unseen -= stepped
+            stepped = [param for param in group["params"] if param in self._unseen]
+            for param in stepped:
+                del self._unseen[param]
             found = own_momentum(group) if stepped else None
             if found is not None and not self._has_warned:
                 self._has_warned = True
