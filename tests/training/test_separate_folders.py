@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from scantling.training import checkpoint as saving
+from scantling.training import folders
+from scantling.training import run as training
 from scantling.training.checkpoint import Checkpointer, load_tensors
-from scantling.training.distributed import ALONE
+from scantling.training.distributed import ALONE, Place
 from scantling.training.index import ranks_held
+from tests import processes
 from tests.runs import WIDE, Ended, on_machines, records, scantling, tiny_recipe, write_recipe
 
 pytestmark = pytest.mark.dist
@@ -271,6 +275,78 @@ def test_folder_taken_on_one_machine_is_refused_on_all(tmp_path: Path) -> None:
     ended = on_machines(both, "train", recipe, "--run-dir", "run", timeout=60)
     assert [each.code for each in ended] == [2, 2], explain(ended)
     assert all("rank 1 on" in each.err and "already holds a run" in each.err for each in ended)
+
+
+def _name_folder_on_rank_1() -> None:
+    _change(lambda given: given | ({"run_dir": Path("run")} if os.environ["RANK"] == "1" else {}))
+
+
+def _resume_on_rank_1() -> None:
+    _change(lambda given: given | {"resume": os.environ["RANK"] == "1"})
+
+
+def _change(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Let the command line train with other arguments than it was given."""
+    train = training.train
+    training.train = lambda recipe, **given: train(recipe, **change(given))
+
+
+def test_run_dir_named_on_one_machine_is_that_of_all(tmp_path: Path) -> None:
+    recipe, both = write(tmp_path, ALLREDUCE, steps=1), machines(tmp_path)
+    all_done(on_machines(both, "train", recipe, before=_name_folder_on_rank_1, timeout=60))
+    for each in both:
+        assert steps(each / "run") == [1]
+        assert not (each / "runs").exists()
+
+
+def test_resume_on_one_machine_is_refused_on_all(tmp_path: Path) -> None:
+    recipe, both = write(tmp_path, ALLREDUCE, steps=1), machines(tmp_path)
+    run = tmp_path / "shared"
+    all_done(on_machines(both, "train", recipe, "--run-dir", run))
+    ended = on_machines(both, "train", recipe, "--run-dir", run, "--force", before=_resume_on_rank_1, timeout=60)
+    assert [each.code for each in ended] == [2, 2], explain(ended)
+    assert all("only rank 1 on" in each.err for each in ended), explain(ended)
+    assert steps(run) == [1]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_link_to_checkpoints_shared_otherwise_is_refused(tmp_path: Path, is_shared: bool) -> None:
+    """Machines that share the run directory link to disks of their own, or the other way round."""
+    recipe, both = write(tmp_path, ALLREDUCE, steps=1), machines(tmp_path)
+    own = [machine / "scratch" for machine in both]
+    for folder in (*own, tmp_path / "run"):
+        folder.mkdir()
+    if is_shared:
+        (tmp_path / "run" / "checkpoints").symlink_to("/proc/self/cwd/scratch")
+        run = tmp_path / "run"
+    else:
+        for folder in own:
+            (folder / "checkpoints").symlink_to(tmp_path / "run")
+        run = Path("scratch")
+    ended = on_machines(both, "train", recipe, "--run-dir", run, "--force", timeout=60)
+    assert [each.code for each in ended] == [2, 2], explain(ended)
+    assert all("checkpoints is a link" in each.err for each in ended), explain(ended)
+
+
+def _see_while_another_run_makes_the_parent(folder: Path) -> None:
+    rank, store, path = dist.get_rank(), dist.distributed_c10d._get_default_store(), folder / "out" / "run"
+    if rank == 0:
+        token_hex = folders.secrets.token_hex
+
+        def after_a_look(count: int) -> str:
+            path.parent.mkdir(exist_ok=True)
+            store.set("made", "1")
+            return token_hex(count)
+
+        folders.secrets.token_hex = after_a_look
+    else:
+        store.wait(["made"])
+    assert folders.see_folders(path, Place(rank, 2, torch.device("cpu"))).writers == (0, 0)
+    assert not [*folder.glob("**/.scantling-*")]
+
+
+def test_parent_that_another_run_makes_meanwhile(tmp_path: Path) -> None:
+    processes.run(2, _see_while_another_run_makes_the_parent, tmp_path)
 
 
 def _killed_while_saving() -> None:

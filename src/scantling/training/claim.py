@@ -33,6 +33,12 @@ def claim(
         UserError: a folder is in use, holds another run, or cannot be written.
     """
     path = machine_path(run_dir, place)
+    resuming = [rank for rank, resumes in enumerate(place.gather(resume)) if resumes]
+    if 0 < len(resuming) < place.world_size:
+        raise UserError(
+            f"only {', '.join(map(place.name, resuming))} of {place.world_size} processes resume a run; "
+            "start all of them with --resume, or none"
+        )
     if path is None:
         if is_restart():
             raise UserError(
@@ -41,6 +47,7 @@ def claim(
         return *_claim_free(Path("runs") / (recipe.name or "run"), place), resume
     place = see_folders(path, place)
     folder = RunDir(path)
+    _check_checkpoints(folder, place)
     if is_restart():
         resume, force = _of_restart(folder, place, resume=resume, force=force)
     exists = folder.holds_run() or folder.was_claimed()
@@ -58,6 +65,20 @@ def claim(
         folder.unlock()
         raise
     return folder, place, resume
+
+
+def _check_checkpoints(folder: RunDir, place: Place) -> None:
+    """Raise a UserError if checkpoints are behind a link, in a folder that is shared otherwise than the run directory.
+
+    Collectives: a gather, and those of `see_folders` where there is a link.
+    """
+    links = place.gather(folder.checkpoints.is_symlink())
+    if any(links) and see_folders(folder.checkpoints, place).writers != place.writers:
+        linking = ", ".join(place.name(rank) for rank, is_link in enumerate(links) if is_link)
+        raise UserError(
+            f"{folder.checkpoints} is a link ({linking}), and the folder it leads to is not seen by the same processes "
+            f"as {folder.path}. Remove the link, or let the same machines share both"
+        )
 
 
 def check_folder(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -> None:

@@ -16,7 +16,8 @@ from scantling.training.distributed import Place
 def machine_path(path: Path | None, place: Place) -> Path | None:
     """Return the path that the first process of this machine was given; its other processes use it too.
 
-    Without a path on this machine it is rank 0's. Collective: a gather.
+    Without a path on this machine it is the first that any process was given; None if there is none. Collective: a
+    gather.
     """
     given = place.gather([None if path is None else str(path), None if path is None else os.path.abspath(path)])
     local = launched_local_rank()
@@ -26,7 +27,7 @@ def machine_path(path: Path | None, place: Place) -> Path | None:
     else:
         name, absolute = given[place.rank]
     if name is None:
-        name, absolute = given[0]
+        name = next((other for other, _ in given if other is not None), None)
         return None if name is None else Path(name)
     return Path(name) if os.path.abspath(name) == absolute else Path(absolute)
 
@@ -46,6 +47,17 @@ def see_folders(path: Path, place: Place) -> Place:
     """
     if place.world_size == 1:
         return place
+    rests, writers = before = _find_writers(path, place)
+    while len(set(writers)) > 1:  # another run may have made a parent between the looks of two ranks
+        rests, writers = _find_writers(path, place)
+        if (rests, writers) == before:
+            break
+        before = rests, writers
+    return replace(place, writers=writers)
+
+
+def _find_writers(path: Path, place: Place) -> tuple[list[str], tuple[int, ...]]:
+    """Return by rank what is missing of the path there, and the lowest rank that sees the same folder."""
     parent = Path(os.path.realpath(path))
     while not parent.is_dir():
         parent = parent.parent
@@ -69,7 +81,7 @@ def see_folders(path: Path, place: Place) -> Place:
             own.unlink()
     while firsts[first] != first:
         first = firsts[first]
-    return replace(place, writers=tuple(place.gather(first)))
+    return rests, tuple(place.gather(first))
 
 
 def _mark(folder: Path, token: str, rank: int) -> Path:
