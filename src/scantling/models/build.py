@@ -217,7 +217,7 @@ def _merged(given: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _source(section: ModelSection) -> str:
-    """Where the settings of a model come from, for messages."""
+    """Return the recipe key or file that the settings of a model come from, for messages."""
     return "model" if section.hf is None else f"model.hf: {_config_path(section)}"
 
 

@@ -120,7 +120,7 @@ class LayerFormats:
 
 
 class RoundedWeight:
-    """What a quantized layer has in addition to its own class: a weight that is rounded wherever a model reads it.
+    """Mixin of quantized layers: a weight that is rounded wherever a model reads it.
 
     Some models compute with the weight of a layer that they never call: Mamba's `dt_proj`, `out_proj` of
     `nn.MultiheadAttention`, fused kernels. In a forward pass of any module around the layer, or of its own class,

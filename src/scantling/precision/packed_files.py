@@ -200,7 +200,7 @@ def _packed(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def is_quantized_folder(folder: str | Path) -> bool:
-    """Whether `save_quantized` wrote this folder, which may be damaged."""
+    """True if `save_quantized` wrote this folder, which may be damaged."""
     return any(os.path.lexists(Path(folder) / name) for name in (INDEX, TENSORS))
 
 

@@ -64,8 +64,9 @@ class Importance:
     def update(self) -> None:
         """Take in the gradients of a step: the kept ones, and the current ones of all other controls.
 
-        A control without a gradient beside others that have one did not act on the loss. Where none has one, or all
-        are 0, they were freed, and nothing is learnt. What is not finite is left out: nobody steps with it.
+        A control without a gradient had no effect on the loss if other controls have gradients. If no control has
+        one, or all are 0, they were freed, and the importance stays as it is. Non-finite gradients are left out, as no
+        optimizer steps with them.
         """
         gradients = [self._kept.get(place, control.grad) for place, control in enumerate(self._controls)]
         self.forget()

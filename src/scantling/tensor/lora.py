@@ -26,7 +26,7 @@ _READS_WEIGHTS = (True, False, "gaussian", "orthogonal")
 
 
 class _OnTT:
-    """What adapters on TT layers do otherwise; the layer under them may become dense later (`sc.densify`)."""
+    """Mixin of adapters on TT layers. The layer under an adapter may become dense later (`sc.densify`)."""
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         if isinstance(_inner(self), TT_LAYERS):

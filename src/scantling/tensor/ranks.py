@@ -391,7 +391,7 @@ class RankAdapter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the parameters, as plain values.
+        """Return the state that a resumed run needs in addition to the parameters, as plain values.
 
         A step that is not counted yet, because its gradients were released or an optimizer is still to come, is saved
         with the gradients of it that are known.

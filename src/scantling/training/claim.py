@@ -1,4 +1,4 @@
-"""Who writes into a run directory: the first rank that sees it locks it, on each machine that has one of its own."""
+"""Claim the run directory: the first rank that sees it locks it, on each machine that has its own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def claim(
     folder = RunDir(path)
     _check_checkpoints(folder, place)
     if is_restart():
-        resume, force = _of_restart(folder, place, resume=resume, force=force)
+        resume, force = _resume_after_restart(folder, place, resume=resume, force=force)
     exists = folder.holds_run() or folder.was_claimed()
     is_known = any(place.gather(exists))
 
@@ -96,11 +96,11 @@ def check_folder(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -
         folder.check_replaceable()
 
 
-def _of_restart(folder: RunDir, place: Place, *, resume: bool, force: bool) -> tuple[bool, bool]:
+def _resume_after_restart(folder: RunDir, place: Place, *, resume: bool, force: bool) -> tuple[bool, bool]:
     """Return whether a run that torchrun starts again goes on, and whether it replaces what is in its folder.
 
-    It goes on with what it has begun itself, from a checkpoint or, before there is one, from the start. Where it had
-    not come to begin, as where it was refused, what was asked for holds, so that no other run is touched.
+    A run that this launch began continues from its newest checkpoint, or from the start if it has none. If this launch
+    began no run (it was refused, for example), `resume` and `force` hold as given, so that no other run is touched.
     Collective: a gather.
     """
     begun = folder.was_begun_by(launch())

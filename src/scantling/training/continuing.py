@@ -1,4 +1,4 @@
-"""Whether a run goes on from a checkpoint as if its recipe had always been the given one."""
+"""Checks that a resumed run ends as if its recipe had always been the given one."""
 
 from __future__ import annotations
 

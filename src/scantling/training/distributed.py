@@ -32,7 +32,7 @@ PREPARATION_S = 6 * 3600.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: its rank, how many there are, and its device.
+    """Rank, number of processes and device of this process.
 
     Attributes:
         writers: by rank, the lowest rank that sees the same run directory, which writes what the ranks there share.

@@ -1,4 +1,4 @@
-"""Which processes see the same run directory. Machines without a shared file system each have one of their own."""
+"""Find the processes that see the same run directory. Machines without a shared file system have one each."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def meet(store: Any, rank: int, world_size: int, within_s: float, *, arrival: An
         store: of all processes.
         rank: of this process.
         world_size: number of processes.
-        within_s: how long to wait.
+        within_s: seconds to wait.
         arrival: an asynchronous barrier, which fails once a process died.
         pause_s: the longest pause between two looks.
 
