@@ -73,10 +73,10 @@ class MomentumWatch:
             found = own_momentum(group) if stepped else None
             if found is not None and not self._has_warned:
                 self._has_warned = True
-                logger.warning("%s", _describe(type(optimizer).__name__, *found))
+                logger.warning("%s", describe_momentum(type(optimizer).__name__, *found))
 
 
-def _describe(optimizer: str, option: str, value: float) -> str:
+def describe_momentum(optimizer: str, option: str, value: float) -> str:
     """Say what a second momentum costs, and how to turn it off."""
     return (
         f"{optimizer} has a momentum of its own ({option} = {value:g}) and steps matrices whose gradient is the "

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from scantling.comm.channels import goes_by_blocks
-from scantling.comm.second_momentum import described, own_momentum
+from scantling.comm.second_momentum import describe_momentum, own_momentum
 from scantling.optim.registry import FOR_MATRICES, optimizer_options
 from scantling.recipe import Recipe
 
@@ -47,7 +47,7 @@ def note_on_momentum(recipe: Recipe) -> str | None:
         return f"matrices have the momentum of the exchange and none of {name} ({what}); to change that give {keys}"
     beside = ("betas",) if name.lower() in FOR_MATRICES else ()  # betas are those of vectors there
     found = own_momentum({key: value for key, value in given.items() if key not in beside})
-    return described(name, *found) if found is not None and _exchanges_momentum(recipe) else None
+    return describe_momentum(name, *found) if found is not None and _exchanges_momentum(recipe) else None
 
 
 def _exchanges_momentum(recipe: Recipe) -> bool:
