@@ -102,7 +102,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     diagonal = damped.diagonal()
     mean = diagonal.mean()
     diagonal.add_(damping * mean)
-    # Inputs that were always 0 without damping: any positive value decouples them.
+    # damping=0 leaves 0 for inputs that were always 0; their off-diagonal entries are 0, so any positive value works.
     diagonal[diagonal == 0.0] = mean.where(mean > 0.0, 1.0)
     lower, failed = torch.linalg.cholesky_ex(damped)
     if bool(failed) or not bool(lower.isfinite().all()):
