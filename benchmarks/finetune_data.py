@@ -68,8 +68,7 @@ def banking77(examples: int) -> Data:
 
 
 def nli(examples: int) -> Data:
-    """Return pairs labeled entailment, contradiction or neutral, tested on LingNLI's validation set and half of MNLI's.
-    """
+    """Return pairs with entailment, contradiction or neutral; tests are LingNLI's validation set and half of MNLI's."""
     tests = {name: _pairs(f"nli/{name}.jsonl.gz") for name in ("lingnli_valid", "mnli_dev_matched_part_a")}
     tested = {row.text for rows in tests.values() for row in rows}
     rows = [row for row in _pairs("nli/train.jsonl.gz") if row.text not in tested]
