@@ -67,6 +67,7 @@ def gptq(
     size = quantizer.group_size if quantizer.granularity == "group" and quantizer.group_size else columns
     scales = start.scale.reshape(len(start.scale), -1).clone()  # (out or 1, groups)
     group_of = [i // size for i in (range(columns) if order is None else order.tolist())]
+    # Fresh scales need whole groups in column order, and scales that do not depend on other groups (nvfp4's do).
     fresh = quantizer.granularity == "group" and not act_order and quantizer.scales != "fp8"
     if fresh:
         block = size * max(1, block // size)

@@ -180,7 +180,7 @@ class Bonds:
             if off >= least_off:
                 break
             live, least_off = tried, off
-            if off <= tolerance * wanted or counted is self._counted:  # the polynomial is exact at all ranks
+            if off <= tolerance * wanted or counted is self._counted:  # the same polynomial at all ranks
                 break
         if least_off > tolerance * wanted and counted is not self._counted:
             # The best contraction order changes on the way: bisect on the requested size, in the current order.
@@ -220,6 +220,8 @@ class Bonds:
             left = right = cores[0].new_ones(1, 1)
             lefts: list[Tensor] = []
             rights: list[Tensor] = []
+            # Gram matrices (r, r) of the chain before (lefts[t]) and after (rights[t]) bond t, without the gate of
+            # bond t.
             for core, one in zip(cores, gates, strict=False):
                 half = (left @ core.flatten(1)).view(core.shape[0] * core.shape[1], core.shape[2])
                 lefts.append(core.flatten(0, 1).t() @ half)

@@ -59,7 +59,7 @@ MOST_TOKENS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """x (tokens, inputs) with a chain of cores: first the input cores, then the output cores.
+    """Chain of cores that x (tokens, inputs) is contracted with: first the input cores, then the output cores.
 
     Attributes:
         modes: modes of all cores.
@@ -119,7 +119,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """h (tokens, columns) times all rows of a table; the state is (rows, rank, remaining columns).
+    """Product of h (tokens, columns) with all rows of a table; the state is (rows, rank, remaining columns).
 
     Attributes:
         table: the table.

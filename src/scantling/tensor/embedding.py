@@ -344,9 +344,7 @@ class TTMEmbedding(CoreLayer):
         return made.train(self.training)
 
     def flops(self, tokens: int) -> int:
-        """Return the floating-point operations of looking up this many ids, assumed unique as far as the table has
-        rows.
-        """
+        """Return the floating-point operations of looking up this many ids, as many of them unique as possible."""
         return 2 * self.plan(min(tokens, self.num_embeddings)).macs
 
     def extra_repr(self) -> str:
@@ -446,8 +444,9 @@ def _absorbed(found: Tensor, flat: Tensor, digits: Tensor, step: Step) -> Tensor
 
 
 class _Absorb(torch.autograd.Function):
-    """Product with looked-up block rows, which are r times wider than the state: looked up again in backward, not
-    saved.
+    """Product of each id's state with its looked-up row of a block.
+
+    The rows are r times larger than the state, so the backward pass looks them up again instead of saving them.
     """
 
     generate_vmap_rule = True

@@ -34,7 +34,7 @@ class Importance:
         self._kept: dict[int, Tensor | None] = {}  # gradients of the step that is not counted yet
 
     def follow(self, controls: Sequence[Tensor]) -> None:
-        """Set the rank gates of all bonds, in order; for gates sliced since, `slice_state` has been called."""
+        """Set the rank gates of all bonds, in order; call `slice_state` whenever a gate is sliced."""
         self._controls = list(controls)
         self._places = {id(control): place for place, control in enumerate(controls)}
 

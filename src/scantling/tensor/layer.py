@@ -160,6 +160,7 @@ class CoreLayer(nn.Module):
         assert self.formats is not None
         is_open = (control.detach() > self.threshold).to(core.dtype)
         behind = core * is_open.view(-1, *[1] * (core.ndim - 1))
+        # Pruned slices pass unrounded: they must not set scales, but still get a gradient.
         return self.formats.core(behind) + (core - behind)
 
     def _with_controls(self, cores: list[Tensor]) -> list[Tensor]:

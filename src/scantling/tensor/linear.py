@@ -193,8 +193,7 @@ class TTLinear(CoreLayer):
             bias = nn.functional.pad(bias, (0, out_size - self.out_features))
         rest: Rest | None = None
         multiply = None if self.formats is None else self.formats.matmul
-        # Rounded products depend on the order: use one for any number of tokens, so that tokens do not affect each
-        # other.
+        # Rounded products depend on the order: one order for any number of tokens keeps tokens independent.
         steps: Sequence[Step] = self._order(flat.shape[0]) if multiply is None else self._order_of_many_tokens
         if self.joint is not None and multiply is None and not torch.compiler.is_compiling():
             rest = self.joint.first_product(self, x, flat, steps)

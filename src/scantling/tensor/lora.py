@@ -43,7 +43,7 @@ class LoraTTLinear(_OnTT, Linear):  # type: ignore[misc]
     def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
         super().__init__(base_layer, adapter_name, config, **kwargs)
         origin = getattr(_inner(base_layer), "origin", None)
-        self.fan_in_fan_out = origin is not None and issubclass(origin.layer, Conv1D)  # the layer that densify gives
+        self.fan_in_fan_out = origin is not None and issubclass(origin.layer, Conv1D)  # layout after densify
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.in_features, module.out_features

@@ -59,7 +59,7 @@ class CoresConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Args:
         layers: entries from `layout.describe`.
-        guard: name of the guard tensor, for human readers of the file.
+        guard: name of the guard tensor, for readers of the file; loading ignores a tensor of this name.
         format: version of this description.
     """
 
@@ -72,7 +72,7 @@ class CoresConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Hooks that build TT layers before transformers loads their values, and describe them before it saves them."""
+    """Quantization method of transformers that builds TT layers before loading and describes them before saving."""
 
     quantization_config: CoresConfig
     is_trainable = True

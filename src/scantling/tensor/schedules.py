@@ -30,7 +30,7 @@ _MOST = 1000.0
 
 
 class Schedule(nn.Module):
-    """Schedule: adds a term to the loss, and changes the ranks after a step.
+    """Base class of schedules, which add a term to the loss and change the ranks after a step.
 
     Values that change between steps are buffers on the device of the rank gates, which captured graphs read.
 
@@ -236,10 +236,10 @@ class ImportanceSchedule(Schedule):
 class ControlledSchedule(Schedule):
     """Schedule with a controlled price, along a size path that decreases to the target.
 
-    The price rises while the size is above the path and falls while it is below, so that the ranks go whose gates the
-    loss does not keep up. If the price is too slow, the schedule intervenes: if the size leaves the path by more than
-    the slack, and at the end, it prunes the ranks that contribute least per cost, or activates those that would
-    contribute most.
+    The price rises while the size is above the path and falls while it is below. It prunes the ranks whose gates the
+    gradient of the loss does not sustain. If the size leaves the path by more than the slack, and at the end, the
+    schedule intervenes: it prunes the ranks that contribute least per cost, or activates those that would contribute
+    most.
     """
 
     price: Tensor

@@ -110,8 +110,7 @@ def byte_terms(ranks: Sequence[int], bytes_of: Callable[[int, int, int], float],
 
 
 def flop_terms(network: Network, num_tokens: int, first_bond: int) -> list[Term]:
-    """Return the terms of the floating-point operations per token, forward and backward, in the best order at these
-    ranks.
+    """Return the terms of the FLOPs per token, forward and backward, in the best order at these ranks.
 
     Args:
         network: modes and ranks.

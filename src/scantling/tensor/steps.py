@@ -26,7 +26,7 @@ def version_of(tensor: Tensor) -> int:
 def after_steps(
     owner: Owner, method: Callable[[Owner, Optimizer], None], parameters: Callable[[Owner], Iterable[Tensor]]
 ) -> None:
-    """Call a method after every step of an optimizer that holds one of the owner's parameters, while the owner lives.
+    """Call a method after every step of an optimizer that holds one of the owner's parameters, until the owner dies.
 
     Steps captured in a CUDA graph are ignored, since nothing has been computed yet.
 
