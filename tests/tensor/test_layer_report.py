@@ -109,6 +109,12 @@ def test_a_run_warns_once_and_not_when_it_is_exported(tmp_path: Path, caplog: py
     assert caplog.text.count(DISCARDS) == 1
 
 
+def test_warning_names_formats_that_keep_weights(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    made("llama").save_pretrained(tmp_path)
+    sc.tensorize(hf.AutoModelForCausalLM.from_pretrained(tmp_path), 4, format="cola")
+    assert "To keep what they learned, use format='tt' or 'low-rank' with init='svd'" in caplog.text
+
+
 def test_report_of_random_cores_has_sizes_alone() -> None:
     report: list[LayerReport] = []
     sc.tensorize(made("llama"), 4, report=report)

@@ -112,7 +112,7 @@ def warn_if_trained(sites: Sequence[Site], *, has_svd: bool) -> None:
         trained = [site.name for site in sites if any(_looks_trained(weight) for weight in site.weights)]
         if 2 * len(trained) < len(sites):  # such as a table of sines
             return
-    way = "use init='svd' to approximate them" if has_svd else "formats with an activation cannot approximate them"
+    way = "use init='svd' to approximate them" if has_svd else "use format='tt' or 'low-rank' with init='svd'"
     logger.warning(
         "tensorize: init='random' discards the trained weights of %d layers (%s): the new TT layers know nothing of "
         "them. To keep what they learned, %s; to train from scratch, build the model without loading weights",
