@@ -1,5 +1,5 @@
 #!/bin/sh
-# Update constraints.txt from a fresh environment to the newest versions that pyproject.toml allows; keep torch as pinned.
+# Update constraints.txt from a fresh environment to the newest versions that pyproject.toml allows, torch as pinned.
 #
 #   scripts/constraints.sh [TORCH_VERSION]
 set -eu

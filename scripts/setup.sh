@@ -1,7 +1,7 @@
 #!/bin/sh
 # Create .venv with the pinned packages and this package in editable mode.
 #
-# Environment: PYTHON (default python3), TORCH_INDEX (a package index for torch alone, such as the one of its CPU builds);
+# Environment: PYTHON (default python3), TORCH_INDEX (a package index for torch alone, such as that of its CPU builds);
 # pip's own PIP_* variables and configuration apply as usual. A second call does nothing until pyproject.toml,
 # constraints.txt, this script, TORCH_INDEX or the Python changes.
 set -eu
