@@ -145,7 +145,7 @@ def test_ranks_that_come_down_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
 def test_what_is_frozen_in_between_goes_back_and_stays(kind: str) -> None:
-    """A weight frozen during local steps returns to its last exchanged value and stays there, despite outer momentum."""
+    """A weight frozen during local steps returns to its last exchanged value and stays, despite outer momentum."""
 
     def work(link: ThreadLink) -> list[Tensor]:
         net = copy.deepcopy(START)
