@@ -114,6 +114,9 @@ def test_what_is_too_short_or_not_plain_text_is_still_refused(tmp_path: Path) ->
     (tmp_path / "one.txt").write_text("a")
     with pytest.raises(UserError, match="nothing can be held out of one document"):
         prepare(DataSection(text=str(tmp_path / "one.txt")), seed=0)
+    (tmp_path / "one.txt").write_text("a few words" + "\n" * 9)
+    with pytest.raises(UserError, match=r"one\.txt \(the end\): the corpus is empty.*another share in data\.heldout"):
+        prepare(DataSection(text=str(tmp_path / "one.txt")), seed=0)
     rows = json.dumps({"text": "a long text", "label": "x"}) + "\n"
     (tmp_path / "one.jsonl").write_text(rows)
     section = DataSection(jsonl=str(tmp_path / "one.jsonl"), fields={"text": "text", "label": "label"})

@@ -106,6 +106,13 @@ def test_report_ignores_plan_notes_that_are_no_text(tmp_path: Path, notes: Any) 
     assert ("kept" in show(read_run(path), folder=tmp_path)) == isinstance(notes, list)
 
 
+def test_read_run_takes_json_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", steps=3)
+    expected = read_run(path).plan
+    (path / "plan.json").write_text("\ufeff" + (path / "plan.json").read_text())
+    assert read_run(path).plan == expected
+
+
 @pytest.mark.parametrize("step", ["1" + "0" * 400, "1" + "0" * 5000, "-3", "1e300", "1.0", "true", '"5"', str(2**53)])
 def test_read_run_refuses_odd_steps(tmp_path: Path, step: str) -> None:
     path = make_run(tmp_path / "run", steps=2)

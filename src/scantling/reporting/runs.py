@@ -425,7 +425,7 @@ def _read_text(path: Path) -> str:
         raise ValueError("it is not a file")
     if path.stat().st_size > _MAX_FILE:
         raise ValueError(f"it is larger than {_MAX_FILE >> 20} MiB")
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def _clean(value: Any) -> Any:
