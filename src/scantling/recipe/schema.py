@@ -461,7 +461,7 @@ class Recipe(Section):
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
     """Number formats."""
     train: TrainSection
-    """Length and settings of the training."""
+    """Settings of the training loop: steps, batch, schedule, checkpoints."""
 
     @property
     def batch_size(self) -> int:
