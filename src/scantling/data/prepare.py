@@ -182,7 +182,7 @@ def check_labels(
 
 @dataclass(frozen=True)
 class _Maker:
-    """Maker of tokenized cache entries: a stream if `labels` is None, pairs without labels if empty, else labeled
+    """Maker of tokenized entries: a stream if `labels` is None, pairs without labels if empty, else labeled
     documents."""
 
     tokenizer: Tokenizer
