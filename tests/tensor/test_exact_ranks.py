@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
+from scantling.comm.exchange import NoExchange
 from scantling.optim.combined import CombinedOptimizer
 from scantling.optim.registry import build_optimizer
+from scantling.recipe.schema import TensorSection
 from scantling.tensor.ranks import RankAdapter
 from scantling.tensor.schedules import SCHEDULES
+from scantling.training.tensor import TensorMethod
 from tests.tensor.test_importance import example, two_ways
 
 
@@ -266,3 +269,31 @@ def test_losses_of_skipped_steps_are_saved() -> None:
     for each in (loop, other):
         each.run(range(2, 6))
     assert loop.adapter.state_dict() == other.adapter.state_dict()
+
+
+def test_a_resumed_run_records_no_ranks_that_have_not_changed() -> None:
+    """Ranks that were shut before the checkpoint and are not removed yet are known with the model's controls only."""
+
+    def made() -> tuple[nn.Module, TensorMethod]:
+        model, method = two_ways(share=0.3), TensorMethod(section, steps=12)
+        method.attach(model)
+        return model, method
+
+    section = TensorSection(size_target=0.4, adapt=9, truncate_every=100, adapter={"interval": 1})
+    model, method = made()
+    optimizer = by_name("sign")(model)
+    changes = 0
+    for step in range(1, 9):
+        method.before_step(step)
+        x, wanted = example(step)
+        method.extra_loss(nn.functional.mse_loss(model(x), wanted), 1.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        method.after_step(step, optimizer, NoExchange())
+        changes += "ranks" in method.metrics()
+        again, resumed = made()
+        resumed.load_state_dict(json.loads(json.dumps(method.state_dict())))
+        again.load_state_dict(copy.deepcopy(model.state_dict()))
+        resumed.before_step(step + 1)
+        assert "ranks" not in resumed.metrics(), step
+    assert changes > 3

@@ -53,6 +53,7 @@ def unpack_subsets(packed: Tensor, count: int, kept: int, size: int) -> Tensor:
     cut = packed_bytes(count * kept, low)
     index = unpack(packed[:cut], count * kept, low).view(count, kept).long()
     if row:
+        # The 1 bit number `rank`, counted from 0, is at position high + rank of the row.
         rank = torch.arange(kept, device=packed.device)
         ones = unpack(packed[cut:], count * row, 1).view(count, row).cumsum(1, dtype=torch.int32)
         place = torch.searchsorted(ones, (rank + 1).to(torch.int32).expand(count, -1).contiguous())

@@ -50,6 +50,8 @@ class Table:
             self._last = table
             if is_captured:
                 _captured.append(source)
+                # Every replay copies from this buffer again: later calls must not reuse it, and must copy the table
+                # again.
                 self._spare = self._last = None
             elif self._spare is None or self._spare.shape != table.shape:
                 self._spare = self._pinned(table, device)

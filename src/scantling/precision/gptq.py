@@ -67,6 +67,7 @@ def gptq(
     size = quantizer.group_size if quantizer.granularity == "group" and quantizer.group_size else columns
     scales = start.scale.reshape(len(start.scale), -1).clone()  # (out or 1, groups)
     group_of = [i // size for i in (range(columns) if order is None else order.tolist())]
+    # Fresh scales need whole groups in column order, and scales that do not depend on other groups (nvfp4's do).
     fresh = quantizer.granularity == "group" and not act_order and quantizer.scales != "fp8"
     if fresh:
         block = size * max(1, block // size)
@@ -102,7 +103,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     diagonal = damped.diagonal()
     mean = diagonal.mean()
     diagonal.add_(damping * mean)
-    # Inputs that were always 0 without damping: any positive value decouples them.
+    # damping=0 leaves 0 for inputs that were always 0; their off-diagonal entries are 0, so any positive value works.
     diagonal[diagonal == 0.0] = mean.where(mean > 0.0, 1.0)
     lower, failed = torch.linalg.cholesky_ex(damped)
     if bool(failed) or not bool(lower.isfinite().all()):

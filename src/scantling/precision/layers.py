@@ -69,9 +69,9 @@ class LayerFormats:
     def matmul(self) -> Callable[[Tensor, Tensor], Tensor] | None:
         """Hardware product of (..., k) and a merged block (k, n) of TT cores; None if products are simulated.
 
-        The cores, the layer's input and its output gradient have been rounded to their formats before. Merged blocks
-        of several cores and intermediate results use the widest format of the hardware product, since these formats
-        would lose more there.
+        The cores, the layer's input and its output gradient have been rounded to the layer's formats before. Merged
+        blocks of several cores and intermediate results use the widest format of the hardware product, since the
+        layer's formats would lose more there.
         """
         if self.multiply is None:
             return None

@@ -186,7 +186,7 @@ def _weights(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, 
     prefix = f"{name}." if name else ""
     if is_of_cores(module):
         for place, core in enumerate(module.get_submodule("cores").parameters()):
-            if core.numel():  # the cores are empty if all ranks are pruned
+            if core.numel():  # empty after all ranks of a bond were removed
                 yield f"{prefix}cores.{place}", core, True
     elif made_from_conv1d(type(module)) or isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag):
         weight = module._parameters.get("weight")  # missing if `weight_norm` or similar computes it

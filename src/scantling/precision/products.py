@@ -113,8 +113,10 @@ class Multiply:
             raise AssertionError(f"{formats} were checked")
         (rows, inner), columns = a.shape, b.shape[1]
         if a.is_cuda:
+            # Zeros change no product; GPU kernels need dims in multiples of 16, and int8 more than 16 rows.
             a = torch.nn.functional.pad(a, (0, -inner % 16, 0, max(-rows % 16, 32 - rows)))
             b = torch.nn.functional.pad(b, (0, -columns % 16, 0, -inner % 16))
+        # Both kernels take a row-major first and a column-major second factor.
         a, b = a.to(kinds[0]).contiguous(), b.t().to(kinds[1]).contiguous().t()
         if self.name == "int8":
             y = torch._int_mm(a, b).float()
@@ -168,6 +170,8 @@ class _Product(torch.autograd.Function):
                 of_weight = grad.t() @ (codes_x.float() * scale_x).to(grad.dtype)
         else:
             if ctx.needs_input_grad[0]:
+                # The scales of the other factor's summed dim go into the gradient before rounding; see the module
+                # docstring.
                 one = gradients.encode(grad.float() * scale_weight.t())
                 of_x = multiply.of_codes(one.codes, codes_weight, (gradients.format, formats[1])) * one.scale
             if ctx.needs_input_grad[1]:

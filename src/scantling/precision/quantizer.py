@@ -3,7 +3,7 @@
     s = max|x| / largest,    q(x) = s * round(x / s)
 
 with one s per tensor, channel, token, or group of neighbors (Kumar et al., "Scaling Laws for Precision", arXiv
-2411.04330, section 2 and appendix D.1, where s is written 1/s). 16-bit floats have their own dtypes and are not
+2411.04330, section 2 and appendix D.1, which writes 1/s for our s). 16-bit floats have their own dtypes and are not
 scaled, s = 1. `fake_quantize` returns dequantized values that a model can compute with; `Quantizer.encode` returns
 codes and scales separately.
 
