@@ -55,7 +55,7 @@ class Page(HTMLParser):
 
 
 def several(folder: Path) -> list[Run]:
-    """Make five runs: two complete, one stopped without evaluation, one crashed without a plan, one of a single step."""
+    """Make five runs: two complete, one stopped without evaluation, one crashed without a plan, one with one step."""
     paths = [
         make_run(folder / "a", steps=60),
         make_run(folder / "b", name="demo-lean", steps=60, optim="came", seed=1),

@@ -70,7 +70,7 @@ def test_the_beginning_of_a_document_is_no_target(family: str, tmp_path: Path) -
 
 
 def test_a_beginning_that_is_end_of_text_ends_the_document_before(tmp_path: Path) -> None:
-    """As in OPT, whose tokenizer puts its end-of-text token before a text."""
+    """OPT's tokenizer puts its end-of-text token before a text."""
     data, _ = prepared("causal-lm", tmp_path, "llama", seq_len=16, names={"bos_token": None, "eos_token": "<s>"})
     batch = data.collate([(0, index, data.train[index]) for index in range(len(data.train))])
     assert (batch.labels == IDS["<s>"]).sum() > 10

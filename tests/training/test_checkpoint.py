@@ -138,7 +138,7 @@ def test_processes_wait_for_the_sums_of_large_files(tmp_path: Path) -> None:
 
 
 def test_a_new_checkpoint_outlives_damaged_ones_of_later_steps(tmp_path: Path) -> None:
-    """As in a run that resumed from the checkpoint before the damage."""
+    """The run has resumed from the checkpoint before the damaged ones."""
     for step in (5, 10):
         Checkpointer(tmp_path, ALONE).save(step, State({"x": torch.arange(step)}))
     (tmp_path / "step-10" / "__0_0.distcp").unlink()

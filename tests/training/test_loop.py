@@ -91,7 +91,7 @@ def test_low_precision_stays_near_fp32(plain: tuple[dict[str, Any], list[float]]
 def test_compiled_model_computes_the_same(
     plain: tuple[dict[str, Any], list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """Inductor is the default of runs; the other backend captures and differentiates the same graphs without codegen."""
+    """Inductor is the default; the other backend captures and differentiates the same graphs, without codegen."""
     recipe, wanted = plain
     compile_model = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **keys: compile_model(*args, **{**keys, "backend": backend}))

@@ -181,7 +181,7 @@ def test_a_pretrained_folder_keeps_its_ids(tmp_path: Path) -> None:
 
 
 def test_an_id_that_the_tokenizer_does_not_name_is_kept(tmp_path: Path) -> None:
-    """As in Qwen2, whose configuration has a beginning token that its tokenizer lacks."""
+    """Qwen2's configuration has a beginning token that its tokenizer lacks."""
     eos = IDS["</s>"]
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "gpt2")
     model = pretrained(tmp_path / "model", "qwen2", bos_token_id=eos, eos_token_id=eos)
