@@ -349,7 +349,7 @@ class FormatSection(Section):
     """A low-precision number format, and the values that share a scale."""
 
     format: Text
-    """Such as `int4`, `fp8_e4m3` or `mxfp4_e2m1`."""
+    """Name of the format, such as `int4`, `fp8_e4m3` or `mxfp4_e2m1`."""
     granularity: Granularity | None = None
     """Values that share a scale. Default: a channel for weights, a token for everything else, groups for block
     formats. With `tensor` or `channel`, activations, keys, values and queries of a token depend on later tokens and
