@@ -74,7 +74,7 @@ def test_bits_that_are_given() -> None:
 
 
 def test_measured_speeds_choose_by_the_product() -> None:
-    """Of bits with measured speeds, the largest f × speed wins; at 1.62, FP4 breaks even with FP8."""
+    """With measured speeds, the bits with the largest f × speed win; at 1.62, FP4 breaks even with FP8."""
     speeds = {16: 1.0, 8: 1.17, 4: 1.6}
     products = {
         bits: KUMAR.effective_parameters(1.0, **dict.fromkeys(KUMAR.PARTS, bits)) * speed

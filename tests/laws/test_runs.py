@@ -278,7 +278,7 @@ def test_formats_stand_for_their_bits() -> None:
 
 
 def test_bits_that_are_the_same_in_all_runs_are_refused() -> None:
-    """Otherwise the law would report that low precision is free, and would be wrong at 16 bits."""
+    """Otherwise the law would report that low precision is free, and its predictions at 16 bits would be wrong."""
     table = {**RUNS, "weights": ["int4"] * 20}
     with pytest.raises(UserError, match="all runs have weights of 4 bits: the kumar law cannot tell what that costs"):
         sc.laws.fit(table, "kumar")

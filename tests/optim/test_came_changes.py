@@ -282,7 +282,7 @@ def test_other_factors_are_averaged_anew(momentum: Any) -> None:
 
 
 def test_a_state_of_one_group_goes_to_other_groups() -> None:
-    """As from the published package's `CAME(model.parameters())` to `param_groups(model)`."""
+    """Convert from the published package's `CAME(model.parameters())` to CAME over `param_groups(model)`."""
     model = torch.nn.Sequential(torch.nn.Linear(20, 33), torch.nn.LayerNorm(33), torch.nn.Linear(33, 20))
     params = list(model.parameters())
     published = PublishedCAME(params, lr=1e-2)

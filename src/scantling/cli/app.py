@@ -300,7 +300,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds after which a process that is silent is an error.")] = 60.0,
     as_json: AsJson = False,
 ) -> int:
-    """Report what a run finds here: versions, hardware and, under torchrun, the links between its processes."""
+    """Report the environment of a run: versions, hardware and, under torchrun, the links between processes."""
     from scantling.cli import commands
 
     return commands.doctor(device, timeout, as_json=as_json)

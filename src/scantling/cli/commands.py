@@ -97,8 +97,7 @@ def _train(
 
 
 def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force: bool) -> int:
-    """Train each recipe in its own process, so that its peak memory is separate; existing runs are compared as they
-    are."""
+    """Train each recipe in its own process, so that peak memory is separate; compare existing runs as they are."""
     from scantling.recipe import load_recipe
     from scantling.reporting.compare import compare_table, write_compare
     from scantling.reporting.html import write_report
@@ -206,7 +205,7 @@ def report(runs: Sequence[Path], out: Path | None) -> int:
 
 
 def doctor(device: str, timeout: float, *, as_json: bool) -> int:
-    """Report what a run finds on this machine; under torchrun, also measure the links between processes."""
+    """Report the environment of a run; under torchrun, also measure the links between processes."""
     from rich.table import Table
     from rich.text import Text
 

@@ -70,8 +70,7 @@ def fit(
 
 
 def summary(fitted: Fit, samples: int) -> dict[str, Any]:
-    """Return the results of a fit as JSON values. A constant that is not identifiable has a reason instead of a
-    value.
+    """Return the results of a fit as JSON values. An unidentifiable constant has a reason instead of a value.
 
     Infinite values, such as the end of an interval, are None.
 

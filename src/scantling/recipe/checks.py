@@ -284,7 +284,7 @@ def _check_schedule(content: Content) -> Iterator[Fault]:
         share = warmup if warmup < 1 else warmup / steps
         if share > 1:
             yield Fault("train.warmup", f"is longer than the run of {steps} steps", str(warmup))
-        elif schedule == "wsd" and isinstance(decay, int | float) and share + decay > 1 + 1e-9:  # sums are rounded
+        elif schedule == "wsd" and isinstance(decay, int | float) and share + decay > 1 + 1e-9:  # tolerates rounding
             problem = "begins before the warm-up has ended; lower it or train.warmup"
             yield Fault("train.decay", problem, f"{decay} after a warm-up of {share:.3g} of the steps")
     if _changed(train, TrainSection, "decay") and schedule in ("cosine", "linear", "constant"):

@@ -262,9 +262,8 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
         path = local(value)
         if must_exist and not os.path.exists(path):  # unlike Path.exists, also accepts names that are too long
             return value
-        if glob.has_magic(str(path)) and not os.path.exists(
-            path
-        ):  # a pattern, which must match the folder as it is written
+        # escape the working directory: in a pattern, only the given part may match as a glob
+        if glob.has_magic(str(path)) and not os.path.exists(path):
             return os.path.normpath(Path(glob.escape(os.getcwd())) / path)
         return os.path.abspath(path)
 

@@ -93,8 +93,11 @@ def value_faults(content: object) -> list[Fault]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe, bounded YAML loader. It reads `1e-3` as a number (YAML 1.1 does not) and `010` and `12:30` as text (YAML
-    1.1: 8 and 750), and rejects duplicate keys."""
+    """Safe, bounded YAML loader.
+
+    It reads `1e-3` as a number (YAML 1.1 does not) and `010` and `12:30` as text (YAML 1.1: 8 and 750), and rejects
+    duplicate keys.
+    """
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -116,6 +119,7 @@ class _StrictLoader(yaml.SafeLoader):
         self._depth -= 1
         if is_alias and node not in self._sizes:
             raise ComposerError(None, None, "an alias inside of what it stands for", mark)
+        # an alias counts with all values behind it, which bounds nested aliases
         self._count += self._sizes[node] if is_alias else 1
         if self._count > MAX_VALUES:
             raise ComposerError(None, None, f"more than {MAX_VALUES:,} values", mark)

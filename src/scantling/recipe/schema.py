@@ -90,7 +90,7 @@ class Clicks(Section):
     label: Text | None = None
     """Column with the label: 0 or 1. Criteo's files need no setting. Rows without a label are skipped."""
     label_above: float | None = Field(default=None, allow_inf_nan=False)
-    """Threshold of the label: larger values are clicks. Example: 15 for minutes of delay."""
+    """Threshold for a numeric label: values above it count as 1. Example: 15 for minutes of delay."""
     numeric: ColumnNames | None = None
     """Columns with numbers. Default: none; for Criteo's files, I1 to I13."""
     categorical: ColumnNames | None = None
@@ -331,7 +331,7 @@ class CommSection(Section):
     delay: int = Field(default=0, ge=0, le=1)
     """demo: steps from an exchange to its result; with 1, messages have a whole step to arrive."""
     overlap: bool = False
-    """demo: send finished parts during the backward pass; excludes clipping."""
+    """demo: send finished parts during the backward pass. Needs `train.clip: null`."""
     residual: Literal["fp32", "int8"] = "fp32"
     """demo: format of each process's momentum."""
     auto_off: bool = False
@@ -349,7 +349,7 @@ class FormatSection(Section):
     """A low-precision number format, and the values that share a scale."""
 
     format: Text
-    """Such as `int4`, `fp8_e4m3` or `mxfp4_e2m1`."""
+    """Name of the format, such as `int4`, `fp8_e4m3` or `mxfp4_e2m1`."""
     granularity: Granularity | None = None
     """Values that share a scale. Default: a channel for weights, a token for everything else, groups for block
     formats. With `tensor` or `channel`, activations, keys, values and queries of a token depend on later tokens and

@@ -238,8 +238,7 @@ def memory_chart(runs: Sequence[Run]) -> str | None:
 
 
 def rank_chart(run: Run) -> str | None:
-    """Return the ranks of each TT layer over the steps: one row per layer, darker for a larger share of its first
-    ranks."""
+    """Return the ranks of TT layers over the steps: a row per layer, darker for a larger share of initial ranks."""
     if len(run.ranks) < 2:
         return None
     names = [name for name in run.ranks[0][1] if all(name in ranks for _, ranks in run.ranks)][:_MOST_LAYERS]
@@ -300,6 +299,7 @@ def smooth(values: Column) -> Column:
     count = np.add.reduceat(finite.astype(float), starts)
     width = 2 * (len(starts) // 50) + 1
     middle = slice(width // 2, width // 2 + len(starts))
+    # moving sums of values and of counts; their ratio is the mean of the finite values
     total, count = (np.convolve(each, np.ones(width), mode="full")[middle] for each in (total, count))
     result = np.full(len(starts), np.nan)
     np.divide(total, count, out=result, where=count > 0.5)
@@ -455,8 +455,7 @@ def svg(name: str, description: str, draw: Callable[[Axes], None], *, height: fl
 
 
 def _inline(text: str, name: str, description: str) -> str:
-    """Return an SVG file as an HTML element: scaled to its box, with a description and ids that are unique in the
-    page."""
+    """Return an SVG file as an HTML element: scaled to its box, with a description and unique ids."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     used = set(re.findall(r"""(?:href="#|url\(#)([^")]+)""", text))
