@@ -1,18 +1,21 @@
-"""What our loop adds to a bare PyTorch loop, and what HF Trainer adds: step time, tokens/s, peak memory.
+"""Measure the overhead of our training loop and of HF Trainer over a bare PyTorch loop.
+
+Reports step time, tokens/s and peak memory.
 
     python benchmarks/baseline.py --presets llama-1m llama-10m --threads 1           # CPU, steadier on one thread
     python benchmarks/baseline.py --presets llama-130m --device cuda --compute bf16 --compile --blocks
 
-Three loops train the same model from the same weights on the same batches with the same AdamW, clipping and schedule:
-`bare` (40 lines of PyTorch below, the control), `ours` (recipe, metrics and all), `trainer` (HF Trainer, its saving
-and reporting off). By default they run in one process and take turns step by step, with the control a second time:
-each asks for its next batch when its step is over, and that is where the turn goes on. So a disturbance of the
-machine falls on all alike. A step's time is from receiving the turn to asking for the next batch. `--blocks` runs
-each loop alone in a process of its own, several rounds in rotation, which is right for a GPU and gives the peak
-memory; on a CPU the memory is measured so too.
+Three loops train the same model from the same weights on the same batches, with the same AdamW, clipping and schedule:
+`bare` (the control: 40 lines of PyTorch below), `ours` (with its recipe and metrics) and `trainer` (HF Trainer without
+saving and reporting). By default, all loops run in one process and take turns step by step. The control runs twice. A
+loop's turn ends when it asks for its next batch, so a disturbance of the machine hits all loops equally. The time of a
+step is from the start of the turn to the request for the next batch.
 
-The result (median ratio to the control and its 95 % bootstrap interval) is refused when the control's own step time
-varies by more than 15 % (interquartile range over median).
+`--blocks` runs each loop alone in its own process, several rounds in rotation. This is the right choice for a GPU and
+gives the peak memory. On a CPU, the memory is measured this way too.
+
+The result is the median ratio to the control with its 95 % bootstrap interval. It is refused if the control's own step
+time varies by more than 15 % (interquartile range over median).
 """
 
 from __future__ import annotations
@@ -52,14 +55,14 @@ from scantling.training.sinks import JsonlSink
 
 LOOPS = ("bare", "ours", "trainer")
 AGAIN = "bare-again"
-"""The control a second time: how far its ratio is from 1 is what this machine cannot tell apart."""
+"""The control, run a second time. The distance of its ratio from 1 is the resolution of this machine."""
 WARMUP = 5
 BUILD = threading.Lock()
-"""Models are built one at a time: their weights come from the one random generator of the process."""
+"""Lock under which models are built one at a time, because they share the process's global random generator."""
 
 
 class Turns:
-    """Lets several threads run one at a time, each once a round, the rounds in random order; `next` ends a turn."""
+    """Scheduler that runs one thread at a time, each once per round in random order; `next` ends a turn."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.times: dict[str, list[float]] = {name: [] for name in names}
@@ -155,7 +158,7 @@ def adamw(model: Any) -> torch.optim.AdamW:
 
 
 def bare(setup: Setup, turn: Callable[[], None]) -> list[float]:
-    """The control: what one writes by hand, with a loss that is read every step."""
+    """Run the control: a hand-written loop that reads the loss at every step."""
     model = setup.model()
     model.train()
     if setup.compile:
@@ -179,7 +182,7 @@ def bare(setup: Setup, turn: Callable[[], None]) -> list[float]:
 
 
 def ours(setup: Setup, turn: Callable[[], None]) -> list[float]:
-    """The library's loop as `scantling train` runs it, metrics file included; one checkpoint after the last turn."""
+    """Run the library's loop as `scantling train` does, with its metrics file and a checkpoint after the last turn."""
     with tempfile.TemporaryDirectory() as folder:
         memory, energy = MemoryMeter(setup.device), EnergyMeter(setup.device)
         checkpointer = Checkpointer(Path(folder) / "checkpoints", setup.place)
@@ -209,7 +212,7 @@ def ours(setup: Setup, turn: Callable[[], None]) -> list[float]:
 
 
 def trainer(setup: Setup, turn: Callable[[], None]) -> list[float]:
-    """HF Trainer with the same optimizer, schedule and batches; evaluation, saving and reporting are off."""
+    """Run HF Trainer with the same optimizer, schedule and batches, without evaluation, saving or reporting."""
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     model = setup.model()
@@ -250,7 +253,7 @@ def trainer(setup: Setup, turn: Callable[[], None]) -> list[float]:
         )
         optimizer = adamw(model)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: setup.lr(done + 1))
-        with BUILD:  # HF Trainer sets the process's random generator when it is made
+        with BUILD:  # HF Trainer seeds the process's random generator when it is constructed
             run = Shifted(
                 model=model,
                 args=arguments,
@@ -280,7 +283,7 @@ def run_in_turns(options: argparse.Namespace, preset: str) -> dict[str, Any]:
     def body(name: str) -> None:
         try:
             losses[name] = RUNNERS[name.removesuffix("-again")](setup, lambda: turns.next(name))
-        except BaseException as error:  # a thread that fails must not leave the others waiting
+        except BaseException as error:  # a failing thread must not leave the others waiting
             failures.append(error)
         finally:
             turns.leave(name)
@@ -297,7 +300,7 @@ def run_in_turns(options: argparse.Namespace, preset: str) -> dict[str, Any]:
 
 
 def run_alone(options: argparse.Namespace, preset: str, name: str) -> dict[str, Any]:
-    """One loop in this process: step times and the peak memory above what there was before the model."""
+    """Run one loop in this process; return its step times and its peak memory above the memory before the model."""
     setup = Setup(options, preset)
     memory = MemoryMeter(setup.device)
     marks: list[float] = []

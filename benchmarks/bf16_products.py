@@ -1,8 +1,8 @@
-"""Products in bf16 on a CPU that has no instructions for them, in the time of those in fp32.
+"""Emulate bf16 matrix products on a CPU without bf16 instructions, at the speed of fp32 products.
 
-PyTorch computes them on such a CPU one by one, ten times as slow. Here factors are widened to fp32, which is exact, and
-results are rounded once to bf16, as by hardware that sums in fp32: what differs is the order of sums, and that
-attention does not round the weights it gives to keys.
+On such a CPU, PyTorch computes bf16 products element by element, ten times slower than fp32. Here the factors are
+widened to fp32, which is exact, and the result is rounded once to bf16, as by hardware that accumulates in fp32. Two
+things differ from such hardware: the order of the sums, and attention does not round its weights.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PRODUCTS = {
 
 
 def bf16_products() -> AbstractContextManager[Any]:
-    """What to train in; nothing where the CPU multiplies bf16 itself."""
+    """Return the context in which to train: a no-op if the CPU multiplies bf16 itself."""
     return nullcontext() if has_products("bf16", torch.device("cpu")) else Widened()
 
 
 class Widened(TorchDispatchMode):
-    """Computes products of bf16 tensors in fp32, forward and backward."""
+    """Dispatch mode that computes products of bf16 tensors in fp32, forward and backward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -43,7 +43,7 @@ class Widened(TorchDispatchMode):
         found = func(*tree_map_only(torch.Tensor, _widen, args), **tree_map_only(torch.Tensor, _widen, kwargs))
         if func is _ATTENTION:
             out, log_sum = found
-            return out.bfloat16(), log_sum  # which is in fp32 of bf16 inputs too
+            return out.bfloat16(), log_sum  # the log-sum-exp is in fp32 for bf16 inputs too
         return tree_map_only(torch.Tensor, torch.Tensor.bfloat16, found)
 
 

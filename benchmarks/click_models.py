@@ -1,4 +1,4 @@
-"""DLRM with the tables of Criteo Kaggle, dense and as cores, with its optimizer: one training step to be measured."""
+"""Build one measurable training step of a DLRM with Criteo Kaggle's tables, dense or TT, with its optimizer."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from scantling.tensor.layer import CoreLayer, keep_merged
 WIDTH = 32
 RANK, MLP_RANK = 64, 32
 LARGE_ROWS = 90_000
-"""Tables from this size on become cores, 33.7 of the 33.8 million rows."""
+"""Smallest table that becomes a TT layer; these tables hold 33.7 of the 33.8 million rows."""
 LARGE_LAYERS = ("bottom.2", "top.0", "top.2")
-"""512 to 256 below, what the top MLP begins with, and 512 to 256 above."""
+"""Linear layers that become TT layers: 512 to 256 in the bottom MLP, the first of the top MLP, and 512 to 256 there."""
 ROWS = ("dense-sgd", "dense-adamw", "cores-sgd", "cores-adamw")
 
 
 def model_of(name: str, *, rank: int = RANK, shrink: int = 1, device: str = "cpu") -> DLRM:
-    """The model of a row; what becomes cores is never held as a dense table.
+    """Return the model of a row; a TT table is never held as a dense table.
 
     Args:
-        name: of the row.
-        rank: of the cores of tables.
-        shrink: tables of so many times fewer rows, for a quick look.
+        name: name of the row.
+        rank: rank of the TT tables.
+        shrink: factor by which tables have fewer rows, for a quick look.
         device: `meta` for a model without memory.
     """
     sizes = [max(2, size // shrink) for size in CRITEO_KAGGLE]
@@ -47,7 +47,8 @@ def model_of(name: str, *, rank: int = RANK, shrink: int = 1, device: str = "cpu
         for module in model.modules():
             if isinstance(module, CoreLayer):
                 rows = getattr(module, "num_embeddings", None)
-                norm = None if rows is None else (WIDTH / 3) ** 0.5  # of a table that is uniform within 1 / sqrt(rows)
+                # norm of a table that is uniform within 1 / sqrt(rows)
+                norm = None if rows is None else (WIDTH / 3) ** 0.5
                 module.reset_parameters(norm=norm)  # type: ignore[operator]
             else:
                 model._init_weights(module)
@@ -55,7 +56,7 @@ def model_of(name: str, *, rank: int = RANK, shrink: int = 1, device: str = "cpu
 
 
 def optimizer_of(name: str, model: DLRM) -> torch.optim.Optimizer:
-    """SGD with sparse gradients of dense tables, as the public DLRM trains; or AdamW, whose gradients are dense."""
+    """Return SGD with sparse gradients for dense tables, as the public DLRM trains, or AdamW with dense gradients."""
     if name.endswith("sgd"):
         for table in model.tables:
             if isinstance(table, nn.EmbeddingBag):
@@ -65,7 +66,7 @@ def optimizer_of(name: str, model: DLRM) -> torch.optim.Optimizer:
 
 
 def batches_of(count: int, batch_size: int, shrink: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Numbers, ids and labels of Zipf-distributed clicks."""
+    """Return numeric features, ids and labels of Zipf-distributed clicks."""
     clicks = ZipfClicks(cardinalities=[max(2, size // shrink) for size in CRITEO_KAGGLE])
     made = []
     for number in range(count):
@@ -76,12 +77,12 @@ def batches_of(count: int, batch_size: int, shrink: int = 1) -> list[tuple[Tenso
 
 
 class Training:
-    """A model with its optimizer and a few batches; a call of `step()` is a whole training step.
+    """A model with its optimizer and a few batches; `step()` runs one whole training step.
 
     Args:
         name: one of `ROWS`.
         batches: from `batches_of`.
-        rank, shrink: as of `model_of`.
+        rank, shrink: as for `model_of`.
     """
 
     def __init__(self, name: str, batches: list[tuple[Tensor, Tensor, Tensor]], *, rank: int, shrink: int) -> None:
@@ -102,7 +103,7 @@ class Training:
         return run
 
     def evaluate(self) -> None:
-        """A batch as an evaluation during training takes it, beside gradients and optimizer state."""
+        """Evaluate one batch as an evaluation during training does, with gradients and optimizer state in memory."""
         numeric, ids, _ = self._batches[0]
         self.model.eval()
         with torch.no_grad(), keep_merged(self.model):
@@ -110,7 +111,7 @@ class Training:
         self.model.train()
 
     def sizes(self) -> dict[str, int]:
-        """Numbers, and bytes of weights, gradients and optimizer state, after a step."""
+        """Return the parameter count and the bytes of weights, gradients and optimizer state after a step."""
         gradients = [param.grad for param in self.model.parameters() if param.grad is not None]
         held = [
             part for each in gradients for part in ((each._indices(), each._values()) if each.is_sparse else [each])
@@ -124,7 +125,7 @@ class Training:
 
 
 def held_bytes_of(optimizer: torch.optim.Optimizer) -> int:
-    """What an optimizer holds; sparse gradients, which have no storage of their own, aside."""
+    """Return the bytes that an optimizer holds, without sparse gradients, which have no storage of their own."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None and param.grad.is_sparse:

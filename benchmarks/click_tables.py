@@ -1,12 +1,12 @@
-"""DLRMs whose large tables are smaller, each way to the same size, trained on real flights.
+"""Compare ways to shrink the large tables of a DLRM to the same size, trained on real flights.
 
-`cores`: tensor-train matrices. `hash`: the hashing trick, several categories share a row (Weinberger et al., arXiv
-0902.2206). `qr`: the product of a row for the quotient and one for the remainder of the id (Shi et al., arXiv
-1909.02107). The last two have as many numbers in each table as its cores, or as few as they can.
+`cores`: tensor-train matrices. `hash`: the hashing trick, in which several categories share a row (Weinberger et al.,
+arXiv 0902.2206). `qr`: the product of a row for the quotient and a row for the remainder of the id (Shi et al., arXiv
+1909.02107). Each `hash` or `qr` table has as many parameters as the TT table, or as few as the method allows.
 
-The flights are those of the recipe flights-dlrm with pairs of their columns crossed, for tables of tens of thousands of
-rows. A tenth of the rows is the test set, the same for all. Values that were seen once share the row of unknown ones,
-which is then trained. `uncrossed` is dense without the crossed pairs: what they are worth.
+The data is that of the recipe flights-dlrm. Pairs of its columns are crossed to get tables of tens of thousands of
+rows. A tenth of the rows is the test set, the same for all runs. Values that occur only once share the row of unknown
+values, so that this row is trained. `uncrossed` is a dense model without the crossed pairs; it shows their benefit.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ CROSSED = {
     "flight_month": ("carrier", "flight", "month"),
 }
 SMALL_ROWS = 1000
-"""Tables of fewer rows stay dense."""
+"""Smallest number of rows of a table that is compressed; smaller tables stay dense."""
 
 
 class HashedBag(nn.Module):
-    """A bag of rows of a table that has fewer rows than there are ids: id i takes row i mod n."""
+    """Embedding bag with fewer rows than ids: id i takes row i mod n."""
 
     def __init__(self, num_rows: int, dim: int, bound: float) -> None:
         super().__init__()
@@ -65,13 +65,14 @@ class HashedBag(nn.Module):
 
 
 class QuotientRemainderBag(nn.Module):
-    """A sum of products of two rows, one for id // n and one for id mod n: each id has a product of its own.
+    """Embedding bag that sums products of two rows, one for id // n and one for id mod n, so each id has its own
+    product.
 
     Args:
-        num_embeddings: ids.
-        num_rows: of both tables together, at least 2 sqrt(num_embeddings) or as few as can be.
-        dim: of a row.
-        bound: rows begin within it, as those of the dense table do.
+        num_embeddings: number of ids.
+        num_rows: rows of both tables together, at least 2 sqrt(num_embeddings) or as few as possible.
+        dim: width of a row.
+        bound: initial values lie within this bound, as in the dense table.
     """
 
     def __init__(self, num_embeddings: int, num_rows: int, dim: int, bound: float) -> None:
@@ -90,7 +91,7 @@ class QuotientRemainderBag(nn.Module):
 
 
 def compressed(model: DLRM, kind: str, rank: int) -> DLRM:
-    """Make the large tables of a DLRM smaller, in place; cores of this rank say how small."""
+    """Compress the large tables of a DLRM in place, to the size of TT tables of this rank."""
     large = [n for n, table in enumerate(model.tables) if table.num_embeddings >= SMALL_ROWS]
     if kind == "cores":
         sc.tensorize(model, {f"tables.{n}": {"rank": rank, "num_modes": 4} for n in large})
@@ -107,10 +108,10 @@ def compressed(model: DLRM, kind: str, rank: int) -> DLRM:
 
 
 def flights(every: int = 1) -> tuple[Path, Path]:
-    """The training rows and the test rows, written where they are not there yet.
+    """Return the files of training rows and test rows; write them if they are missing.
 
     Args:
-        every: only each so-manieth row.
+        every: use only every n-th row.
     """
     folder = ROOT / "runs" / f"flights-crossed-{every}"
     paths = folder / "train.csv", folder / "test.csv"
@@ -137,7 +138,7 @@ def flights(every: int = 1) -> tuple[Path, Path]:
 
 
 def recipe_of(spec: Spec) -> dict[str, Any]:
-    """The recipe of the flights with crossed columns and tables of another width; on a test set, or a dev set."""
+    """Return the flights recipe with crossed columns and tables of another width, evaluated on the test or dev set."""
     recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
     train, test = flights(spec["every"])
     data = recipe["data"]
@@ -156,7 +157,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
 
 
 def run_training(spec: Spec) -> Line:
-    """Train one kind of tables in this process and return the line of the result."""
+    """Train one kind of tables in this process and return its result line."""
     began = time.time()
     recipe = load_recipe(recipe_of(spec))
     task = get_task("clicks")

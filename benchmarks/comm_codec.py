@@ -1,10 +1,10 @@
-"""What the codec takes: the batched exchange of one process against the plain reference, block by block.
+"""Measure the codec: the batched exchange of one process against the plain reference, which goes block by block.
 
     python benchmarks/comm_codec.py               (results/comm-codec-cpu-DATE.json)
 
-The matrices of llama-10m; one process, so that nothing travels: accumulate, transform, select, quantise, pack, check,
-unpack, decode, subtract. Times are ratios to the plain reference of the same round, and milliseconds a million numbers
-for a sense of scale.
+The parameters are the matrices of llama-10m. With one process nothing travels: accumulate, transform, select, quantize,
+pack, check, unpack, decode, subtract. Times are ratios to the plain reference in the same round, and milliseconds per
+million parameters for a sense of scale.
 """
 
 from __future__ import annotations

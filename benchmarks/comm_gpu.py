@@ -1,19 +1,19 @@
-"""The codec of the momentum exchange on a GPU, and its share of a training step.
+"""Measure the codec of the momentum exchange on a GPU, and its share of a training step.
 
-    python benchmarks/comm_gpu.py                      a Llama of 1.3 billion parameters, 16,384 tokens a step
-    python benchmarks/comm_gpu.py --tiny --device cpu  the same in small, which only tries the script
+    python benchmarks/comm_gpu.py                      a Llama of 1.3 billion parameters, 16,384 tokens per step
+    python benchmarks/comm_gpu.py --tiny --device cpu  a tiny model, only to try the script
 
-The parts, over the parameters of the whole model, as one process of two has them, with messages that go nowhere:
+The parts cover the parameters of the whole model. They run as in one of two processes, but no message is sent:
 
     encode     gradients into residuals, blocks, cosine transform, selection
-    pack       quantisation, bits, checksum, message
-    decode     check, bits, dequantisation, mean over both, transform back
-    exchange   `MomentumExchange.exchange` of one process: all of it, and the residual loses what was said
+    pack       quantization, bit packing, checksum, message
+    decode     checksum test, unpacking, dequantization, mean over both, inverse transform
+    exchange   `MomentumExchange.exchange` of one process: all parts, and the sent values are subtracted from residuals
 
-Times are of the device, by events, in turns with a control, which copies as many fp32 numbers; ratios are medians over
-the rounds. Compute is the forward and backward pass of models of two and of four layers of the full width; the rest of
-the layers is added as so many times their difference, and no optimizer. The share is exchange / (compute + exchange).
-The aim is below 2 %. Every case encodes, packs and decodes twice, which must give the same bytes.
+Times are device times from events. Each part takes turns with a control that copies as many fp32 elements; ratios are
+medians over the rounds. `compute` is a forward and backward pass without an optimizer. It is measured with two and with
+four layers of the full width and extrapolated linearly to all layers. The share is exchange / (compute + exchange); the
+aim is below 2 %. Every case encodes, packs and decodes twice, which must give the same bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CASES: list[dict[str, Any]] = [
     {"topk": 8, "residual": "int8", "dtype": "bfloat16"},
     {"topk": 8, "residual": "fp32", "dtype": "float32"},
 ]
-"""Selected of 64 x 64, format of the residuals, dtype of parameters and gradients."""
+"""Cases: coefficients selected of each 64 x 64 block, format of the residuals, dtype of parameters and gradients."""
 
 
 def language_model(shape: dict[str, int], vocab_size: int, device: str) -> nn.Module:
@@ -60,7 +60,7 @@ def language_model(shape: dict[str, int], vocab_size: int, device: str) -> nn.Mo
 
 
 def exchange_of(shape: dict[str, int], vocab_size: int, case: dict[str, Any], device: str) -> MomentumExchange:
-    """An exchange over parameters of a model's shapes, after two calls."""
+    """Return an exchange over parameters with a model's shapes, after two calls."""
     dtype = getattr(torch, case["dtype"])
     groups = []
     for group in sc.param_groups(language_model(shape, vocab_size, "meta")):
@@ -93,10 +93,10 @@ def stepped(made: MomentumExchange, gradients: list[Tensor]) -> None:
 
 
 class Codec:
-    """The parts of an exchange, one after the other, on what a process holds.
+    """The parts of an exchange on the state of one process, one after the other.
 
     Args:
-        made: after a few calls; its residuals are copied.
+        made: the exchange, after a few calls; its residuals are copied.
     """
 
     def __init__(self, made: MomentumExchange, gradients: list[Tensor]) -> None:
@@ -108,12 +108,12 @@ class Codec:
         self.messages = [self.pack(rank) for rank in range(REPLICAS)]
 
     def begin(self) -> None:
-        """Take the residuals as they are."""
+        """Restore the initial residuals."""
         self.residuals = [self.made.residuals.read(param, param).clone() for param in self.params]
 
     @torch.no_grad()
     def encode(self) -> list[Sparse]:
-        """Change the residuals, as an exchange does."""
+        """Encode the gradients; changes the residuals, as an exchange does."""
         found: list[Sparse] = []
         for channel in self.channels:
             places = [member.param for member in channel.members]
@@ -135,7 +135,7 @@ class Codec:
 
     @torch.no_grad()
     def decode(self) -> list[Tensor]:
-        """The momentum of every parameter from the messages of all replicas."""
+        """Decode the messages of all replicas into the momentum of every parameter."""
         _, bodies = unseal(self.messages)
         sizes = [channel.num_bytes for channel in self.channels]
         found = []
@@ -148,7 +148,7 @@ class Codec:
         return found
 
     def is_repeatable(self) -> bool:
-        """Whether the same numbers give the same bytes, and the same bytes the same numbers."""
+        """Return True if equal inputs give equal bytes, and equal bytes decode to equal values."""
         packed = []
         for _ in range(2):
             self.begin()
@@ -159,7 +159,7 @@ class Codec:
 
 
 def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str) -> dict[str, Any]:
-    """Times of the parts of one case, and what it sends."""
+    """Return the times of the parts of one case, and the bytes it sends."""
     made = exchange_of(case=case, device=device, **model)
     gradients = gradients_of(made, seed=1)
     parts = Codec(made, gradients)
@@ -172,7 +172,7 @@ def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str)
         "decode": parts.decode,
     }
     repeatable = parts.is_repeatable()
-    work["exchange"] = lambda: stepped(made, gradients)  # last, since it changes the residuals
+    work["exchange"] = lambda: stepped(made, gradients)  # last, because it changes the residuals
     for one in work.values():
         one()
     times = in_turns(work, rounds, device)
@@ -188,10 +188,10 @@ def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str)
 
 
 def compute(model: dict[str, Any], tokens: tuple[int, int], rounds: int, device: str) -> dict[str, Any]:
-    """Seconds of a forward and backward pass: of models of `LAYERS`, and of all layers by their difference.
+    """Return the seconds of a forward and backward pass for `LAYERS`, extrapolated to all layers by their difference.
 
     Args:
-        tokens: sequences and their length.
+        tokens: number and length of the sequences.
     """
     shape, vocab_size = model["shape"], model["vocab_size"]
     ids = torch.randint(vocab_size, tokens, device=device)

@@ -1,4 +1,4 @@
-"""What replicas can exchange, each as a training step: DDP, PowerSGD, DiLoCo, SparseLoCo, DeMo as published, ours."""
+"""Methods of communication as training steps: DDP, PowerSGD, DiLoCo, SparseLoCo, published DeMo and ours."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from scantling.comm import allreduce_wire_bytes, diloco, sparseloco
 from scantling.comm.layout import buckets_of, channels_in
 
 ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.1}
-"""Betas that came out best in optim_quality.py."""
+"""The best betas found by optim_quality.py."""
 CLIP = 1.0
-"""Largest norm of what AdamW and SGD step on; the sign of DeMo does not need it."""
+"""Largest gradient norm for AdamW and SGD; DeMo takes signs and needs no clipping."""
 OURS = {"values": "sign", "dense": "sign", "decay": 0.95}
 
 LOCAL = {"values": "sign", "dense": "sign", "outer_lr": 1.3}
-"""Of the sparse exchange after every five steps of AdamW."""
+"""Settings of the sparse exchange after every five AdamW steps."""
 LOCAL_TOPK = {"all_gather": 192, "owner": 144}
-"""Of 4,096: what stays 200 times below 16-bit gradients, with two replicas and with any number of them."""
+"""Coefficients per 4,096 that stay 200 times below 16-bit gradients: for two replicas, and for any number."""
 
 
 @dataclass
 class Replica:
-    """One of several that train together.
+    """One of several replicas that train together.
 
     Attributes:
-        model: what the loop calls.
-        optimizer: with `step`, `zero_grad` and `param_groups`.
-        computed_bytes: that a process sends for a step by formula, on average over many; called after a few steps.
-        sent: that the method says it sent in the last step; None where it does not count.
+        model: the module that the loop calls.
+        optimizer: object with `step`, `zero_grad` and `param_groups`.
+        computed_bytes: returns the bytes that a process sends per step by formula, averaged over many steps; call it
+            after a few steps.
+        sent: returns the bytes that the method reports for the last step; None if it does not count them.
         last_backward: context of the last backward pass before a step.
-        clip: largest norm of the gradients of a step.
-        exchanging: what is to be done between the backward pass and the step.
-        published_bytes: that a process of the code the method was published with would send for a step.
+        clip: largest gradient norm of a step.
+        exchanging: called between the backward pass and the step.
+        published_bytes: returns the bytes per step of the code that the method was published with.
     """
 
     model: nn.Module
@@ -56,7 +57,7 @@ class Replica:
     published_bytes: int | None = None
 
     def step(self, loss_of: Callable[[nn.Module], Tensor]) -> Tensor:
-        """One step: forward, backward, exchange, update. Returns the loss of this replica."""
+        """Run forward, backward, exchange and update; return the loss of this replica."""
         self.optimizer.zero_grad()
         loss = loss_of(self.model)
         with self.last_backward():
@@ -71,10 +72,10 @@ class Replica:
 
 @contextmanager
 def group(address: str, rank: int, count: int) -> Iterator[None]:
-    """A process group, until all are done with it.
+    """Open a process group and close it once all processes are done with it.
 
-    What is wrapped in DistributedDataParallel belongs into a function that is called within: freed after its group,
-    it can wait for gloo's thread, which waits for the GIL, for ever.
+    Create modules wrapped in DistributedDataParallel inside a function that is called within this context. If such a
+    module is freed after its group, it can wait forever for gloo's thread, which waits for the GIL.
     """
     dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=count)
     yield
@@ -88,12 +89,12 @@ def numel(model: nn.Module) -> int:
 
 
 def adamw(model: nn.Module, lr: float, dense_lr: float | None = None) -> torch.optim.Optimizer:
-    """AdamW that spares vectors from decay.
+    """Return AdamW without weight decay on vectors.
 
     Args:
-        model: whose parameters it has.
-        lr: of matrices.
-        dense_lr: of embeddings and vectors; that of the matrices unless given.
+        model: the model to train.
+        lr: learning rate of matrices.
+        dense_lr: learning rate of embeddings and vectors; `lr` by default.
     """
     groups = [
         {
@@ -107,17 +108,17 @@ def adamw(model: nn.Module, lr: float, dense_lr: float | None = None) -> torch.o
 
 
 def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """SGD with momentum; it decays nothing, since its rate is of another size than AdamW's."""
+    """Return SGD with momentum and no decay, because its learning rate differs in scale from AdamW's."""
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True)
 
 
 def reduced(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """DDP as it is fastest: no broadcast of buffers, which nothing changes, and no copy of the gradients."""
+    """Return DDP in its fastest form: no broadcast of buffers, which never change, and no copy of the gradients."""
     return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True, **options)
 
 
 def alone(model: nn.Module, lr: float) -> Replica:
-    """No exchange at all: what computing alone takes."""
+    """Return a replica without any exchange: the time of computation alone."""
     return Replica(model, adamw(model, lr), lambda: 0.0, clip=CLIP)
 
 
@@ -129,7 +130,7 @@ def ddp(
     make: Callable[..., torch.optim.Optimizer] = adamw,
     **rates: Any,
 ) -> Replica:
-    """Averaged gradients in fp32, or in fp16 while they travel."""
+    """Return a replica that averages gradients in fp32, or in fp16 during the transfer."""
     wrapped = reduced(model)
     if half:
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -139,10 +140,10 @@ def ddp(
 
 
 def power_sgd(model: nn.Module, lr: float, *, rank: int, start: int = 2, **rates: Any) -> Replica:
-    """PyTorch's own PowerSGD, after some steps of plain averaging, which its formula leaves out.
+    """Return a replica with PyTorch's PowerSGD, which starts after some steps of plain averaging.
 
-    In one bucket: its hook begins a second collective where the first has ended, and those of two buckets come in
-    another order on each process, which gloo does not bear.
+    The computed bytes leave these first steps out. All gradients are in one bucket: the hook starts a second collective
+    when the first has ended, so with two buckets the order of collectives differs between processes, and gloo hangs.
     """
     wrapped = reduced(model, bucket_cap_mb=(4 * numel(model) >> 20) + 1)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
@@ -165,7 +166,7 @@ def local_steps(
     dense_lr: float | None = None,
     **options: Any,
 ) -> Replica:
-    """DiLoCo or SparseLoCo with AdamW inside."""
+    """Return a replica with DiLoCo or SparseLoCo around AdamW."""
     inner = adamw(model, lr, dense_lr)
     optimizer = make(inner, sc.param_groups(model), sync_every=every, **options)
     return Replica(
@@ -178,7 +179,7 @@ def local_steps(
 
 
 def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
-    """sc.DeMo."""
+    """Return a replica with sc.DeMo."""
     optimizer = sc.DeMo(sc.param_groups(model, weight_decay=0.1), lr, **options)
     planned = optimizer.exchange.planned_wire_bytes_a_step
     sent = published_bytes(optimizer.exchange) if options.get("compat") == "paper" else None
@@ -193,7 +194,7 @@ def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
 
 
 def published_bytes(exchange: sc.MomentumExchange) -> int:
-    """What a process of DeMo's published code sends for a step: 8 bytes of index and 4 of value a coefficient."""
+    """Return the bytes per step of DeMo's published code: an 8-byte index and a 4-byte value per coefficient."""
     channels = channels_in(buckets_of(exchange.param_groups, exchange.rounds))
     kept = sum(channel.count * channel.kind.section.kept for channel in channels)
     return (dist.get_world_size() - 1) * 12 * kept
@@ -202,9 +203,10 @@ def published_bytes(exchange: sc.MomentumExchange) -> int:
 def exchanged(
     model: nn.Module, lr: float, *, came: bool = False, beta1: float, dense_lr: float | None = None
 ) -> Replica:
-    """sc.MomentumExchange, and an optimizer that steps matrices by the decoded momentum with a first beta of its own.
+    """Return a replica with sc.MomentumExchange and an optimizer that steps matrices by the decoded momentum.
 
-    Embeddings and vectors, whose gradients are synchronised and no momentum, keep the first beta of 0.9.
+    The first beta of matrices is a setting of its own. Embeddings and vectors, whose gradients are synchronized instead
+    of a momentum, keep a first beta of 0.9.
     """
     groups = sc.param_groups(model, weight_decay=0.1)
     exchange = sc.MomentumExchange(groups, topk=8, exchange="all_gather", **OURS)

@@ -1,4 +1,4 @@
-"""What fewer bytes cost in loss: every way to exchange, from the same weights and the same order of data.
+"""Measure the loss of every communication method, from the same weights and in the same data order.
 
     python benchmarks/comm_quality.py sweep      one grid of learning rates for every method, seed 0
     python benchmarks/comm_quality.py seeds      each at its best rate, the same data order: MAIN with 8 seeds
@@ -6,30 +6,36 @@
     python benchmarks/comm_quality.py settings   ours with other coefficients, decay, alpha, formats; DiLoCo with other
                                                  outer rates
     python benchmarks/comm_quality.py shorter    AdamW under DDP in as few steps as a slow link leaves time for, each
-                                                 with a schedule of its own and the rate swept; for time_to_loss.py
-    python benchmarks/comm_quality.py longer     five local steps in as many more steps as end where AdamW under DDP
-                                                 does, each with a schedule of its own; for time_to_loss.py
-    python benchmarks/comm_quality.py report     the sweep as it stands
+                                                 with its own schedule and a swept rate; for time_to_loss.py
+    python benchmarks/comm_quality.py longer     five local steps in longer runs, which end at the loss of AdamW under
+                                                 DDP, each with its own schedule; for time_to_loss.py
+    python benchmarks/comm_quality.py report     the current state of the sweep
 
-comm_table.py makes tables of the lines, with differences paired by seed, and time_to_loss.py times of them on a link.
+comm_table.py turns the result lines into tables, with differences paired by seed. time_to_loss.py computes from them
+the times to a loss on a link.
 
-A decoder of half a million parameters on English novels; with `--data digits` a vision transformer of 0.2 million on
-scikit-learn's digits; with `--data llama-10m-long` the preset llama-10m, on bytes of the novels, in the batches that
-network.py times, 2,250 steps of them, multiplied in bf16, without instructions for it as in bf16_products.py, which
-`widened` tells of a line (`llama-10m` is 300 steps in fp32, of AdamW under DDP alone, which the rate of embeddings is
-from). Two replicas are two processes, each with half of every batch; with four and eight, each has less, at the rates
-that are best with two, and AdamW under DDP is that of two, which computes the same. The seeds of the long runs begin
-with that of the sweep. Replicas that take steps of their own have come together at the end of a run, which is a
-multiple of theirs; where the curve has points in between, these are means over models that differ. `ours k192 h5` takes
-five steps of AdamW between exchanges, in which the signs of the 192 largest of 4,096 numbers travel, by way of owners
-of 144. Bytes are those of the formulas, which benchmarks/network.py holds to what an interface counts;
-`bytes_over_the_run` has in it the 30 steps that PowerSGD begins with, a tenth of 300, as its documentation advises.
+The data sets, `--data`:
 
-In all methods but SGD, DeMo as published and `ddp, one rate`, embeddings and vectors learn by AdamW at the rate that
-is best for AdamW alone, which is swept first, and what is swept is the rate of the matrices: the AdamW in DeMo has a
-rate of its own, and the others are not to be worse for having none. Gradients are clipped at a norm of 1 for AdamW and
-SGD. The decay of 0.999 that DeMo was published with is that of long runs: it stands beside 0.95, which ours has. Runs
-are lines of results/comm-quality.jsonl; none is made twice.
+- `novels` (default): a decoder of half a million parameters on English novels.
+- `digits`: a vision transformer of 0.2 million parameters on scikit-learn's digits.
+- `llama-10m-long`: the preset llama-10m on bytes of the novels, 2,250 steps with the batches that network.py times, in
+  bf16. On a CPU without bf16 instructions, bf16_products.py emulates them; `widened` marks the lines of such runs.
+- `llama-10m`: 300 steps in fp32 of AdamW under DDP alone; the learning rate of embeddings comes from these runs.
+
+Two replicas are two processes, each with half of every batch. Four and eight replicas each have a smaller part and take
+the rates that are best with two; the result of AdamW under DDP is taken from two replicas, because it computes the
+same. The seeds of the long runs include that of the sweep. The length of a run is a multiple of the local steps, so
+replicas are in sync at its end; points of the curve in between are means over models that differ. `ours k192 h5
+all_gather` takes five AdamW steps between exchanges, which send the signs of the 192 largest of 4,096 coefficients;
+`ours k144 h5 owner` sends 144 with the owner strategy. Bytes come from the formulas, which benchmarks/network.py checks
+against the counters of an interface. `bytes_over_the_run` includes the first 30 steps of PowerSGD, which average
+everything: a tenth of 300, as its documentation advises.
+
+In all methods but SGD, published DeMo and `ddp, one rate`, AdamW trains embeddings and vectors at the rate that is best
+for AdamW alone. This rate is swept first; afterwards only the rate of the matrices is swept. DeMo's AdamW has a
+separate rate, and this gives the other methods the same advantage. Gradients are clipped at a norm of 1 for AdamW and
+SGD. DeMo was published with a decay of 0.999, which suits long runs; it is run with 0.95, as ours is, too. Runs are
+lines of results/comm-quality.jsonl; no run is repeated.
 """
 
 from __future__ import annotations
@@ -52,29 +58,30 @@ from small_models import facts, printed, text
 
 REPLICAS = 2
 ALSO = (4, 8)
-"""Replicas of further runs."""
+"""Numbers of replicas of further runs."""
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
-GRID = Grid(RATES, start=4, least=3)  # from 2e-3 on
+GRID = Grid(RATES, start=4, least=3)  # starts at 2e-3
 STARTS = {"ddp sgd": 10}
 OURS = "ours k8 all_gather"
 LOCAL, LOCAL_OWNER = "ours k192 h5 all_gather", "ours k144 h5 owner"
-"""With an exchange after every five steps of AdamW."""
+"""Methods that exchange after every five AdamW steps."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained, and what is fixed for all its runs.
+    """A model with its data, and the settings that all of its runs share.
 
     Attributes:
         model, data: sections of the recipe.
-        batch: examples in a step of all replicas.
-        steps: of a run.
-        dense_lr: of embeddings and vectors, by AdamW in all methods but ONE_RATE: what the sweep of the first finds.
-        methods: what is compared; all unless given.
-        eval_samples: held out.
-        grid: of learning rates.
-        seeds: of AdamW and MAIN.
-        few_seeds: of the others.
+        batch: examples in a step of all replicas together.
+        steps: length of a run.
+        dense_lr: AdamW's learning rate for embeddings and vectors, in all methods but ONE_RATE; found by the first
+            method's sweep.
+        methods: the methods to compare; all by default.
+        eval_samples: held-out samples.
+        grid: learning rates.
+        seeds: seeds of AdamW and MAIN.
+        few_seeds: seeds of the other methods.
         compute: format of matrix products.
     """
 
@@ -142,9 +149,9 @@ METHODS = (
     *(f"exchange k8, {name}" for name in ("adamw", "adamw beta1 0", "came beta1 0")),
 )
 ONE_RATE = ("ddp, one rate", "ddp sgd", "demo paper")
-"""How methods begin whose rate is that of all parameters; the others sweep that of the matrices."""
+"""First rates of methods with one rate for all parameters; the other methods sweep the rate of the matrices."""
 MAIN = ("ddp fp32", OURS, LOCAL, LOCAL_OWNER)
-"""With all seeds. At 8 replicas only what goes by way of owners stays 200 times below 16-bit gradients."""
+"""Methods run with all seeds. With 8 replicas, only the owner strategy stays 200 times below 16-bit gradients."""
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "decay 0.9": (OURS, {"decay": 0.9}),
     "delay 1": (OURS, {"delay": 1}),
@@ -168,19 +175,22 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "diloco h30, outer rate 1": ("diloco h30", {"outer_lr": 1.0}),
     "diloco h100, outer rate 1": ("diloco h100", {"outer_lr": 1.0}),
 }
-"""By name a method, at its best rate, and what of it is changed."""
+"""Variants by name: a method at its best rate, and the options that are changed."""
 SHORTER, LONGER = (28, 208), (2600,)
-"""Steps of the phases of these names, on `llama-10m-long`: of METHODS[0], as many as it has time for at 10 and at 100
-Mbit/s until others have done all of theirs, and of LOCAL."""
+"""Lengths in steps of the phases of these names on `llama-10m-long`.
+
+`shorter`: METHODS[0], with as many steps as it has time for at 10 and at 100 Mbit/s until other methods have finished.
+`longer`: LOCAL.
+"""
 FACTORS = (1, 2, 4, 8)
-"""Rates of the shorter runs, as multiples of the best one: few steps want a higher one."""
+"""Rates of the shorter runs, as multiples of the best rate; short runs want a higher rate."""
 Lines = dict[str, Line]
 
 
 def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLICAS, **options: Any) -> Spec:
-    """One run, as plain values."""
+    """Return the specification of one run, as plain values."""
     work = WORKS[data]
-    named = {} if data == "novels" else {"data": data}  # as the first lines of the results have it
+    named = {} if data == "novels" else {"data": data}  # the first result lines have no key for the default data
     named |= {} if work.compute == "fp32" else {"compute": work.compute}
     if not method.startswith(ONE_RATE):
         options = {"dense_lr": work.dense_lr, **options}
@@ -196,20 +206,20 @@ def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLI
 
 
 def grid_of(data: str, method: str) -> Grid:
-    """The learning rates of a method, from where its own are to be expected."""
+    """Return the learning rates of a method, starting near its expected best rate."""
     grid = WORKS[data].grid
     return replace(grid, start=STARTS.get(method, grid.start))
 
 
 def length_specs(data: str, method: str, lr: float, seed: int, lengths: Iterable[int]) -> Iterator[Spec]:
-    """The runs of the phases `shorter` and `longer`."""
+    """Return the runs of the phases `shorter` and `longer`."""
     for steps in lengths:
         for factor in FACTORS if steps in SHORTER else (1,):
             yield {**run_spec(data, method, factor * lr, seed), "steps": steps}
 
 
 def warm_up_steps(method: str, steps: int) -> int:
-    """Steps in which a method averages everything before it begins."""
+    """Return the number of steps in which a method averages everything before it starts to compress."""
     return min(30, steps // 10) if method.startswith("powersgd") else 0
 
 
@@ -236,7 +246,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
 
 
 def replica(rank: int, spec: Spec, port: int, out: str) -> None:
-    """One of the processes of a run; the first one writes the outcome."""
+    """Run one process of a run; rank 0 writes the outcome."""
     import torch
     from bf16_products import bf16_products
     from comm_methods import group
@@ -249,7 +259,7 @@ def replica(rank: int, spec: Spec, port: int, out: str) -> None:
 
 
 def trained(rank: int, spec: Spec) -> dict[str, Any]:
-    """Train in the process group that there is, and return losses and bytes."""
+    """Train in the current process group and return losses and bytes."""
     import torch
     from comm_methods import METHODS as KNOWN
     from comm_methods import numel
@@ -295,7 +305,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
         (batch,) = batches.next_step()
         try:
             loss = replica.step(loss_of)
-        except NonFiniteError as error:  # on all replicas at once
+        except NonFiniteError as error:  # raised on all replicas at once
             figures = {"eval_loss": None, "failure": str(error)}
             break
         losses.append(float(loss))
@@ -318,10 +328,10 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
 
 
 def run_one(spec: Spec) -> Line:
-    """Train with processes of their own, and return the line of the result.
+    """Train in child processes and return the result line.
 
-    They are forked from this one, which has nothing running but has imported what they need: otherwise a short run
-    would mostly import.
+    The children are forked from this process, which has no threads and has imported all modules they need. Otherwise a
+    short run would mostly import.
     """
     import comm_methods  # noqa: F401
     import torch.multiprocessing as mp
@@ -346,7 +356,7 @@ def swept(lines: Lines, data: str, method: str) -> list[float | None]:
 
 
 def best_rate(lines: Lines, data: str, method: str) -> float | None:
-    """None while the sweep has not ended, or where every run failed."""
+    """Return the best rate, or None if the sweep has not ended or every run failed."""
     return grid_of(data, method).best(swept(lines, data, method))
 
 
@@ -367,7 +377,7 @@ def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
 
 
 def report(lines: Lines, data: str) -> None:
-    """The sweep: losses by learning rate."""
+    """Print the sweep: losses by learning rate."""
     print(f"{data}: held-out nats a target by learning rate, seed 0\n{GRID.header()}")
     for method in methods_of(data):
         print(GRID.row(method[:24], swept(lines, data, method)))

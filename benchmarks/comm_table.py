@@ -1,12 +1,12 @@
-"""The tables of docs/network-measured.md, in Markdown: what ways to exchange cost in loss, and what they send and take.
+"""Print the tables of docs/network-measured.md in Markdown: loss, bytes and times of the communication methods.
 
     python benchmarks/comm_table.py --data novels benchmarks/results/network-*-novels-*.json
     python benchmarks/comm_table.py --times benchmarks/results/network-2-10mbit-*.json      a column a link
 
-The losses are lines of results/comm-quality.jsonl, at each method's best rate; bytes and times are those of files of
-network.py, which are measured on the same model and batch. Differences are paired by seed, with 95 % intervals. The
-loss at equal time is what a method has when the first of them has done all its steps, from its own curve: that of a run
-that had not ended, whose rate is still high.
+The losses are lines of results/comm-quality.jsonl, at each method's best rate. Bytes and times come from the files of
+network.py, measured with the same model and batch. Differences are paired by seed, with 95 % intervals. The loss at
+equal time is a method's loss at the moment when the first method has done all its steps. It is read from the method's
+own curve, so from a run that has not ended and whose learning rate is still high.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def told(values: Sequence[float], form: str) -> str:
-    """A mean and, of several values, its 95 % interval."""
+    """Format a mean and, given several values, its 95 % interval."""
     if not values:
         return NONE
     mean, width = interval(values)
@@ -48,7 +48,7 @@ def of_seeds(runs: dict[int, Line], value: str, form: str = ".3f", scale: float 
 
 
 def difference(runs: dict[int, Line], control: dict[int, Line]) -> str:
-    """To the control, paired by seed."""
+    """Format the difference to the control, paired by seed."""
     if runs is control:
         return NONE
     return told(
@@ -57,7 +57,7 @@ def difference(runs: dict[int, Line], control: dict[int, Line]) -> str:
 
 
 def reached(runs: dict[int, Line], control: dict[int, Line]) -> str:
-    """Steps to the last loss of the control: the median over the seeds that have both."""
+    """Return the steps to the last loss of the control: the median over the seeds that both have."""
     steps = [
         steps_to_reach(line["heldout"], control[seed]["heldout"][-1][1])
         for seed, line in runs.items()
@@ -68,7 +68,7 @@ def reached(runs: dict[int, Line], control: dict[int, Line]) -> str:
 
 
 def loss_table(lines: quality.Lines, data: str) -> str:
-    """Rates, losses and differences to AdamW under DDP, with two replicas and with more where there are runs."""
+    """Return rates, losses and differences to AdamW under DDP, with two replicas and with more if such runs exist."""
     work = quality.WORKS[data]
     control = trained(lines, data, BASE, quality.REPLICAS)
     right = any("accuracy" in line for line in control.values())
@@ -94,7 +94,7 @@ def loss_table(lines: quality.Lines, data: str) -> str:
 
 
 def settings_table(lines: quality.Lines, data: str) -> str:
-    """What other settings lose to those of the method, paired by seed, and how many bytes they send of its."""
+    """Return loss differences of other settings to the method's own, paired by seed, and their relative bytes."""
     rows = []
     for name, (method, options) in quality.SETTINGS.items():
         own, runs = trained(lines, data, method), trained(lines, data, method, **options)
@@ -105,7 +105,7 @@ def settings_table(lines: quality.Lines, data: str) -> str:
 
 
 def sent(link: Link | None, method: str) -> tuple[float, float] | None:
-    """Bytes of a step, counted and by formula, of the replica that sends most."""
+    """Return the bytes of a step, counted and by formula, for the replica that sends most."""
     rounds = link["methods"].get(method) if link else None
     if not rounds:
         return None
@@ -114,12 +114,12 @@ def sent(link: Link | None, method: str) -> tuple[float, float] | None:
 
 
 def link_table(lines: quality.Lines, data: str, links: dict[tuple[int, str], Link]) -> str:
-    """Bytes with 2, 4 and 8 replicas, and times of a step with two.
+    """Return a table of bytes with 2, 4 and 8 replicas, and of step times with two.
 
     Args:
-        lines: of comm_quality.py.
-        data: what the losses are of.
-        links: by replicas and rate.
+        lines: result lines of comm_quality.py.
+        data: the data set of the losses.
+        links: reports of network.py by number of replicas and rate.
     """
     slow = links[quality.REPLICAS, RATES[0]]
     step_s = steps_on(slow)
@@ -156,7 +156,7 @@ def link_table(lines: quality.Lines, data: str, links: dict[tuple[int, str], Lin
 
 
 def times_table(links: Sequence[Link]) -> str:
-    """Milliseconds of a step, and how often as fast as DDP it is: a column a link, the methods that all have."""
+    """Return step times and speed-ups over DDP, one column per link, of the methods that all files have."""
     columns = [steps_on(link) for link in links]
     header = ["exchange"]
     for link in links:

@@ -1,9 +1,9 @@
-"""Optimizers whose state `optim_bytes.py` counts: CAME and what there is beside it, each built for one list of shapes.
+"""Optimizers whose state `optim_bytes.py` counts: CAME and its competitors, each built for one list of shapes.
 
-A contender is built by a function that imports its package, so that one that is missing or refuses this machine says
-so itself. Settings are those that their authors recommend for large Llamas: GaLore and APOLLO at a quarter of the
-hidden size on the layers' matrices, Adam on the rest; Muon on the matrices, AdamW on the rest; SCALE with momentum for
-the output layer alone.
+Each contender has a build function that imports its package, so a missing package or an unsupported machine is reported
+for that contender alone. Settings are the authors' recommendations for large Llamas: GaLore and APOLLO at a quarter of
+the hidden size on the layers' matrices, Adam on the rest; Muon on the matrices, AdamW on the rest; SCALE with momentum
+for the output layer alone.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from scantling.optim import CAME, ParameterSpec, build_optimizer, predicted_stat
 
 
 class Spec(NamedTuple):
-    """A parameter: role is matrix, embedding, head or vector."""
+    """Role (matrix, embedding, head or vector) and shape of a parameter."""
 
     role: str
     shape: tuple[int, ...]
 
 
 class Model(NamedTuple):
-    """Parameters by role, and the hidden size that low ranks are a part of."""
+    """Parameters with their roles, and the hidden size from which low ranks are derived."""
 
     params: list[tuple[str, nn.Parameter]]
     hidden: int
 
     @classmethod
     def of(cls, specs: list[Spec], *, hidden: int, dtype: torch.dtype, device: str) -> Model:
-        """Small random values, gradients in place; on the meta device shapes alone."""
+        """Return parameters with small random values and gradients; shapes alone on the meta device."""
         params = []
         for role, shape in specs:
             param = nn.Parameter(torch.empty(shape, dtype=dtype, device=device).uniform_(-0.05, 0.05))
@@ -50,7 +50,7 @@ class Model(NamedTuple):
         return [param for _, param in self.params]
 
     def low_rank(self, **settings: Any) -> list[dict[str, Any]]:
-        """Groups as galore-torch and apollo-torch take them."""
+        """Return parameter groups in the form that galore-torch and apollo-torch expect."""
         return [{"params": self.role("embedding", "head", "vector")}, {"params": self.role("matrix"), **settings}]
 
 
@@ -62,11 +62,12 @@ class Contender:
     """An optimizer under comparison.
 
     Attributes:
-        name: as it is shown.
-        build: makes it; raises where its package or this machine does not allow it.
-        predict: bytes of state of a model on the meta device, where it has a formula; else a step is taken there.
-        sides: on real tensors all sides are divided by this, where a step takes minutes: an SVD, Newton-Schulz,
-            a product in bf16, CAME without its C code.
+        name: the name in the report.
+        build: makes the optimizer; raises if its package is missing or does not support this machine.
+        predict: returns the bytes of state for a model on the meta device, if the optimizer has a formula; otherwise a
+            step is taken there.
+        sides: divisor of all sides on real tensors, for optimizers whose step takes minutes: an SVD, Newton-Schulz, a
+            product in bf16, CAME without its C code.
     """
 
     name: str
@@ -208,10 +209,10 @@ CONTENDERS = [
 
 
 def held_bytes(optimizer: Optimizer) -> int:
-    """Bytes of every storage that can be reached from an optimizer, beside its parameters and gradients.
+    """Return the bytes of every storage that is reachable from an optimizer, without its parameters and gradients.
 
-    State inside tensor subclasses (torchao), projectors (GaLore, APOLLO) and tables of the optimizer itself count too,
-    shared ones once.
+    The count includes state inside tensor subclasses (torchao), projectors (GaLore, APOLLO) and tables of the optimizer
+    itself. Shared storages count once.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     own = {t.untyped_storage()._cdata for param in params for t in (param, param.grad) if t is not None}

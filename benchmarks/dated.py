@@ -1,4 +1,4 @@
-"""The file of a benchmark's results: what was run, when, on what, and the raw numbers."""
+"""Write the result file of a benchmark: command, date, machine and raw results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def dated(script: str, **found: Any) -> dict[str, Any]:
-    """Results under a head: the command, the date, versions and hardware.
+    """Return results with a header: command, date, versions and hardware.
 
     Args:
-        script: `__file__` of the script that runs.
-        found: what it has to say.
+        script: `__file__` of the running script.
+        found: the results.
     """
     from scantling.training.rundir import environment
 
@@ -26,15 +26,15 @@ def dated(script: str, **found: Any) -> dict[str, Any]:
 
 
 def write(report: Mapping[str, Any], name: str, out: Path | None = None) -> Path:
-    """Write a report from `dated`.
+    """Write a report made by `dated` and return its path.
 
     Args:
-        report: with its date.
-        name: of the file in the folder of results, before the date.
-        out: another file.
+        report: the report, with its date.
+        name: name of the file in the folder of results, before the date.
+        out: another file to write instead.
 
     Returns:
-        Where it is.
+        The path of the report.
     """
     path = out or RESULTS / f"{name}-{report['date']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""A switch between network interfaces that holds every frame for a while: round trips of a long line, emulated.
+"""Emulate a long line: a switch between network interfaces that delays every frame.
 
     python benchmarks/delaying_hub.py --delay-ms 25 port0 port1       (root; until it is ended)
     python benchmarks/delaying_hub.py --plain eth0                    (let the kernel fill in checksums itself)
 
-Kernels without netem cannot delay what goes over a veth pair. This process reads frames from one end of each pair and
-writes them to the other pairs after the delay, in their order; addresses are learnt as by any switch. Bandwidth is not
-its business: `tc tbf` on the interfaces goes on to cap it.
+Kernels without netem cannot delay traffic over a veth pair. This process reads frames from one end of each pair and
+writes them to the other pairs after the delay, in order. It learns addresses as any switch does. It does not limit the
+bandwidth: `tc tbf` on the interfaces still caps it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUFFER_BYTES = 1 << 25
 
 
 def fill_in_checksums(interface: str) -> None:
-    """Switch off what leaves checksums and segments to a network card that is not there."""
+    """Switch off the offloads that leave checksums and segmentation to a network card, since there is none."""
     command = array.array("I", [ETHTOOL_STXCSUM, 0])
     request = struct.pack("16sP", interface.encode(), command.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
@@ -38,7 +38,7 @@ def fill_in_checksums(interface: str) -> None:
 
 
 def listening(interface: str) -> socket.socket:
-    """A socket of all frames that come in at an interface."""
+    """Return a raw socket that receives all frames arriving at an interface."""
     found = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
     for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
         found.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
@@ -48,7 +48,7 @@ def listening(interface: str) -> socket.socket:
 
 
 def forward(interfaces: Sequence[str], delay_s: float) -> None:
-    """Pass frames on, until the process is ended."""
+    """Forward frames until the process is ended."""
     ports = [listening(interface) for interface in interfaces]
     known: dict[bytes, socket.socket] = {}
     held: deque[tuple[float, bytes, list[socket.socket]]] = deque()
@@ -65,7 +65,8 @@ def forward(interfaces: Sequence[str], delay_s: float) -> None:
             for port in others:
                 try:
                     port.send(frame)
-                except (BlockingIOError, OSError):  # the queue of the interface is full: lost, as on any line
+                # the interface's queue is full: drop the frame, as a real line would
+                except (BlockingIOError, OSError):
                     continue
 
 

@@ -1,24 +1,25 @@
-"""DLRM with its tables as cores: size, memory and speed at the size of Criteo Kaggle, AUC on real flights.
+"""Measure a DLRM with TT tables: size, memory and speed at the size of Criteo Kaggle, and AUC on real flights.
 
-    python benchmarks/dlrm.py size        numbers of both models, which are not built for it
+    python benchmarks/dlrm.py size        parameter counts of both models, computed without building them
     python benchmarks/dlrm.py memory      peak memory of steps and of an evaluation, each row in a process of its own
     python benchmarks/dlrm.py speed       time of a training step, interleaved
     python benchmarks/dlrm.py sweep       flights: one grid of learning rates for each kind of tables, one seed
     python benchmarks/dlrm.py auc         flights: each kind at its best rate, seeds 1 to 8
     python benchmarks/dlrm.py report      everything against the aims, from the raw lines alone
 
-Aims (CoMERA, arXiv 2405.14377): 99 times fewer numbers and 7 times less peak training memory with 26 tables of 33.8
+Aims (CoMERA, arXiv 2405.14377): 99 times fewer parameters and 7 times less peak training memory with 26 tables of 33.8
 million rows, width 32, and batches of 10,000; AUC within 0.005 of dense.
 
-The dense model is trained as the public DLRM does, by SGD with sparse gradients (`dense-sgd`), which hold no more than
-the rows of a batch; and by AdamW (`dense-adamw`, 17 GB), whose dense gradients and two moments are what the paper's
-18 GB come of. Cores are compared with the dense model of the same optimizer. Ids are Zipf-distributed
-(zipf_clicks.py). `speed` leaves `dense-adamw` out unless `--row` names it, since both dense models take 22 GB.
+The dense model is trained in two ways. `dense-sgd` is SGD with sparse gradients, as in the public DLRM; such a gradient
+holds only the rows of a batch. `dense-adamw` (17 GB) is AdamW, whose dense gradients and two moments explain the
+paper's 18 GB. A TT model is compared with the dense model of the same optimizer. Ids are Zipf-distributed
+(zipf_clicks.py). `speed` leaves `dense-adamw` out unless `--row` names it, because both dense models together take 22
+GB.
 
-On the flights (click_tables.py) the hashing trick and quotient-remainder tables have the numbers of the cores. Rates
-are chosen on a tenth of the training rows. A run reads the flights once, as is usual with click logs: in a second pass
-(`--steps 1000`) dense tables learn them by heart. Runs are lines of benchmarks/results/dlrm.jsonl, none is run twice;
-`speed` writes dlrm-speed-cpu-DATE.json.
+On the flights (click_tables.py), tables of the hashing trick and quotient-remainder tables have as many parameters as
+the TT tables. Learning rates are chosen on a tenth of the training rows. A run reads the flights once, as is usual with
+click logs: in a second pass (`--steps 1000`) dense tables memorize them. Runs are lines of
+benchmarks/results/dlrm.jsonl; no run is repeated. `speed` writes dlrm-speed-cpu-DATE.json.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ Lines = dict[str, Line]
 BATCH, BATCHES = 10_000, 4
 STEPS_OF_MEMORY = 4
 PAIRS = {"cores-sgd": "dense-sgd", "cores-adamw": "dense-adamw"}
-"""Rows of cores, and the dense row that each is compared with."""
+"""TT rows, each with the dense row that it is compared with."""
 DENSE_ADAMW_BYTES = 18 << 30
-"""What must be free for it."""
+"""Free memory that `dense-adamw` needs."""
 KINDS = ("dense", "cores", "hash", "qr", "uncrossed")
 SEEDS = (1, 2, 3, 4, 5, 6, 7, 8)
 STEPS, WIDTH, FLIGHTS_RANK = 475, 32, 16  # one pass over the flights
-GRID = Grid([0.375e-3 * 2**power for power in range(-5, 8)], start=8)  # 12e-6 to 48e-3, from 3e-3 on
+GRID = Grid([0.375e-3 * 2**power for power in range(-5, 8)], start=8)  # 12e-6 to 48e-3, starting at 3e-3
 
 
 def memory_spec(row: str, options: argparse.Namespace, *, gives_back: bool) -> Spec:
-    """One measurement of memory."""
+    """Return the specification of one memory measurement."""
     settings = {"rank": options.rank, "shrink": options.shrink, "batch": options.batch}
     return {"measure": "memory", "row": row, "gives_back": gives_back, "evaluates": True, **settings}
 
 
 def run_spec(kind: str, lr: float, seed: int, options: argparse.Namespace, *, dev: bool) -> Spec:
-    """One training run on the flights."""
+    """Return the specification of one training run on the flights."""
     settings = {"steps": options.steps, "every": options.every, "width": WIDTH, "rank": FLIGHTS_RANK}
     return {"kind": kind, "lr": lr, "seed": seed, "dev": dev, **settings}
 
@@ -102,7 +103,7 @@ def memory_specs(options: argparse.Namespace) -> Iterator[Spec]:
 
 
 def fits(spec: Spec) -> bool:
-    """Whether there is memory for a row now; says so where there is not."""
+    """Return True if there is enough free memory for a row; otherwise print why the row is left out."""
     if spec["row"] != "dense-adamw":
         return True
     with open("/proc/meminfo") as file:
@@ -114,12 +115,12 @@ def fits(spec: Spec) -> bool:
 
 
 def swept(lines: Lines, kind: str, options: argparse.Namespace) -> list[float | None]:
-    """The loss on the dev set of each rate with seed 0."""
+    """Return the dev-set loss of each learning rate with seed 0."""
     return GRID.results(lines, lambda rate: run_spec(kind, rate, 0, options, dev=True), "eval_loss")
 
 
 def auc_specs(lines: Lines, options: argparse.Namespace) -> Iterator[Spec]:
-    """Each kind at its best rate."""
+    """Yield the runs of each kind of tables at its best rate."""
     for seed in SEEDS:
         for kind in options.row or KINDS:
             rate = GRID.best(swept(lines, kind, options))
@@ -130,7 +131,7 @@ def auc_specs(lines: Lines, options: argparse.Namespace) -> Iterator[Spec]:
 
 
 def speed(options: argparse.Namespace) -> dict[str, Any]:
-    """Ratios of the step times to the dense model's."""
+    """Return the ratios of step times to the dense model's."""
     import torch
     from click_models import Training, batches_of
 
@@ -152,7 +153,7 @@ def write_speed(options: argparse.Namespace) -> None:
 
 
 def report_size(options: argparse.Namespace) -> None:
-    """Numbers of the dense model and of the one of cores."""
+    """Print the parameter counts of the dense and the TT model."""
     from click_models import model_of
 
     models = {row: model_of(row, rank=options.rank, shrink=options.shrink, device="meta") for row in ("dense", "cores")}
@@ -166,7 +167,7 @@ def report_size(options: argparse.Namespace) -> None:
 
 
 def report_memory(lines: Lines, options: argparse.Namespace) -> None:
-    """Peak memory of each row, and the dense row's over that of cores."""
+    """Print the peak memory of each row, and the ratio of its dense row to it."""
     everything = argparse.Namespace(**{**vars(options), "row": None})
     found = {(spec["row"], spec["gives_back"]): lines.get(key_of(spec)) for spec in memory_specs(everything)}
     for (row, gives_back), line in found.items():
@@ -183,7 +184,7 @@ def report_memory(lines: Lines, options: argparse.Namespace) -> None:
 
 
 def report_speed(measured: Mapping[str, Any]) -> None:
-    """Times of a step over the dense model's; there is no aim, the paper gives none."""
+    """Print step times relative to the dense model's; there is no aim, because the paper gives none."""
     rows = measured["rows"]
     if (refused := disturbed(rows["dense-sgd again"])) is not None:
         print(refused)
@@ -194,7 +195,7 @@ def report_speed(measured: Mapping[str, Any]) -> None:
 
 
 def report_auc(lines: Lines, options: argparse.Namespace) -> None:
-    """AUC of each kind of tables, and what it is above or below dense, seed by seed."""
+    """Print the AUC of each kind of tables, and its difference to dense, paired by seed."""
     print(f"flights, loss on the dev set by learning rate, seed 0\n{GRID.header()}")
     for kind in KINDS:
         print(GRID.row(kind, swept(lines, kind, options)))

@@ -1,4 +1,4 @@
-"""The runs of `six_encoder.py` that train: width 256 on the sentence pairs of SCANTLING_DATA/nli."""
+"""Train the runs of `six_encoder.py`: width 256 on the sentence pairs of SCANTLING_DATA/nli."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CORES = {
     "lr_scale": 0.5,
     "embedding_lr_scale": 16.0,
 }
-"""The paper's ranks. Everything else, as in the dense model, learns at `optim.lr`."""
+"""The paper's ranks. All other parameters learn at `optim.lr`, as in the dense model."""
 TARGETS = {"0.8": 0.8, "0.5": 0.5, "0.2": 0.2, "361x": 0.1777}
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "dense": (ADAMW, None),
@@ -35,26 +35,26 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 }
 """Optimizer and tensor section of each row."""
 ADAPT, BEGIN = 0.75, 0.5
-"""Shares of a run: at the end of which the ranks are down, and after which they begin to come down."""
+"""Fractions of a run at which the rank reduction ends and begins."""
 GRID = Grid([31.25e-6 * 2**power for power in range(10)], start=2)  # 31.25e-6 to 16e-3
 STARTS = {"galore": 4}
-"""Where a sweep begins that does not begin with 125e-6."""
+"""Grid index at which a row's sweep starts, if not at 125e-6."""
 TESTS = ("lingnli_valid", "mnli_dev_matched_part_a")
 SEEDS = (1, 2, 3)
 COMPARED = ("dense", "cores", "cores-0.2")
-"""With every seed; the other rows, points of a curve, with the first."""
+"""Rows run with every seed; the other rows are points of a curve and run with the first seed."""
 PAIRS_A_BATCH, EMBEDDING_RATE = 32, 1e-3
 SWEEP_STEPS, EPOCHS, TRAINING_PAIRS = 3753, 4, 60_051
 STEPS_A_PASS = round(TRAINING_PAIRS / PAIRS_A_BATCH)
 
 
 def swept_row(row: str) -> str:
-    """The row whose rate a row takes."""
+    """Return the row whose learning rate a row uses."""
     return "cores" if row.startswith("cores") else row
 
 
 def run_spec(row: str, lr: float, seed: int, steps: int, *, dev: bool) -> Spec:
-    """One run at width 256, as plain values: what is in it decides whether it has been run."""
+    """Return one run at width 256 as plain values; their hash decides whether it has already been run."""
     optim, tensor = ROWS[row]
     if tensor is not None and "size_target" in tensor:
         tensor = {**tensor, "adapt": ADAPT, "adapter": {**tensor.get("adapter", {}), "begin": round(BEGIN * steps)}}
@@ -64,7 +64,7 @@ def run_spec(row: str, lr: float, seed: int, steps: int, *, dev: bool) -> Spec:
 
 
 def trivial_spec(test: str) -> Spec:
-    """What trivial answers reach on a test set."""
+    """Return the specification of the trivial baselines on a test set."""
     return {"measure": "trivial", "test": test}
 
 
@@ -100,7 +100,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
 
 
 def run_training(spec: Spec) -> Line:
-    """Train in this process, or go on with it, and return the line of the result."""
+    """Train in this process, or resume an interrupted run, and return the result line."""
     if spec["optim"]["name"] == "galore":
         import galore
 
@@ -110,7 +110,7 @@ def run_training(spec: Spec) -> Line:
 
 
 def finished(run_dir: Path) -> Line:
-    """Accuracy on both test sets, which pairs are right as bits in hexadecimal, and the sizes, of a run that ended."""
+    """Return the sizes and, for both test sets, the accuracy and the correct pairs as bits in hexadecimal."""
     import numpy as np
     import torch
 
@@ -152,7 +152,7 @@ def finished(run_dir: Path) -> Line:
 
 
 def trivial_line(spec: Spec) -> Line:
-    """What the most frequent label, and a linear model of the hypothesis alone, reach on a test set."""
+    """Return the accuracy on a test set of the most frequent label and of a linear model of the hypothesis alone."""
     from scantling.recipe import load_recipe
     from scantling.tasks import get_task
 
@@ -164,13 +164,14 @@ def trivial_line(spec: Spec) -> Line:
 
 
 def heldout_error(line: Line) -> float | None:
-    """The share of the pairs held out of training that a run has wrong at its end; None where it failed.
+    """Return the final error on the held-out pairs, or None if the run failed.
 
-    So few pairs give ties. A loss, too small to change anything else, decides between them.
+    The few pairs lead to ties. The loss breaks them, scaled so small that it changes nothing else.
     """
+    # 1e-9 times a loss of order 1 is far below the error of a single pair
     return 1.0 - float(line["accuracy"][-1][1]) + 1e-9 * float(line["eval_loss"]) if "accuracy" in line else None
 
 
 def swept(lines: dict[str, Line], row: str, steps: int) -> list[float | None]:
-    """The error on the pairs held out of each rate with seed 0."""
+    """Return the held-out error of each learning rate with seed 0."""
     return GRID.results(lines, lambda rate: run_spec(row, rate, 0, steps, dev=True), heldout_error)

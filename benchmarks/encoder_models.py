@@ -1,4 +1,4 @@
-"""The six-encoder transformer at full size, dense and as cores, with its optimizer: a training step to be measured."""
+"""Build a measurable training step of the full-size six-encoder transformer, dense or TT, with its optimizer."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ from scantling.tensor.layer import CoreLayer, keep_merged
 
 RECIPE = ROOT / "recipes" / "papers" / "mnli-six-encoder.yaml"
 DENSE_PART = 66_498_048
-"""Numbers of the dense weights that the cores replace."""
+"""Parameters in the dense weights that TT layers replace."""
 CORES = 1_026_528
-"""Numbers in the cores at the first ranks."""
+"""TT parameters at the initial ranks."""
 TARGETS = {"0.8": 0.8, "0.5": 0.5, "0.2": 0.2, "361x": DENSE_PART / 361 / 1.01 / CORES}
-"""Shares of the cores' first size. The size reached may be 1 % above the target, so the last one aims 1 % lower."""
+"""Targets as fractions of the initial TT size. A size may exceed its target by 1 %, so the last one aims 1 % lower."""
 GALORE_RANKS = {"galore": 192, "galore-30": 30, "galore-per-layer": 192}
-"""Of GaLore: a quarter of the width, as its authors train Llamas, and the rank of the cores; and a quarter with a step
-of each parameter as soon as its gradient is there, which is then freed: its authors' way to the least memory."""
+"""Ranks of GaLore.
+
+`galore`: a quarter of the width, as its authors train Llamas. `galore-30`: the rank of the TT layers.
+`galore-per-layer`: a quarter of the width, with a step of each parameter as soon as its gradient is ready; the gradient
+is then freed. This is its authors' way to the least memory.
+"""
 CONFIGURATIONS = ("dense", *GALORE_RANKS, "cores", "cores-adapting", *(f"cores-{target}" for target in TARGETS))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of the model and its input may be smaller, for a quick look, and the dropout."""
+    """Sizes of the model and its input that a quick look may reduce, and the dropout."""
 
     layers: int = 6
     length: int = 128
@@ -44,17 +48,17 @@ FULL = Shape()
 
 
 def config_of(shape: Shape, **changes: Any) -> BertConfig:
-    """The configuration of the recipe, and the rest as of BERT."""
+    """Return the recipe's configuration, with BERT's defaults for the rest."""
     given = {"vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
     dropout = {f"{place}_dropout_prob": shape.dropout for place in ("hidden", "attention_probs")}
     return BertConfig(**{**given, **dropout, "num_hidden_layers": shape.layers, "num_labels": 3, **changes})
 
 
 def model_of(name: str, shape: Shape = FULL) -> tuple[nn.Module, sc.RankAdapter | None]:
-    """The model of a configuration in training mode, and the adapter of one whose ranks are adapting.
+    """Return the model of a configuration in training mode, and a rank adapter if its ranks are adapting.
 
-    It is built without memory first, so that a model of cores never holds the dense weights. Weights are drawn as torch
-    draws them, which has no part in time and memory. At a size target, ranks are brought down at once.
+    The model is built on the meta device, so a TT model never holds the dense weights. Weights are drawn by torch's
+    defaults, which does not affect time or memory. Given a size target, the ranks are reduced at once.
     """
     with torch.device("meta"):
         model = BertForSequenceClassification(config_of(shape))
@@ -73,7 +77,7 @@ def model_of(name: str, shape: Shape = FULL) -> tuple[nn.Module, sc.RankAdapter 
 
 
 def materialize(model: nn.Module) -> None:
-    """Give a model on the meta device memory and values."""
+    """Allocate and initialize a model from the meta device."""
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     for module in model.modules():
@@ -85,7 +89,7 @@ def materialize(model: nn.Module) -> None:
 
 
 def optimizer_of(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """AdamW in its fastest form, or GaLore; no weight is decayed, as in the paper's code."""
+    """Return AdamW in its fastest form, or GaLore; no weight decays, as in the paper's code."""
     groups = sc.param_groups(model)
     if name in GALORE_RANKS:
         import galore
@@ -97,14 +101,14 @@ def optimizer_of(name: str, model: nn.Module, **options: Any) -> torch.optim.Opt
 
 
 class Training:
-    """A model with its optimizer and a batch of random tokens; a call is a whole training step.
+    """A model with its optimizer and a batch of random tokens; calling it runs one whole training step.
 
     Args:
         name: one of `CONFIGURATIONS`.
-        shape: of the model and the input.
+        shape: shape of the model and the input.
         dtype: "float32", or "bfloat16" for autocast.
-        device: where it trains.
-        options: of AdamW.
+        device: device of the training.
+        options: options of AdamW.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class Training:
         self._shape, self._dtype, self._device = shape, getattr(torch, dtype), device
 
     def step(self, batch_size: int) -> Callable[[], None]:
-        """A step on sequences of full length."""
+        """Run one training step on sequences of full length."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, 30522, (batch_size, self._shape.length), generator=generator)
         labels = torch.randint(0, 3, (batch_size,), generator=generator)
@@ -136,7 +140,7 @@ class Training:
         return run
 
     def evaluate(self, batch_size: int) -> None:
-        """A batch as an evaluation during training takes it, beside gradients and optimizer state."""
+        """Evaluate one batch as an evaluation during training does, with gradients and optimizer state in memory."""
         ids = torch.randint(0, 30522, (batch_size, self._shape.length), generator=torch.Generator().manual_seed(1))
         self.model.eval()
         with torch.no_grad(), keep_merged(self.model):
@@ -144,7 +148,7 @@ class Training:
         self.model.train()
 
     def sizes(self) -> dict[str, Any]:
-        """Numbers, and bytes of weights, gradients and optimizer state, after a step."""
+        """Return the parameter count and the bytes of weights, gradients and optimizer state after a step."""
         parameters = list(self.model.parameters())
         cores = [module for module in self.model.modules() if isinstance(module, CoreLayer)]
         weight_bytes = sum(param.nbytes for param in parameters)
@@ -162,7 +166,7 @@ class Training:
 
 
 def warm_up(name: str, batch_size: int = 1) -> None:
-    """A step of a small model of the same kind, which loads what libraries load at their first use."""
+    """Run a step of a small model of the same kind, so that libraries load what they load at first use."""
     small = config_of(Shape(layers=1), vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2)
     model = BertForSequenceClassification(small)
     if name.startswith("cores"):

@@ -1,13 +1,13 @@
-"""Long tests of exchange and resume, with the outcome of each written down.
+"""Run the long tests of exchange and resume, and record the outcome of each.
 
     python benchmarks/endurance.py exchange   # about half an hour on two cores
     python benchmarks/endurance.py kills      # about half an hour on two cores
 
 `exchange`: 200 steps over a distributed checkpoint to the same bits, plain and with FSDP2 shards; 2,000 steps with
-equal hashes for each way to exchange; kills at 20 random steps, resumed to the same bits; replicas that are killed,
-stopped and join again.
-`kills`: two SIGKILLs at random moments in each of the 32 combinations of dense or TT layers with a size target, AdamW
-or CAME, all-reduce or DeMo, fp32 or int8, and one or two processes; each run resumes and ends with the same bits.
+equal hashes for each exchange strategy; kills at 20 random steps, resumed to the same bits; replicas that are killed,
+stopped and join again. `kills`: two SIGKILLs at random moments in each of the 32 combinations of dense or TT layers
+with a size target, AdamW or CAME, all-reduce or DeMo, fp32 or int8, and one or two processes; each run resumes and ends
+with the same bits.
 
 The tests are marked slow; this script runs them and records how each one ended.
 """

@@ -1,16 +1,16 @@
-"""Several forms of one model at equal steps and at equal wall clock: sweep, seeds, the clock, and runs as it says.
+"""Compare several forms of one model at equal steps and at equal wall-clock time.
 
-The script that defines a comparison has these phases on its command line:
+A script that defines a comparison has these phases on its command line:
 
     sweep      one grid of learning rates for every form, seed 0
     seeds      each form at its best, the same data order, seeds from 1 on, equal steps
-    clock      what a step takes, all forms in turns (`interleaved.py`), as a ratio to the first one
-    timed      as many steps as fit into the time that the first form takes for its own
-    longer     each form in more steps, where the comparison names how many, at the same rates and seeds
+    clock      step time of all forms, in turns (`interleaved.py`), as a ratio to the first form
+    timed      as many steps as fit into the time that the first form takes for a run
+    longer     each form in more steps, if the comparison sets a number, at the same rates and seeds
     report     all of it, from the raw lines alone
 
-The clock has as many threads as a run has, and is refused, to be measured again, where other work disturbed it. Runs
-are kept as `resumable.py` says: one line each, none is made twice.
+The clock uses as many threads as a run. It is refused, and must be measured again, if other work disturbed it. Each run
+is one line of results, as in `resumable.py`; no run is repeated.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ PHASES = ["sweep", "seeds", "clock", "timed", "longer", "report"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared.
+    """Definition of a comparison.
 
     Attributes:
-        script: whose command line this is.
-        results: the file of its lines.
-        forms: their names; the first one is the control.
+        script: the script whose command line this is.
+        results: the file of result lines.
+        forms: names of the forms; the first one is the control.
         grid: learning rates.
-        steps: of a run.
-        seeds: of the runs that are compared; the sweep has seed 0.
-        fixed: what a run's specification has beside form, rate, seed and steps.
-        recipe_of: the recipe of a specification.
+        steps: length of a run.
+        seeds: seeds of the compared runs; the sweep has seed 0.
+        fixed: further constant keys of a run's specification, next to form, rate, seed and steps.
+        recipe_of: returns the recipe of a specification.
         prepare: called with the specification before a run, in its process.
-        step_of: makes a whole training step of a form.
-        longer: steps of the phase of that name.
-        tried: further forms that are only swept, to see whether the first one is at its best.
-        clocked: further forms whose steps are measured alone, not trained; the first one is their control.
+        step_of: returns a callable that runs one whole training step of a form.
+        longer: steps of the phase `longer`.
+        tried: further forms that are only swept, to check that the first one is at its best.
+        clocked: further forms whose step time is measured without training them; the first one is their control.
     """
 
     script: Path
@@ -65,7 +65,7 @@ class Comparison:
     clocked: tuple[str, ...] = ()
 
     def spec(self, form: str, rate: float, seed: int, steps: int | None = None) -> Spec:
-        """One run, as plain values."""
+        """Return the specification of one run, as plain values."""
         return {
             **self.fixed,
             "form": form,
@@ -75,11 +75,11 @@ class Comparison:
         }
 
     def clock_spec(self, forms: Sequence[str] | None = None) -> Spec:
-        """What the measurement of the steps of some forms is known by; of those that are trained unless given."""
+        """Return the specification of a step-time measurement of some forms; of the trained forms by default."""
         return {**self.fixed, "measure": "seconds of a step", "forms": list(forms or self.forms)}
 
     def run(self, spec: Spec) -> Line:
-        """Train, or measure the steps, in this process."""
+        """Train or measure the step times, in this process."""
         if "measure" not in spec:
             self.prepare(spec)
             return train_line(spec, self.recipe_of(spec))
@@ -93,11 +93,11 @@ class Comparison:
         return {"key": key_of(spec), **spec, "times": ratios, **facts(began)}
 
     def swept(self, lines: Lines, form: str) -> list[float | None]:
-        """The held-out loss of each rate with seed 0."""
+        """Return the held-out loss of each learning rate with seed 0."""
         return self.grid.results(lines, lambda rate: self.spec(form, rate, 0), "eval_loss")
 
     def tuned(self, lines: Lines, form: str) -> float:
-        """The best rate.
+        """Return the best learning rate.
 
         Raises:
             SystemExit: the sweep has not ended, or all of its runs failed.
@@ -108,14 +108,14 @@ class Comparison:
         return rate
 
     def steps_in_time(self, lines: Lines, form: str) -> int:
-        """Steps of a form in the time that the first one takes for its own."""
+        """Return the number of steps that a form takes in the time of the first form's run."""
         line = lines.get(key_of(self.clock_spec()))
         if line is None:
             raise SystemExit("run the phase clock first")
         return round(self.steps / float(line["times"][form]["ratio"]))
 
     def report(self, lines: Lines) -> None:
-        """The sweep; then parameters, the time of a step, the held-out loss at equal steps and at equal time."""
+        """Print the sweep, then parameters, step times, and the held-out loss at equal steps and at equal time."""
         print(f"held-out nats a token by learning rate, seed 0\n{self.grid.header()}")
         for form in (*self.forms, *self.tried):
             print(self.grid.row(form, self.swept(lines, form)))
@@ -151,14 +151,14 @@ class Comparison:
             print(f"{', '.join(ratios)}: time of a step")
 
     def _runs(self, lines: Lines, form: str, rate: float | None, steps: int) -> dict[int, float]:
-        """The held-out loss of each seed that was run."""
+        """Return the held-out loss of each seed that was run."""
         if rate is None:
             return {}
         found = {seed: lines.get(key_of(self.spec(form, rate, seed, steps))) for seed in self.seeds}
         return {s: line["eval_loss"] for s, line in found.items() if line is not None and line["eval_loss"] is not None}
 
     def main(self, description: str | None) -> int:
-        """The command line."""
+        """Run the command line."""
         parser = command_line(description, PHASES, self.results)
         options = parser.parse_args()
         if options.phase == "one":
@@ -196,7 +196,7 @@ class Comparison:
 
 
 def training_step(model: Any, batch: Mapping[str, Any]) -> Callable[[], object]:
-    """Forward, backward and AdamW's update of a transformers model, on one batch."""
+    """Return a callable that runs forward, backward and AdamW's update of a transformers model on one batch."""
     import torch
 
     import scantling as sc

@@ -1,7 +1,7 @@
-"""The texts of the fine-tuning benchmark: Banking77 and natural language inference, from the folder of real data.
+"""Load the texts of the fine-tuning benchmark: Banking77 and natural language inference, from the data folder.
 
-What is trained on, what the learning rate is chosen by (`dev`) and what is reported (the tests) are sets without a
-common text or premise, and the same for every run: a text's hash decides where it goes and which ones are kept.
+The training set, the set for choosing the learning rate (`dev`) and the reported test sets share no text or premise.
+They are the same for every run: a hash of each text decides its set and whether a subset keeps it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from scantling.data.hashing import key64
 from scantling.errors import UserError
 
 DEV, TEST = 1000, 2000
-"""Most examples of the dev set and of each test set."""
+"""Largest number of examples in the dev set and in each test set."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text or a pair of texts, and its label."""
+    """A text or a pair of texts, with its label."""
 
     text: str
     label: str
@@ -32,21 +32,21 @@ class Example:
 
     @property
     def draw(self) -> float:
-        """A number in [0, 1) that is the same for equal texts, and for pairs of the same first text."""
+        """Pseudorandom number in [0, 1), equal for equal texts and for pairs with the same first text."""
         return key64("split", " ".join(self.text.lower().split())) / 2**64
 
     @property
     def rank(self) -> int:
-        """Where it stands when few are taken of many."""
+        """Sort key by which a subset of examples is chosen."""
         return key64("take", self.text, self.pair or "")
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a task is trained and measured on.
+    """Training, dev and test data of a task.
 
     Attributes:
-        labels: in the order of the ids.
+        labels: label names, in the order of their ids.
         train, dev: examples.
         tests: examples by the name of the test set.
     """
@@ -58,7 +58,7 @@ class Data:
 
 
 def banking77(examples: int) -> Data:
-    """77 intents of a bank's customers: a fifth of the training file is the test set, a tenth the dev set."""
+    """Return 77 intents of bank customers: a fifth of the training file is the test set, a tenth the dev set."""
     with open(_path("intent/banking77_train.csv"), encoding="utf-8", newline="") as file:
         rows = [Example(row["text"], row["category"]) for row in csv.DictReader(file)]
     test = [row for row in rows if row.draw < 0.2]
@@ -68,7 +68,7 @@ def banking77(examples: int) -> Data:
 
 
 def nli(examples: int) -> Data:
-    """Entailment, contradiction or neither: tested on LingNLI's validation set and on half of MNLI's."""
+    """Return pairs with entailment, contradiction or neutral; tests are LingNLI's validation set and half of MNLI's."""
     tests = {name: _pairs(f"nli/{name}.jsonl.gz") for name in ("lingnli_valid", "mnli_dev_matched_part_a")}
     tested = {row.text for rows in tests.values() for row in rows}
     rows = [row for row in _pairs("nli/train.jsonl.gz") if row.text not in tested]

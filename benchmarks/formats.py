@@ -1,16 +1,20 @@
-"""Other formats of a weight beside tensor trains, for `tensor_formats.py`: all replace the linear layers of a decoder.
+"""Define other weight formats than tensor trains for `tensor_formats.py`; all replace the linear layers of a decoder.
 
-low rank      y = (x A) B: a chain of two cores
-cola          y = silu(x A) B: a nonlinearity where the rank is narrow (arXiv 2502.10940)
-tt silu       the same with A and B as chains of three cores
-btt           block tensor-train, two block-diagonal matrices with a transposition between them (arXiv 2406.06248,
-              section 3): with x as (i1, i2) and y as (o1, o2)
+low rank
+    y = (x A) B: a chain of two cores
+cola
+    y = silu(x A) B: a nonlinearity at the narrow rank (arXiv 2502.10940)
+tt silu
+    the same with A and B as chains of three cores
+btt
+    block tensor-train: two block-diagonal matrices with a transposition between them (arXiv 2406.06248, section 3).
+    With x as (i1, i2) and y as (o1, o2):
 
-                  z[i1, o2, r] = sum over i2 of x[i1, i2] R[i1, i2, (o2, r)]
-                  y[o1, o2]    = sum over i1, r of z[i1, o2, r] L[o2, (i1, r), o1]
+              z[i1, o2, r] = sum over i2 of x[i1, i2] R[i1, i2, (o2, r)]
+              y[o1, o2]    = sum over i1, r of z[i1, o2, r] L[o2, (i1, r), o1]
 
-The rank of each layer is the one whose numbers are nearest to a share of the dense layer's; what it gives out has the
-variance that the dense layer's would have.
+Each layer's rank is chosen so that its parameter count is nearest to a share of the dense layer's. Its outputs have the
+variance of the dense layer's.
 """
 
 from __future__ import annotations
@@ -31,11 +35,11 @@ from scantling.training.methods import Method
 
 Roles = dict[str, tuple[Role, MatrixDims | None]]
 OF_CORES = {name.replace("-", " "): options for name, options in FORMATS.items()}
-"""Formats that are layers of this project, and how."""
+"""Formats that this project provides, with the options of `TTLinear`."""
 
 
 class BlockTensorTrain(nn.Module):
-    """Two block-diagonal matrices with a transposition between them; inputs and outputs as two modes each."""
+    """Two block-diagonal matrices with a transposition between them; inputs and outputs have two modes each."""
 
     def __init__(self, in_features: int, out_features: int, rank: int) -> None:
         super().__init__()
@@ -59,7 +63,7 @@ class BlockTensorTrain(nn.Module):
 
 @cache
 def numbers(name: str, in_features: int, out_features: int, rank: int) -> int:
-    """Numbers in a layer of a format."""
+    """Return the number of parameters in a layer of a format."""
     if name in OF_CORES:
         layer = sc.TTLinear(in_features, out_features, rank, **OF_CORES[name], bias=False, device="meta")
         return layer.num_parameters()
@@ -68,7 +72,7 @@ def numbers(name: str, in_features: int, out_features: int, rank: int) -> int:
 
 
 def made(name: str, linear: nn.Linear, share: float) -> nn.Module:
-    """A layer of a format with about this share of the numbers of a dense layer without a bias."""
+    """Return a layer of a format with about this share of the parameters of a dense layer without bias."""
     shape = linear.in_features, linear.out_features
     wanted = share * prod(shape)
     rank = min(range(1, min(shape) + 1), key=lambda rank: abs(numbers(name, *shape, rank) - wanted))
@@ -79,16 +83,17 @@ def made(name: str, linear: nn.Linear, share: float) -> nn.Module:
         return cores
     layer = BlockTensorTrain(*shape, rank)
     with torch.no_grad():
+        # initial entries of the product have variance 1 / (3 in), so its norm is sqrt(out / 3)
         layer.cores[-1].mul_(norm / (shape[1] / 3.0) ** 0.5)
     return layer
 
 
 class Format(Method):
-    """Replaces the linear layers of a decoder's blocks.
+    """Method that replaces the linear layers of a decoder's blocks.
 
     Args:
-        name: of the format, `btt` or one of OF_CORES.
-        share: of the dense layer's numbers.
+        name: name of the format, `btt` or one of OF_CORES.
+        share: share of the dense layer's parameters.
     """
 
     name = "format"
@@ -106,7 +111,7 @@ class Format(Method):
 
 
 def register(name: str, share: float, core_lr: float) -> None:
-    """Let the runs of this process have a format, whose matrices or cores learn at a rate of their own."""
+    """Register a format as a method for runs in this process; its matrices or cores have their own learning rate."""
     from scantling.training import build
 
     real = build.param_groups

@@ -1,11 +1,11 @@
-"""GaLore of the package galore-torch, as an optimizer that recipes can name.
+"""Wrap GaLore from the package galore-torch as an optimizer for recipes.
 
     pip install --no-deps --target DIR galore-torch bitsandbytes       and DIR on PYTHONPATH
 
-galore-torch imports bitsandbytes, whether it is used or not. Matrices with both sides above the rank are projected, as
-its authors do it for the layers of a Llama; embeddings, heads and vectors are left to AdamW. What a step computes is
-the package's own; only the projection is kept as a tensor of the state between steps, so that checkpoints hold it and
-counts of bytes see it, and no more than it.
+galore-torch imports bitsandbytes even if it is not used. Matrices with both sides above the rank are projected, as its
+authors do for the layers of a Llama. AdamW steps embeddings, heads and vectors. The package's own code computes the
+steps. Between steps, the projection is kept as a state tensor, so that checkpoints save it and byte counts include it
+and nothing more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 def register() -> None:
-    """Let `optim.name` of a recipe be `galore`.
+    """Make `galore` a valid `optim.name` of recipes.
 
     Raises:
         SystemExit: the package is not installed.
@@ -72,11 +72,11 @@ def register() -> None:
 
 
 class PerParameter(torch.optim.Optimizer):
-    """An optimizer for each parameter, which steps in the backward pass and frees the gradient.
+    """One optimizer per parameter, which steps in the backward pass and frees the gradient.
 
     Args:
-        groups: of parameters.
-        build: makes the optimizer of a list of groups.
+        groups: parameter groups.
+        build: returns the optimizer of a list of groups.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class PerParameter(torch.optim.Optimizer):
         part.zero_grad()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing: the backward pass has taken the steps."""
+        """Do nothing: the steps were taken in the backward pass."""
 
 
 def _split(groups: Iterable[dict[str, Any]], low: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """Groups of `param_groups`, those of matrices in two: what is projected, and what is too small for it."""
+    """Split the groups of `param_groups`: matrices to project, and matrices that are too small for it."""
     for group in groups:
         if group.get("role") != "matrix":
             yield group

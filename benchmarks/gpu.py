@@ -1,10 +1,10 @@
-"""Everything that needs an NVIDIA GPU, in one command: the GPU tests, then every GPU benchmark, most important first.
+"""Run everything that needs an NVIDIA GPU: the GPU tests, then every GPU benchmark, most important first.
 
     make bench-gpu            (or: PYTHONPATH=src python benchmarks/gpu.py --out benchmarks/results)
 
-Each part has its own time box and process; its result is written as soon as it ends, so that a stop at any moment loses
-one part at most. All parts together stay under nine minutes; what no time was left for can be run by its name with
---parts. Without a GPU it says so and ends with exit code 4: not run is not passed.
+Each part has its own time limit and process. Its result is written as soon as it ends, so an interruption loses at most
+one part. All parts together stay under nine minutes. To run a part that was skipped for lack of time, name it with
+--parts. Without a GPU, the script says so and exits with code 4, because a test that did not run has not passed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NO_GPU = 4
 SECONDS = 530
-"""For all parts together, unless told otherwise."""
+"""Default time limit of all parts together, in seconds."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command with the seconds it may take."""
+    """A command and its time limit in seconds."""
 
     name: str
     seconds: int
@@ -34,13 +34,13 @@ class Part:
 
 
 def parts(out: Path) -> list[Part]:
-    """What is run, most important first."""
+    """Return the parts to run, most important first."""
     shape = ("--presets", "llama-130m", "--batch-size", "16", "--seq-len", "1024", "--rounds", "1")
     baseline = (str(ROOT / "benchmarks/baseline.py"), "--device", "cuda", "--compute", "bf16", "--blocks", *shape)
     optim, tensor, comm = (str(ROOT / f"benchmarks/{name}_gpu.py") for name in ("optim", "tensor", "comm"))
 
     def alone(name: str, seconds: int, *arguments: str) -> Part:
-        """A part of optim_gpu.py."""
+        """Return a part that runs optim_gpu.py."""
         return Part(name, seconds, (optim, *arguments, "--out", str(out / f"gpu-{name}.json")))
 
     precision = (str(ROOT / "benchmarks/low_precision.py"), "--device", "cuda", "--rounds", "30")

@@ -1,6 +1,7 @@
-"""Times that can be compared on a machine that others use: taken in turns, in random order, as ratios to a control.
+"""Measure comparable times on a shared machine: in turns, in random order, as ratios to a control.
 
-A disturbance falls on all alike; a figure is the median over the rounds of (own time / the control's of that round).
+A disturbance hits all contenders equally. A result is the median over the rounds of (own time / control's time in the
+same round).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import numpy as np
 def take_turns(
     work: Mapping[str, Callable[[], object]], rounds: int, *, warmup: int = 3, least_s: float = 0.0
 ) -> dict[str, list[float]]:
-    """Seconds of each piece of work, by name, one number a round.
+    """Return the seconds of each piece of work by name, one value per round.
 
     Args:
-        work: what is timed.
-        rounds: how often each is timed.
-        warmup: rounds before, which do not count.
-        least_s: short work is repeated until it takes this long, and its time divided.
+        work: callables to time, by name.
+        rounds: number of timed rounds.
+        warmup: number of untimed rounds before them.
+        least_s: repeat short work until it takes this long, and divide its time.
     """
     repeats = {name: _repeats(one, least_s) for name, one in work.items()}
     times: dict[str, list[float]] = {name: [] for name in work}
@@ -47,9 +48,9 @@ def _repeats(one: Callable[[], object], least_s: float) -> int:
 
 
 def disturbed(again: Mapping[str, Any]) -> str | None:
-    """Why times are refused, or None: what `ratio` found for the control against itself is not 1, or not surely.
+    """Return why times are refused, or None: the `ratio` of the control to itself must be close to 1.
 
-    A machine that others use takes turns to be slow, which moves short pieces of work more than long ones.
+    A shared machine is slow from time to time, which affects short pieces of work more than long ones.
     """
     found, (low, high) = again["ratio"], again["ratio_95"]
     if abs(found - 1.0) <= 0.05 and low >= 0.9 and high <= 1.1:
@@ -58,7 +59,7 @@ def disturbed(again: Mapping[str, Any]) -> str | None:
 
 
 def ratio(own: Sequence[float], control: Sequence[float]) -> dict[str, Any]:
-    """The median ratio with its 95 % bootstrap interval."""
+    """Return the median ratio with its 95 % bootstrap interval."""
     ratios = np.array(own) / np.array(control)
     generator = np.random.default_rng(0)
     draws = np.median(ratios[generator.integers(0, len(ratios), (2000, len(ratios)))], axis=1)

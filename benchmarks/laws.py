@@ -1,15 +1,15 @@
-"""What the scaling laws' fits find, and how long they take.
+"""Measure the accuracy and the time of the scaling-law fits.
 
     python benchmarks/laws.py                     (results/laws-DATE.json; about half an hour on two idle cores)
     python benchmarks/laws.py epoch quest optimum (the parts that take a minute)
 
-    epoch     Chinchilla's figure 4 as Epoch took it: constants, CPU seconds, 4,000 bootstraps. Needs SCANTLING_DATA
-    quest     QuEST's runs up to 200M: each size predicted from the others, on Quartet's published base. Needs it, too
+    epoch     Chinchilla's figure 4 with Epoch's data: constants, CPU seconds, 4,000 bootstraps. Needs SCANTLING_DATA
+    quest     QuEST's runs up to 200M: predict each size from the others, on Quartet's published base. Needs it, too
     optimum   the best bits with the published constants, and three models that were trained
-    recovery  runs made from the published constants on the paper's grid, at no noise, 0.1 % and 1 %, 20 seeds each
-    coverage  at 1 % noise, in how many of 200 seeds the bootstrap's intervals hold what the runs were made from
+    recovery  synthetic runs from the published constants on the paper's grid, with noise of 0, 0.1 % and 1 %, 20 seeds
+    coverage  at 1 % noise: in how many of 200 seeds the bootstrap intervals contain the true constants
 
-Times are seconds of one core's CPU, not of the clock. Ends with 1 where an aim is missed.
+Times are CPU seconds of one core, not wall-clock time. The exit code is 1 if an aim is missed.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def coverage(arguments: argparse.Namespace) -> Found:
 
 
 def one_seed(task: tuple[int, int]) -> Found:
-    """All constants fitted to the paper's grid at 1 % noise, alpha and beta tied as in the paper."""
+    """Fit all constants to the paper's grid at 1 % noise, with alpha and beta tied as in the paper."""
     seed, samples = task
     fitted = fit(simulate(KUMAR, kumar_grid(), noise=0.01, seed=seed), "kumar", tie=TIED)
     intervals = fitted.bootstrap(samples)
@@ -186,7 +186,7 @@ def one_seed(task: tuple[int, int]) -> Found:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What it returns, and its seconds of CPU."""
+    """Return the result of a call and its CPU seconds."""
     began = time.process_time()
     found = work()
     return found, time.process_time() - began

@@ -1,14 +1,14 @@
-"""Speed of layers in few bits, forward and backward, as ratios to the same layer without.
+"""Measure the speed of low-precision layers, forward and backward, as ratios to the same layer at full precision.
 
-    python benchmarks/low_precision.py                       4096 x 4096 on this CPU: what simulation costs
-    python benchmarks/low_precision.py --device cuda         and what products in int8 and fp8 save on a GPU
+    python benchmarks/low_precision.py                       4096 x 4096 on this CPU: the cost of simulation
+    python benchmarks/low_precision.py --device cuda         the gain of products in int8 and fp8 on a GPU
 
-Every contender is compiled, master weights are bf16, and all take turns in random order; a ratio is the median over the
-rounds of the own time over that of the layer that rounds nothing in the same round. A CPU without instructions for bf16
-multiplies it tens of times slower than fp32, so that any ratio would look good: there, take `--dtype float32`.
+Every contender is compiled, master weights are bf16, and all take turns in random order. A ratio is the median over the
+rounds of the contender's time over the time of the unquantized layer in the same round. A CPU without bf16 instructions
+multiplies bf16 tens of times slower than fp32, so any ratio would look good; use `--dtype float32` there.
 
-`simulated` rounds weights by channel and activations by tensor or by token; `products` multiply in int8 or fp8, with
-bf16 for the backward pass or, `all three`, the backward pass too.
+`simulated` rounds weights by channel and activations by tensor or by token. `products` multiplies in int8 or fp8; the
+backward pass is in bf16 or, with `all three`, in int8 or fp8 too.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 ON_CPU = tuple(name for name in FORMATS if not name.startswith("products fp8"))
 AIM = 2.0
-"""Of the simulated forms, at 4096 x 4096 on a CPU."""
+"""Largest time ratio of the simulated forms, at 4096 x 4096 on a CPU."""
 
 
 def pass_of(layer: nn.Module, x: torch.Tensor) -> Callable[[], object]:
-    """A forward and a backward pass, gradients thrown away."""
+    """Return a callable that runs a forward and a backward pass and discards the gradients."""
     torch._dynamo.config.recompile_limit = 64  # all contenders share one forward
     model = torch.compile(layer)
     upstream = torch.randn_like(model(x))
@@ -68,7 +68,7 @@ def pass_of(layer: nn.Module, x: torch.Tensor) -> Callable[[], object]:
 
 
 def measure(kind: str, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Rows of one kind of layer and number of tokens."""
+    """Return the rows of one kind of layer and number of tokens."""
     size, device, dtype = options.size, options.device, getattr(torch, options.dtype)
     torch._dynamo.reset()
     work: dict[str, Callable[[], object]] = {}
@@ -84,7 +84,7 @@ def measure(kind: str, tokens: int, options: argparse.Namespace) -> dict[str, An
                 sc.quantize_training(model, **FORMATS[name])
             run = pass_of(model, x)
             run()
-        except Exception as error:  # what the hardware lacks is a result too
+        except Exception as error:  # missing hardware support is a result too
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
             continue
         work[name] = run
@@ -98,7 +98,7 @@ def measure(kind: str, tokens: int, options: argparse.Namespace) -> dict[str, An
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, dict[str, Any]]]:
-    """All that is known after each kind of layer and number of tokens."""
+    """Yield all results so far, after each kind of layer and number of tokens."""
     found = {}
     for kind in options.kinds:
         for tokens in options.tokens or ((512,) if options.device == "cpu" else (4096, 16384)):
@@ -107,7 +107,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, dict[str, Any]]]
 
 
 def missing_the_aim(found: dict[str, dict[str, Any]]) -> list[str]:
-    """The simulated forms of dense layers that take longer than they should."""
+    """Return the simulated forms of dense layers that are slower than the aim."""
     return [
         f"{what}: {name}"
         for what, rows in found.items()

@@ -1,21 +1,21 @@
-"""What replicas send and how long a step takes on a slow link: real processes, real sockets, a real bandwidth cap.
+"""Measure sent bytes and step times on a slow link, with real processes, real sockets and a real bandwidth cap.
 
     python benchmarks/network.py --replicas 2 --rate 100mbit           (root, iproute2)
     python benchmarks/network.py --replicas 2 --rate uncapped --methods "ddp fp32" "ours k8 all_gather"
     python benchmarks/network.py --rate 10mbit --round-trip-ms 150     (emulated, see delaying_hub.py)
 
-Every replica runs in a network namespace of its own, joined to the others by a veth pair and a bridge; `tc tbf` caps
-both ends of each pair. Before anything is measured a plain socket copy says what the cap lets through. Bytes are those
-of the interface's own counters, between barriers, less what the interface sends when nobody trains; beside them stands
-what the formulas of the methods say, which leave out the headers of packets. Times are medians over the steps, of one
-process with one thread on a core of its own: where there are fewer cores than replicas, only bytes are told. With
-`--rounds` all methods are gone through several times, and each has its ratio to the first one in the same round.
+Every replica runs in its own network namespace, joined to the others by a veth pair and a bridge. `tc tbf` caps both
+ends of each pair. First, a plain socket copy measures the throughput under the cap. Bytes are read from the interface's
+counters between barriers, minus its idle traffic. Next to them stand the bytes by the methods' formulas, which leave
+out packet headers. Times are medians over the steps; each process has one thread on its own core. With fewer cores than
+replicas, only bytes are reported. `--rounds` repeats all methods several times and reports each method's ratio to the
+first one in the same round.
 
-With a round trip, a process in place of the bridge holds every frame, of 9000 bytes, for half of it; how long a byte
-takes there and back is measured before anything else, and the result is marked as emulated.
+With a round-trip time, a process instead of the bridge delays every frame, of 9000 bytes, by half of it. The round trip
+of a byte is measured first, and the result is marked as emulated.
 
-Writes results/network-N-RATE-DATE.json, after every method; one that fails is told and left out. Where there are no
-namespaces, no tc or no root, it says so and exits with 4, which is neither a pass nor a failure.
+The file results/network-N-RATE-DATE.json is written after every method. A method that fails is reported and left out.
+Without namespaces, tc or root, the script says so and exits with code 4, which is neither a pass nor a failure.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from interleaved import ratio
 HUB = Path(__file__).with_name("delaying_hub.py")
 NETWORK, PORT = "10.77.0", 29777
 SKIPPED = 4
-STEPS, WARM_UP = 12, 6  # auto_off decides in the fifth
+STEPS, WARM_UP = 12, 6  # auto_off decides in the fifth step
 COPY_S, SLOW_START_S = 6.0, 2.0
 JUMBO = "9000"
-"""Bytes of a frame where a process forwards it."""
+"""Frame size in bytes if a process forwards the frames."""
 SETTLE_S = 0.4
 BURST = 32 << 10
 
 
 def mbit_of(rate: str) -> float:
-    """What a rate in `tc`'s spelling allows; infinite without a cap."""
+    """Return the Mbit/s of a rate in `tc`'s spelling; infinity without a cap."""
     if rate == "uncapped":
         return math.inf
     units = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
@@ -63,12 +63,12 @@ def mbit_of(rate: str) -> float:
 
 
 def burst_of(rate: str) -> int:
-    """Bytes that a cap lets through at once: 32 KiB, or what a fast one carries in 2 ms, about a tick of its clock."""
+    """Return the burst size of a cap in bytes: 32 KiB, or 2 ms of a fast link, about one tick of the cap's clock."""
     return max(BURST, round(2e-3 * mbit_of(rate) * 1e6 / 8))
 
 
 def rate_of(rate: str) -> str:
-    """A rate as it is, if it can be understood."""
+    """Return a rate unchanged; raise if it cannot be parsed."""
     mbit_of(rate)
     return rate
 
@@ -78,7 +78,7 @@ def address(rank: int) -> str:
 
 
 def why_not() -> str | None:
-    """Why namespaces with a bandwidth cap cannot be had here, or None."""
+    """Return why namespaces with a bandwidth cap are unavailable, or None."""
     if os.geteuid() != 0:
         return "it needs root"
     for tool in ("ip", "tc"):
@@ -96,12 +96,12 @@ def why_not() -> str | None:
 
 @contextmanager
 def namespaces(count: int, rate: str, round_trip_ms: float = 0.0) -> Iterator[list[str]]:
-    """The names of network namespaces that are joined by a bridge; they are gone afterwards.
+    """Yield the names of network namespaces joined by a bridge; remove them afterwards.
 
     Args:
-        count: how many.
-        rate: of each link in both directions, as `tc` spells it, or "uncapped".
-        round_trip_ms: of the line between any two, by a process in place of the bridge; 0 for none.
+        count: number of namespaces.
+        rate: rate of each link in both directions, in `tc`'s spelling, or "uncapped".
+        round_trip_ms: round-trip time between any two, by a process instead of the bridge; 0 for none.
     """
     prefix = f"sc{os.getpid()}"
     names = [f"{prefix}-{rank}" for rank in range(count)]
@@ -148,18 +148,18 @@ def namespaces(count: int, rate: str, round_trip_ms: float = 0.0) -> Iterator[li
 
 
 def between(names: Sequence[str], listening: str, calling: str) -> tuple[str, str]:
-    """What this script prints with one option in the first namespace, once it listens, and another in the second."""
+    """Run this script as a listener in the first namespace and as a client in the second; return their output."""
     command = ["ip", "netns", "exec"]
     script = [sys.executable, __file__]
     first = subprocess.Popen([*command, names[0], *script, listening], stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
-    first.stdout.readline()  # it listens
+    first.stdout.readline()  # wait until it listens
     second = subprocess.run([*command, names[1], *script, calling], check=True, stdout=subprocess.PIPE, text=True)
     return first.communicate(timeout=600)[0], second.stdout
 
 
 def measured_round_trip_ms(names: Sequence[str]) -> float:
-    """Milliseconds of a byte from the second namespace to the first and back, the median of ten."""
+    """Return the milliseconds of a byte's round trip from the second namespace to the first: the median of ten."""
     _, asked = between(names, "--echo", "--ask")
     return float(asked)
 
@@ -186,7 +186,7 @@ def ask() -> None:
 
 
 def copied_mbit(names: Sequence[str]) -> float:
-    """Mbit/s of a plain socket copy from the second namespace to the first."""
+    """Return the Mbit/s of a plain socket copy from the second namespace to the first."""
     received, _ = between(names, "--receive", "--send")
     return float(received)
 
@@ -217,7 +217,7 @@ def sent_bytes() -> int:
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:
-    """One replica, in its namespace: a line of JSON on stdout."""
+    """Run one replica in its namespace; print a line of JSON to stdout."""
     import torch
     from comm_methods import group
 
@@ -229,7 +229,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
 
 
 def steps_of(rank: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Bytes and times of the steps of one replica, in the process group that there is."""
+    """Return bytes and times of the steps of one replica, in the current process group."""
     import torch
     from comm_methods import METHODS
 
@@ -271,7 +271,7 @@ def steps_of(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def workload(options: argparse.Namespace, generator: Any) -> tuple[Any, Callable[[], dict[str, Any]]]:
-    """A model, and random examples for it: a preset of Llama or of ViT, or the decoder of comm_quality.py's novels."""
+    """Return a model and random examples: a Llama or ViT preset, or comm_quality.py's decoder for novels."""
     import torch
     from optim_quality import MODEL
     from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
@@ -299,7 +299,7 @@ def workload(options: argparse.Namespace, generator: Any) -> tuple[Any, Callable
 
 
 def measured(work: Any) -> int:
-    """Bytes that this interface sends while some work is done, between two barriers."""
+    """Return the bytes that this interface sends during some work, between two barriers."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -313,8 +313,8 @@ def measured(work: Any) -> int:
 
 
 def run_method(names: Sequence[str], method: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The lines of all replicas of one method."""
-    # a method that exchanges every so many steps is measured over whole rounds of them
+    """Return the lines of all replicas of one method."""
+    # a method with an exchange only every few steps is measured over whole periods
     every = exchanges_every(method)
     steps = max(options.steps, every) // every * every
     own = ["--method", method, "--replicas", str(len(names)), "--preset", options.preset, "--steps", str(steps)]
@@ -344,33 +344,33 @@ def run_method(names: Sequence[str], method: str, options: argparse.Namespace) -
 
 
 class FailedError(Exception):
-    """A method could not be measured."""
+    """Raised if a method could not be measured."""
 
 
 def step_of(rows: Sequence[dict[str, Any]], method: str) -> float:
-    """Seconds of a step in one round, of the slowest replica: the median, or the mean where few steps exchange."""
+    """Return the slowest replica's step time in one round: the median, or the mean if not every step exchanges."""
     middle = np.mean if exchanges_every(method) > 1 else np.median
     return max(float(middle(row["step_s"])) for row in rows)
 
 
 def exchanges_every(method: str) -> int:
-    """Steps from one exchange to the next."""
+    """Return the number of steps from one exchange to the next."""
     found = re.search(r" h(\d+)\b", method)
     return int(found[1]) if found else 1
 
 
 def cpu_of(rounds: Sequence[Sequence[dict[str, Any]]]) -> float:
-    """Seconds of a core that a step takes on one replica: the median of all."""
+    """Return the median CPU seconds of a step over all replicas."""
     return float(np.median([row["cpu_s"] for rows in rounds for row in rows]))
 
 
 def peak_of(rounds: Sequence[Sequence[dict[str, Any]]]) -> float:
-    """Bytes of the largest process."""
+    """Return the peak bytes of the largest process."""
     return float(max(row["peak_bytes"] for rows in rounds for row in rows))
 
 
 def table(found: dict[str, list[list[dict[str, Any]]]], *, with_times: bool) -> None:
-    """Bytes, their formula, and times, a row a method, which has the rows of its replicas in each round."""
+    """Print bytes, their formula and times, one line per method, from the rows of its replicas in each round."""
     dense = max((row["computed_bytes"] for rows in found.get("ddp fp32", []) for row in rows), default=None)
     for method, rounds in found.items():
         rows = [row for each in rounds for row in each]

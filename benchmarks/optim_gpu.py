@@ -1,14 +1,14 @@
-"""Time and memory of one optimizer step on a GPU, and tokens a second with it, CAME against what there is.
+"""Measure time and memory of optimizer steps on a GPU, and training throughput: CAME against existing optimizers.
 
     python benchmarks/optim_gpu.py --size 350m                 steps alone
     python benchmarks/optim_gpu.py --size 350m --end-to-end    training steps of a Llama of that size
 
-All optimizers step the same parameters (those of a Llama of the size) in turn, rounds in random order. Times are of the
-device, by events, after each optimizer has taken three steps; ratios are medians over the rounds against AdamW fused
-with moments in bf16 and with moments in fp32, of the same round. `captured` replays the step from a CUDA graph.
-`scratch_bytes` is what a step allocates beside parameters, gradients and state. With `--end-to-end`, `peak_bytes` is
-the peak of a training step less the state of the other optimizers, which are alive too. Peers that are not installed
-are named.
+All optimizers step the same parameters (those of a Llama of the given size) in turns, rounds in random order. Times are
+device times from events, after three steps of each optimizer. Ratios are medians over the rounds, relative to fused
+AdamW in the same round, once with bf16 and once with fp32 moments. `captured` replays the step from a CUDA graph.
+`scratch_bytes` is the memory that a step allocates in addition to parameters, gradients and state. With `--end-to-end`,
+`peak_bytes` is the peak of a training step without the state of the other optimizers, which stay in memory. The report
+lists peers that are not installed.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def peers() -> tuple[dict[str, tuple[Make, torch.dtype]], dict[str, str]]:
-    """Optimizers by name with the dtype of the weights they step, and why others are missing."""
+    """Return optimizers by name with the dtype of the weights they step, and why others are missing."""
     fp32, bf16 = torch.float32, torch.bfloat16
     adamw, came = torch.optim.AdamW, sc.CAME
-    capturable = torch.cuda.is_available()  # by a CUDA graph, as CAME is without being told
+    capturable = torch.cuda.is_available()  # AdamW can be captured in a CUDA graph only if told so; CAME always can
     found: dict[str, tuple[Make, torch.dtype]] = {
-        # torch keeps AdamW's moments in the dtype of the weights
+        # torch keeps AdamW's moments in the weights' dtype
         CONTROLS[0]: (lambda p: adamw(p, lr=1e-5, fused=True, capturable=capturable), bf16),
         CONTROLS[1]: (lambda p: adamw(p, lr=1e-5, fused=True, capturable=capturable), fp32),
         "AdamW foreach, bf16 moments": (lambda p: adamw(p, lr=1e-5, foreach=True), bf16),
@@ -87,7 +87,7 @@ def language_model(size: str, device: str) -> nn.Module:
 
 
 class Clock:
-    """Seconds between two moments on the device, by events; on a CPU by its clock."""
+    """Seconds between two moments: device events on a GPU, the clock on a CPU."""
 
     def __init__(self, device: str) -> None:
         self._on_gpu = device == "cuda"
@@ -109,7 +109,7 @@ class Clock:
 
 
 def captured(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Replays of a step; what it reads, such as a batch, lives as long."""
+    """Return a callable that replays a step from a CUDA graph and keeps its inputs, such as a batch, alive."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -125,7 +125,7 @@ def captured(step: Callable[[], Any]) -> Callable[[], Any]:
 def prepare(
     names: dict[str, tuple[Make, torch.dtype]], params: dict[torch.dtype, list[nn.Parameter]], device: str
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, dict[str, Any]]]:
-    """Each optimizer's step after three of them, and what is known of it; of one that fails, the error."""
+    """Return each optimizer's step, after three steps, and its measured values; or the error if it fails."""
     steps: dict[str, Callable[[], Any]] = {}
     facts: dict[str, dict[str, Any]] = {}
     for name, (make, dtype) in names.items():
@@ -147,7 +147,7 @@ def prepare(
             if device == "cuda" and name.startswith(("CAME", "AdamW fused")):
                 facts[f"{name}, captured"] = {"state_bytes": facts[name]["state_bytes"]}
                 steps[f"{name}, captured"] = captured(optimizer.step)
-        except Exception as error:  # a peer that cannot is a result too
+        except Exception as error:  # an unsupported peer is a result too
             facts.setdefault(name, {})["error"] = f"{type(error).__name__}: {error}"[:500]
     return steps, facts
 
@@ -182,7 +182,7 @@ def steps_alone(size: str, device: str, rounds: int) -> dict[str, Any]:
 
 
 def end_to_end(size: str, device: str, rounds: int) -> dict[str, Any]:
-    """Training steps with one model, the optimizers taking turns; bf16 weights, random tokens."""
+    """Measure training steps of one model, optimizers in turns, with bf16 weights and random tokens."""
     names, missing = peers()
     kept = [CONTROLS[0], "torchao AdamW8bit, stochastic", "came-pytorch"]
     kept += [f"CAME {momentum}, stochastic" for momentum in ("fp32", "bf16", "int8", "int4")]

@@ -1,8 +1,8 @@
-"""Quality of CAME beside AdamW and its rivals: small decoders on real text at 20 tokens a parameter.
+"""Compare the quality of CAME, AdamW and others on small decoders and real text, at 20 tokens per parameter.
 
     python benchmarks/optim_quality.py sweep            one grid of learning rates for every optimizer, one seed
-    python benchmarks/optim_quality.py short            that grid on a quarter of the tokens
-    python benchmarks/optim_quality.py finalists        the same for the finalists, with fp32 moments; one seed more for
+    python benchmarks/optim_quality.py short            the same grid on a quarter of the tokens
+    python benchmarks/optim_quality.py finalists        the same for the finalists, with fp32 moments; another seed for
                                                         the two best rates
     python benchmarks/optim_quality.py seeds            the finalists at their best rate, 8 seeds, the same data order
     python benchmarks/optim_quality.py ablations        confidence, clip, betas, rounding of int4: on fewer tokens
@@ -11,13 +11,13 @@
                                                         then, at 128, three more seeds of each at its best rate
     python benchmarks/optim_quality.py longer           3 million parameters, most of an hour a run, one grid of rates,
                                                         with held-out curves
-    python benchmarks/optim_quality.py report           what the results say, from the raw lines alone
+    python benchmarks/optim_quality.py report           the results, from the raw lines alone
 
-A sweep goes outwards from a rate of the grid, the same for all optimizers but those of STARTS, until the best rate has
-a worse one on either side. Every run is one line of benchmarks/results/optim-quality.jsonl with its recipe, losses and
-date, and is not run again: stop at any time and start again (`longer` also goes on in the middle of a run). `--jobs 2`
-runs two at once with one thread each. The data is the Python standard library (`--data python`) or English novels from
-SCANTLING_DATA (`--data novels`).
+A sweep goes outwards from one rate of the grid until the best rate has a worse one on either side. The first rate is
+the same for all optimizers but those in STARTS. Every run is one line of benchmarks/results/optim-quality.jsonl with
+its recipe, losses and date, and is not repeated. So you can stop at any time and start again (`longer` also resumes an
+interrupted run). `--jobs 2` runs two at once with one thread each. The data is the Python standard library (`--data
+python`) or English novels from SCANTLING_DATA (`--data novels`).
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 LONGER_MODEL = {**MODEL, "hidden_size": 256, "intermediate_size": 688}
-TOKENS = 20 * 492_384  # 20 for each parameter of MODEL
+TOKENS = 20 * 492_384  # 20 tokens per parameter of MODEL
 LONGER_TOKENS = 10_000_000
 SEQ_LEN, BATCH = 128, 32
 GRID = Grid([0.125e-3 * 2**power for power in range(-2, 13)], start=7)
 STARTS = {"came-reference": 5, "adafactor-momentum": 11, "scale-like": 6, "apollo-mini": 8, "lamb": 10}
-"""Where on the grid a sweep begins, for those whose best rate is far from the others' by their very units."""
+"""Grid index at which a sweep starts, for optimizers whose learning rate has a different scale."""
 SWEPT = ("adamw", "plain", "came", "came-reference", "adafactor-momentum", "muon", "scale-like", "apollo-mini")
 SLOWER = ("came-slow", "adamw-slow")
-"""Tried at one rate: slower averages of the second moment."""
+"""Optimizers with a slower average of the second moment, tried at one rate."""
 SEEDS = range(1, 9)
 _SLOWER = {"confidence": False, "betas": [0.9, 0.98, 0.995]}
 FINALISTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,23 +64,29 @@ FINALISTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no confidence, full second moment": ("came", {**_SLOWER, "name": "cameunfactored"}),
     "came": ("came", {}),
 }
-"""What the variants found best with seed 0, which is not among SEEDS: for AdamW and CAME a second moment that is slower
-than in the sweep, for CAME no confidence; what factoring has to do with it; and CAME with its confidence, as swept."""
+"""The best variants with seed 0, which is not among SEEDS.
+
+AdamW and CAME have a slower second moment than in the sweep, and CAME has no confidence. The full second moment shows
+the effect of factoring. `came` is CAME with its confidence, as swept.
+"""
 FORMS = ("adamw", "no confidence", "came")
-"""The finalists with fp32 moments, whose rates the others take."""
+"""The finalists with fp32 moments; the other finalists take their rates."""
 TUNING_SEEDS = (0, 9)
-"""Neither is among SEEDS. On Python source one seed alone does not tell two neighbouring rates apart."""
+"""Seeds of the sweeps, not among SEEDS. On Python source, one seed cannot separate two neighboring rates."""
 LONGER = ("adamw", "plain-int8")
 Lines = dict[str, Line]
 ABLATION_TOKENS = TOKENS // 4
 ABLATION_SHARES = (0.5, 1.0)
-"""Of the best rate, which in so few steps is too high: at all of it (seed 0, novels) runs that differ in nothing but
-rounding end up to 0.1 nats apart, and AdamW at 3.59 in place of 2.93. New runs take the first."""
+"""Fractions of the best rate, which is too high for so few steps.
+
+At the full rate (seed 0, novels), runs that differ only in rounding end up to 0.1 nats apart, and AdamW ends at 3.59
+instead of 2.93. New runs take the first fraction.
+"""
 BATCHES = (0.25, 1, 4)
-"""Of the phase `batch`, in multiples of BATCH: 2404, 601 and 150 steps at equal tokens."""
+"""Batch sizes of the phase `batch`, as multiples of BATCH: 2404, 601 and 150 steps at equal tokens."""
 LARGE_BATCH = ("adamw", "came-reference", "came", "plain", "lamb")
 BATCH_SEEDS = range(1, 4)
-"""At the largest batch."""
+"""Seeds at the largest batch."""
 ABLATIONS: dict[str, dict[str, Any]] = {
     "came": {},
     "betas (0.9, 0.999, 0.9999)": {"optim": {"betas": [0.9, 0.999, 0.9999]}},
@@ -108,7 +114,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no confidence, beta2 0.99": {"confidence": False, "betas": [0.9, 0.99, 0.995]},
     "no confidence, beta1 0.95": {"confidence": False, "betas": [0.95, 0.95, 0.995]},
 }
-"""Of CAME."""
+"""Variants of CAME."""
 ADAMW_VARIANTS: dict[str, dict[str, Any]] = {
     "adamw, beta2 0.98": {"betas": [0.9, 0.98]},
     "adamw, beta2 0.99": {"betas": [0.9, 0.99]},
@@ -116,38 +122,38 @@ ADAMW_VARIANTS: dict[str, dict[str, Any]] = {
     "adamw, beta2 0.98, weight decay 0.2": {"betas": [0.9, 0.98], "weight_decay": 0.2},
     "adamw, betas (0.95, 0.98)": {"betas": [0.95, 0.98]},
 }
-"""What CAME is given is given to AdamW."""
+"""Variants of AdamW that match those of CAME."""
 
 
 def run_spec(data: str, optimizer: str, lr: float, seed: int, **changes: Any) -> Spec:
-    """One run, as plain values: what is in it decides whether it has been run."""
+    """Return one run as plain values; their hash decides whether it has already been run."""
     optim = {"weight_decay": 0.1, **OPTIMIZERS[optimizer], "lr": lr, **changes}
     return {"data": data, "optimizer": optimizer, "optim": optim, "seed": seed, "batch": 1, "tokens": TOKENS}
 
 
 def batch_spec(data: str, optimizer: str, lr: float, batch: float, seed: int = 0) -> Spec:
-    """One run of the phase `batch`."""
+    """Return one run of the phase `batch`."""
     return {**run_spec(data, optimizer, lr, seed), "batch": batch, "tokens": ABLATION_TOKENS}
 
 
 def sweep(ledger: Ledger, optimizer: str, spec_of: Callable[[float], Spec]) -> None:
-    """Run an optimizer on the grid."""
+    """Sweep an optimizer over the grid."""
     replace(GRID, start=STARTS.get(optimizer, GRID.start)).sweep(ledger, spec_of, "eval_loss")
 
 
 def batch_results(lines: Lines, data: str, batch: float, optimizer: str) -> list[float | None]:
-    """The held-out loss of each rate with a batch, seed 0."""
+    """Return the held-out loss of each learning rate with a batch size, seed 0."""
     return GRID.results(lines, lambda rate: batch_spec(data, optimizer, rate, batch), "eval_loss")
 
 
 def batch_finalist(lines: Lines, data: str, batch: float, optimizer: str, seed: int) -> Spec | None:
-    """The run at the best rate with a batch; None while its sweep has not ended."""
+    """Return the run at the best rate with a batch size, or None if its sweep has not ended."""
     rate = GRID.best(batch_results(lines, data, batch, optimizer))
     return None if rate is None else batch_spec(data, optimizer, rate, batch, seed)
 
 
 def ablation_spec(data: str, change: str, lr: float, seed: int) -> Spec:
-    """One run of the phase `ablations`: CAME with one thing changed, on a quarter of the tokens."""
+    """Return one run of the phase `ablations`: CAME with one change, on a quarter of the tokens."""
     changed = ABLATIONS[change]
     spec = run_spec(data, changed.get("optimizer", "came"), lr, seed, **changed.get("optim", {}))
     clip = {"clip": changed["clip"]} if "clip" in changed else {}
@@ -155,17 +161,17 @@ def ablation_spec(data: str, change: str, lr: float, seed: int) -> Spec:
 
 
 def longer_spec(data: str, optimizer: str, lr: float) -> Spec:
-    """One run of the phase `longer`."""
+    """Return one run of the phase `longer`."""
     return {**run_spec(data, optimizer, lr, 0), "tokens": LONGER_TOKENS, "model": LONGER_MODEL}
 
 
 def longer_results(lines: Lines, data: str, optimizer: str) -> list[float | None]:
-    """The held-out loss of each rate of the phase `longer`."""
+    """Return the held-out loss of each learning rate in the phase `longer`."""
     return GRID.results(lines, lambda rate: longer_spec(data, optimizer, rate), "eval_loss")
 
 
 def ablation_rate(lines: Lines, data: str, change: str, share: float = ABLATION_SHARES[0]) -> float:
-    """The rate of a run of the phase `ablations`."""
+    """Return the learning rate of a run of the phase `ablations`."""
     changed = ABLATIONS[change]
     return changed.get("share", 1.0) * share * best_rate(lines, data, changed.get("optimizer", "came"))
 
@@ -196,12 +202,12 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
 
 
 def swept(lines: Lines, data: str, optimizer: str) -> list[float | None]:
-    """The held-out loss of each rate with seed 0."""
+    """Return the held-out loss of each learning rate with seed 0."""
     return GRID.results(lines, lambda rate: run_spec(data, optimizer, rate, 0), "eval_loss")
 
 
 def best_rate(lines: Lines, data: str, optimizer: str) -> float:
-    """The rate of the finished sweep with the lowest held-out loss."""
+    """Return the learning rate of the finished sweep with the lowest held-out loss."""
     rate = GRID.best(swept(lines, data, optimizer.removesuffix("-int8").removesuffix("-int4")))
     if rate is None:
         raise SystemExit(f"run the sweep of {optimizer} on {data} first")
@@ -209,25 +215,25 @@ def best_rate(lines: Lines, data: str, optimizer: str) -> float:
 
 
 def variant_spec(lines: Lines, data: str, change: str, seed: int) -> Spec:
-    """One run of the phase `variants`; AdamW as it is for any other change."""
+    """Return one run of the phase `variants`; plain AdamW for an unknown change."""
     if change in VARIANTS:
         return run_spec(data, "came", best_rate(lines, data, "came"), seed, **VARIANTS[change])
     return run_spec(data, "adamw", best_rate(lines, data, "adamw"), seed, **ADAMW_VARIANTS.get(change, {}))
 
 
 def finalist_spec(data: str, form: str, lr: float, seed: int = TUNING_SEEDS[0]) -> Spec:
-    """One run of a finalist, as the phase `finalists` has them."""
+    """Return one run of a finalist in the phase `finalists`."""
     optimizer, changes = FINALISTS[form]
     return run_spec(data, optimizer, lr, seed, **changes)
 
 
 def finalist_results(lines: Lines, data: str, form: str, seed: int = TUNING_SEEDS[0]) -> list[float | None]:
-    """The held-out loss of each rate of a finalist."""
+    """Return the held-out loss of each learning rate of a finalist."""
     return GRID.results(lines, lambda rate: finalist_spec(data, form, rate, seed), "eval_loss")
 
 
 def best_two(lines: Lines, data: str, form: str) -> list[float]:
-    """The two best rates of a finalist's sweep, the better one first; none while it has not ended."""
+    """Return the two best rates of a finalist's sweep, the better one first; [] if the sweep has not ended."""
     found = finalist_results(lines, data, form)
     if GRID.best(found) is None:
         return []
@@ -235,7 +241,7 @@ def best_two(lines: Lines, data: str, form: str) -> list[float]:
 
 
 def finalist_rate(lines: Lines, data: str, form: str) -> float | None:
-    """Which of a finalist's two best rates has the lower loss, mean of the tuning seeds; None where one was not run."""
+    """Return the better of a finalist's two best rates by mean loss over the tuning seeds; None if a run is missing."""
     means = []
     for rate in best_two(lines, data, form):
         runs = [lines.get(key_of(finalist_spec(data, form, rate, seed))) for seed in TUNING_SEEDS]
@@ -247,13 +253,13 @@ def finalist_rate(lines: Lines, data: str, form: str) -> float | None:
 
 
 def seed_spec(lines: Lines, data: str, finalist: str, seed: int) -> Spec:
-    """One run of the phase `seeds`: at the best rate of the finalist's sweep, or of the optimizer's before that."""
+    """Return one run of the phase `seeds`, at the best rate of the finalist's or else its optimizer's sweep."""
     own = finalist_rate(lines, data, finalist.split(",")[0])
     return finalist_spec(data, finalist, own or best_rate(lines, data, FINALISTS[finalist][0]), seed)
 
 
 def specs(phase: str, lines: Lines, data: str, names: Sequence[str] = tuple(FINALISTS)) -> Iterator[Spec]:
-    """The runs of a phase that need no result of each other; `seeds` of these finalists."""
+    """Yield the runs of a phase that do not depend on each other's results; in `seeds`, of these finalists."""
     if phase == "seeds":
         yield from (seed_spec(lines, data, name, seed) for seed in SEEDS for name in names)
     elif phase == "variants":
@@ -265,13 +271,13 @@ def specs(phase: str, lines: Lines, data: str, names: Sequence[str] = tuple(FINA
 
 
 def run_one(spec: Spec) -> Line:
-    """Train in this process and return the line of the result."""
+    """Train in this process and return the result line."""
     run_dir = ROOT / "runs" / f"optim-quality-{key_of(spec)}" if "model" in spec else None
     return train_line(spec, recipe_of(spec), run_dir=run_dir)
 
 
 def report(lines: Lines, data: str) -> None:
-    """Tables from the raw lines: the sweep, paired differences to AdamW over the seeds, the longer runs."""
+    """Print tables: the sweep, differences to AdamW paired by seed, and the longer runs."""
     print(f"{data}: held-out nats a token by learning rate, seed 0\n{GRID.header()}")
     for name in (*SWEPT, *SLOWER):
         print(GRID.row(name, swept(lines, data, name)))
@@ -322,7 +328,7 @@ def differences(
     *,
     told: str | None = None,
 ) -> None:
-    """One line: the held-out loss of one kind of run less that of another, paired by seed."""
+    """Return a line with the held-out loss difference of two kinds of run, paired by seed."""
     pairs, what = [], told or name
     for seed in seeds:
         specs = spec_of(name, seed), spec_of(base, seed)

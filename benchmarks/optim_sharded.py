@@ -1,12 +1,13 @@
-"""Which optimizers step parameters sharded by FSDP2 as they step whole ones, and which only raise.
+"""Check which optimizers step FSDP2-sharded parameters as they step unsharded ones, and which raise.
 
-    python benchmarks/optim_sharded.py        (gloo on CPUs; packages that are missing are named; some minutes)
+    python benchmarks/optim_sharded.py        (gloo on CPUs; reports missing packages; some minutes)
 
-A small network with sides that do not divide evenly is sharded by `fully_shard` over 2 and over 3 ranks, and takes a
-few steps with given gradients; one process takes the same steps with whole parameters. Reported is, of the parameter
-where it is largest, the difference of any one element over the parameter's root mean square, and the norm of the
-difference over the parameter's norm; or the first line of what was raised. With codes of 8 bits a last bit of a sum
-becomes one step of a code here and there. Ends with 1 where CAME raises, or differs in fp32 by over 2e-6 anywhere.
+`fully_shard` shards a small network, whose sides do not divide evenly, over 2 and over 3 ranks. It takes a few steps
+with given gradients; one process takes the same steps with unsharded parameters. The report has two maxima over the
+parameters: the largest difference of an element over the parameter's root mean square, and the norm of the difference
+over the parameter's norm. If an optimizer raises, the report has the first line of its error. With 8-bit codes, the
+last bit of a sum sometimes moves a code by one step. The exit code is 1 if CAME raises, or if it differs in fp32 by
+over 2e-6 anywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ STEPS = 5
 WORLDS = (2, 3)
 LR = 1e-2
 LIMIT = 2e-6
-"""CAME in fp32 sums in another order than on one device, and nothing else differs."""
+"""Limit for CAME in fp32, where only the order of sums differs from one device."""
 HELD_TO_LIMIT = "CAME fp32"
 
 
@@ -51,7 +52,7 @@ def _came(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def _torch(net: nn.Module, *, name: str, **options: Any) -> torch.optim.Optimizer:
-    params = [param for param in net.parameters() if param.ndim == 2 or name != "Muon"]  # which refuses vectors
+    params = [param for param in net.parameters() if param.ndim == 2 or name != "Muon"]  # Muon refuses vectors
     optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(params, lr=LR, **options)
     return optimizer
 
@@ -89,7 +90,7 @@ def network() -> nn.Sequential:
 
 
 def gradient(shape: torch.Size, step: int, index: int) -> Tensor:
-    """Rows and columns of different magnitude, so that a mean over the wrong part shows."""
+    """Return a gradient whose rows and columns differ in magnitude, so that a mean over the wrong part shows."""
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + index))
     for dim, size in enumerate(shape):
         grad *= torch.logspace(-1, 1, size).view([-1 if d == dim else 1 for d in range(len(shape))])
@@ -97,7 +98,7 @@ def gradient(shape: torch.Size, step: int, index: int) -> Tensor:
 
 
 def stepped(make: Make, net: nn.Module) -> list[Tensor]:
-    """The whole parameters after `STEPS` steps."""
+    """Take `STEPS` steps and return the unsharded parameters."""
     optimizer = make(net)
     for number in range(STEPS):
         for index, param in enumerate(net.parameters()):
@@ -110,7 +111,7 @@ def stepped(make: Make, net: nn.Module) -> list[Tensor]:
 
 
 def differences(sharded: list[Tensor], whole: list[Tensor]) -> Row:
-    """Of any element over the root mean square of its parameter, and of a parameter in norm: the largest of each."""
+    """Return the largest element difference over a parameter's RMS, and the largest relative difference in norm."""
     errors = [(a - b, b) for a, b in zip(sharded, whole, strict=True)]
     return {
         "difference": max(float(error.abs().max() / b.square().mean().sqrt()) for error, b in errors),
@@ -130,7 +131,7 @@ def _rank(rank: int, world: int, folder: str, name: str) -> None:
     fully_shard(net, mesh=mesh)
     try:
         result = differences(stepped(OPTIMIZERS[name], net), stepped(OPTIMIZERS[name], network()))
-    except Exception as error:  # whatever an optimizer raises here is its result
+    except Exception as error:  # any error that an optimizer raises here is its result
         result = {"error": f"{type(error).__name__}: {first_line(error)}"}
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
@@ -138,7 +139,7 @@ def _rank(rank: int, world: int, folder: str, name: str) -> None:
 
 
 def sharded(name: str, world: int, *, seconds: float = 300) -> Row:
-    """An optimizer's steps in a group of processes: `differences`, the largest of all ranks, or `error`."""
+    """Run an optimizer in several processes; return the largest `differences` over all ranks, or `error`."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         ranks = [context.Process(target=_rank, args=(rank, world, folder, name)) for rank in range(world)]

@@ -1,11 +1,11 @@
-"""Time of one optimizer step on a CPU, CAME against what there is, as ratios to fused AdamW.
+"""Measure one optimizer step on a CPU: CAME and existing optimizers, as ratios to fused AdamW.
 
-    python benchmarks/optim_step.py            (peers that are not installed are left out and named)
+    python benchmarks/optim_step.py            (reports peers that are not installed)
 
-All optimizers hold copies of the same parameters (the matrices and norms of a small Llama) and take turns, one step
-each, rounds in random order, so that a disturbance of the machine falls on all alike. Figures are medians over the
-rounds of (own step / fused AdamW's step of the same round), with their 95 % bootstrap interval; raw times are in the
-result. The control a second time says what this machine cannot tell apart.
+All optimizers hold copies of the same parameters (the matrices and norms of a small Llama). They take turns, one step
+each, rounds in random order, so a disturbance of the machine hits all equally. Results are medians over the rounds of
+(own step / fused AdamW's step of the same round) with their 95 % bootstrap interval; the file also has the raw times. A
+second run of the control shows the resolution of this machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def peers() -> tuple[dict[str, tuple[Make, torch.dtype]], list[str]]:
-    """Optimizers by name with the dtype of their parameters, and the packages that are missing."""
+    """Return optimizers by name with the dtype of their parameters, and the missing packages."""
     fp32, bf16 = torch.float32, torch.bfloat16
     adamw, came = torch.optim.AdamW, sc.CAME
     options: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95, 0.995), "debias": True, "weight_decay": 0.1}

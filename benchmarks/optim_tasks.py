@@ -1,23 +1,26 @@
-"""Steps that CAME needs to reach Adafactor's final value, in masked LM (BERT) and span corruption (T5) at small size.
+"""Measure how many steps CAME needs to reach Adafactor's final loss, in small masked LM (BERT) and span corruption
+(T5).
 
     python benchmarks/optim_tasks.py sweep              one grid of learning rates for each optimizer, one seed
     python benchmarks/optim_tasks.py seeds              each at its best rate, seeds 0, 1 and 2
     python benchmarks/optim_tasks.py report             steps to reach, from the raw lines alone
 
-CAME's authors (arXiv 2307.02047) train BERT-Large and T5 and report that CAME is where Adafactor ends after about half
-of its steps. Their Adafactor has a momentum; so has the one here, that of transformers. Half a million parameters learn
-from real text, with a held-out evaluation at 20 points of a run; between two points the loss is taken to be linear. All
-runs of a model have the same length, schedule and data order, so that an optimizer reaches the value at a higher
-learning rate than Adafactor has there: as in the paper. There is no dropout, since no text is seen twice.
+CAME's authors (arXiv 2307.02047) train BERT-Large and T5 and report that CAME reaches Adafactor's final loss after
+about half of the steps. Their Adafactor has a momentum, and so has the one here, which comes from transformers. Models
+of half a million parameters learn from real text, with a held-out evaluation at 20 points of a run; between points the
+loss is interpolated linearly. All runs of a model have the same length, schedule and data order. So, as in the paper,
+an optimizer reaches the target at a higher point of the learning-rate schedule than Adafactor. There is no dropout,
+because no text is seen twice.
 
-T5 begins with embeddings of entries of 1 and matrices of a tenth and less, made for Adafactor, whose steps are relative
-to what they change. The rows with `-embeddings` give embeddings 16 times the learning rate, about that ratio.
+T5 initializes embeddings with a scale of 1 and matrices with a scale of 0.1 or less. This suits Adafactor, whose steps
+are relative to a parameter's RMS. The rows with `-embeddings` give embeddings 16 times the learning rate, about the
+ratio of these scales.
 
-The encoder is BERT with rotary positions (RoFormer, arXiv 2104.09864). With the learned positions of BERT itself, a
-model of this size hardly gets past the frequencies of the tokens in a run of minutes (14 % of the masked ones right
-after 4 million tokens; with rotary positions 31 % after 1 million), so that there is little to compare. `--model bert`
-runs it all the same; without `--model`, `bert-rotary` and `t5` are run. Results: one line a run in
-benchmarks/results/optim-tasks.jsonl, none is run twice.
+The encoder is BERT with rotary positions (RoFormer, arXiv 2104.09864). With BERT's own learned positions, a model of
+this size hardly learns more than token frequencies in a run of minutes: 14 % of masked tokens are right after 4 million
+tokens, compared with 31 % after 1 million with rotary positions. So there is little to compare. `--model bert` runs it
+anyway; without `--model`, `bert-rotary` and `t5` run. Each run is one line of benchmarks/results/optim-tasks.jsonl; no
+run is repeated.
 """
 
 from __future__ import annotations
@@ -58,13 +61,13 @@ T5 = {"d_model": 96, "d_ff": 320, "d_kv": 24, "num_heads": 4, "num_layers": 2, "
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, and what is fixed for all its runs.
+    """A model, and the settings that all of its runs share.
 
     Attributes:
         model: the recipe's model section.
-        seq_len: tokens in a sequence; 16 of them are a batch.
-        tokens: of a run, for three to four minutes on one thread.
-        compared: the optimizers.
+        seq_len: tokens in a sequence; a batch has 16 sequences.
+        tokens: tokens of a run, for three to four minutes on one thread.
+        compared: the compared optimizers.
     """
 
     model: dict[str, Any]
@@ -90,7 +93,7 @@ SEEDS = (0, 1, 2)
 
 
 def run_spec(model: str, optimizer: str, lr: float, seed: int, *, data: str, tokens: int | None = None) -> Spec:
-    """One run, as plain values: what is in it decides whether it has been run."""
+    """Return one run as plain values; their hash decides whether it has already been run."""
     optim = {"weight_decay": 0.01, **OPTIMIZERS[optimizer], "lr": lr}
     tokens = tokens or SETTINGS[model].tokens
     return {"model": model, "data": data, "optimizer": optimizer, "optim": optim, "seed": seed, "tokens": tokens}
@@ -127,14 +130,14 @@ class Comparison:
         return run_spec(self.model, optimizer, lr, seed, data=self.data, tokens=self.tokens)
 
     def swept(self, lines: dict[str, Line], optimizer: str) -> list[float | None]:
-        """The last held-out loss of each rate with seed 0."""
+        """Return the last held-out loss of each learning rate with seed 0."""
         return GRID.results(lines, lambda rate: self.spec(optimizer, rate, 0), "eval_loss")
 
     def sweep(self, ledger: Ledger, optimizer: str) -> None:
         GRID.sweep(ledger, lambda rate: self.spec(optimizer, rate, 0), "eval_loss")
 
     def finalists(self, lines: dict[str, Line], seed: int) -> dict[str, Spec]:
-        """The run at the best rate of each optimizer whose sweep has ended."""
+        """Yield the run at the best rate of each optimizer whose sweep has ended."""
         rates = {name: GRID.best(self.swept(lines, name)) for name in self.compared}
         return {name: self.spec(name, rate, seed) for name, rate in rates.items() if rate is not None}
 
@@ -153,7 +156,7 @@ class Comparison:
                     self._shares(by_seed, name, target, measure, sign)
 
     def _shares(self, by_seed: list[dict[str, Line]], name: str, target: str, measure: str, sign: float) -> None:
-        """Print the share of its steps that `name` needs to be where `target` ends, and both last values."""
+        """Print the share of its steps that `name` needs to reach the final loss of `target`, and both final losses."""
         shares, texts = [], []
         for runs in by_seed:
             if name == target or not all(measure in runs.get(each, {}) for each in (name, target)):

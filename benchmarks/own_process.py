@@ -1,9 +1,9 @@
-"""Peak memory of a few training steps on a CPU, in the process that this is called in and that does nothing else.
+"""Measure the peak memory of a few training steps on a CPU, in a process that does nothing else.
 
-The figure is the most that was resident less what the interpreter and the libraries held before the model was built,
-after a small model has taken a step, since libraries load and allocate at their first use.
-glibc keeps freed blocks, which count as resident; with `gives_back` it returns all from 64 KiB on to the system, so
-that the figure is what tensors hold (the environment variable MALLOC_MMAP_THRESHOLD_ does the same).
+The result is the peak resident size minus the memory that the interpreter and the libraries held before the model was
+built. A small model takes a step before that, because libraries load and allocate at their first use. glibc keeps freed
+blocks, which count as resident. With `gives_back`, it returns all blocks from 64 KiB on to the system, so that the
+result is the memory held by tensors. The environment variable MALLOC_MMAP_THRESHOLD_ has the same effect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 
 
 def give_blocks_back() -> None:
-    """Let glibc map blocks from 64 KiB on by themselves and unmap them when they are freed; before anything is held.
+    """Make glibc map blocks from 64 KiB on separately and unmap them when freed; call it before allocating.
 
     Raises:
         SystemExit: the C library has no such setting.
@@ -26,7 +26,7 @@ def give_blocks_back() -> None:
 
 
 def keep_blocks() -> None:
-    """Let glibc keep every block that is freed; otherwise it unmaps those of more than 32 MiB.
+    """Make glibc keep every freed block; by default it unmaps blocks of more than 32 MiB.
 
     Raises:
         SystemExit: the C library has no such setting.
@@ -48,14 +48,14 @@ def peak_of(
     gives_back: bool = False,
     then: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
-    """Build something and call it a few times.
+    """Return the peak memory of building something and calling it a few times.
 
     Args:
-        build: makes what is called; what it makes counts.
-        warm: a step of something small of the same kind, taken before.
-        steps: how often.
-        gives_back: whether glibc gives blocks back.
-        then: called once after the steps, such as an evaluation; what it takes counts.
+        build: returns the callable to measure; its memory counts.
+        warm: a step of something small of the same kind, taken first.
+        steps: number of calls.
+        gives_back: True if glibc returns freed blocks.
+        then: called once after the steps, such as an evaluation; its memory counts.
     """
     if gives_back:
         give_blocks_back()

@@ -1,10 +1,10 @@
-"""The planned peak memory of training runs on a CPU against the measured one.
+"""Compare the planned peak memory of training runs on a CPU with the measured peak.
 
     python benchmarks/peak_memory.py
 
-Each case is a run in a process of its own, once as it is and once with MALLOC_MMAP_THRESHOLD_=65536, with which glibc
-gives freed blocks back, so that the resident set is what the tensors hold. `error` is planned over measured less one,
-of the whole peak; `error_above_base` leaves out what the process held before the model.
+Each case is a run in its own process, once with defaults and once with MALLOC_MMAP_THRESHOLD_=65536. With the latter,
+glibc returns freed blocks, so the resident set equals the memory held by tensors. `error` is planned / measured - 1 for
+the whole peak; `error_above_base` leaves out the memory that the process held before the model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Optimizers that CAME is compared with and that no installed package has.
+"""Implement optimizers that CAME is compared with and that no installed package provides.
 
-LAMB, a SCALE-like rule, APOLLO-Mini, Adafactor with a momentum, and CAME whose codes are rounded to the nearest.
+LAMB, a SCALE-like rule, APOLLO-Mini, Adafactor with a momentum, CAME with codes rounded to the nearest, and CAME
+without factoring.
 
-Written from the papers, for comparison only. `register()` makes them known to recipes by name, as torch.optim is.
+Written from the papers, for comparison only. `register()` makes them available to recipes by name, like those of
+torch.optim.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from scantling.optim import _eager
 
 
 class _Peer(torch.optim.Optimizer):
-    """Decoupled decay, a step counter a parameter, and `_update`, which returns what is subtracted times lr."""
+    """Base class: decoupled weight decay, a step counter per parameter, and `_update`, which returns update / lr."""
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, **defaults: Any) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "role": None, **defaults})
@@ -48,7 +50,7 @@ class _Peer(torch.optim.Optimizer):
 
 
 class Lamb(_Peer):
-    """You et al., arXiv 1904.00962, algorithm 2: Adam's direction at the length of the weight, a layer."""
+    """You et al., arXiv 1904.00962, algorithm 2: Adam's direction scaled to the norm of the weight, per layer."""
 
     def __init__(
         self,
@@ -65,15 +67,15 @@ class Lamb(_Peer):
         direction = direction + group["weight_decay"] * param
         weight, length = param.norm(), direction.norm()
         trust = torch.where((weight > 0) & (length > 0), weight / length, 1.0)
-        # the decay is in the direction: take back what `step` adds
+        # LAMB's direction includes the decay: undo the decoupled decay that `step` applies
         return direction * trust - group["weight_decay"] * param
 
 
 class ScaleLike(_Peer):
-    """After Glentis et al., arXiv 2506.16659: column-normalised gradients, momentum for the output layer alone.
+    """After Glentis et al., arXiv 2506.16659: column-normalized gradients, momentum for the output layer alone.
 
-    Columns are the inputs of one output unit (a row of a torch Linear), and end with a root mean square of 1, as
-    updates of Adam have, which step the vectors. A tied embedding counts as the output layer.
+    A column holds the inputs of one output unit (a row of a torch Linear). It is normalized to a root mean square of 1,
+    like the updates of Adam, which steps the vectors. A tied embedding counts as the output layer.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ScaleLike(_Peer):
 
 
 class AdafactorMomentum(transformers.Adafactor):
-    """Adafactor with the momentum that it has in CAME's paper, whose memory figures show one; PyTorch's has none.
+    """Adafactor with the momentum that CAME's paper implies by its memory figures; PyTorch's Adafactor has none.
 
     Steps are relative to the RMS of the parameter (Shazeer and Stern, arXiv 1804.04235, section 8).
     """
@@ -100,7 +102,7 @@ class AdafactorMomentum(transformers.Adafactor):
 
 
 class ApolloMini(_Peer):
-    """Zhu et al., arXiv 2412.05270: one scale a tensor, from Adam on a random projection of the gradient to rank 1."""
+    """Zhu et al., arXiv 2412.05270: one scale per tensor, from Adam on a random rank-1 projection of the gradient."""
 
     def __init__(
         self,
@@ -125,17 +127,18 @@ class ApolloMini(_Peer):
         moved = self._adam("projected", projected, state, group["betas"], group["eps"])
         update = grad * (moved.norm() / (projected.norm() + 1e-12) * sqrt(group["scale"]))
         length, last = update.norm(), state.get("length")
-        if last is not None:  # the norm-growth limiter of the paper, 1.01 a step
+        if last is not None:  # the paper's norm-growth limiter: at most 1.01 per step
             update = update * torch.clamp(1.01 * last / (length + 1e-12), max=1.0)
         state["length"] = update.norm()
         return update
 
 
 class CameNearest(sc.CAME):
-    """CAME whose codes of 4 bits are rounded to the nearest: without a seed there is no noise."""
+    """CAME with 4-bit codes rounded to the nearest: without a seed there is no rounding noise."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group({**param_group, "foreach": False})  # the tiles, which look the seed up by name
+        # use the eager step, which looks up `seed_of` by name
+        super().add_param_group({**param_group, "foreach": False})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         kept = _eager.seed_of
@@ -147,14 +150,14 @@ class CameNearest(sc.CAME):
 
 
 class CameUnfactored(sc.CAME):
-    """CAME with a full second moment of everything, and so without confidence: what the factoring does."""
+    """CAME with a full second moment and so without confidence; shows the effect of factoring."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group({**param_group, "role": "vector"})
 
 
 def register() -> None:
-    """Let `optim.name` of a recipe be one of these, in lower case."""
+    """Make these optimizers valid values of a recipe's `optim.name`, in lower case."""
     for peer in (Lamb, ScaleLike, AdafactorMomentum, ApolloMini, CameNearest, CameUnfactored):
         setattr(torch.optim, peer.__name__, peer)
         if peer.__name__ not in torch.optim.__all__:

@@ -1,30 +1,32 @@
-"""What the grids of the precision experiment say of the claims of "Scaling Laws for Precision" (arXiv 2411.04330).
+"""Test the claims of "Scaling Laws for Precision" (arXiv 2411.04330) on the grids of the precision experiment.
 
     scantling sweep recipes/sweep-precision-parts.yaml --jobs 2
     scantling sweep recipes/sweep-precision-tokens.yaml --jobs 2
     scantling sweep recipes/sweep-precision-seeds.yaml --jobs 2
     python benchmarks/precision_claims.py
 
-From the tables in benchmarks/results, of runs that are done:
+The results come from the tables of finished runs in benchmarks/results:
 
-    noise             of runs that differ in their seed alone: losses, nats above 16 bits, nats lost after training
-    saturation        what each part costs by its bits: nats above the run of the same size and tokens at 16 bits, over
-                      the sizes and tokens that there are of all bits
-    parts multiply    that excess of runs with several parts in few bits, as four rules foretell it: Kumar's law fitted
-                      to runs with one part in few bits, and to all; the same product with what was measured of each
-                      part in place of a formula, at the least that it can be; and the sum of what the parts cost alone
-    best bits         of weights, activations and KV cache together, at which the law fitted to all of these runs makes
-                      the most of a budget whatever it is, where bits save compute in proportion: the paper's 7 to 8
-    after training    nats lost when weights are quantised after training: the power of tokens they grow with, of runs
-                      whose learning rate decays and of runs whose rate stays; and the loss with it, which tells whether
-                      more tokens still help
-    decay             how many times as much is lost with another schedule than with cosine, at equal size and tokens
-    robustness        nats lost after training by runs whose weights had few bits in training, to fewer bits than these,
-                      less what the run at 16 bits of the same size and tokens loses; and where each ends against it
-    downstream        accuracy on minimal pairs beside the loss
+    noise             variation between runs that differ only in their seed: loss, nats above 16 bits, nats lost after
+                      training
+    saturation        cost of each part by its bits: nats above the 16-bit run of the same size and tokens, averaged
+                      over the sizes and tokens that have runs at all bits
+    parts multiply    the same excess for runs with several low-precision parts, and its prediction by four rules:
+                      Kumar's law fitted to runs with one low-precision part, and to all runs; a lower bound of its
+                      product from each part's measured excess; and the sum of each part's own excess
+    best bits         the common bits of weights, activations and KV cache that are optimal for any budget by the law
+                      fitted to all of these runs, if compute is proportional to bits; the paper finds 7 to 8
+    after training    nats lost when weights are quantized after training: the power of tokens with which they grow,
+                      with a decaying and a constant learning rate; and the loss after it, which shows whether more
+                      tokens still help
+    decay             nats lost after training with another schedule, as a multiple of those with cosine, at equal size
+                      and tokens
+    robustness        nats lost when weights trained at low precision are quantized to still fewer bits, minus those of
+                      the 16-bit run of the same size and tokens; and the difference of their final losses
+    downstream        relation of accuracy on minimal pairs to the loss
 
-One seed a run but for those of `noise`: what is not clearly above it is chance. Constants that the runs do not tell are
-named as such.
+Except in `noise`, every result comes from one seed, so an effect that is not clearly above the noise is chance.
+Constants that are not identifiable from the runs are listed.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ PARTS = ("weights", "activations", "kv_cache")
 POST = "post."
 TIED = {"beta": "alpha"}
 SAMPLES = 200
-"""Refits of an interval."""
+"""Number of refits for an interval."""
 ANY_COMPUTE = 1e14
-"""FLOPs; the best bits are the same for all."""
+"""Compute budget in FLOPs; the best bits are the same for all budgets."""
 Row = dict[str, Any]
 
 
 def read(path: Path) -> list[Row]:
-    """The finished runs of a table of `scantling sweep`, with numbers for N, D and the losses, 16 for whole parts."""
+    """Return the finished runs of a `scantling sweep` table with N, D, losses and bits; unquantized is 16 bits."""
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
@@ -76,22 +78,22 @@ def _numbers(row: dict[str, str]) -> Row:
 
 
 def _bits(name: str) -> float:
-    """Of a format, or of one with the method that quantised to it, `int3.gptq`."""
+    """Return the bits of a format, or of a format with its quantization method, such as `int3.gptq`."""
     return bits_of(name.partition(".")[0]) if name else 16
 
 
 def together(*tables: Sequence[Row]) -> list[Row]:
-    """The runs of several tables, one that is in two of them once."""
+    """Return the runs of several tables without duplicates."""
     return list({row["key"]: row for rows in tables for row in rows}.values())
 
 
 def in_few_bits(row: Row) -> list[str]:
-    """The parts of a run that were not whole."""
+    """Return the low-precision parts of a run."""
     return [part for part in PARTS if row[part] < 16]
 
 
 def beside_whole(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Each run with the one of its size, tokens and seed at 16 bits."""
+    """Pair each run with the 16-bit run of the same size, tokens and seed."""
     whole = {_place(row): row for row in rows if not in_few_bits(row) and row["schedule"] == "cosine"}
     return [(row, whole[_place(row)]) for row in rows if _place(row) in whole]
 
@@ -101,8 +103,10 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 
 def noise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Mean and standard deviation over seeds for each kind of run with several: of losses, of what few bits cost, and
-    of what is lost by each quantisation after training."""
+    """Return mean and standard deviation over seeds, for each kind of run with several seeds.
+
+    The statistics cover the loss, its excess over 16 bits, and the loss increase of each quantization after training.
+    """
     excess = {id(row): row["loss"] - whole["loss"] for row, whole in beside_whole(rows) if in_few_bits(row)}
     kinds: dict[str, list[Row]] = {}
     for row in rows:
@@ -129,9 +133,9 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def saturation(rows: Sequence[Row]) -> dict[str, Any]:
-    """Nats above 16 bits, for each part alone and all together, by bits.
+    """Return nats above 16 bits by bits, for each part alone and for all parts together.
 
-    The mean is over the sizes and tokens of which there are runs at all these bits; `raw` has N, D and nats of all.
+    The mean is over the sizes and tokens that have runs at all these bits; `raw` has N, D and nats of all runs.
     """
     found: dict[str, Any] = {}
     for name, parts in (*((part, [part]) for part in PARTS), ("all", list(PARTS))):
@@ -153,24 +157,26 @@ def saturation(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def with_several_parts(rows: Sequence[Row]) -> list[Row]:
-    """The runs of the sizes and tokens of which there are runs with several parts in few bits.
+    """Return the runs at those sizes and tokens that have runs with several low-precision parts.
 
-    Others are of a grid of their own, whose shortest runs end within what a power of tokens does not describe yet.
+    The other runs belong to another grid. Its shortest runs end before a power law in tokens describes the loss.
     """
     places = {_place(row) for row in rows if len(in_few_bits(row)) > 1}
     return [row for row in rows if _place(row) in places and row["schedule"] == "cosine"]
 
 
 def base_of(rows: Sequence[Row]) -> sc.laws.Fit:
-    """Chinchilla's law of the runs at 16 bits, with one exponent as in the paper."""
+    """Fit Chinchilla's law to the 16-bit runs, with one exponent as in the paper."""
     return sc.laws.fit(_table(row for row in rows if not in_few_bits(row)), tie=TIED)
 
 
 def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
-    """Nats above 16 bits of runs with several parts in few bits, measured and foretold, and how far apart they are.
+    """Return nats above 16 bits of runs with several low-precision parts: measured, predicted by each rule, and the
+    error.
 
-    A product of factors of N_eff makes what of the loss falls with N larger by a factor for each part. How much that is
-    the runs hardly tell; the less, the more the product foretells. It is taken as all of the loss.
+    A product of N_eff factors multiplies the part of the loss that depends on N by one factor per low-precision part.
+    The runs hardly identify how large this part is. The smaller it is, the larger the predicted excess. It is taken as
+    the whole loss, which gives a lower bound.
     """
     rows = with_several_parts(rows)
     whole = [row for row in rows if not in_few_bits(row)]
@@ -199,6 +205,7 @@ def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
         for name, law in laws.items():
             given = _given(row)
             foretold[name].append(float(law.loss(**given) - law.loss(**given | dict.fromkeys(PARTS, 16))))
+        # lower bound of a product of N_eff factors: each part scales the whole loss, not only its N-dependent term
         product = float(np.prod([1.0 + cost / beside["loss"] for cost in known]))
         foretold["the product, at least"].append(beside["loss"] * (product - 1.0))
         foretold["their sum"].append(sum(known))
@@ -223,7 +230,7 @@ def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def means_by_bits(multiply: dict[str, Any]) -> dict[tuple[float, ...], dict[str, float]]:
-    """Mean nats above 16 bits of runs with the same bits in each part, measured and by each rule."""
+    """Return mean nats above 16 bits of runs with equal bits in each part, measured and by each rule."""
     columns = {"measured": multiply["measured"]}
     columns |= {name: rule["foretold"] for name, rule in multiply["rules"].items()}
     kinds = [tuple(cell[2:]) for cell in multiply["cells"]]
@@ -237,9 +244,10 @@ def means_by_bits(multiply: dict[str, Any]) -> dict[tuple[float, ...], dict[str,
 
 
 def best_bits(rows: Sequence[Row], samples: int = SAMPLES) -> dict[str, Any]:
-    """The best bits by Kumar's law, with intervals by refits to runs drawn with replacement.
+    """Return the best bits by Kumar's law, with bootstrap intervals.
 
-    Fitted in two stages, its base to the runs at 16 bits, which is then held; and all constants together.
+    The law is fitted in two ways: in two stages, with a base fitted to the 16-bit runs and then fixed; and with all
+    constants together.
     """
     rows = with_several_parts(rows)
     fits = {
@@ -273,7 +281,7 @@ def _table(rows: Iterable[Row]) -> list[Row]:
 
 
 def after_training(rows: Sequence[Row]) -> dict[str, Any]:
-    """Nats lost by tokens for each size, schedule and format, the slope of their logarithms, and the loss with them."""
+    """Return nats lost by tokens for each size, schedule and format, their log-log slope, and the quantized loss."""
     found: dict[str, Any] = {}
     whole = [row for row in rows if not in_few_bits(row) and not row["seed"]]
     for schedule in sorted({row["schedule"] for row in whole}):
@@ -294,7 +302,8 @@ def after_training(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def decay(rows: Sequence[Row]) -> dict[str, Any]:
-    """By schedule and format: the nats lost after training over those lost after cosine, all sizes and tokens together.
+    """Return the ratio of nats lost after training to those with cosine by schedule and format, over all sizes and
+    tokens.
 
     `raw` has N, D, and the nats of both.
     """
@@ -319,7 +328,7 @@ def decay(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _slope(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Of log lost on log D; None where something gained."""
+    """Return the slope of log lost over log D, or None if a quantization lowered the loss."""
     if len(pairs) < 3 or min(lost for _, lost in pairs) <= 0.0:
         return None
     tokens, lost = np.log(np.array(pairs)).T
@@ -327,9 +336,10 @@ def _slope(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def robustness(rows: Sequence[Row]) -> dict[str, Any]:
-    """By format after training and bits of the weights in it: nats lost less those at 16 bits, and the ends.
+    """Return nats lost minus those of 16-bit runs, and the final difference, by final format and training bits of
+    weights.
 
-    Means are over the sizes and tokens of which there are runs at all these bits; `raw` has N, D and both of all.
+    Means are over the sizes and tokens that have runs at all these bits; `raw` has N, D and both values of all runs.
     """
     cells: dict[str, dict[str, dict[tuple[Any, ...], list[float]]]] = {}
     for row, whole in beside_whole(rows):
@@ -351,7 +361,7 @@ def robustness(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def downstream(rows: Sequence[Row]) -> dict[str, Any]:
-    """How accuracy on minimal pairs goes with the loss, and whether few bits change that."""
+    """Regress accuracy on minimal pairs on the loss, with an offset for low precision."""
     pairs = [(row["loss"], row["minimal_pairs"], len(in_few_bits(row)) > 0) for row in rows if row["minimal_pairs"]]
     if len(pairs) < 3:
         return {}
@@ -378,7 +388,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=Path, default=RESULTS / "precision-seeds.csv")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    logging.getLogger("scantling").setLevel(logging.ERROR)  # that it extrapolates: any budget does
+    # suppresses the warning about extrapolation, which any budget causes
+    logging.getLogger("scantling").setLevel(logging.ERROR)
     tables = {name: getattr(options, name) for name in ("parts", "tokens", "seeds")}
     read_tables = {name: read(path) if path.exists() else [] for name, path in tables.items()}
     every = together(*read_tables.values())
@@ -401,7 +412,7 @@ def main() -> int:
 
 
 def report(results: dict[str, Any]) -> None:
-    """The results in words."""
+    """Print the results in words."""
     print("{parts}, {tokens} and {seeds} runs, {together} different ones".format(**results["runs"]))
     print("\nnoise: mean over seeds and standard deviation, nats")
     for kind, found in results["noise"].items():

@@ -1,9 +1,9 @@
-"""Runs that are done once, and learning rates that are swept outwards.
+"""Run each experiment once, and sweep learning rates outwards.
 
-A run is a specification of plain values. Its result is one line of a JSON-lines file, known by the hash of the
-specification, so that a script can be stopped at any time and started again. A script keeps to this form by having a
-command `one SPEC` that prints the line of a specification; each run is a process of its own. Where a run starts
-processes anyway, the ledger may make its line itself.
+A run is a specification of plain values. Its result is one line of a JSON-lines file, keyed by the hash of the
+specification, so a script can be stopped at any time and started again. A script provides a command `one SPEC` that
+prints the line of a specification; each run has its own process. If a run starts its own processes, the ledger can make
+its line in this process.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import numpy as np
 Spec = dict[str, Any]
 Line = dict[str, Any]
 Score = str | Callable[[Line], float | None]
-"""What a line is scored by, lower being better: one of its values, or what is made of them (None: the run failed)."""
+"""Score of a line, lower is better: the name of one of its values, or a function of it (None: the run failed)."""
 Item = TypeVar("Item")
 
 
 def key_of(spec: Spec) -> str:
-    """What a run is known by."""
+    """Return the key of a run: a hash of its specification."""
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -40,10 +40,10 @@ class Ledger:
     """A file of results, and the script that makes them.
 
     Attributes:
-        path: one JSON object a line.
-        script: its command `one` takes a specification and prints the line of it last.
-        threads: of each run.
-        make: makes the line of a specification in this process, in place of the script.
+        path: the file, one JSON object per line.
+        script: its command `one` takes a specification and prints the result as its last line.
+        threads: threads of each run.
+        make: makes the line of a specification in this process, instead of the script.
     """
 
     path: Path
@@ -52,13 +52,13 @@ class Ledger:
     make: Callable[[Spec], Line] | None = None
 
     def lines(self) -> dict[str, Line]:
-        """All results by their keys."""
+        """Return all results by their keys."""
         if not self.path.exists():
             return {}
         return {line["key"]: line for line in map(json.loads, self.path.read_text(encoding="utf-8").splitlines())}
 
     def run(self, spec: Spec) -> bool:
-        """Run a specification that has no line yet and append its line; False when its process failed."""
+        """Run a specification that has no line yet and append its line; return False if its process failed."""
         if key_of(spec) in self.lines():
             return True
         try:
@@ -84,66 +84,66 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Grid:
-    """Learning rates, ascending, which of them every sweep begins with, and how many it takes at least."""
+    """Ascending learning rates, the index at which every sweep starts, and the least number of rates it takes."""
 
     rates: Sequence[float]
     start: int
     least: int = 0
 
     def results(self, lines: dict[str, Line], spec_of: Callable[[float], Spec], score: Score) -> list[float | None]:
-        """The score of each rate, lower being better: infinite where the run failed, None where it was not run."""
+        """Return the score of each rate, lower is better: infinity if the run failed, None if it was not run."""
         scored = score if callable(score) else itemgetter(score)
         found = [lines.get(key_of(spec_of(rate))) for rate in self.rates]
         return [None if line is None else float("inf") if (value := scored(line)) is None else value for line in found]
 
     def next(self, results: Sequence[float | None]) -> int | None:
-        """Which rate to run next: the start, then the neighbours of the best one, then those that lie nearest to it."""
+        """Return the index of the next rate: the start, then neighbors of the best rate, then the nearest others."""
         known = {index: result for index, result in enumerate(results) if result is not None}
         if not known:
             return self.start
-        best = min(known, key=lambda index: (known[index], index))  # everything failed: go down
+        best = min(known, key=lambda index: (known[index], index))  # if everything failed, go down
         nearest = sorted(range(len(self.rates)), key=lambda index: (abs(index - best), index))
         wanted = (index for index in nearest if index not in known)
         index = next(wanted, None)
         return index if index is not None and (abs(index - best) == 1 or len(known) < self.least) else None
 
     def best(self, results: Sequence[float | None]) -> float | None:
-        """The rate with the lowest score, or None where the sweep has not ended or every run failed."""
+        """Return the rate with the lowest score, or None if the sweep has not ended or every run failed."""
         if self.next(results) is not None:
             return None
         score, rate = min((s, rate) for s, rate in zip(results, self.rates, strict=True) if s is not None)
         return rate if score < float("inf") else None
 
     def sweep(self, ledger: Ledger, spec_of: Callable[[float], Spec], score: Score) -> None:
-        """Run rates until the best one stands between two worse ones, or at an end of the grid."""
+        """Run rates until the best one lies between two worse ones, or at an end of the grid."""
         while (index := self.next(self.results(ledger.lines(), spec_of, score))) is not None:
             if not ledger.run(spec_of(self.rates[index])):
                 return
 
     def row(self, name: str, results: Sequence[float | None]) -> str:
-        """One line of a table of a sweep; it says so where the best rate is an end of the grid, and may lie beyond."""
+        """Return one table row of a sweep; it notes if the best rate is at an end of the grid and may lie beyond."""
         at_end = self.best(results) in (self.rates[0], self.rates[-1])
         told = "   best at an end of the grid" if at_end else ""
         return f"{name:24}" + "".join("        -" if result is None else f"{result:9.4f}" for result in results) + told
 
     def header(self) -> str:
-        """The first line of that table."""
+        """Return the first line of that table."""
         return " " * 24 + "".join(f"{rate:9.1e}" for rate in self.rates)
 
 
 def side_by_side(jobs: int, work: Callable[[Item], object], items: Iterable[Item]) -> None:
-    """Do several things at once, in the order given."""
+    """Do several things at once, started in the given order."""
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(work, items))
 
 
 def threads_a_job(jobs: int) -> int:
-    """How many threads a run has when several run at once."""
+    """Return the number of threads per run if several run at once."""
     return max(1, len(os.sched_getaffinity(0)) // jobs)
 
 
 def command_line(description: str | None, phases: Sequence[str], results: Path) -> argparse.ArgumentParser:
-    """The arguments that all such scripts have: a phase, `one SPEC`, `--jobs`, `--results`."""
+    """Return a parser with the arguments that all such scripts have: a phase, `one SPEC`, `--jobs`, `--results`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("phase", choices=[*phases, "one"])
     parser.add_argument("spec", nargs="?", help=argparse.SUPPRESS)
@@ -153,7 +153,7 @@ def command_line(description: str | None, phases: Sequence[str], results: Path) 
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and the half-width of its 95 % interval (Student's t); the width of one value alone is infinite."""
+    """Return the mean and the half-width of its 95 % interval (Student's t); infinite width for one value."""
     from scipy.stats import t
 
     mean, count = float(np.mean(values)), len(values)
@@ -163,21 +163,21 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def verdict_on(mean: float, width: float, least: float) -> str:
-    """Whether an aim is met by the mean, and by the 95 % interval: met, missed, or open where it holds the aim."""
+    """Say whether the mean and its 95 % interval meet an aim: met, missed, or open if it lies in the interval."""
     by_interval = "met" if mean - width >= least else "MISSED" if mean + width < least else "open"
     return f"{'met' if mean >= least else 'MISSED'}, by the interval {by_interval}"
 
 
 def steps_to_reach(curve: Sequence[Sequence[float]], target: float) -> float | None:
-    """The step at which a falling curve first reaches a value, linear between its points.
+    """Return the step at which a falling curve first reaches a value, linear between its points.
 
     Args:
         curve: (step, value) pairs, ascending in the step.
-        target: the value.
+        target: the value to reach.
 
     Returns:
-        None where it never does; the first step where the curve begins at the value or below, since what came before
-        is not known.
+        None if the curve never reaches it. The first step if the curve starts at the value or below, because earlier
+        values are unknown.
     """
     before: Sequence[float] | None = None
     for point in curve:

@@ -1,38 +1,41 @@
-"""The six-encoder transformer of CoMERA on sentence pairs: dense, as cores, as cores at size targets, and with GaLore.
+"""Compare CoMERA's six-encoder transformer on sentence pairs: dense, TT, TT at size targets, and with GaLore.
 
     pip install --no-deps --target DIR galore-torch bitsandbytes       and DIR on PYTHONPATH
 
-    python benchmarks/six_encoder.py sweep       width 256: one grid of learning rates a row, one seed
+    python benchmarks/six_encoder.py sweep       width 256: one grid of learning rates per row, one seed
     python benchmarks/six_encoder.py seeds       dense, cores and target 0.2 at their best rate, seeds 1, 2 and 3; the
-                                                 other rows seed 1; trivial answers beside them
-    python benchmarks/six_encoder.py memory      width 768: peak memory, of an evaluation too, each in its own process
+                                                 other rows seed 1; trivial baselines
+    python benchmarks/six_encoder.py memory      width 768: peak memory, with an evaluation, each in its own process
     python benchmarks/six_encoder.py speed       width 768: time of a training step, interleaved
     python benchmarks/six_encoder.py report      everything against the aims, from the raw lines alone
 
-Aims, at width 768 and honestly counted by numel(): 44.9 times fewer parameters at the paper's first ranks; at target
-0.2, 320 times in the layers that are cores and 80 times in all; a step 3 times as fast as dense; at batch 1, 9 times
-less peak training memory than GaLore and twice its speed. At width 256: accuracy within 1 point of dense.
+Aims at width 768, with parameters counted by numel(): 44.9 times fewer parameters at the paper's first ranks; at target
+0.2, 320 times fewer in TT layers and 80 times fewer in total; a step 3 times as fast as dense; at batch 1, 9 times less
+peak training memory than GaLore and twice its speed. At width 256: accuracy within 1 point of dense.
 
-Accuracy is measured at width 256 (a full-size epoch takes hours on two cores) on the pairs of SCANTLING_DATA/nli,
-whose test sets share no premise with what is trained on. The ranks are the paper's there too, so that layers a third
-as wide shrink less than those of the paper: with a third of the ranks a model learns nothing for so many passes that
-accuracies say nothing. All runs take four passes, under autocast to bf16 and with pairs of like length in a batch.
-Rates are chosen in runs of two (in runs of less than one a rate too high for cores looks best), by the accuracy on
-pairs held out of training: in the second pass the dense model begins to fit its training pairs alone, and its loss on
-others rises while its accuracy does not fall. Embeddings that stay embeddings learn at one rate in all rows. A target
-takes the rate of the cores it starts from; ranks come down in the third pass, after a model has learnt what they are
-worth. `cores-0.2-price` has them follow a controlled price in place of their importance. GaLore has a quarter of the
-width as its rank, as its authors train Llamas; for speed and memory also 30, the rank of the cores, and for memory,
-beside the aim, also their form that steps each parameter in the backward pass and frees its gradient. Its SVD, every
-200 steps, is in the first step alone: `speed` leaves it out of the step and tells a 200th of it apart; `memory` has
-it in.
+Accuracy is measured at width 256, because a full-size epoch takes hours on two cores. The data are the pairs of
+SCANTLING_DATA/nli, whose test sets share no premise with the training set. The ranks are the paper's there too, so the
+layers, a third as wide, shrink less than in the paper. With a third of the ranks, a model learns nothing for so many
+epochs that accuracies would be meaningless.
 
-In bf16 on a CPU, and with much of it at once, the step of a small model is mostly what it shares with the dense one:
-drawing dropout masks, attention, and page faults, since glibc unmaps blocks of more than 32 MiB when they are freed.
-`speed --dropout 0` and `--keep-blocks` show what the layers do without those.
+All runs take four epochs, under autocast to bf16 and with pairs of similar length in a batch. Learning rates are chosen
+in runs of two epochs, because in runs of less than one a rate that is too high for TT layers looks best. The criterion
+is the accuracy on held-out pairs, not the loss: in the second epoch the dense model begins to overfit, and its held-out
+loss rises while its accuracy does not fall. Dense embeddings learn at the same rate in all rows. A size target takes
+the rate of the TT model it starts from. Ranks are reduced in the third epoch, when a model has learned how important
+they are. In `cores-0.2-price`, ranks follow a controlled price instead of their importance.
 
-Runs are lines of benchmarks/results/six-encoder.jsonl, none is run twice, and training goes on where it was stopped;
-`speed` writes six-encoder-speed-DTYPE-batch-BATCHES-cpu-DATE.json.
+GaLore has a quarter of the width as its rank, as its authors train Llamas. Speed and memory are also measured at 30,
+the rank of the TT layers. Memory is also measured, without an aim, for the authors' variant that steps each parameter
+in the backward pass and frees its gradient. GaLore computes its SVD in the first step and then every 200 steps. `speed`
+excludes the SVD from the step and reports a 200th of it separately; `memory` includes it.
+
+In bf16 on a CPU and at large batches, most of a small model's step is work that the dense model has too: drawing
+dropout masks, attention, and page faults, because glibc unmaps freed blocks of more than 32 MiB. `speed --dropout 0`
+and `--keep-blocks` show the effect of the layers without dropout and page faults.
+
+Runs are lines of benchmarks/results/six-encoder.jsonl; no run is repeated, and an interrupted training resumes. `speed`
+writes six-encoder-speed-DTYPE-batch-BATCHES-cpu-DATE.json.
 """
 
 from __future__ import annotations
@@ -75,7 +78,7 @@ from small_models import facts, printed
 
 Lines = dict[str, Line]
 ROUNDS = {1: 60, 32: 9, 128: 5}
-"""Of `speed`, by batch size."""
+"""Rounds of `speed`, by batch size."""
 STEPS_OF_MEMORY = 3
 SVD_EVERY = 200
 DTYPES = ("float32", "bfloat16")
@@ -88,23 +91,23 @@ UNTRAINED = (
     "models, trained at width 256."
 )
 SIZE_AIMS = [("cores-adapting", 64.7, 44.9), ("cores-0.2", 320.0, 80.0), ("cores-361x", 361.0, 80.0)]
-"""Times fewer numbers in the layers that are cores, and in the whole model."""
+"""Aims: the factors by which parameters shrink in TT layers and in the whole model."""
 
 
 def memory_spec(row: str, batch: int, *, gives_back: bool, layers: int, length: int) -> Spec:
-    """One measurement at width 768."""
+    """Return the specification of one measurement at width 768."""
     shape = {"layers": layers, "length": length}
     return {"measure": "memory", "row": row, "batch": batch, "gives_back": gives_back, "evaluates": True, **shape}
 
 
 def run_one(spec: Spec) -> Line:
-    """Train, measure memory, or answer trivially, in this process."""
+    """Train, measure memory, or evaluate trivial baselines, in this process."""
     measures = {"memory": memory_line, "trivial": trivial_line}
     return measures.get(spec.get("measure", ""), run_training)(spec)
 
 
 def memory_line(spec: Spec) -> Line:
-    """Peak memory of training steps at width 768, measured in this process."""
+    """Measure the peak memory of training steps at width 768 in this process."""
     from encoder_models import Shape, Training, warm_up
     from own_process import peak_of
 
@@ -127,7 +130,7 @@ def memory_line(spec: Spec) -> Line:
 
 
 def memory_specs(options: argparse.Namespace) -> Iterator[Spec]:
-    """Each row with a `malloc` that gives freed blocks back, and at batch 1, where the aim is, with glibc's habits."""
+    """Yield each row with a `malloc` that returns freed blocks and, at batch 1 for the aim, with glibc's defaults."""
     from encoder_models import CONFIGURATIONS
 
     for batch in options.batches:
@@ -137,7 +140,7 @@ def memory_specs(options: argparse.Namespace) -> Iterator[Spec]:
 
 
 def seed_specs(lines: Lines, options: argparse.Namespace) -> Iterator[Spec]:
-    """Each row at its best rate, and the trivial answers."""
+    """Yield each row at its best rate, and the trivial baselines."""
     yield from map(trivial_spec, TESTS)
     for seed in SEEDS:
         for row in options.row or (ROWS if seed == SEEDS[0] else COMPARED):
@@ -149,7 +152,7 @@ def seed_specs(lines: Lines, options: argparse.Namespace) -> Iterator[Spec]:
 
 
 def speed(options: argparse.Namespace) -> dict[str, Any]:
-    """Ratios of the step times to the dense model's, for each batch."""
+    """Return the ratios of step times to the dense model's, for each batch size."""
     import torch
     from encoder_models import GALORE_RANKS, Shape, Training
 
@@ -172,7 +175,8 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
         times = take_turns(steps, options.rounds or ROUNDS.get(batch, 5), warmup=1)
         found = {name: ratio(own, times["dense"]) for name, own in times.items()}
         for name in GALORE_RANKS:
-            if name in times:  # the first step of the first batch has it, and its time does not depend on the batch
+            # the SVD is in the first step of the first batch size, and its time is independent of the batch
+            if name in times:
                 svd_s.setdefault(name, first[name] - float(np.median(times[name])))
         rows[str(batch)] = {name: {**row, "svd_s": svd_s.get(name)} for name, row in found.items()}
         for name, row in found.items():
@@ -192,7 +196,7 @@ def write_speed(options: argparse.Namespace) -> None:
 
 
 def report(lines: Lines, times: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
-    """Accuracies, sizes, memory and speed, each against its aim."""
+    """Print accuracies, sizes, memory and speed, each with its aim."""
     report_accuracy(lines, options.steps, options.sweep_steps)
     report_sizes(lines, options)
     for measured in times:
@@ -243,7 +247,7 @@ def _accuracy_row(test: str, row: str, runs: Mapping[int, Line], dense: Mapping[
 
 
 def report_sizes(lines: Lines, options: argparse.Namespace) -> None:
-    """Parameters and peak memory at width 768."""
+    """Print parameters and peak memory at width 768."""
     from encoder_models import CONFIGURATIONS, DENSE_PART, GALORE_RANKS
 
     for batch in options.batches:
@@ -292,7 +296,7 @@ def report_sizes(lines: Lines, options: argparse.Namespace) -> None:
 
 
 def report_speed(measured: Mapping[str, Any]) -> None:
-    """How many times faster than dense and than GaLore a step is."""
+    """Print the speed-ups of a step over dense and over GaLore."""
     from encoder_models import FULL, GALORE_RANKS
 
     for batch, rows in measured["batches"].items():
@@ -325,7 +329,7 @@ def _verdict(met: bool) -> str:
 
 
 def newest_times(path: Path | None) -> list[Any]:
-    """The file given, or the newest of each dtype and set of batches."""
+    """Return the given file, or the newest file for each dtype and set of batch sizes."""
     found: dict[str, Path] = {}
     for each in [path] if path is not None else sorted(RESULTS.glob("six-encoder-speed-*.json")):
         found[each.stem[: -len("-2026-01-01")]] = each

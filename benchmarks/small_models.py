@@ -1,4 +1,4 @@
-"""What the benchmarks of quality train with: the optimizers compared, the text, and one run of a recipe as a line."""
+"""Shared parts of the quality benchmarks: the compared optimizers, the text, and a run of a recipe as a result line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CONFIDENT = [0.9, 0.95, 0.995]
 CAME = {"name": "came", "debias": True, "betas": CONFIDENT}
 PLAIN = {**CAME, "confidence": False}
 LARGE_EMBEDDINGS = {"embedding_lr_scale": 16.0}
-"""T5's embeddings begin with entries of 1, its matrices with 0.02 to 0.1."""
+"""Option for T5, whose embeddings are initialized with a scale of 1, but matrices with 0.02 to 0.1."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "betas": [0.9, 0.95]},
     "adamw-slow": {"name": "adamw", "betas": [0.9, 0.99]},
     "came-slow": {**CAME, "betas": [0.9, 0.99, 0.999]},
-    "adafactor-momentum": {"name": "adafactormomentum"},  # decays by lr times the RMS, as it moves
+    "adafactor-momentum": {"name": "adafactormomentum"},  # decays by lr times the RMS, like its steps
     "came-reference": {"name": "came", "factor": "last2"},
     "came": CAME,
     "came-int8": {**CAME, "momentum": "int8"},
@@ -45,12 +45,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def data_folder() -> Path:
-    """The folder of real data."""
+    """Return the data folder."""
     return Path(os.environ.get("SCANTLING_DATA", ROOT.parent / "shared" / "data"))
 
 
 def text(data: str) -> dict[str, Any]:
-    """The source of a recipe's data section: `python` or `novels`."""
+    """Return the source for a recipe's data section: `python` or `novels`."""
     if data == "novels":
         folder = data_folder()
         return {
@@ -69,13 +69,13 @@ def train_line(
     run_dir: Path | None = None,
     finish: Callable[[Path], Line] | None = None,
 ) -> Line:
-    """Train in this process and return the line of the result.
+    """Train in this process and return the result line.
 
     Args:
-        spec: what the run is known by.
-        recipe: what it does. With `train.eval_every`, the line has the held-out curve.
-        run_dir: where a long run keeps its checkpoints, to go on from them; it is removed at the end.
-        finish: gives more of the line from the directory of the run.
+        spec: specification of the run; its hash is the key of the line.
+        recipe: recipe of the run. With `train.eval_every`, the line has the held-out curve.
+        run_dir: folder of a long run's checkpoints, from which it resumes; removed at the end.
+        finish: returns further values for the line from the run directory.
     """
     import scantling as sc
     from scantling.errors import NonFiniteError
@@ -88,13 +88,13 @@ def train_line(
         try:
             result = sc.train(recipe, run_dir=place, resume=resume, force=not resume)
             if result.status != "done":
-                raise SystemExit(f"stopped by a signal after step {result.step}")  # which is no result
+                raise SystemExit(f"stopped by a signal after step {result.step}")  # not a result
             outcome = _outcome(dict(result.metrics), place / "metrics.jsonl")
             outcome |= {} if finish is None else finish(place)
         except NonFiniteError as error:
             outcome = {"eval_loss": None, "failure": str(error)}
         if resume:
-            outcome["resumed"] = True  # the seconds are then those of the last part
+            outcome["resumed"] = True  # the seconds are then those of the last part only
     if run_dir is not None:
         shutil.rmtree(run_dir)
     return {"key": key_of(spec), **spec, **outcome, **facts(began)}
@@ -126,7 +126,7 @@ def _outcome(metrics: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def facts(began: float) -> dict[str, Any]:
-    """When and where a run was made, and how long it took."""
+    """Return when and where a run was made, and how long it took."""
     import torch
 
     from scantling.training.rundir import environment
@@ -143,5 +143,5 @@ def facts(began: float) -> dict[str, Any]:
 
 
 def printed(line: Line) -> None:
-    """Print a line as the last thing a process says."""
+    """Print a line as the last output of a process."""
     print(json.dumps(line), flush=True)

@@ -1,17 +1,18 @@
-"""Masked LM on Python code with the encoder's layers as cores: loss at equal steps and at equal wall clock.
+"""Compare dense and TT encoders in masked LM on Python code, at equal steps and at equal wall-clock time.
 
     python benchmarks/tensor_code.py sweep         one grid of learning rates for each form, one seed
     python benchmarks/tensor_code.py seeds         each at its best rate, 3 seeds, equal steps
-    python benchmarks/tensor_code.py clock         what a step takes, in turns, as a ratio to dense; at width 768, too
-    python benchmarks/tensor_code.py timed         as many steps as fit into the time that dense takes, 3 seeds
-    python benchmarks/tensor_code.py longer        each in four times the steps: whether cores catch up
+    python benchmarks/tensor_code.py clock         step times in turns, as ratios to dense; at width 768, too
+    python benchmarks/tensor_code.py timed         as many steps as fit into the time of the dense run, 3 seeds
+    python benchmarks/tensor_code.py longer        each in four times the steps, to see if the TT model catches up
     python benchmarks/tensor_code.py report        all of it, from the raw lines alone
 
 CoMERA (arXiv 2405.14377) pre-trains a CodeBERT-like model with 4.23 times fewer parameters and reports half the time.
-Here an encoder of width 256 and 4 layers reads the Python standard library. As in optim_tasks.py it is BERT with rotary
-positions, since one of this size with learned positions hardly learns anything in minutes. Embedding and the output
-layer tied to it are dense, with 512 ids. Cores learn at a third of the embedding's rate; a dense model that does so is
-swept beside them. AdamW; results in benchmarks/results/tensor-code.jsonl, none is made twice.
+Here an encoder of width 256 and 4 layers reads the Python standard library. As in optim_tasks.py, it is BERT with
+rotary positions, because a model of this size with learned positions hardly learns anything in minutes. The embedding
+and the output layer tied to it are dense, with 512 ids. TT layers learn at a third of the embedding's rate; a dense
+model with the same ratio of rates is swept too. The optimizer is AdamW. Results are in
+benchmarks/results/tensor-code.jsonl; no run is repeated.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from small_models import text
 CONFIG = Path(__file__).with_name("bert-rotary.json")
 WIDE = {"hidden_size": 256, "embedding_size": 256, "intermediate_size": 1024}
 RANKS = {"*attention*": 35, "*.dense": 55}
-"""4.24 times fewer parameters in all, 794,216 for 3,366,144."""
+"""Ranks with 4.24 times fewer parameters in total: 794,216 instead of 3,366,144."""
 FULL = {"hidden_size": 768, "embedding_size": 768, "intermediate_size": 3072}
 FULL_RANKS = {"*attention*": 100, "*.dense": 150}
-"""As many times fewer at the width of CodeBERT, where steps are only timed."""
+"""Ranks with the same factor at the width of CodeBERT, where only step times are measured."""
 AT_FULL = ", width 768"
 THIRD = "dense, third"
-"""A dense model that learns at a third of the embedding's rate, as cores do."""
+"""A dense model whose layers learn at a third of the embedding's rate, as TT layers do."""
 SEQ_LEN, BATCH = 128, 16
 
 

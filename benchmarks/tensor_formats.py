@@ -1,17 +1,17 @@
-"""Formats of a weight at equal parameters and at equal wall clock: a causal LM on English novels.
+"""Compare weight formats at equal parameters and at equal wall-clock time, in a causal LM on English novels.
 
     python benchmarks/tensor_formats.py sweep      one grid of learning rates for every format, one seed
     python benchmarks/tensor_formats.py seeds      each format at its best, 3 seeds, equal steps
-    python benchmarks/tensor_formats.py clock      what a step takes, all formats in turns, as a ratio to dense
-    python benchmarks/tensor_formats.py timed      as many steps as fit into the time that dense takes, 3 seeds
+    python benchmarks/tensor_formats.py clock      step times of all formats in turns, as ratios to dense
+    python benchmarks/tensor_formats.py timed      as many steps as fit into the time of the dense run, 3 seeds
     python benchmarks/tensor_formats.py report     all of it, from the raw lines alone
 
-A decoder of width 256 and 4 layers whose linear layers have a quarter of the dense numbers in every format, as near as
-whole ranks come. The rate that is swept is that of what stands in their place, since formats differ in what rate they
-bear; the embedding tied to the output layer learns at one rate in all of them.
-`dense small` is a dense decoder with as many parameters in all, of width 140. AdamW without decay for all, since decay
-of each of several factors is more decay of their product; results in benchmarks/results/tensor-formats.jsonl, where
-no run is made twice.
+The model is a decoder of width 256 and 4 layers. In every format, its linear layers have a quarter of the dense
+parameters, as close as integer ranks allow. The sweep varies the learning rate of the replaced layers, because formats
+differ in the rate they tolerate. The embedding, tied to the output layer, learns at the same rate in all of them.
+`dense small` is a dense decoder of width 140 with the same total number of parameters. All use AdamW without weight
+decay, because decaying each of several factors decays their product more. Results are in
+benchmarks/results/tensor-formats.jsonl; no run is repeated.
 """
 
 from __future__ import annotations

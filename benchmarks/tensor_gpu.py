@@ -1,15 +1,16 @@
-"""Layers of cores on a GPU: training steps of the six-encoder transformer, and lookups in a large table.
+"""Measure TT layers on a GPU: training steps of the six-encoder transformer, and lookups in a large table.
 
     python benchmarks/tensor_gpu.py steps      dense, cores and GaLore at batch 1, 32 and 128 of 128 tokens
     python benchmarks/tensor_gpu.py lookup     a table of ten million rows at batch 10,000, 20,000 and 40,000
 
-`steps`: the paper's baseline is dense in fp32 without TF32; `tuned` is bf16, compiled and captured in a CUDA graph, and
-so are cores in their best form. Times are of the device, in turns, rounds in random order; ratios are medians over the
-rounds. Peak memory is what is allocated from before a model is built to the end of its fourth step.
-GaLore needs the package galore-torch; its SVD every 200 steps is in the peak and not in the times.
+`steps`: the paper's baseline is dense in fp32 without TF32. `tuned` is dense in bf16, compiled and captured in a CUDA
+graph; the best form of the TT model is too. Times are device times, in turns, rounds in random order; ratios are
+medians over the rounds. Peak memory is the memory allocated between the start of a model's construction and the end of
+its fourth step. GaLore needs the package galore-torch; its SVD every 200 steps counts in the peak memory but not in the
+times.
 
-`lookup`: forward and backward on ids of a Zipf distribution. `unoptimised` multiplies gathered slices of the cores for
-each id by itself, one after the other; `each id by itself` leaves out that an id is looked up once.
+`lookup`: forward and backward on Zipf-distributed ids. `unoptimised` gathers core slices for each id and multiplies
+them in order. `each id by itself` is the optimized lookup without deduplication of ids.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import scantling as sc
 
 @dataclass(frozen=True)
 class Contender:
-    """A row: the configuration, and how its step is made fast."""
+    """A row: the configuration, and the way its step is optimized."""
 
     name: str
     dtype: str = "float32"
@@ -67,7 +68,7 @@ def allocated(device: str, *, peak: bool = False) -> int:
 
 
 def built(contender: Contender, batch: int, shape: Shape, device: str) -> tuple[Callable[[], object], dict[str, Any]]:
-    """A step that is ready to be timed, and what it holds."""
+    """Return a step that is ready to be timed, and its memory and sizes."""
     gc.collect()
     before = allocated(device)
     if device == "cuda":
@@ -82,19 +83,20 @@ def built(contender: Contender, batch: int, shape: Shape, device: str) -> tuple[
     if contender.graph and device == "cuda":
         step = captured(step)
     step()
-    return step, {"peak_bytes": allocated(device, peak=True) - before, **training.sizes()}  # with the graph's own pool
+    # includes the graph's own memory pool
+    return step, {"peak_bytes": allocated(device, peak=True) - before, **training.sizes()}
 
 
 def rows_of(
     made: dict[str, Callable[[], tuple[Callable[[], object], dict[str, Any]]]], rounds: int, device: str
 ) -> dict[str, dict[str, Any]]:
-    """Build all, time them in turns, and say what failed."""
+    """Build all contenders, time them in turns, and report the failed ones."""
     work: dict[str, Callable[[], object]] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name, build in made.items():
         try:
             work[name], rows[name] = build()
-        except (Exception, SystemExit) as error:  # a peer that is missing or cannot is a result too
+        except (Exception, SystemExit) as error:  # a missing or unsupported peer is a result too
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
     for name, own in in_turns(work, rounds, device).items():
         rows[name] |= {"median_s": float(np.median(own)), "raw_s": own}
@@ -102,7 +104,7 @@ def rows_of(
 
 
 def compared(rows: dict[str, dict[str, Any]], controls: tuple[str, ...]) -> None:
-    """Add ratios to the controls, times and peaks of the control over the own, and print the rows."""
+    """Add speed-ups and memory ratios over the controls, and print the rows."""
     for name, row in rows.items():
         if "error" in row:
             print(f"  {name:30} {row['error'][:110]}", flush=True)
@@ -118,7 +120,7 @@ def compared(rows: dict[str, dict[str, Any]], controls: tuple[str, ...]) -> None
 
 
 def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All that is known after each batch size."""
+    """Yield all results so far, after each batch size."""
     torch.backends.cuda.matmul.allow_tf32 = False
     shape = Shape(1, 16) if options.device == "cpu" else FULL
     found = {}
@@ -131,7 +133,7 @@ def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 class OneByOne(sc.TTMEmbedding):
-    """Every id by itself, and the cores one after the other: what a lookup is without any of its savings."""
+    """TT embedding without optimizations: each id separately, cores multiplied in order."""
 
     def forward(self, ids: Tensor) -> Tensor:
         rest = ids.reshape(-1)
@@ -147,7 +149,7 @@ class OneByOne(sc.TTMEmbedding):
 
 
 class NotDistinct(sc.TTMEmbedding):
-    """Every id by itself, in the cheapest order."""
+    """TT embedding with the cheapest contraction order, but without deduplication of ids."""
 
     def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         return ids.reshape(-1), None
@@ -163,7 +165,7 @@ def looked_up(
     torch.manual_seed(0)
     table = kind(rows, 128, 32) if issubclass(kind, sc.TTMEmbedding) else kind(rows, 128)  # type: ignore[arg-type]
     table.to(device)
-    # drawn as in zipf_clicks.py would be of many tables; here one: p(k) ~ 1/k, by the inverse of its integral
+    # drawn as zipf_clicks.py does for many tables, here for one: p(k) ~ 1/k, by the inverse of its integral
     uniform = torch.rand(batch, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ids = (torch.exp(uniform * np.log(rows)) - 1).long().clamp(max=rows - 1).to(device)
     upstream = torch.randn(batch, 128, device=device)
@@ -180,7 +182,7 @@ def looked_up(
 
 
 def lookup(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All that is known after each batch size."""
+    """Yield all results so far, after each batch size."""
     rows = 10_000 if options.device == "cpu" else 10_131_227
     kinds = {
         "unoptimised": OneByOne,

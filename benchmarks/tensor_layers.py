@@ -1,10 +1,11 @@
-"""Speed of layers of cores on a CPU, forward and backward, beside dense layers and plain low rank.
+"""Measure the CPU speed of TT layers, forward and backward, against dense and plain low-rank layers.
 
     python benchmarks/tensor_layers.py layers     TTLinear, nn.Linear and two thin matrices, in fp32 and bf16
-    python benchmarks/tensor_layers.py grid       60 cases: the order that is chosen against each that could be
+    python benchmarks/tensor_layers.py grid       60 cases: the chosen contraction order against the known orders
     python benchmarks/tensor_layers.py lookup     a table of 10 million rows
 
-All of a case take turns (`interleaved.py`). Speed-ups are the dense layer's time over the own, both of one round.
+All contenders of a case take turns (`interleaved.py`). A speed-up is the dense layer's time over the layer's own time
+in the same round.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ AIMS = {
 
 
 def passes(model: nn.Module, x: Tensor) -> Callable[[], None]:
-    """A forward and a backward pass, gradients thrown away."""
+    """Return a callable that runs a forward and a backward pass and discards the gradients."""
     wanted = torch.randn_like(model(x))
 
     def run() -> None:
@@ -51,7 +52,7 @@ def passes(model: nn.Module, x: Tensor) -> Callable[[], None]:
 
 
 def layers(rounds: int) -> dict[str, Any]:
-    """Times of each layer, tokens and dtype."""
+    """Return the times for each layer, number of tokens and dtype."""
     rows = {}
     for ((inputs, outputs), rank), dtype, tokens in product(LAYERS, (torch.float32, torch.bfloat16), TOKENS):
         torch.manual_seed(0)
@@ -77,7 +78,7 @@ def layers(rounds: int) -> dict[str, Any]:
 
 
 class InOrder(nn.Module):
-    """The cores of a layer, contracted in a given order."""
+    """TT layer contracted in a given order."""
 
     def __init__(self, layer: sc.TTLinear, steps: tuple[Step, ...]) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class InOrder(nn.Module):
 
 
 def orders_of(chain: Chain) -> dict[str, tuple[Step, ...]]:
-    """The three orders that everybody knows."""
+    """Return the three well-known contraction orders."""
     cores, middle = len(chain.modes), chain.num_inputs
     return {
         "merged": in_blocks(chain, [middle]),
@@ -99,7 +100,7 @@ def orders_of(chain: Chain) -> dict[str, tuple[Step, ...]]:
 
 
 def grid(rounds: int) -> dict[str, Any]:
-    """FLOPs and times of the order that is chosen, over the best of dense and the three known orders."""
+    """Return FLOPs and times of the chosen order, relative to the best of dense and the three known orders."""
     rows = {}
     worst_flops, worst_time = 0.0, 0.0
     for (inputs, outputs), rank, tokens in product(GRID_SHAPES, GRID_RANKS, GRID_TOKENS):
@@ -130,9 +131,9 @@ def grid(rounds: int) -> dict[str, Any]:
 
 
 def lookup(rounds: int) -> dict[str, Any]:
-    """A table of ten million rows: its numbers, its indices, the memory of a step, and duplicates looked up once.
+    """Measure a table of ten million rows: parameters, indices, memory of a step, and the gain of deduplicating ids.
 
-    Ids are drawn from two laws: of one nearly all are different, of the other few.
+    Ids are drawn from two power laws: one gives nearly all distinct ids, the other few.
     """
     torch.manual_seed(0)
     table = sc.TTMEmbedding(10_000_000, 64, rank=32)

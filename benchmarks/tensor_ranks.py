@@ -1,22 +1,23 @@
-"""How ranks come down best: by importance, by a controlled price, as in the paper, or small from the start.
+"""Compare ways to reduce ranks: by importance, by a controlled price, as in the paper, or small from the start.
 
-    python benchmarks/tensor_ranks.py adapt      every schedule to the same size targets, the same data order
+    python benchmarks/tensor_ranks.py adapt      every schedule at the same size targets, in the same data order
     python benchmarks/tensor_ranks.py start      orthonormal and Gaussian cores, and two thin matrices, by learning rate
-                                                 and by the share of it that cores have
-    python benchmarks/tensor_ranks.py cut        what a step of a trained model takes before its shut ranks are removed
-                                                 and after it, in turns
-    python benchmarks/tensor_ranks.py report     held-out loss, size reached, and what a step takes, from the raw lines
+                                                 and by the cores' share of it
+    python benchmarks/tensor_ranks.py cut        step time of a trained model before and after the removal of its pruned
+                                                 ranks, in turns
+    python benchmarks/tensor_ranks.py report     held-out loss, reached size and step time, from the raw lines
 
-The decoder is that of optim_quality.py with its layers as cores of rank 24; the ranks come down over the first half of
-the run. `not held` is the paper's schedule alone; all others are held to the target at the end. Rank controls learn at
-ten times the rate of the run, about as in the code of the paper's authors, `slow controls` at that rate; what so fast a
-scale of each rank does to the training alone, rows `with controls` show, which shut none. `no slack` holds the size to
-its path at every step. `importance, all at once` shuts what the loss needs least when half of the run is over, and `one
-cut` then what contributes least to the weights.
-`small from the start` trains at equal ranks everywhere that give as many parameters or a few percent more. All have one
-learning rate, and those of MAIN and WHOLE three seeds. `cut` takes a decoder of width 768 and 2 layers as cores of rank
-64, for at the width of the runs a step of so few numbers is overhead alone, however many ranks. Runs are kept as in
-optim_quality.py: one line each in benchmarks/results/tensor-ranks.jsonl, never run again.
+The decoder is that of optim_quality.py with TT layers of rank 24. The ranks are reduced over the first half of the run.
+`not held` is the paper's schedule alone; all other schedules are forced to the target at the end. Rank gates learn at
+ten times the rate of the run, about as in the code of the paper's authors; in `slow controls`, at the run's rate. Rows
+`with controls` prune nothing and show how such a fast-learning scale of each rank affects training. `no slack` keeps
+the size on its planned path at every step. Halfway through the run, `importance, all at once` prunes the ranks that
+matter least to the loss, and `one cut` prunes those that contribute least to the weights.
+
+`small from the start` trains with the same rank in every layer and as many parameters, or a few percent more. All
+schedules share one learning rate; those in MAIN and WHOLE have three seeds. `cut` uses a 2-layer decoder of width 768
+with TT layers of rank 64: at the width of the other runs, overhead dominates the step time at any rank. Runs are stored
+as in optim_quality.py: one line each in benchmarks/results/tensor-ranks.jsonl; no run is repeated.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ STARTS = (
     ("Gaussian cores", 1 / 3),
     ("two thin matrices", 1 / 3),
 )
-"""How cores begin, and their share of the learning rate."""
+"""Initializations of layers, with the cores' share of the learning rate."""
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
-SMALL_RANKS = {0.5: 16, 0.2: 9}  # equal ranks whose cores hold as many numbers, next above
+SMALL_RANKS = {0.5: 16, 0.2: 9}  # equal ranks whose cores have at least as many parameters
 LATE = {"schedule": "paper", "early_steps": 75, "beta": 1e-4}
 KEPT = {"size_target": 0.99, "adapter": {"schedule": "controlled", "price": 0.0}}
-"""Rank controls that are there, and nothing that would shut them."""
+"""Settings with rank gates that are never pruned."""
 CONTROLLED = {"schedule": "controlled"}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "importance": {},
@@ -78,15 +79,15 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "paper, late, not held": {"adapter": {**LATE, "gamma": 0.1, "hold": False}},
     "paper, late, gamma 1, not held": {"adapter": {**LATE, "gamma": 1.0, "hold": False}},
 }
-"""What the `tensor` section of a recipe has beside ranks and target."""
+"""Further keys of the recipe's `tensor` section for each schedule, next to ranks and target."""
 SMALL = ("small from the start", "small from the start, with controls")
 MAIN = (*SMALL, "importance", "controlled", "paper, late")
-"""At every target and with every seed; the others at the lowest target with the first."""
+"""Schedules run at every target and with every seed; the others run at the lowest target with the first seed."""
 WHOLE = ("all ranks", "all ranks, with controls")
 
 
 def run_spec(schedule: str, target: float, seed: int) -> Spec:
-    """One run, as plain values."""
+    """Return the specification of one run, as plain values."""
     tensor: dict[str, Any] = {"rank": SMALL_RANKS[target] if schedule in SMALL else RANK}
     if schedule.endswith("with controls"):
         tensor |= KEPT
@@ -97,7 +98,7 @@ def run_spec(schedule: str, target: float, seed: int) -> Spec:
 
 
 def start_spec(start: str, scale: float, rate: float, seed: int) -> Spec:
-    """A run whose layers begin in some way, the embedding dense."""
+    """Return a run with some initialization of the layers and a dense embedding."""
     layers = {"rank": RANK, "num_modes": 1} if start == "two thin matrices" else RANK
     optim = {**CAME, "lr": rate, "weight_decay": 0.1}
     tensor = {"rank": {"*layers*": layers}, "lr_scale": scale}
@@ -105,7 +106,7 @@ def start_spec(start: str, scale: float, rate: float, seed: int) -> Spec:
 
 
 def start_with_gaussian_cores() -> None:
-    """Cores as the paper draws them, scaled to the norm of the weight: independent normal entries."""
+    """Draw cores as the paper does, with independent normal entries, scaled to the norm of the weight."""
 
     def gaussian(shapes: Any, ranks: Any, norm: float, boxes: Any, center: int, *, generator: Any = None) -> list[Any]:
         drawn = [
@@ -148,12 +149,12 @@ def starts() -> Iterator[Spec]:
 
 
 def cut_spec(target: float) -> Spec:
-    """A measurement of the step of a trained model before and after the removal of its ranks."""
+    """Return the specification of a step-time measurement before and after the ranks of a trained model are removed."""
     return {"measure": "cut", "target": target, "steps": CUT_STEPS, "rank": WIDE_RANK, "model": WIDE_MODEL}
 
 
 def cut_line(spec: Spec) -> Line:
-    """Train on bytes of the standard library with ranks that are shut and stay; remove them; time all in turns."""
+    """Train on bytes of the standard library with pruned ranks kept in place; remove them; time all models in turns."""
     began = time.time()
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **spec["model"]))
@@ -194,7 +195,7 @@ def cut_line(spec: Spec) -> Line:
 
 
 def report_cuts(lines: dict[str, Line]) -> None:
-    """What a step takes before and after, over that of the model it came from."""
+    """Print step times before and after the removal, relative to the original model."""
     for target in TARGETS:
         line = lines.get(key_of(cut_spec(target)))
         if line is None:
@@ -207,7 +208,7 @@ def report_cuts(lines: dict[str, Line]) -> None:
 
 
 def report(lines: dict[str, Line]) -> None:
-    """A row a start and rate, a row a schedule and target, a row a removal."""
+    """Print a row per initialization and rate, per schedule and target, and per removal."""
     report_cuts(lines)
     for start, rate in product(STARTS, RATES):
         line = lines.get(key_of(start_spec(*start, rate, 0)))
@@ -244,7 +245,7 @@ def main() -> int:
     if options.phase == "report":
         report(ledger.lines())
     elif options.phase == "cut":
-        side_by_side(1, ledger.run, map(cut_spec, TARGETS))  # what is timed has the machine to itself
+        side_by_side(1, ledger.run, map(cut_spec, TARGETS))  # one at a time, because timed runs need the whole machine
     else:
         side_by_side(options.jobs, ledger.run, list(starts() if options.phase == "start" else specs()))
     return 0

@@ -1,17 +1,18 @@
-"""How long each way to exchange takes to a loss on a slow link: what was trained, with the times of steps there.
+"""Compute how long each communication method takes to reach a loss on a slow link, from training runs and step times.
 
     python benchmarks/time_to_loss.py benchmarks/results/network-2-10mbit-*.json
 
-The losses by step are those of `comm_quality.py --data llama-10m-long`; what a step takes is what `network.py` measured
-of the same model and the same batch on a link. A time to a loss is the product of the two: to what AdamW under DDP ends
-at, and to 0.01 nats above it, since runs of one method differ by as much from seed to seed. Losses are means over the
-seeds that a method has most runs of. A method that does not get there in as many steps may in a longer run, whose
-learning rate decays later. Steps in which PowerSGD still averages everything take as long as those of DDP.
+The losses by step come from `comm_quality.py --data llama-10m-long`. The step times come from `network.py`, measured
+with the same model and batch on a link. The time to a loss is the number of steps times the step time. There are two
+target losses: the final loss of AdamW under DDP, and 0.01 nats above it, because runs of one method differ by as much
+between seeds. Losses are means over the seeds for which a method has most runs. A method that does not reach the loss
+in as many steps may reach it in a longer run, whose learning rate decays later. Steps in which PowerSGD still averages
+everything take as long as those of DDP.
 
-`bound` is what an exchange that takes no time would be faster than DDP by, at equal steps: of measured steps, and of
-computing and then sending all gradients. The loss at equal time is that of every method when the first of them has
-done all its steps: of DDP that of the best run with no more steps than that, and a schedule of its own, or of the long
-run by then, whichever is lower.
+`bound` is the speed-up over DDP of an exchange that takes no time, at equal steps. It is computed from measured steps,
+and from the time of computing and then sending all gradients. The loss at equal time is each method's loss at the
+moment when the first method has done all its steps. For DDP, it is the lower of two losses: that of the best run with
+no more steps and its own schedule, and that of the long run at this moment.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ BASE = "ddp fp32"
 ALONE = "alone"
 TOLERANCE = 0.01
 GOALS = {"exact": 0.0, "near": TOLERANCE}
-"""How far above DDP's last loss."""
+"""Target losses in nats above DDP's final loss."""
 OF_THE_BOUND, AT_TEN_MBIT = 0.8, 10.0
 
 
 def trained(
     lines: quality.Lines, data: str, method: str, replicas: int = quality.REPLICAS, **options: Any
 ) -> dict[int, Line]:
-    """The runs of a method at its best rate, or of it with other options, by seed; none where one of them failed."""
+    """Return the runs of a method at its best rate, with optional changes, by seed; empty if one of them failed."""
     rate = quality.best_rate(lines, data, method)
     if rate is None:
         return {}
@@ -52,7 +53,7 @@ def trained(
 
 
 def steps_on(link: dict[str, Any]) -> dict[str, float]:
-    """Seconds of a step by method, in a file of network.py: the median over its rounds."""
+    """Return seconds of a step by method from a file of network.py: the median over its rounds."""
     return {
         method: float(np.median([step_of(rows, method) for rows in rounds]))
         for method, rounds in link["methods"].items()
@@ -60,13 +61,13 @@ def steps_on(link: dict[str, Any]) -> dict[str, float]:
 
 
 def seconds_of(data: str, method: str, steps: float, step_s: dict[str, float]) -> float:
-    """What so many steps from the beginning take."""
+    """Return the seconds of the first `steps` steps."""
     dense = min(steps, quality.warm_up_steps(method, quality.WORKS[data].steps))
     return dense * step_s[BASE] + (steps - dense) * step_s[method]
 
 
 def steps_in(data: str, method: str, seconds: float, step_s: dict[str, float]) -> float:
-    """How many steps that time is enough for."""
+    """Return the number of steps that fit into a time."""
     dense = quality.warm_up_steps(method, quality.WORKS[data].steps)
     if seconds <= dense * step_s[BASE]:
         return seconds / step_s[BASE]
@@ -74,13 +75,13 @@ def steps_in(data: str, method: str, seconds: float, step_s: dict[str, float]) -
 
 
 def loss_after(curve: Sequence[Sequence[float]], steps: float) -> float | None:
-    """The held-out loss after so many steps, linear between the points of a curve; None before its first."""
+    """Return the held-out loss after a number of steps, linear between a curve's points; None before the first."""
     at, losses = zip(*curve, strict=True)
     return None if steps < at[0] else float(np.interp(steps, at, losses))
 
 
 def other_lengths(lines: quality.Lines, method: str, seed: int) -> list[Line]:
-    """The runs of a method in fewer or more steps than the others."""
+    """Return the runs of a method with fewer or more steps than the others."""
     rate = quality.best_rate(lines, DATA, method)
     if rate is None:
         return []
@@ -90,11 +91,11 @@ def other_lengths(lines: quality.Lines, method: str, seed: int) -> list[Line]:
 
 
 def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """Times to the loss of DDP and losses at equal time, by method.
+    """Return the times to DDP's loss and the losses at equal time, by method.
 
     Args:
-        lines: of comm_quality.py.
-        step_s: seconds of a step by method, of those that were measured.
+        lines: result lines of comm_quality.py.
+        step_s: seconds of a step by measured method.
     """
     runs = {method: found for method in step_s if (found := trained(lines, DATA, method))}
     if BASE not in runs:
@@ -108,7 +109,7 @@ def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[s
     result: dict[str, dict[str, Any]] = {}
 
     def seconds_to(method: str, seeds: Sequence[int], above: float) -> float:
-        """Until the mean over seeds of a run of any length is at that of DDP's last loss, and so much above it."""
+        """Return the seconds until the mean over seeds, in any run length, is `above` nats above DDP's final loss."""
         goal = float(np.mean([runs[BASE][seed]["heldout"][-1][1] for seed in seeds])) + above
         every: list[dict[Any, Any]] = [
             {(line["steps"], line["lr"]): line["heldout"] for line in (runs[method][seed], *others[method][seed])}
@@ -140,24 +141,24 @@ def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[s
 
 
 def mean_curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """Of runs that were evaluated at the same steps."""
+    """Return the mean of curves that were evaluated at the same steps."""
     return [[points[0][0], float(np.mean([loss for _, loss in points]))] for points in zip(*curves, strict=True)]
 
 
 def with_most(found: dict[int, list[Line]], counts: Callable[[Line], bool]) -> list[int]:
-    """The seeds that have as many runs of some lengths as any."""
+    """Return the seeds with the largest number of matching runs."""
     numbers = {seed: sum(map(counts, lines)) for seed, lines in found.items()}
     return [seed for seed, number in numbers.items() if number == max(numbers.values())]
 
 
 def show(found: dict[str, dict[str, Any]], step_s: Mapping[str, float], sending_s: float, mbit: float | None) -> None:
-    """A row a method, and what the aims say.
+    """Print a row per method, and the verdicts on the aims.
 
     Args:
-        found: of `compared`.
-        step_s: what a step takes by method, also of those that were not trained, and of ALONE.
-        sending_s: what all gradients take on the link.
-        mbit: its rate.
+        found: the result of `compared`.
+        step_s: seconds of a step by method, including untrained methods and ALONE.
+        sending_s: seconds to send all gradients over the link.
+        mbit: rate of the link.
     """
     base, alone_s = found[BASE], step_s.get(ALONE)
     print(f"of the mean over seeds; at equal time those of {', '.join(map(str, base['equal_seeds']))}")
@@ -173,7 +174,7 @@ def show(found: dict[str, dict[str, Any]], step_s: Mapping[str, float], sending_
     ours = max((times for method, times in faster.items() if method.startswith("ours")), default=None)
     if ours is None:
         return
-    # of those that were not trained: were they to get there in as many steps as DDP
+    # untrained methods: assume that they reach the loss in as many steps as DDP
     most = {method: base["step_s"] / seconds for method, seconds in step_s.items()}
     others = {
         method: faster.get(method, most[method]) for method in step_s if method.startswith(("powersgd", "diloco"))

@@ -1,15 +1,15 @@
-"""Click logs of any size with something to learn: Zipf-distributed categories in Criteo's layout.
+"""Generate learnable click logs of any size: Zipf-distributed categories in Criteo's layout.
 
     python benchmarks/zipf_clicks.py clicks.tsv --rows 100000
 
-A row is a function of its number and the seed, so rows are made in any order and need no generator's state. Nothing of
-the size of a vocabulary is ever held.
+A row is a function of its index and the seed, so rows can be made in any order without generator state. Nothing as
+large as a vocabulary is ever held in memory.
 
 - Category k = 1..n of a column has a probability proportional to the integral of x^-s over k-1/2..k+1/2, which is
   Zipf's k^-s to 1 % from k = 4 on (at s = 1.05); it is drawn by the inverse of that integral. Its id is k - 1.
-- Numbers are whole and log-normal, as counts are; one in ten is missing.
-- The label is drawn from a logistic model: a hidden effect of each category and of each pair of categories in
-  neighbouring columns, from hashes, and a weight for the logarithm of each number.
+- Numeric features are integers with a log-normal distribution, like counts; one in ten is missing.
+- The label is drawn from a logistic model. It has a hidden effect, from hashes, of each category and of each pair of
+  categories in neighboring columns, and a weight for the logarithm of each numeric feature.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CRITEO_KAGGLE = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652),
     *(2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
-"""Categories in the 26 columns of Criteo Kaggle, 33.8 million together."""
+"""Number of categories in each of the 26 columns of Criteo Kaggle, 33.8 million in total."""
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -41,9 +41,9 @@ class ClickRows(NamedTuple):
 
     Attributes:
         labels: 0 or 1, (rows,).
-        logits: of the probabilities that the labels were drawn by, (rows,).
-        numbers: whole numbers, NaN where missing, (rows, numeric columns).
-        ids: (rows, categorical columns).
+        logits: logits of the click probabilities, (rows,).
+        numbers: integers, NaN if missing, (rows, numeric columns).
+        ids: category ids, (rows, categorical columns).
     """
 
     labels: Ids
@@ -54,15 +54,15 @@ class ClickRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ZipfClicks:
-    """A click log without an end.
+    """An endless click log.
 
     Args:
-        cardinalities: categories in each column.
-        num_numeric: columns of numbers.
+        cardinalities: number of categories in each column.
+        num_numeric: number of numeric columns.
         exponent: s of Zipf's law.
         effect: standard deviation of a category's effect; that of a pair is half of it.
-        bias: the logit of a click without any effect; -1 gives about the share of clicks of Criteo Kaggle.
-        seed: of everything that is random.
+        bias: the logit of a click without any effect; -1 gives about Criteo Kaggle's share of clicks.
+        seed: seed of all random values.
     """
 
     cardinalities: Sequence[int] = CRITEO_KAGGLE
@@ -73,7 +73,7 @@ class ZipfClicks:
     seed: int = 0
 
     def rows(self, first: int, count: int) -> ClickRows:
-        """Rows `first` to `first + count - 1`."""
+        """Return rows `first` to `first + count - 1`."""
         row = np.arange(first, first + count, dtype=np.uint64)
         columns = range(len(self.cardinalities))
         draws = [uniform(row, key64("category", self.seed, column)) for column in columns]
@@ -96,13 +96,13 @@ class ZipfClicks:
         return ClickRows(labels.astype(np.int64), logits, numbers, ids)
 
     def _hidden(self, what: str, column: int, of: npt.NDArray[np.uint64]) -> Floats:
-        """A normal number for each input, always the same one."""
+        """Return a standard normal number for each input, always the same for equal inputs."""
         normal: Floats = ndtri(uniform(of, key64(what, self.seed, column)) + 2.0**-54)
         return normal
 
 
 def zipf(draws: Floats, size: int, exponent: float) -> Ids:
-    """Ids 0 to size - 1, the most frequent first, from uniform numbers by the inverse of a power law's distribution."""
+    """Map uniform numbers to ids 0 to size - 1, most frequent first, by the inverse of a power law's distribution."""
     low, high = 0.5, size + 0.5
     if exponent == 1:
         x = low * (high / low) ** draws
@@ -113,12 +113,12 @@ def zipf(draws: Floats, size: int, exponent: float) -> Ids:
 
 
 def write_criteo(path: str | Path, rows: int, *, clicks: ZipfClicks | None = None, first: int = 0) -> Path:
-    """Write rows in Criteo's layout: label, numbers, categories of 8 hex digits; tabs between, missing ones empty."""
+    """Write rows in Criteo's layout: label, numbers, categories as 8 hex digits; tab-separated, empty if missing."""
     clicks, path = clicks or ZipfClicks(), Path(path)
     with path.open("w", encoding="utf-8") as file:
         for at in range(first, first + rows, 4096):
             made = clicks.rows(at, min(4096, first + rows - at))
-            # odd multipliers: different categories of a column keep different texts
+            # odd multipliers keep different categories of a column different
             factors = np.array([2 * key64("hex", column) + 1 for column in range(made.ids.shape[1])], dtype=object)
             texts = made.ids.astype(object) * factors % 2**32
             for label, numbers, categories in zip(made.labels, made.numbers, texts, strict=True):

@@ -1,4 +1,4 @@
-"""One document alone: its end is held out. Folders as sources."""
+"""Tests of held-out data from a single document (its end), and of folders as sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks depend on the gradients of their own step, whichever optimizers take it, and a resumed loop goes on exactly."""
+"""Tests that ranks depend on the gradients of their own step, with any optimizer, and that resuming is exact."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
+from scantling.comm.exchange import NoExchange
 from scantling.optim.combined import CombinedOptimizer
 from scantling.optim.registry import build_optimizer
+from scantling.recipe.schema import TensorSection
 from scantling.tensor.ranks import RankAdapter
 from scantling.tensor.schedules import SCHEDULES
+from scantling.training.tensor import TensorMethod
 from tests.tensor.test_importance import example, two_ways
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer that lets another one take its steps."""
+    """Optimizer that delegates its steps to another one."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
@@ -36,7 +39,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class AfterSuper(torch.optim.Adagrad):
-    """A subclass whose step is that of its base, whose hooks fire, too."""
+    """Subclass that calls its base's step, whose hooks run too."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -57,7 +60,7 @@ def combined(model: nn.Module, *, controls_first: bool = False) -> torch.optim.O
 
 
 def parted(model: nn.Module) -> torch.optim.Optimizer:
-    """Each control has an optimizer of its own."""
+    """Give each gate a separate optimizer."""
     cores, controls = split(model)
     return CombinedOptimizer([torch.optim.AdamW(each, lr=1e-2) for each in (cores, *([one] for one in controls))])
 
@@ -189,7 +192,7 @@ def test_importance_is_that_of_the_gradients_of_its_step(name: str) -> None:
 
 
 def hooked(model: nn.Module) -> dict[Tensor, torch.optim.Optimizer]:
-    """An optimizer for each parameter, which steps it within the backward pass."""
+    """Give each parameter an optimizer that steps it within the backward pass."""
     optimizers: dict[Tensor, torch.optim.Optimizer] = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
 
     def step(param: Tensor) -> None:
@@ -203,7 +206,7 @@ def hooked(model: nn.Module) -> dict[Tensor, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("unused", [False, True])
 def test_optimizers_within_the_backward_pass_resume_exactly(unused: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """With a layer that is not used the step is counted at the next look, and saved before that."""
+    """With an unused layer, the step is counted at the next check; the state is saved before that."""
 
     def made() -> tuple[nn.Module, nn.Module, RankAdapter, dict[Tensor, torch.optim.Optimizer]]:
         model = two_ways(share=0.3)
@@ -255,7 +258,7 @@ def test_a_step_that_a_scaler_skips_is_not_counted(fused: bool) -> None:
 
 
 def test_losses_of_skipped_steps_are_saved() -> None:
-    """The paper's schedule takes the mean loss of all passes since the last step, also of those without one."""
+    """The paper's schedule uses the mean loss of all passes since the last step, including passes without a step."""
     loop = Loop(by_name("adamw"), schedule="paper", early_steps=4, gamma=1.0)
     loop.run(range(2))
     loop.adapter.loss(torch.tensor(3.0))
@@ -266,3 +269,31 @@ def test_losses_of_skipped_steps_are_saved() -> None:
     for each in (loop, other):
         each.run(range(2, 6))
     assert loop.adapter.state_dict() == other.adapter.state_dict()
+
+
+def test_a_resumed_run_records_no_ranks_that_have_not_changed() -> None:
+    """Ranks pruned before the checkpoint but not yet removed are visible only through the model's gates."""
+
+    def made() -> tuple[nn.Module, TensorMethod]:
+        model, method = two_ways(share=0.3), TensorMethod(section, steps=12)
+        method.attach(model)
+        return model, method
+
+    section = TensorSection(size_target=0.4, adapt=9, truncate_every=100, adapter={"interval": 1})
+    model, method = made()
+    optimizer = by_name("sign")(model)
+    changes = 0
+    for step in range(1, 9):
+        method.before_step(step)
+        x, wanted = example(step)
+        method.extra_loss(nn.functional.mse_loss(model(x), wanted), 1.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        method.after_step(step, optimizer, NoExchange())
+        changes += "ranks" in method.metrics()
+        again, resumed = made()
+        resumed.load_state_dict(json.loads(json.dumps(method.state_dict())))
+        again.load_state_dict(copy.deepcopy(model.state_dict()))
+        resumed.before_step(step + 1)
+        assert "ranks" not in resumed.metrics(), step
+    assert changes > 3

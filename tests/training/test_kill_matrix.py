@@ -1,4 +1,4 @@
-"""Every combination of methods and process counts survives two kills at random moments and ends with the same bits."""
+"""Tests that every combination of methods and process counts survives two random kills with the same final bits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From files to batches: sources, tokenizers, a cache of tokenised documents, and a resumable sampler."""
+"""Data pipeline, from files to batches: sources, tokenizers, a cache of tokenized documents and a resumable sampler."""

@@ -1,4 +1,4 @@
-"""One micro-batch, as the loop and the tasks see it."""
+"""One micro-batch, the interface between training loop and tasks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 IGNORED = -100
-"""The label of a position that is no target."""
+"""Label of a position that is not a target."""
 
 
 @dataclass
@@ -17,8 +17,8 @@ class Batch:
     Attributes:
         inputs: arguments of the model by name, such as `input_ids` of shape (batch, seq_len).
         labels: the targets, (batch, seq_len) for language models and (batch,) for classification; -100 is no target.
-        num_targets: how many labels count.
-        num_tokens: tokens put through the model, padding left out.
+        num_targets: number of labels that count.
+        num_tokens: tokens passed to the model, excluding padding.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -27,11 +27,11 @@ class Batch:
     num_tokens: int
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch on a device."""
+        """Return the batch on a device."""
         inputs = {name: value.to(device, non_blocking=non_blocking) for name, value in self.inputs.items()}
         return Batch(inputs, self.labels.to(device, non_blocking=non_blocking), self.num_targets, self.num_tokens)
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory, from where copies to a GPU do not wait."""
+        """Return the batch in pinned memory, from which copies to a GPU are asynchronous."""
         inputs = {name: value.pin_memory() for name, value in self.inputs.items()}
         return Batch(inputs, self.labels.pin_memory(), self.num_targets, self.num_tokens)

@@ -1,4 +1,4 @@
-"""Flat files of token ids that were made elsewhere: mapped as they are."""
+"""Flat files of token ids from another tokenization pipeline, memory-mapped without conversion."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from scantling.errors import UserError
 from scantling.recipe.schema import DataSection
 
 CHUNK = 1 << 24
-"""Tokens looked at a time."""
+"""Tokens read at a time."""
 
 
 def open_bins(section: DataSection, *, seq_len: int) -> tuple[list[MappedArray], list[MappedArray], str | None]:
-    """The training and the held-out streams, and how they were separated ("files", "window" or None).
+    """Return the training and the held-out streams, and how they were separated ("files", "window" or None).
 
     A file that is named twice counts once.
 
-    Where documents begin is not known, so without `validation` files the end of the last file is held out, from the
-    beginning of a window on.
+    Document boundaries are unknown, so without `validation` files the end of the last file is held out, starting at a
+    window boundary.
 
     Raises:
-        UserError: a file is missing, empty or no whole number of ids, or nothing would be left to train on.
+        UserError: a file is missing, empty or not a whole number of ids, or nothing would be left to train on.
     """
     if section.bin is None:
         raise AssertionError("called for bin sources only")
@@ -67,7 +67,7 @@ def _map(paths: Sequence[Path], dtype: str) -> list[MappedArray]:
 def read_through(
     streams: Sequence[MappedArray], cache: Cache | None = None, progress: Progress | None = None
 ) -> tuple[int, str]:
-    """The largest id in the files, and a fingerprint of the streams; remembered until a file changes."""
+    """Return the largest id in the files, and a fingerprint of the streams; cached until a file changes."""
     cache, progress = cache or Cache(), progress or NoProgress()
     largest, contents = 0, dict[Path, str]()
     for path in dict.fromkeys(stream.path for stream in streams):
@@ -81,7 +81,7 @@ def read_through(
 
 
 def _facts(path: Path, dtype: Any, stamp: Any, progress: Progress, _: Path) -> dict[str, Any]:
-    """What is remembered of one file."""
+    """Return the cached facts of one file."""
     whole, found, digest = MappedArray(path, dtype.name), 0, hashlib.blake2b(digest_size=16)
     progress.start(f"reading {path}", path.stat().st_size)
     for at in range(0, len(whole), CHUNK):

@@ -1,4 +1,4 @@
-"""Minimal pairs: two sentences that differ in one point, of which one is acceptable, in the form of BLiMP's files.
+"""Minimal pairs in the format of BLiMP's files: two sentences that differ in one point; only one is acceptable.
 
 Source: Warstadt et al., "BLiMP: The Benchmark of Linguistic Minimal Pairs for English" (arXiv 1912.00582).
 """
@@ -21,12 +21,12 @@ _KINDS: dict[str, type[TableFiles]] = {".jsonl": JsonlSource, ".csv": CsvSource}
 
 @dataclass(frozen=True, slots=True)
 class MinimalPair:
-    """Two sentences.
+    """One minimal pair of sentences.
 
     Attributes:
-        good: the acceptable one.
-        bad: the other.
-        phenomenon: what they test: the column `linguistics_term`, or the name of the file.
+        good: the acceptable sentence.
+        bad: the unacceptable sentence.
+        phenomenon: what the pair tests: the column `linguistics_term`, or the name of the file.
         paradigm: the column `UID`, or the name of the file.
     """
 
@@ -37,10 +37,10 @@ class MinimalPair:
 
 
 def read_pairs(given: Sequence[str]) -> list[MinimalPair]:
-    """The pairs of JSON-lines and CSV files with the columns `sentence_good` and `sentence_bad`, compressed or not.
+    """Read pairs from (compressed) JSON Lines and CSV files with columns `sentence_good` and `sentence_bad`.
 
     Args:
-        given: files, globs, or folders, of which all files of these kinds are read.
+        given: files, globs, or folders, whose JSON Lines and CSV files are all read.
 
     Raises:
         UserError: a file is missing, cannot be read, has other columns, or holds no pair.
@@ -69,7 +69,7 @@ def _files(given: Sequence[str]) -> list[Path]:
 
 
 def _kind(path: Path) -> str:
-    """The ending that tells the form, below that of a packed file."""
+    """Return the extension that determines the format, without that of compression."""
     return (path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower()
 
 

@@ -1,4 +1,4 @@
-"""Training a byte-level BPE on the training documents."""
+"""Train a byte-level BPE on the training documents."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from scantling.data.tokenizers import SPECIALS, FastTokenizer, finish_backend, n
 from scantling.errors import UserError
 
 SAMPLE_BYTES = 5_000_000
-"""Text a BPE is trained on: whole training documents in the order of a hash; the one that goes beyond is cut."""
+"""Size of the text a BPE is trained on: training documents in the order of a hash; the last one is truncated."""
 
 
 def trained_bpe(
     vocab_size: int, source: Source, scan: Scan, sides: Sides, cache: Cache, progress: Progress, *, wrap: bool = False
 ) -> FastTokenizer:
-    """A byte-level BPE with exactly `vocab_size` ids, from the cache or trained.
+    """Return a byte-level BPE with exactly `vocab_size` ids, cached or newly trained.
 
     Args:
-        vocab_size: number of ids, with 256 bytes and the special tokens, so 261 or more.
+        vocab_size: number of ids, including 256 bytes and the special tokens, so at least 261.
         source: the documents.
-        scan: what they are.
-        sides: which of them are for training; no others are read.
-        cache: where it is kept.
-        progress: is told of the bytes read.
+        scan: the scan of the documents.
+        sides: which documents are for training; no others are read.
+        cache: stores the tokenizer.
+        progress: receives the number of bytes read.
         wrap: see `finish_backend`.
 
     Raises:
-        UserError: the size is larger than the documents give.
+        UserError: the documents yield fewer ids than `vocab_size`.
     """
     from tokenizers import Tokenizer as Backend
 
@@ -87,11 +87,11 @@ def _train(vocab_size: int, texts: Iterator[str]) -> Any:
 
 
 def _texts(source: Source, sample: np.ndarray[Any, np.dtype[np.bool_]], progress: Progress) -> Iterator[str]:
-    """The text of the sampled documents, `SAMPLE_BYTES` in all."""
+    """Yield the text of the sampled documents, `SAMPLE_BYTES` in total."""
     document, left = 0, SAMPLE_BYTES
     for piece in source.pieces():
         if document == len(sample):
-            return  # it has grown since it was scanned, which `make` will say
+            return  # the source has grown since its scan; `make` raises
         if sample[document]:
             for text in (piece.text, piece.pair):
                 if text and left > 0:

@@ -1,8 +1,9 @@
-"""The cache on disk: entries that are whole or not there, made once however many processes want them.
+"""Cache on disk: entries are either complete or absent, and created once even if several processes need them.
 
-An entry is a folder. It is written aside, fsynced and renamed, with the sizes of its files in `meta.json`; an entry
-whose files have other sizes is made again. A lock file for each entry (`flock`) lets one process make it while others
-wait. Processes on several machines either share the folder (over a file system with locks) or each have their own.
+An entry is a folder. It is written to a temporary folder, fsynced and renamed; `meta.json` stores the sizes of its
+files. An entry whose files have other sizes is created again. A lock file per entry (`flock`) lets one process create
+it while others wait. Processes on several machines either share the folder (on a file system with locks) or each have
+their own.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from scantling.files import cache_root, open_lock_file, remove_folder, sync
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Version of everything in the cache; raise it when what is written changes."""
+"""Version of everything in the cache; increase it when the content of entries changes."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole entry: its folder and what its maker said about it."""
+    """A complete entry: its folder and the metadata that its maker returned."""
 
     path: Path
     meta: dict[str, Any]
 
 
 class Cache:
-    """A folder of entries by kind and key."""
+    """Folder of entries by kind and key."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = cache_root() if root is None else root
 
     def get(self, kind: str, key: str, make: Callable[[Path], dict[str, Any]]) -> Entry:
-        """The entry, made if it is not there or not whole.
+        """Return the entry; create it if it is missing or incomplete.
 
         Args:
             kind: folder of the entry, such as "tokens".
-            key: name of the entry; says everything that its content depends on.
-            make: fills an empty folder and returns facts about it as JSON values.
+            key: name of the entry; must cover everything that its content depends on.
+            make: fills an empty folder and returns metadata as JSON values.
 
         Raises:
             UserError: the cache cannot be written, or whatever `make` raises.
@@ -72,7 +73,7 @@ class Cache:
 
 
 def _whole(path: Path) -> Entry | None:
-    """The entry if it is there and each file has the size that was written."""
+    """Return the entry if it exists and each file has its recorded size."""
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         if all((path / name).stat().st_size == size for name, size in meta["files"].items()):
@@ -85,7 +86,7 @@ def _whole(path: Path) -> Entry | None:
 
 
 def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
-    """Fill, seal and publish the entry; the caller holds its lock, so what lies there now is torn."""
+    """Create and publish the entry. The caller holds its lock, so an existing entry is incomplete and is removed."""
     aside = path.with_name(f"{path.name}.tmp")
     for old in (aside, path):
         remove_folder(old)

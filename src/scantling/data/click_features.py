@@ -1,8 +1,8 @@
-"""From rows of a click log to what a model takes: scaled numbers, and ids of categories.
+"""Convert rows of a click log to model inputs: scaled numeric features, and ids of categories.
 
-All that is learned from data (means, deviations, which categories have an id) comes from the training rows alone. It
-is saved as JSON and safetensors, in the cache and beside an exported model, so that new rows become inputs just as
-those of the training did.
+Everything fitted to data (means, deviations, which categories have an id) comes from the training rows only. It is
+saved as JSON and safetensors, in the cache and next to an exported model, so that new rows are converted in the same
+way as training rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from scantling.recipe.schema import Clicks
 
 NAME = "click_features"
 CHUNK = 1 << 20
-"""Rows looked at a time while fitting."""
+"""Rows processed at a time while fitting."""
 UNKNOWN = 0
-"""Id of categories that have none of their own."""
+"""Id of categories that have no id of their own."""
 
 Floats = npt.NDArray[np.float64]
 Keys = npt.NDArray[np.uint64]
@@ -35,15 +35,15 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ClickFeatures:
-    """What was fitted to training rows.
+    """Feature conversion fitted to training rows.
 
     Attributes:
         numeric, categorical: names of the columns.
         scaling: "standard" or "log1p".
         means, deviations: of the numeric columns, each (columns,); 0 and 1 for "log1p".
-        table_sizes: ids of each categorical column, the size of its table.
+        table_sizes: number of ids of each categorical column, the size of its table.
         known: for each column whose categories have their own ids, their keys in ascending order; the id of a key is
-            its place + 1, and `UNKNOWN` for all others. Categories of the other columns are hashed.
+            its index + 1, and `UNKNOWN` for all others. Categories of the other columns are hashed.
     """
 
     numeric: tuple[str, ...]
@@ -55,10 +55,10 @@ class ClickFeatures:
     known: Mapping[str, Keys]
 
     def scaled(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """Numbers for the model; 0 for those that are missing.
+        """Return scaled numeric features; 0 for missing values.
 
         Args:
-            numbers: (rows, numeric columns), NaN where missing.
+            numbers: (rows, numeric columns), NaN for missing values.
         """
         values = _transformed(numbers, self.scaling)
         result: npt.NDArray[np.float32] = np.nan_to_num((values - self.means) / self.deviations, nan=0.0).astype(
@@ -67,7 +67,7 @@ class ClickFeatures:
         return result
 
     def ids(self, keys: Keys) -> Ids:
-        """Ids of categories.
+        """Return the ids of categories.
 
         Args:
             keys: (rows, categorical columns).
@@ -84,16 +84,16 @@ class ClickFeatures:
         return ids
 
     def __call__(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        """Inputs of a model for new rows.
+        """Return the model inputs of new rows.
 
         Args:
-            columns: the values of each column by its name, all of the same length; None for what is missing.
+            columns: the values of each column by name, all of the same length; None for a missing value.
 
         Returns:
             Tensors `numeric` (rows, numeric columns) and `categorical` (rows, categorical columns).
 
         Raises:
-            UserError: a column is missing, or holds what is no number or no category.
+            UserError: a column is missing, or holds a value that is not a number or not a category.
         """
         import torch
 
@@ -114,7 +114,7 @@ class ClickFeatures:
         return inputs | ({"numeric": torch.from_numpy(self.scaled(numbers))} if self.numeric else {})
 
     def facts(self) -> dict[str, Any]:
-        """What was fitted, without the keys, as JSON values."""
+        """Return the fitted values, without the keys, as JSON values."""
         return {
             "numeric": list(self.numeric),
             "categorical": list(self.categorical),
@@ -126,7 +126,7 @@ class ClickFeatures:
         }
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `click_features.json`, and where categories have their own ids, `click_features.safetensors`."""
+        """Write `click_features.json`, and `click_features.safetensors` if categories have their own ids."""
         from safetensors.numpy import save_file
 
         path = Path(folder) / NAME
@@ -136,10 +136,10 @@ class ClickFeatures:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> ClickFeatures:
-        """Read what `save_pretrained` wrote.
+        """Read the files that `save_pretrained` wrote.
 
         Raises:
-            UserError: there is none, or it cannot be read.
+            UserError: the files are missing or cannot be read.
         """
         from safetensors.numpy import load_file
 
@@ -158,7 +158,7 @@ class ClickFeatures:
             )
         except UserError:
             raise
-        except Exception as error:  # of values of other types
+        except Exception as error:  # for values of wrong types
             raise UserError(f"cannot read {path}.json and what belongs to it: {error!r}") from None
 
 
@@ -171,7 +171,7 @@ def fit_features(
         clicks: the recipe's settings.
         numeric, categorical: names of the columns.
         store: the rows.
-        rows: numbers of the training rows, ascending.
+        rows: indices of the training rows, ascending.
 
     Raises:
         UserError: a column has the same value in all training rows.
@@ -212,7 +212,7 @@ def _transformed(numbers: npt.NDArray[Any], scaling: str) -> Floats:
 
 
 class _Moments:
-    """Means and deviations of columns over parts of their rows, by the update of Chan, Golub and LeVeque (1979)."""
+    """Running means and deviations of columns, by the update of Chan, Golub and LeVeque (1979)."""
 
     def __init__(self, columns: int, scaling: str) -> None:
         self._scaling = scaling
@@ -226,6 +226,7 @@ class _Moments:
         means = np.where(there, values, 0.0).sum(axis=0) / np.maximum(counts, 1)
         squares = np.where(there, (values - means) ** 2, 0.0).sum(axis=0)
         total = np.maximum(self._counts + counts, 1)
+        # pairwise update: M2 = M2_a + M2_b + delta^2 n_a n_b / (n_a + n_b)
         change = means - self._means
         self._means = self._means + change * counts / total
         self._squares = self._squares + squares + change**2 * self._counts * counts / total
@@ -235,19 +236,19 @@ class _Moments:
 
     @property
     def varies(self) -> npt.NDArray[np.bool_]:
-        """Whether a column has two values or more, what is missing left out."""
+        """Return True for each column with at least two different values, ignoring missing ones."""
         result: npt.NDArray[np.bool_] = self._low < self._high
         return result
 
     def result(self) -> tuple[Floats, Floats]:
-        """The means and deviations by which numbers are scaled."""
+        """Return the means and deviations for scaling."""
         if self._scaling == "log1p":
             return np.zeros_like(self._means), np.ones_like(self._means)
         return self._means, np.sqrt(self._squares / self._counts)
 
 
 class _Counts:
-    """How often each key of a column occurs."""
+    """Number of occurrences of each key of a column."""
 
     def __init__(self) -> None:
         self._keys: Keys = np.empty(0, dtype=np.uint64)
@@ -260,5 +261,5 @@ class _Counts:
         self._counts = np.bincount(places, np.concatenate([self._counts, counts]), len(self._keys)).astype(np.int64)
 
     def keys(self, min_count: int) -> Keys:
-        """Those that occur so often, ascending."""
+        """Return the keys that occur at least `min_count` times, ascending."""
         return self._keys[self._counts >= min_count]

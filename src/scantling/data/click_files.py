@@ -1,10 +1,10 @@
-"""Click logs from files: CSV, Parquet and Criteo's layout, as blocks of labels, numbers and hashed categories.
+"""Read click logs from files (CSV, Parquet and Criteo's format) as blocks of labels, numbers and hashed categories.
 
-Criteo's files (Display Advertising Challenge, and the terabyte log) have no header: a label, 13 whole numbers, 26
-categories of 8 hex digits, separated by tabs; what is missing is empty.
+Criteo's files (Display Advertising Challenge, and the terabyte log) have no header. Each line has a label, 13
+integers and 26 categories of 8 hex digits, separated by tabs; missing values are empty.
 
-A category is kept as 64 bits of BLAKE2b of its text, the same on every machine. What is missing counts as one more
-category. A missing number is NaN: an empty value, null, or "NA" and "NaN" in any case.
+A category is stored as 64 bits of BLAKE2b of its text, the same on every machine. A missing category counts as one
+more category. A missing number is NaN: an empty value, null, or "NA" and "NaN" in any case.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CRITEO_CATEGORICAL = tuple(f"C{number}" for number in range(1, 27))
 ROWS = 1 << 14
 """Rows read at a time."""
 REMEMBERED = 1 << 20
-"""Distinct categories whose hashes are remembered while reading."""
+"""Number of distinct categories whose hashes are cached while reading."""
 _NO_NUMBER = ("", "na", "nan", "null", "none")
 
 
 class Columns(NamedTuple):
-    """Names of the columns that are read; in Criteo's layout they have the names that the field has given them."""
+    """Names of the columns to read; for Criteo's files, the names that the literature uses."""
 
     label: str
     numeric: tuple[str, ...]
@@ -48,18 +48,18 @@ class Columns(NamedTuple):
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The label and the features."""
+        """Label and features."""
         return (self.label, *self.numeric, *self.categorical)
 
 
 class Block(NamedTuple):
-    """Some rows with a label.
+    """Labeled rows.
 
     Attributes:
         labels: 0 or 1, uint8, (rows,).
-        numbers: fp32, NaN where missing, (rows, numeric columns).
+        numbers: fp32, NaN for missing values, (rows, numeric columns).
         keys: hashes of the categories, uint64, (rows, categorical columns).
-        unlabelled: how many rows were left out because they have no label.
+        unlabelled: number of rows that were skipped because they have no label.
     """
 
     labels: npt.NDArray[np.uint8]
@@ -69,10 +69,10 @@ class Block(NamedTuple):
 
 
 def click_columns(section: DataSection) -> Columns:
-    """The columns of a recipe's click log.
+    """Return the columns of a recipe's click log.
 
     Raises:
-        UserError: columns that have to be named are not.
+        UserError: required columns are not named.
     """
     clicks = section.clicks or Clicks()
     if section.criteo is not None:
@@ -94,8 +94,8 @@ class ClickFiles:
     Args:
         kind: "criteo", "csv" or "parquet".
         paths: the files in order.
-        columns: what is read of them.
-        above: the label is whether its column is above this; None for a column of 0 and 1.
+        columns: the columns to read.
+        above: threshold of the label column: larger values are clicks; None for a column of 0 and 1.
     """
 
     kind: str
@@ -105,18 +105,18 @@ class ClickFiles:
 
     @property
     def name(self) -> str:
-        """What it is, for messages."""
+        """Name of the log for messages."""
         return source_name(self.paths)
 
     def stamp(self) -> Any:
-        """A JSON value that changes when the rows may have changed."""
+        """Return a JSON value that changes when the rows may have changed."""
         return [self.kind, self.columns, self.above, [file_stamp(path) for path in self.paths]]
 
     def blocks(self) -> Iterator[Block]:
-        """The rows of all files.
+        """Yield the rows of all files.
 
         Raises:
-            UserError: a file, a line or a value cannot be used; says which.
+            UserError: a file, a line or a value cannot be used; names its location.
         """
         encoder = _Encoder(self.columns, self.above)
         for path in self.paths:
@@ -128,10 +128,10 @@ class ClickFiles:
 
 
 def click_files(section: DataSection, *, validation: bool = False) -> ClickFiles:
-    """The click log that a recipe names, or its held-out files.
+    """Return the click log that a recipe names, or its held-out files.
 
     Raises:
-        UserError: there is none, or a file is missing.
+        UserError: the recipe names no click log, or a file is missing.
     """
     kinds = {"criteo": section.criteo, "csv": section.csv, "parquet": section.parquet}
     kind, given = next(((kind, paths) for kind, paths in kinds.items() if paths is not None), ("", None))
@@ -148,12 +148,12 @@ def click_files(section: DataSection, *, validation: bool = False) -> ClickFiles
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows as they are written.
+    """Unconverted rows of a file.
 
     Attributes:
         values: of each column of `Columns.all`.
         path: their file.
-        lines: their lines; None for a file without lines, where they are rows from `first` on.
+        lines: their line numbers; None for a file without lines, whose rows are numbered from `first`.
     """
 
     values: list[Sequence[Any]]
@@ -162,7 +162,7 @@ class _Part:
     first: int = 1
 
     def where(self, row: int) -> str:
-        """The place of a row, for messages."""
+        """Return the location of a row, for messages."""
         return f"{self.path}, row {self.first + row}" if self.lines is None else f"{self.path}:{self.lines[row]}"
 
 
@@ -196,7 +196,7 @@ def _parquet_parts(path: Path, columns: Columns) -> Iterator[_Part]:
 
 
 class _Encoder:
-    """Makes blocks of rows as they are written."""
+    """Converter from unconverted rows to blocks."""
 
     def __init__(self, columns: Columns, above: float | None) -> None:
         self._columns, self._above = columns, above
@@ -247,12 +247,12 @@ class _Encoder:
 
 
 def category_keys(values: Sequence[Any]) -> list[int]:
-    """The hashes of categories: texts or numbers; None, NaN and "" are one category, that of what is missing."""
+    """Return the hashes of categories (texts or numbers); None, NaN and "" all count as the missing category."""
     return [_key(value) for value in values]
 
 
 class _Keys(dict[Any, int]):
-    """Hashes of categories, those met first remembered."""
+    """Cache of category hashes; keeps the first ones met."""
 
     def __missing__(self, value: Any) -> int:
         key = _key(value)
@@ -262,12 +262,12 @@ class _Keys(dict[Any, int]):
 
 
 def _key(value: Any) -> int:
-    """Whole numbers are written alike whatever their type, since Parquet holds as 7.0 what CSV writes as 7."""
+    """Return the hash of a category. Integers hash the same in all types: a 7 in CSV may be 7.0 in Parquet."""
     if isinstance(value, str):
         return key64(value)
     if value is None or value != value:
         return key64("")
-    if isinstance(value, Decimal) and value.is_finite():  # equal to an int or a float, and so remembered as one
+    if isinstance(value, Decimal) and value.is_finite():  # equal to an int or a float, so it shares its cache entry
         value = int(value) if value == value.to_integral_value() else float(value) if float(value) == value else value
     if isinstance(value, bool | np.bool_) or (isinstance(value, float) and value.is_integer()):
         value = int(value)
@@ -281,7 +281,7 @@ def _is_category(value: Any) -> bool:
 
 
 def _numbers(values: Sequence[Any], name: str, where: Callable[[int], str]) -> npt.NDArray[np.float64]:
-    """The numbers of a column, NaN where missing."""
+    """Return the numbers of a column, NaN for missing values."""
     try:
         return np.array([number_of(value) for value in values], dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -296,10 +296,10 @@ def _numbers(values: Sequence[Any], name: str, where: Callable[[int], str]) -> n
 
 
 def number_of(value: Any) -> float:
-    """A number as it is written in a file; NaN for what is missing.
+    """Return a number from its text in a file; NaN for a missing value.
 
     Raises:
-        ValueError, TypeError, OverflowError: it is none.
+        ValueError, TypeError, OverflowError: it is not a number.
     """
     if isinstance(value, str):
         try:

@@ -1,4 +1,4 @@
-"""From the recipe's data section to rows of a click log, split into training and held-out ones, and their features."""
+"""Prepare a click log: read the rows, split them into training and held-out rows, and fit their features."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ RowNumbers = MappedArray | range
 
 @dataclass(frozen=True)
 class PreparedClicks:
-    """A click log that is ready.
+    """A prepared click log.
 
     Attributes:
-        features: what was fitted to the training rows.
-        store: the rows that are trained on, and those held out of them.
+        features: fitted to the training rows.
+        store: the training rows, and those held out from the same files.
         held_store: the rows of `validation` files, or None.
-        train: row numbers in `store`, ascending.
-        heldout: row numbers, ascending, in `held_store` where that is there, else in `store`; None for none.
+        train: row indices in `store`, ascending.
+        heldout: row indices, ascending, in `held_store` if it exists, else in `store`; None without held-out rows.
         info: facts for the run's records.
     """
 
@@ -50,15 +50,15 @@ class PreparedClicks:
 def prepare_clicks(
     section: DataSection, *, seed: int, cache: Cache | None = None, progress: Progress | None = None
 ) -> PreparedClicks:
-    """Read, split and fit; what was done before comes from the cache.
+    """Read, split and fit; reuse cached results.
 
-    Rows are held out by a hash of their number and the seed: so many as the share says, the same on every machine.
+    Rows are held out by a hash of their index and the seed: exactly the configured share, the same on every machine.
 
     Args:
         section: the recipe's data section.
-        seed: decides which rows are held out.
-        cache: where results are kept. Default: the user's cache.
-        progress: is told of long work.
+        seed: determines which rows are held out.
+        cache: stores results. Default: the user's cache.
+        progress: receives the progress of long work.
 
     Raises:
         UserError: the files or their columns cannot be used.
@@ -106,7 +106,7 @@ def prepare_clicks(
 
 
 def _split(rows: int, held: int, seed: int, folder: Path) -> Sequence[int] | Any:
-    """Write the numbers of the held-out and of the training rows, and give back the latter."""
+    """Write the indices of the held-out and of the training rows, and return the latter."""
     if not held:
         return range(rows)
     order = permutation(rows, key64("heldout", seed))

@@ -1,7 +1,7 @@
-"""Click logs on disk, as arrays that are memory-mapped: read once, and again only when a file has changed.
+"""Click logs on disk, as memory-mapped arrays; files are read once, and again only if one has changed.
 
-An entry holds `labels` (uint8), and row by row `numbers` (fp32, NaN where missing) and `keys` (uint64, hashes of the
-categories). What depends on the settings (means, ids) is not in it, so that they can change without a further reading.
+An entry holds `labels` (uint8), and per row `numbers` (fp32, NaN for missing values) and `keys` (uint64, hashes of
+the categories). It holds nothing that depends on the settings (means, ids), so changing them requires no new reading.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scantling.errors import UserError
 
 
 class Rows(NamedTuple):
-    """Some rows of a click log: labels (rows,), numbers (rows, numeric columns), keys (rows, categorical columns)."""
+    """Rows of a click log: labels (rows,), numbers (rows, numeric columns), keys (rows, categorical columns)."""
 
     labels: npt.NDArray[np.uint8]
     numbers: npt.NDArray[np.float32]
@@ -38,11 +38,11 @@ class ClickStore:
     """A click log that has been read.
 
     Attributes:
-        name: what it is, for messages.
+        name: name of the log for messages.
         labels: of all rows.
         numbers, keys: of all rows, flat.
-        widths: how many numbers and keys a row has.
-        content: hash of everything in it.
+        widths: number of numeric and of categorical columns.
+        content: hash of the whole content.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ClickStore:
         return len(self.labels)
 
     def take(self, rows: npt.NDArray[np.int64] | slice) -> Rows:
-        """Rows by number."""
+        """Return rows by index."""
         numeric, categorical = self.widths
         return Rows(
             self.labels[rows],
@@ -66,7 +66,7 @@ class ClickStore:
 
 
 def read_clicks(files: ClickFiles, cache: Cache, progress: Progress) -> ClickStore:
-    """The rows of a click log; remembered until a file or the choice of columns changes.
+    """Return the rows of a click log; cached until a file or the selected columns change.
 
     Raises:
         UserError: the files cannot be read or hold no row with a label.
@@ -113,13 +113,13 @@ def check_clicks(files: ClickFiles) -> None:
     """Read the first rows of a click log.
 
     Raises:
-        UserError: they cannot be used, with the message of a run.
+        UserError: they cannot be used; the message is the same as in a run.
     """
     if next(files.blocks(), None) is None:
         raise empty_log(files, 0)
 
 
 def empty_log(files: ClickFiles, unlabelled: int) -> UserError:
-    """Return the error for a click log with so many rows without a label, and no others."""
+    """Return the error for a click log with this many unlabeled rows, and no others."""
     left = f"{unlabelled} rows, none with a label" if unlabelled else "it has no rows"
     return UserError(f"{files.name}: the click log is empty: {left}")

@@ -1,4 +1,4 @@
-"""Documents, and what is known of each after one reading: digest, size and label."""
+"""Documents, and the facts that one scan collects about each: digest, size and label."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from scantling.errors import UserError
 
 MAX_LABELS = 1 << 16
 PIECE = 1 << 20
-"""Characters after which a long document goes on in a further piece, so that none has to fit into memory."""
+"""Characters after which a long document continues in another piece, so that no document has to fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A document or a part of one; a document ends with the piece that is `last`. Only plain text comes in parts.
+    """A document or a part of one; the last piece of a document has `last` set. Only plain text is split into pieces.
 
     Attributes:
         text: the text, or the first sentence of a pair.
         pair: the second sentence.
-        label: the label as it is written in the source.
-        last: whether the document ends here.
-        where: the place in the source, `file:line`, for messages.
+        label: the label as written in the source.
+        last: True if the document ends with this piece.
+        where: the location in the source, `file:line`, for messages.
     """
 
     text: str
@@ -46,32 +46,32 @@ class Piece:
 
 
 class Source(ABC):
-    """Documents in a fixed order that can be read again and again."""
+    """Documents in a fixed order that can be read repeatedly."""
 
     name: str
-    """What it is, for messages."""
+    """Name of the source for messages."""
     size: int | None = None
-    """Bytes of text, where that is known before reading."""
+    """Bytes of text, if known before reading."""
 
     @abstractmethod
     def stamp(self) -> Any:
-        """A JSON value that changes when the documents may have changed."""
+        """Return a JSON value that changes when the documents may have changed."""
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
-        """The documents. Raises `UserError` with the place of whatever is wrong."""
+        """Yield the documents. Raises `UserError` with the location of any fault."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What one reading of a source found, one entry for each document.
+    """Result of scanning a source, with one entry per document.
 
     Attributes:
-        digests: 64 bits of a hash of text and pair; equal for equal documents.
+        digests: 64-bit hashes of text and pair; equal for equal documents.
         sizes: bytes of UTF-8 in text and pair; 0 for a blank document, which is never used.
         labels: index into `label_names`, or -1.
         label_names: the labels in order of first use.
-        label_places: where each was first used.
+        label_places: location of the first use of each label.
         content: hash of all documents in order.
         stamp: the source's stamp before it was read.
     """
@@ -89,7 +89,7 @@ class Scan:
 
 
 def scan(source: Source, cache: Cache, progress: Progress) -> Scan:
-    """Read a source once and note what each document is; remembered until the source's stamp changes.
+    """Read a source once and record facts about each document; cached until the source's stamp changes.
 
     Raises:
         UserError: the source cannot be read, or holds no text.
@@ -156,7 +156,7 @@ def _write_scan(source: Source, stamp: Any, folder: Path, progress: Progress) ->
 
 
 def empty_corpus(source: Source, count: int) -> UserError:
-    """Return the error for a source of so many documents without text."""
+    """Return the error for a source with this many documents, all without text."""
     return UserError(f"{source.name}: the corpus is empty: {count} documents, none with any text")
 
 

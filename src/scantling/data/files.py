@@ -1,4 +1,4 @@
-"""Text from files: paths and globs, streamed decompression, UTF-8. Every fault is one `UserError` with its place."""
+"""Text files: paths and globs, streamed decompression, UTF-8. Every fault is a `UserError` with its location."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scantling.files import local
 CHUNK = 1 << 20
 """Bytes read at a time."""
 MAX_LINE = 1 << 28
-"""Longest line in characters; a longer one means that the file has no lines."""
+"""Longest line in characters; a longer one means that the file is not a text file with lines."""
 ENDINGS = {
     "text": ("",),
     "jsonl": (".jsonl", ".ndjson", ".json"),
@@ -28,18 +28,18 @@ ENDINGS = {
     "parquet": (".parquet",),
     "bin": (".bin",),
 }
-"""Endings of the files to take from a folder, by the kind of source."""
+"""Extensions of the files to take from a folder, by the kind of source."""
 PACKED: dict[str, Callable[[Path, Literal["rb"]], object]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 def expand(paths: str | Sequence[str], key: str, endings: Sequence[str] | None = None) -> list[Path]:
-    """Return the files that paths, folders and globs name, those of each folder and glob sorted, and each file once.
+    """Return the files that paths, folders and globs name, sorted within each folder and glob, each file once.
 
     Args:
         paths: a path, folder or glob, or several.
-        key: the recipe's key they come from, for messages.
-        endings: which files to take from a folder and the folders in it, by the ends of their names, before `.gz` and
-            the like. Hidden ones are left out. None refuses folders.
+        key: the recipe key they come from, for messages.
+        endings: extensions of the files to take from a folder and its subfolders, before `.gz` and similar. Hidden
+            files are skipped. None rejects folders.
 
     Raises:
         UserError: a file is missing, or a folder or glob has none.
@@ -80,7 +80,7 @@ def _files_in(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
 
 
 def file_stamp(path: Path) -> list[str | int]:
-    """What changes when a file changes: path, size in bytes, time of last change in nanoseconds."""
+    """Return a value that changes when a file changes: path, size in bytes, modification time in nanoseconds."""
     try:
         status = path.stat()
     except OSError as error:
@@ -89,7 +89,7 @@ def file_stamp(path: Path) -> list[str | int]:
 
 
 def refuse_changed(name: str, before: Any, now: Any) -> None:
-    """Refuse what was read of a source whose stamp is another one afterwards.
+    """Raise if a source changed while it was read.
 
     Raises:
         UserError: the stamps differ.
@@ -99,7 +99,7 @@ def refuse_changed(name: str, before: Any, now: Any) -> None:
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, decompressed if its name ends in .gz, .xz or .bz2, about a megabyte at a time."""
+    """Yield the bytes of a file, decompressed if its name ends in .gz, .xz or .bz2, about a megabyte at a time."""
     opener = PACKED.get(path.suffix.lower())
     try:
         with cast(BinaryIO, opener(path, "rb") if opener else path.open("rb")) as file:
@@ -114,10 +114,10 @@ def read_chunks(path: Path) -> Iterator[bytes]:
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """The text of a UTF-8 file in parts of about a megabyte; a byte-order mark is left out.
+    """Yield the text of a UTF-8 file in parts of about a megabyte, without a byte-order mark.
 
     Raises:
-        UserError: the file cannot be read or is not UTF-8; names the first bad byte and its offset.
+        UserError: the file cannot be read or is not UTF-8; names the first invalid byte and its offset.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0
@@ -140,7 +140,7 @@ def read_text(path: Path) -> Iterator[str]:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, each with its newline."""
+    """Yield the lines of a UTF-8 file, each with its newline."""
     parts: list[str] = []
     for text in read_text(path):
         head, newline, tail = text.partition("\n")

@@ -1,7 +1,7 @@
-"""Randomness that is a function of its inputs: the same on every machine and with every version of NumPy.
+"""Stateless randomness: a function of its inputs, the same on every machine and with every version of NumPy.
 
-The order of the data, the held-out split and the masks of masked LM come from here, so that a resumed run sees what the
-first one would have seen.
+It determines the order of the data, the held-out split and the masks of masked LM, so that a resumed run sees the
+same data as an uninterrupted one.
 
 Source: splitmix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
@@ -19,24 +19,24 @@ UInt64s = npt.NDArray[np.uint64]
 
 
 def fingerprint(value: Any) -> str:
-    """A hex digest of a JSON value; equal for equal values, whatever the order of keys."""
+    """Return a hex digest of a JSON value; equal for equal values, independent of key order."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 def fingerprint_array(values: npt.NDArray[Any]) -> str:
-    """A hex digest of an array's content."""
+    """Return a hex digest of an array's content."""
     return hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()[:40]
 
 
 def key64(*parts: int | str) -> int:
-    """A 64-bit key made from numbers and names, such as `key64("epoch", seed, epoch)`."""
+    """Return a 64-bit key from integers and names, such as `key64("epoch", seed, epoch)`."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def mix64(values: npt.ArrayLike, key: int = 0) -> UInt64s:
-    """Scramble 64-bit numbers under a key: a bijection, so different inputs stay different."""
+    """Scramble 64-bit integers with a key. This is a bijection, so different inputs have different outputs."""
     x = np.array(values, dtype=np.uint64)
     with np.errstate(over="ignore"):
         x = (x ^ np.uint64(key)) + np.uint64(0x9E3779B97F4A7C15)
@@ -47,10 +47,10 @@ def mix64(values: npt.ArrayLike, key: int = 0) -> UInt64s:
 
 
 def uniform(values: npt.ArrayLike, key: int = 0) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), one for each input."""
+    """Return floats in [0, 1), one per input."""
     return (mix64(values, key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permutation(size: int, key: int) -> npt.NDArray[np.int64]:
-    """The numbers 0 .. size-1 in the order of their hashes."""
+    """Return the integers 0 .. size-1, sorted by their hashes."""
     return np.argsort(mix64(np.arange(size, dtype=np.uint64), key), kind="stable")

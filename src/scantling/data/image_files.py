@@ -1,7 +1,7 @@
-"""Labelled images: a folder by class, arrays in an `.npz` file, a Hugging Face dataset, scikit-learn's digits.
+"""Labeled images: a folder per class, arrays in an `.npz` file, a Hugging Face dataset, scikit-learn's digits.
 
-Pixels have 8 bits. Images are turned as their EXIF data says, transparency is left out, and of several frames the first
-counts. Files are decoded by Pillow, which refuses more than 179 million pixels; arrays are read without pickle.
+Pixels have 8 bits. Images are rotated as their EXIF data says, transparency is removed, and of several frames the
+first one is used. Pillow decodes files and rejects more than 179 million pixels; arrays are read without pickle.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 ARRAYS = ("images", "labels")
 _WIDE = ("I", "F")
-"""Beginnings of the names of Pillow's modes of more than 8 bits."""
+"""Prefixes of the names of Pillow's modes with more than 8 bits."""
 
 
 class Picture(NamedTuple):
-    """One image with its label, and its place for messages."""
+    """One image with its label, and its location for messages."""
 
     image: Image
     label: str
@@ -49,25 +49,25 @@ class Picture(NamedTuple):
 
 
 class ImageSource(ABC):
-    """Labelled images in a fixed order that can be read again and again."""
+    """Labeled images in a fixed order that can be read repeatedly."""
 
     name: str
-    """What it is, for messages."""
+    """Name of the source for messages."""
 
     @abstractmethod
     def stamp(self) -> Any:
-        """A JSON value that changes when the images may have changed."""
+        """Return a JSON value that changes when the images may have changed."""
 
     @abstractmethod
     def pictures(self) -> Iterator[Picture]:
-        """The images. Raises `UserError` with the place of whatever is wrong."""
+        """Yield the images. Raises `UserError` with the location of any fault."""
 
 
 def image_source(section: DataSection, *, validation: bool = False) -> ImageSource:
-    """The images of a recipe, or those of its `validation`.
+    """Return the images of a recipe, or those of its `validation`.
 
     Raises:
-        UserError: there are none, or what is there is neither a folder nor an `.npz` file.
+        UserError: there are no images, or the path is neither a folder nor an `.npz` file.
     """
     given = section.validation if validation else section.images
     if section.hf is not None:
@@ -95,7 +95,7 @@ def check_images(section: DataSection, *, validation: bool = False) -> None:
     """Look for the images of a recipe, without reading their pixels.
 
     Raises:
-        UserError: they cannot be used, with the message of a run.
+        UserError: they cannot be used; the message is the same as in a run.
     """
     split = section.validation if validation else section.hf_split
     if section.hf is not None and isinstance(split, str):
@@ -106,7 +106,7 @@ def check_images(section: DataSection, *, validation: bool = False) -> None:
 
 
 class Digits(ImageSource):
-    """The digits of scikit-learn: 1,797 of 8 x 8 pixels, written by 43 people, in 17 shades of grey.
+    """The digits of scikit-learn: 1,797 images of 8 x 8 pixels in 17 shades of gray, written by 43 people.
 
     Source: Alpaydin and Kaynak, "Optical recognition of handwritten digits", UCI (1998), its test set.
     """
@@ -132,7 +132,7 @@ class Digits(ImageSource):
 
 
 class ImageFolder(ImageSource):
-    """A folder that holds a folder of images, at any depth, for each class; other files in there are left out."""
+    """Folder with one subfolder per class, which holds images at any depth; other files are ignored."""
 
     def __init__(self, root: Path) -> None:
         self.name = str(root)
@@ -155,7 +155,7 @@ class ImageFolder(ImageSource):
             try:
                 with Image.open(path) as image:
                     image.load()
-            except Exception as error:  # Pillow documents no set of errors
+            except Exception as error:  # Pillow does not document which errors it raises
                 raise _unreadable(str(path), error) from None
             yield Picture(image, label, str(path))
 
@@ -238,7 +238,7 @@ class HubImages(ImageSource):
 
 
 def pixels_of(picture: Picture, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-    """An image as the model will see it, (channels, height, width): converted, and resized between pixels linearly.
+    """Return an image as model input, (channels, height, width): converted, and resized with bilinear interpolation.
 
     Raises:
         UserError: its pixels have more than 8 bits, or cannot be read.

@@ -1,7 +1,7 @@
-"""From the recipe's data section to images of one shape on disk, split into training and held-out ones.
+"""Prepare images: convert them to one shape, store them on disk, and split them into training and held-out images.
 
-An entry holds `pixels` (uint8, image by image, channels first), memory-mapped, and a label and a digest of each image.
-Each is read, decoded and resized once, and again only when the source or the shape has changed.
+An entry holds `pixels` (uint8, image by image, channels first), memory-mapped, and a label and a digest of each
+image. Each image is read, decoded and resized once, and again only if the source or the shape has changed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class LabelledImage(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Labelled images by index.
+    """Labeled images by index.
 
     Attributes:
         pixels: of all images of the entry.
         shape: channels, height and width.
-        numbers: which images of the entry these are, (images,).
+        numbers: indices of these images in the entry, (images,).
         labels: their label ids, (images,).
     """
 
@@ -71,11 +71,11 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class PreparedImages:
-    """Images that are ready.
+    """Prepared images.
 
     Attributes:
-        train: what is trained on.
-        heldout: what is held out, or None.
+        train: the training images.
+        heldout: the held-out images, or None.
         labels: the label set in the order of the ids.
         info: facts for the run's records.
     """
@@ -89,15 +89,15 @@ class PreparedImages:
 def prepare_images(
     section: DataSection, *, seed: int, cache: Cache | None = None, progress: Progress | None = None
 ) -> PreparedImages:
-    """Read, resize and split; what was done before comes from the cache.
+    """Read, resize and split; reuse cached results.
 
-    Images are held out by a hash of their pixels and the seed, so that none is on both sides.
+    Images are held out by a hash of their pixels and the seed, so that identical images are on the same side.
 
     Args:
         section: the recipe's data section.
-        seed: decides which images are held out.
-        cache: where results are kept. Default: the user's cache.
-        progress: is told of long work.
+        seed: determines which images are held out.
+        cache: stores results. Default: the user's cache.
+        progress: receives the progress of long work.
 
     Raises:
         UserError: the images or their labels cannot be used.
@@ -144,7 +144,7 @@ def _chosen(path: Path, shape: Shape, found: Scan, which: npt.NDArray[np.bool_],
 
 
 def _read(source: ImageSource, shape: Shape, cache: Cache, progress: Progress) -> tuple[Path, Scan]:
-    """The entry of a source, and what its images are."""
+    """Return the cache entry of a source, and the scan of its images."""
     stamp = source.stamp()
     key = fingerprint(["images", FORMAT, shape, stamp])
     entry = cache.get("images", key, lambda folder: _write(source, stamp, shape, folder, progress))

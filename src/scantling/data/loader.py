@@ -1,4 +1,4 @@
-"""From the order of the samples to this process's micro-batches, made here or by worker processes ahead of time."""
+"""Micro-batches of this process, in the sampler's order, made in this process or ahead of time by workers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from scantling.data.sampler import Sampler
 Numbered = tuple[int, int, Any]
 """Epoch, index in the dataset, example."""
 Collate = Callable[[list[Numbered]], Batch]
-"""Makes a batch; deterministic in the epochs and indices."""
+"""Function that makes a batch; deterministic in the epochs and indices."""
 EVALUATION = -1
-"""The epoch of evaluation, so that its random choices are always the same and not those of a training epoch."""
+"""The epoch number of evaluation: its random choices are always the same, and differ from those in training."""
 _PR_SET_PDEATHSIG = 1
-"""Option of prctl(2): a signal that this process gets when its parent ends, however that ends."""
+"""Option of prctl(2): the signal that this process gets when its parent ends for any reason."""
 
 
 @dataclass
 class _Fetch:
-    """A dataset whose keys are (epoch, index)."""
+    """Dataset whose keys are (epoch, index)."""
 
     dataset: Dataset
 
@@ -44,7 +44,7 @@ class _Fetch:
 
 @dataclass
 class _Keys:
-    """The keys of this process's micro-batches, endlessly, from where a sampler is."""
+    """Endless keys of this process's micro-batches, from a sampler's current position."""
 
     sampler: Sampler
     slices: list[slice]
@@ -59,20 +59,20 @@ class _Keys:
 
 
 class BatchSource:
-    """This process's share of each global batch, cut into micro-batches.
+    """This process's share of each global batch, split into micro-batches.
 
-    Rank r of W takes samples [r*B/W, (r+1)*B/W) of a global batch of B. Workers make batches ahead of time; neither
-    their number nor the number of processes changes which samples a step has.
+    Rank r of W takes samples [r*B/W, (r+1)*B/W) of a global batch of B. Workers make batches ahead of time. Neither
+    the number of workers nor the number of processes changes which samples a step has.
 
     Args:
         dataset: examples by index.
         collate: makes a batch of `(epoch, index, example)`.
-        sampler: the order; its state is that of the samples given out.
+        sampler: the order; its state counts the samples that were returned.
         micro_batch_size: most samples in a micro-batch.
         rank: this process.
         world_size: number of processes, which divides the batch size.
-        workers: processes that make batches; 0 makes them in this one.
-        pin_memory: put batches into page-locked memory.
+        workers: processes that make batches; 0 makes them in this process.
+        pin_memory: put batches into pinned memory.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class BatchSource:
         return self._sampler.epoch
 
     def next_step(self) -> list[Batch]:
-        """This process's micro-batches of the next optimizer step."""
+        """Return this process's micro-batches of the next optimizer step."""
         if self._batches is None:
             keys = _Keys(self._sampler, self._slices)
             self._batches = _load(self._dataset, self._collate, keys, workers=self._workers, pin_memory=self._pin)
@@ -111,11 +111,11 @@ class BatchSource:
         return batches
 
     def state_dict(self) -> dict[str, int]:
-        """The place after the samples that were given out; what workers made ahead does not count."""
+        """Return the position after the samples that were returned; batches that workers made ahead do not count."""
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place."""
+        """Continue from a saved position."""
         self.close()
         self._sampler.load_state_dict(state)
 
@@ -134,27 +134,27 @@ def _load(dataset: Dataset, collate: Collate, keys: Any, *, workers: int, pin_me
         num_workers=workers,
         worker_init_fn=_begin_worker,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # or it would draw from the global one, and dropout would depend on the workers
+        generator=torch.Generator(),  # otherwise it would draw from the global one, and dropout would depend on workers
     )
     return iter(loader)
 
 
 def _begin_worker(worker: int) -> None:
-    """End with the parent, and leave signals to it.
+    """Make a worker end with its parent, and leave signals to the parent.
 
-    A signal to the whole process group must not end a worker before the step and its checkpoint are done. One from the
-    parent must: at its exit it ends the workers that are left, and waits for them.
+    A signal to the whole process group must not end a worker before the step and its checkpoint are done. A signal
+    from the parent must: at exit, the parent ends the remaining workers and waits for them.
     """
     parent = multiprocessing.parent_process()
-    if sys.platform == "linux" and parent is not None and parent.pid == os.getppid():  # not of a fork server
+    if sys.platform == "linux" and parent is not None and parent.pid == os.getppid():  # not under a fork server
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         parents = {os.getppid(), os.getppid() if parent is None else parent.pid}
         threading.Thread(target=_end_when_a_parent_says, args=(parents,), daemon=True).start()
-    if parent is not None and parent.pid != os.getppid():  # of a fork server, or the parent has ended before that
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()  # which has SIGTERM blocked too
+    if parent is not None and parent.pid != os.getppid():  # under a fork server, or the parent has ended already
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()  # its SIGTERM is blocked too
 
 
 def _end_with(parent: Any) -> None:
@@ -176,7 +176,7 @@ def _load_here(dataset: Dataset, collate: Collate, keys: Any, *, pin_memory: boo
 
 
 def spread(size: int, most: int | None) -> npt.NDArray[np.int64]:
-    """At most so many of the numbers 0 .. size-1, spread evenly; None for all."""
+    """Return at most `most` of the indices 0 .. size-1, spread evenly; all if None."""
     count = size if most is None else min(most, size)
     return np.arange(count) * size // count
 
@@ -191,7 +191,7 @@ def eval_batches(
     max_samples: int | None = None,
     workers: int = 0,
 ) -> Iterator[Batch]:
-    """The samples of a held-out dataset in order; rank r of W takes every W-th from the r-th on. No collectives.
+    """Yield batches of a held-out dataset; rank r of W takes every W-th sample from the r-th on. No collectives.
 
     Args:
         dataset: examples by index.
@@ -199,7 +199,7 @@ def eval_batches(
         batch_size: most samples in a batch.
         rank: this process.
         world_size: number of processes.
-        max_samples: use only so many samples, spread evenly over the dataset.
+        max_samples: use at most this many samples, spread evenly over the dataset.
         workers: processes that make batches.
     """
     indices = spread(len(dataset), max_samples)[rank::world_size].tolist()

@@ -23,12 +23,13 @@ class Dataset(Protocol):
 class WindowDataset:
     """Windows of `length` tokens, one every `stride` tokens, over one or more streams; none crosses two streams.
 
-    With `length = stride + 1` every token but the first of a stream is predicted from those before it exactly once.
+    With `length = stride + 1`, every token except the first of a stream is predicted from its predecessors exactly
+    once.
 
     Args:
         streams: token ids.
         length: tokens in a window.
-        stride: distance between the beginnings of two windows.
+        stride: distance between the starts of two windows.
         partial: keep the shorter window at the end of each stream, so that no target is lost.
     """
 
@@ -45,7 +46,7 @@ class WindowDataset:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Tokens of window `index`, of shape (length,), or shorter for a partial window."""
+        """Return the tokens of window `index`, of shape (length,), or shorter for a partial window."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         stream = int(np.searchsorted(self._ends, index, side="right"))
@@ -57,7 +58,7 @@ class WindowDataset:
 
 
 def training_windows(streams: Sequence[MappedArray], *, length: int, stride: int, seq_len: int) -> WindowDataset:
-    """The whole windows of the training streams; refuses data shorter than one."""
+    """Return the complete windows of the training streams; raise if the data is shorter than one."""
     windows = WindowDataset(streams, length=length, stride=stride, partial=False)
     if len(windows) == 0:
         tokens = max(len(stream) for stream in streams)
@@ -69,17 +70,17 @@ def training_windows(streams: Sequence[MappedArray], *, length: int, stride: int
 
 
 def document_positions(windows: npt.NDArray[np.int64], start_id: int) -> npt.NDArray[np.int64]:
-    """Position of each token in its document, counted from the window's begin or from the last start of a document.
+    """Return the position of each token in its document, counted from the window's start or the last document start.
 
-    An end-of-text token between two documents counts to the second: it is the place from which the document's first
-    token is predicted. The first document's last token predicts it without seeing it.
+    An end-of-text token between two documents belongs to the second: the document's first token is predicted from it.
+    The first document's last token predicts it but does not attend to it.
 
     Args:
         windows: ids, (batch, seq_len).
         start_id: the token with which a document starts, or the token between documents.
 
     Returns:
-        Positions, (batch, seq_len). transformers keeps attention inside each run of consecutive positions.
+        Positions, (batch, seq_len). transformers limits attention to each run of consecutive positions.
     """
     places = np.broadcast_to(np.arange(windows.shape[1]), windows.shape)
     begins = np.where(windows == start_id, places, 0)

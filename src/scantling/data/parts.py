@@ -1,4 +1,4 @@
-"""Beginning and end of one document, for data that has no second one to hold out."""
+"""Beginning and end of a document, for data with only one document, whose end is held out."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from scantling.data.split import TRAIN, Sides
 
 
 def halves(source: Source, found: Scan, sides: Sides, share: float) -> tuple[Source, Source] | None:
-    """Return the beginning and the end of the only document that is used; None if there are more, or it is too short.
+    """Return the beginning and the end of the only document in use; None if there are more, or it is too short.
 
     Args:
         source: plain text.
-        found: what its documents are.
-        sides: which of them are used.
-        share: of the document's bytes to put into the end, rounded up.
+        found: the scan of its documents.
+        sides: which documents are used.
+        share: share of the document's bytes to put into the end, rounded up.
     """
     used = np.flatnonzero(sides == TRAIN)
     if len(used) != 1:
@@ -33,7 +33,7 @@ def halves(source: Source, found: Scan, sides: Sides, share: float) -> tuple[Sou
 
 
 class _Part(Source):
-    """One side of a cut through a document, made at the end of a line or a word if one is near."""
+    """One side of a document that is split in two, at the end of a line or a word if one is near."""
 
     def __init__(self, source: Source, document: int, size: int, cut: int, *, is_end: bool) -> None:
         self.name = f"{source.name} ({'the end' if is_end else 'without its end'})"
@@ -55,7 +55,7 @@ class _Part(Source):
             document += piece.last
 
     def _cut_index(self, text: str, left: int) -> int:
-        """Return the index in a piece at which the document is cut, `left` bytes after the piece begins."""
+        """Return the index in a piece at which the document is split, `left` bytes after the piece begins."""
         place = len(text.encode()[: max(0, left)].decode(errors="ignore"))
         if not 0 < place < len(text):
             return place

@@ -1,4 +1,4 @@
-"""From the recipe's data section to tokenised documents on disk, split into training and held-out ones."""
+"""Prepare documents: tokenize them, store them on disk, and split them into training and held-out documents."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 
 ENCODE_CHARS = 1 << 20
 ENCODE_PIECES = 4096
-"""Most text and most pieces that are tokenised at a time."""
+"""Most characters and most pieces that are tokenized at a time."""
 NAMES = {TRAIN: "train", HELDOUT: "heldout"}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenised data.
+    """Tokenized data.
 
     Attributes:
-        tokenizer: what made the ids.
-        train: the documents to train on.
-        heldout: the documents held out, or None.
-        labels: the label set in the order of the ids, for documents with labels.
+        tokenizer: the tokenizer of the ids.
+        train: the training documents.
+        heldout: the held-out documents, or None.
+        labels: the label set in the order of the ids, for labeled documents.
         info: facts for the run's records.
     """
 
@@ -63,20 +63,20 @@ def prepare(
     cache: Cache | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Read, split and tokenise; everything but the last part comes from the cache where it was done before.
+    """Read, split and tokenize; reuse cached results.
 
-    Several processes may call this at once: one does the work, the others wait for it.
+    Several processes may call this concurrently: one does the work, the others wait for it.
 
     Args:
         section: the recipe's data section.
-        seed: decides which documents are held out.
-        pairs: keep documents apart, each with its second text where it has one; otherwise they form a stream.
-        labelled: whether documents that are kept apart have labels.
+        seed: determines which documents are held out.
+        pairs: keep documents separate, each with its second text if it has one; otherwise they form a stream.
+        labelled: True if documents that are kept separate have labels.
         needs: a task's name and the special tokens it needs.
         wrap: special tokens are put around windows of the stream or around each text, not around each document of the
-            stream; for our own tokenizers see `finish_backend`.
-        cache: where results are kept. Default: the user's cache.
-        progress: is told of long work.
+            stream; for built-in tokenizers see `finish_backend`.
+        cache: stores results. Default: the user's cache.
+        progress: receives the progress of long work.
 
     Raises:
         UserError: the documents, the tokenizer or the cache cannot be used.
@@ -142,10 +142,10 @@ def _tokenizer(
 
 
 def label_set(section: DataSection, found: Scan, sides: Sides, name: str) -> list[str]:
-    """The labels in the order of their ids: as given, or those of the training documents, sorted.
+    """Return the labels in the order of their ids: as given, or the sorted labels of the training documents.
 
     Raises:
-        UserError: a document that is used has a label outside the set, or there are fewer than two labels.
+        UserError: a document in use has a label outside the set, or there are fewer than two labels.
     """
     if section.labels is not None:
         labels = section.labels
@@ -168,7 +168,7 @@ def label_set(section: DataSection, found: Scan, sides: Sides, name: str) -> lis
 def check_labels(
     labels: list[str] | None, found: Scan, name: str, which: Any = None, problem: str = "is not in the label set"
 ) -> None:
-    """Refuse labels outside the set, naming the place of the first."""
+    """Raise if a label is outside the set, with the location of the first one."""
     if labels is None:
         return
     for index in range(len(found.label_names)) if which is None else which:
@@ -182,7 +182,7 @@ def check_labels(
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes the entries of tokenised documents: a stream where `labels` is None; empty, they are pairs without."""
+    """Maker of tokenized entries: a stream if `labels` is None, unlabeled pairs if empty, else labeled documents."""
 
     tokenizer: Tokenizer
     labels: list[str] | None
@@ -236,34 +236,34 @@ class _Maker:
 
 
 def document_marks(tokenizer: Tokenizer) -> Marks:
-    """Ids around the documents of a stream that is read from its beginning: those that the tokenizer adds to a text.
+    """Return the ids around documents in a stream read from its beginning: those the tokenizer adds to a text.
 
-    A tokenizer that adds none has end-of-text (or its separator) after each document. Unless documents have a
-    beginning of their own, the stream starts with the end of a document, so that every token of text has one before.
+    If the tokenizer adds none, end-of-text (or its separator) follows each document. If documents have no beginning
+    token, the stream starts with an end token, so that every token of text has a predecessor.
     """
     begin, end = tokenizer.document.parts
     end = end if begin or end else _separator(tokenizer)
-    given = {*begin} - {*end, tokenizer.eos_id}  # a beginning that is end-of-text ends the document before
+    given = {*begin} - {*end, tokenizer.eos_id}  # a beginning that is end-of-text also ends the previous document
     return Marks(begin or end[-1:], begin, end, tuple(sorted(given)))
 
 
 def window_marks(tokenizer: Tokenizer) -> Marks:
-    """Ids between the documents of a stream that is cut into windows, each of which gets what the tokenizer adds.
+    """Return the ids between documents in a stream of windows; the tokenizer adds its tokens to each window.
 
-    They are those that the tokenizer puts after a text; end-of-text or the separator if it puts none there.
+    They are the ids that the tokenizer adds after a text, or else end-of-text or the separator.
     """
     begin, end = tokenizer.document.parts
     return Marks(begin=end or _separator(tokenizer) or begin)
 
 
 def _separator(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The id between documents: end-of-text, or the separator of tokenizers without one; perhaps none."""
+    """Return the id between documents: end-of-text, or the separator of tokenizers without one, or nothing."""
     id_ = tokenizer.sep_id if tokenizer.eos_id is None else tokenizer.eos_id
     return () if id_ is None else (id_,)
 
 
 def _batches(source: Source, sides: Sides) -> Iterator[list[tuple[int, Piece]]]:
-    """The pieces of used documents with their document's number, some at a time."""
+    """Yield batches of pieces of used documents, each with its document's index."""
     batch: list[tuple[int, Piece]] = []
     chars = document = 0
     for piece in source.pieces():

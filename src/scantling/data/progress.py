@@ -1,4 +1,4 @@
-"""What long preparation shows while it goes on."""
+"""Progress display of long data preparation."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 PATIENCE_S = 1.0
-"""Preparation that takes no longer than this shows nothing."""
+"""Preparation that takes at most this long shows nothing."""
 
 
 class Progress(Protocol):
-    """Receives the progress of one piece of work after the other."""
+    """Interface that receives the progress of one task after another."""
 
     def start(self, what: str, total: int | None) -> None:
-        """Work begins: `what` names it, `total` is its size in bytes where that is known."""
+        """Start a task: `what` names it, `total` is its size in bytes, if known."""
 
     def advance(self, amount: int) -> None:
-        """`amount` more bytes are done."""
+        """Report that `amount` more bytes are done."""
 
     def finish(self) -> None:
-        """The work is done, or was given up."""
+        """Report that the task is done, or was aborted."""
 
 
 class NoProgress:
-    """Shows nothing."""
+    """Progress interface that shows nothing."""
 
     def start(self, what: str, total: int | None) -> None: ...
 
@@ -38,11 +38,11 @@ class NoProgress:
 
 
 class RichProgress:
-    """A bar on a terminal, plain lines elsewhere; both only once the work has taken a second.
+    """Progress bar on a terminal, plain lines elsewhere; both only after a second of work.
 
     Args:
         console: shows it.
-        before: called before anything is shown, such as to remove another bar.
+        before: called before anything is shown, for example to remove another bar.
     """
 
     def __init__(self, console: Console, before: Callable[[], None] = lambda: None) -> None:

@@ -1,4 +1,4 @@
-"""The order of the samples: a function of (seed, epoch) alone, and a place in it that is all there is to save."""
+"""Order of the samples: a function of (seed, epoch) only. The sampler's state is a position in this order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from scantling.data.hashing import key64, permutation
 from scantling.errors import UserError
 
 BUCKET_BATCHES = 64
-"""Batches whose samples are sorted by length together."""
+"""Number of batches whose samples are sorted by length together."""
 
 
 class Indices(NamedTuple):
     """Samples of one global batch, in order.
 
     Attributes:
-        epochs: the epoch of each sample, (batch_size,); a batch may reach into the next.
+        epochs: the epoch of each sample, (batch_size,); a batch may extend into the next epoch.
         indices: the index of each sample in the dataset, (batch_size,).
     """
 
@@ -27,15 +27,16 @@ class Indices(NamedTuple):
 
 
 class Sampler:
-    """Endless global batches; each epoch visits each sample once, in an order of its own.
+    """Endless global batches; each epoch visits each sample once, in its own order.
 
-    It knows nothing of processes: the batches are those of the whole run. With `lengths`, samples of similar length
-    come in the same batch: within `BUCKET_BATCHES` batches samples are sorted by length, then batches are shuffled.
+    The sampler is independent of the number of processes: its batches are those of the whole run. With `lengths`,
+    batches have samples of similar length: within `BUCKET_BATCHES` batches, samples are sorted by length, then
+    batches are shuffled.
 
     Args:
         num_samples: size of the dataset.
         batch_size: samples in a global batch.
-        seed: decides the order.
+        seed: determines the order.
         lengths: the length of each sample, (num_samples,), for bucketing.
     """
 
@@ -56,18 +57,18 @@ class Sampler:
         return self._epoch
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The samples of an epoch in order, (num_samples,)."""
+        """Return the samples of an epoch in order, (num_samples,)."""
         if self._order is None or self._order[0] != epoch:
             order = permutation(self.num_samples, key64("epoch", self.seed, epoch))
             self._order = epoch, order if self.lengths is None else self._bucketed(order, epoch)
         return self._order[1]
 
     def _bucketed(self, order: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
-        """Sort inside groups of batches and shuffle the batches, from the first batch that begins in this epoch on."""
+        """Sort within groups of batches, then shuffle the batches, from the first batch that begins in this epoch."""
         if self.lengths is None:
             return order
         size = self.batch_size
-        begin = -epoch * self.num_samples % size  # these complete the batch that began in the epoch before
+        begin = -epoch * self.num_samples % size  # these complete the last batch of the previous epoch
         result = order.copy()
         whole = (self.num_samples - begin) // size
         for number, first in enumerate(range(0, whole, BUCKET_BATCHES)):
@@ -79,7 +80,7 @@ class Sampler:
         return result
 
     def next_batch(self) -> Indices:
-        """The next global batch."""
+        """Return the next global batch."""
         epochs, indices = [], []
         left = self.batch_size
         while left:
@@ -91,25 +92,25 @@ class Sampler:
         return Indices(np.concatenate(epochs), np.concatenate(indices))
 
     def skip(self, count: int) -> None:
-        """Go on by `count` samples."""
+        """Advance by `count` samples."""
         epochs, self._index = divmod(self._index + count, self.num_samples)
         self._epoch += epochs
 
     def copy(self) -> Sampler:
-        """A sampler at the same place."""
+        """Return a sampler at the same position."""
         other = Sampler(self.num_samples, batch_size=self.batch_size, seed=self.seed, lengths=self.lengths)
         other.load_state_dict(self.state_dict())
         return other
 
     def state_dict(self) -> dict[str, int]:
-        """The place: seed, epoch, and how many samples of the epoch were taken."""
+        """Return the position: seed, epoch, and number of samples taken in the epoch."""
         return {"seed": self.seed, "epoch": self._epoch, "index": self._index}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place.
+        """Restore a position.
 
         Raises:
-            UserError: the place belongs to another seed or another dataset.
+            UserError: the position belongs to another seed or another dataset.
         """
         if int(state["seed"]) != self.seed:
             raise UserError(f"the order of the data was saved with seed {state['seed']}; given seed {self.seed}")

@@ -1,4 +1,4 @@
-"""The sources of documents: which one a recipe names, and those that are plain text."""
+"""Document sources: select the one that a recipe names, and read plain text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scantling.recipe.schema import DataSection
 
 
 def training_source(section: DataSection) -> Source:
-    """The documents that a recipe trains on (and holds some out of, where no `validation` is given)."""
+    """Return the training documents of a recipe; some of them are held out if `validation` is not given."""
     if section.hf is not None:
         return HubSource(section.hf, section.hf_config, section.hf_split, section.fields)
     if section.corpus is not None:
@@ -34,7 +34,7 @@ def training_source(section: DataSection) -> Source:
 
 
 def validation_source(section: DataSection) -> Source | None:
-    """The held-out documents of `validation`, or None where it is not given."""
+    """Return the held-out documents of `validation`, or None if it is not given."""
     if section.validation is None:
         return None
     if section.hf is not None:
@@ -47,10 +47,10 @@ def validation_source(section: DataSection) -> Source | None:
 
 
 def check_documents(section: DataSection, *, validation: bool = False) -> None:
-    """Look for the documents of a recipe, and read files up to the first text.
+    """Look for the documents of a recipe; of files, read up to the first text.
 
     Raises:
-        UserError: they cannot be used, with the message of a run.
+        UserError: they cannot be used; the message is the same as in a run.
     """
     if section.hf is not None and isinstance(split := section.validation if validation else section.hf_split, str):
         check_hub(section.hf, section.hf_config, split, columns(section.fields))
@@ -80,7 +80,7 @@ def _from_files(section: DataSection, *, validation: bool) -> Source:
 
 
 class TextFiles(Source):
-    """Plain text: a file is a document, or a line that begins with `separator` begins one and is left out."""
+    """Plain text: each file is a document or, with `separator`, each line that begins with it starts a document."""
 
     def __init__(self, paths: Sequence[Path], separator: str | None = None) -> None:
         self.paths, self.separator = list(paths), separator
@@ -97,7 +97,7 @@ class TextFiles(Source):
 
 
 def _whole_file(path: Path) -> Iterator[Piece]:
-    """The file as one document, cut after a newline where it is long."""
+    """Yield the file as one document; a long one is split after newlines."""
     rest, where = "", str(path)
     for text in read_text(path):
         rest += text
@@ -127,7 +127,7 @@ def _separated(path: Path, separator: str) -> Iterator[Piece]:
 class StandardLibrary(Source):
     """The `.py` files of this Python's standard library, in the order of their relative paths.
 
-    Installed packages and the few files that are not UTF-8 (fixtures of its own tests) are left out.
+    Installed packages are skipped, and so are the few files that are not UTF-8 (test fixtures).
     """
 
     name = "python-stdlib"
@@ -159,4 +159,4 @@ def _python_files(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages", "__pycache__")]
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
-        yield from (path for path in paths if path.is_file())  # not a link to what is not there
+        yield from (path for path in paths if path.is_file())  # skip dangling links

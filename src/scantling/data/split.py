@@ -1,4 +1,4 @@
-"""Which documents are used and which are held out: by hash, so that it depends on nothing but their content."""
+"""Split documents into used, unused and held-out ones, by hash, so that the split depends on their content only."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from scantling.data.hashing import key64, mix64
 from scantling.errors import UserError
 
 Sides = npt.NDArray[np.int8]
-"""One number a document: `UNUSED`, `TRAIN` or `HELDOUT`."""
+"""Side of each document: `UNUSED`, `TRAIN` or `HELDOUT`."""
 UNUSED, TRAIN, HELDOUT = -1, 0, 1
 
 
 def all_of(scan: Scan, side: int) -> Sides:
-    """Every document that is not blank on one side."""
+    """Put every document that is not blank on one side."""
     return np.where(scan.sizes > 0, side, UNUSED).astype(np.int8)
 
 
 def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name: str, unit: str = "document") -> Sides:
-    """Choose the documents and hold some out.
+    """Select the documents and hold some out.
 
-    Identical documents are on the same side. Where no set of documents reaches the share exactly because many are
-    identical, it is the largest that stays below, but never empty.
+    Identical documents are on the same side. If no set of documents matches the share exactly because many are
+    identical, the held-out set is the largest that stays below, but never empty.
 
     Args:
-        scan: what the documents are.
+        scan: the scan of the documents.
         heldout: share of the documents to hold out, rounded up; 0 holds none out.
-        max_bytes: most bytes of text, whole documents in the order of a hash that no seed changes; at least one.
-        seed: decides which documents are held out.
-        name: the source, for messages.
-        unit: what its documents are, for messages.
+        max_bytes: most bytes of text, in complete documents in the order of a hash without seed; at least one document.
+        seed: determines which documents are held out.
+        name: name of the source, for messages.
+        unit: noun for one document, for messages.
 
     Raises:
-        UserError: something is to be held out and nothing would be left to train on.
+        UserError: documents have to be held out and none would be left to train on.
     """
     sides = all_of(scan, TRAIN)
     if max_bytes is not None:
@@ -63,7 +63,7 @@ def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name:
 
 
 def _held_out(digests: npt.NDArray[np.uint64], share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Groups of identical documents in the order of their hashes, each taken if it still fits."""
+    """Return the documents to hold out: groups of identical ones, in hash order, each if it still fits."""
     groups, members, counts = np.unique(digests, return_inverse=True, return_counts=True)
     target = math.ceil(share * len(digests))
     order = np.argsort(mix64(groups, key64("heldout", seed)), kind="stable")
@@ -71,12 +71,14 @@ def _held_out(digests: npt.NDArray[np.uint64], share: float, seed: int) -> npt.N
         return np.zeros(len(digests), dtype=bool)
     chosen = np.zeros(len(groups), dtype=bool)
     left = min(target, len(digests) - int(counts.min()))
+    # greedy: a group of identical documents that is too large for the remaining share is skipped
     for group in order:
         if counts[group] <= left:
             chosen[group] = True
             left -= int(counts[group])
             if left == 0:
                 break
+    # every group exceeds the share: hold out the smallest one
     if not chosen.any():
         chosen[order[np.argmin(counts[order])]] = True
     return chosen[members]

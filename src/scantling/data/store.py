@@ -1,7 +1,7 @@
-"""Tokenised documents on disk, as flat arrays that are memory-mapped and never read as a whole.
+"""Tokenized documents on disk, as flat memory-mapped arrays.
 
-For each side, `train` and `heldout`, an entry holds `SIDE.tokens` (uint16 or uint32) and `SIDE.ends` (int64, where each
-document ends). Pairs also have `SIDE.middles` (int64, where the second text begins) and `SIDE.labels` (int32).
+For each side, `train` and `heldout`, an entry holds `SIDE.tokens` (uint16 or uint32) and `SIDE.ends` (int64, the end
+of each document). Pairs also have `SIDE.middles` (int64, the start of the second text) and `SIDE.labels` (int32).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 
 class MappedArray:
-    """A flat array in a file, mapped on first use; what travels to another process is only its path.
+    """Flat array in a file, mapped on first use; pickling transfers only its path.
 
     Args:
         path: the file.
-        dtype: number format, such as "uint16".
+        dtype: format of the elements, such as "uint16".
         start: first element.
         count: number of elements; None for all that follow.
     """
@@ -56,9 +56,9 @@ class TokenStore:
     """One side of an entry.
 
     Attributes:
-        tokens: the ids of all documents, one after the other.
-        ends: where each document ends in `tokens`.
-        middles: where the second text of each document begins; None for a stream.
+        tokens: the ids of all documents, concatenated.
+        ends: end of each document in `tokens`.
+        middles: start of the second text of each document; None for a stream.
         labels: the label ids; None for a stream.
         num_bytes: bytes of UTF-8 in the documents.
     """
@@ -75,7 +75,7 @@ class TokenStore:
         return len(self.ends)
 
     def facts(self) -> dict[str, int]:
-        """Documents, tokens and bytes."""
+        """Return the numbers of documents, tokens and bytes."""
         return {"documents": self.num_documents, "tokens": len(self.tokens), "bytes": self.num_bytes}
 
 
@@ -87,7 +87,7 @@ class Marks:
         first: before the first document.
         begin: before every other document.
         end: after each document.
-        given: ids that no model has to predict, since they only begin documents.
+        given: ids that the model does not predict, because they only begin documents.
     """
 
     first: tuple[int, ...] = ()
@@ -97,11 +97,11 @@ class Marks:
 
 
 NO_MARKS = Marks()
-"""Nothing is added: documents that are kept apart, or a stream made elsewhere."""
+"""Marks that add nothing: for separate documents, or a stream tokenized elsewhere."""
 
 
 def open_store(folder: Path, side: str, meta: dict[str, Any]) -> TokenStore:
-    """The arrays of one side of a whole cache entry."""
+    """Return the arrays of one side of a complete cache entry."""
     pairs = meta["pairs"]
     return TokenStore(
         MappedArray(folder / f"{side}.tokens", meta["dtype"]),
@@ -113,13 +113,13 @@ def open_store(folder: Path, side: str, meta: dict[str, Any]) -> TokenStore:
 
 
 class StoreWriter:
-    """Appends documents to the arrays of one side.
+    """Writer that appends documents to the arrays of one side.
 
     Args:
-        folder: where the files go.
+        folder: folder of the files.
         side: "train" or "heldout".
-        dtype: number format of the tokens.
-        pairs: whether documents have a second text and a label.
+        dtype: format of the tokens.
+        pairs: True if documents have a second text and a label.
         marks: ids around the documents of a stream.
     """
 
@@ -147,7 +147,7 @@ class StoreWriter:
             self._write("ends", [self._position], "<i8")
 
     def add_pair(self, ids: Tokens, pair_ids: Tokens | None, label: int) -> None:
-        """Append a document with a label; without a second text it begins where the document ends."""
+        """Append a labeled document; without a second text, `middles` equals the end of the document."""
         self._append(ids)
         self._write("middles", [self._position], "<i8")
         if pair_ids is not None:
@@ -164,6 +164,6 @@ class StoreWriter:
 
 
 def write_array(path: Path, values: npt.NDArray[Any]) -> None:
-    """Write a flat array; unlike NumPy's own writers this reports a full disk as such."""
+    """Write a flat array; unlike NumPy's own writers, this reports a full disk as such."""
     with path.open("wb") as file:
         file.write(np.ascontiguousarray(values).data)

@@ -1,6 +1,6 @@
-"""Structured sources: JSON Lines, CSV, Parquet and Hugging Face datasets, with named columns.
+"""Structured sources with named columns: JSON Lines, CSV, Parquet and Hugging Face datasets.
 
-JSON Lines and CSV are read here line by line, so that a fault is reported with its file and line.
+JSON Lines and CSV are parsed line by line, so that faults are reported with their file and line.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 ROWS = 1000
 """Rows of Parquet and Arrow read at a time."""
 UNLABELLED = -1
-"""The label, by the convention of `datasets`, of a row without one."""
+"""Label of a row without one, by the convention of `datasets`."""
 
 
 def source_name(paths: Sequence[Path]) -> str:
-    """The path of one file, or the first of several with their number."""
+    """Return the path of a file, or the first path and the number of others."""
     return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
 
 
 class TableFiles(Source):
-    """Rows of files; a subclass reads one file."""
+    """Rows of files; subclasses read one file."""
 
     kind: str
 
@@ -53,11 +53,11 @@ class TableFiles(Source):
 
     @abstractmethod
     def rows(self, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The rows of one file, each with its place."""
+        """Yield the rows of one file, each with its location."""
 
 
 class JsonlSource(TableFiles):
-    """JSON Lines: one object a line; empty lines are left out."""
+    """JSON Lines: one object per line; empty lines are skipped."""
 
     kind = "jsonl"
 
@@ -68,7 +68,7 @@ class JsonlSource(TableFiles):
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # ValueError: numbers of thousands of digits
+            except (ValueError, RecursionError) as error:  # ValueError: integers with thousands of digits
                 problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
                 if isinstance(error, json.JSONDecodeError):
                     problem = f"{error.msg}, column {error.colno}"
@@ -93,18 +93,18 @@ class CsvSource(TableFiles):
 def csv_rows(
     path: Path, *, header: Sequence[str] | None = None, delimiter: str = ",", quoted: bool = True
 ) -> Iterator[tuple[int, Sequence[str]]]:
-    """The rows of a file with the numbers of their lines; the first is the header. Empty lines are left out.
+    """Yield the rows of a file with their line numbers; the first row is the header. Empty lines are skipped.
 
     Args:
         path: the file.
-        header: the names of the columns, of a file without a header line.
-        delimiter: between two values.
-        quoted: whether a value in double quotes may hold delimiters and newlines.
+        header: the names of the columns, for a file without a header line.
+        delimiter: separates values.
+        quoted: True if a value in double quotes may contain delimiters and newlines.
 
     Raises:
-        UserError: the file cannot be read, has no header, or a line with another number of values.
+        UserError: the file cannot be read, has no header, or has a line with a different number of values.
     """
-    csv.field_size_limit(1 << 28)  # the default of 128 KiB is too small for documents; the module has only this one
+    csv.field_size_limit(1 << 28)  # the default of 128 KiB is too small for documents; the limit is global
     dialect: dict[str, Any] = {"delimiter": delimiter, "quoting": csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE}
     reader = csv.reader(read_lines(path), strict=True, **dialect)
     begin = 1
@@ -179,24 +179,24 @@ class HubSource(Source):
 
 
 def class_names(data: Any, label: str | int | None) -> list[str] | None:
-    """What the numbers in a column of a Hugging Face dataset stand for; None where they are what they are."""
+    """Return the class names behind the integers in a column of a Hugging Face dataset; None without class names."""
     names: list[str] | None = getattr(data.features[label], "names", None) if label else None
     return names
 
 
 def warn_of_unlabelled(name: str, count: int) -> None:
-    """Say how many rows of a data set were left out, if any were."""
+    """Warn of the number of rows that were skipped because they have no label, if any."""
     if count:
         logger.warning("%s: left out %d rows without a label", name, count)
 
 
 def load_hub(path: str, config: str | None, split: str, *, prepare: bool = True) -> Any:
-    """Return a map-style dataset; whatever goes wrong is one `UserError`.
+    """Return a map-style dataset; every fault becomes a `UserError`.
 
     Args:
         path: name, folder with data files, or folder written by `save_to_disk`.
         config: name of its configuration, or None.
-        split: which split.
+        split: name of the split.
         prepare: False looks for the dataset and neither downloads nor converts it; the result is then None unless
             `save_to_disk` wrote the folder.
     """
@@ -221,7 +221,7 @@ def load_hub(path: str, config: str | None, split: str, *, prepare: bool = True)
         return datasets.load_dataset(name, config, split=split)
     except UserError:
         raise
-    except Exception as error:  # `datasets` documents no set of errors; offline it raises half a dozen kinds
+    except Exception as error:  # `datasets` does not document its errors; offline it raises several kinds
         cause = error.__cause__ or error
         offline = isinstance(error, ConnectionError) or "offline" in str(error).lower() or "hub" in str(error).lower()
         hint = (
@@ -231,7 +231,7 @@ def load_hub(path: str, config: str | None, split: str, *, prepare: bool = True)
 
 
 def _saved(folder: Path) -> Any:
-    """Load what `save_to_disk` wrote, also with a format whose library (JAX, TensorFlow) is missing here."""
+    """Load a dataset written by `save_to_disk`, even if its format needs a missing library (JAX, TensorFlow)."""
     import datasets
 
     try:
@@ -248,7 +248,7 @@ def _saved(folder: Path) -> Any:
 
 
 def _plain(data: Any) -> Any:
-    """Return a dataset that gives Python values of all columns, whatever format (torch, numpy) it was saved with."""
+    """Return the dataset with all columns as Python values, whatever format (torch, numpy) it was saved with."""
     is_plain = data.format["type"] is None and set(data.format["columns"]) == set(data.column_names)
     return data if is_plain else data.with_format(None)
 
@@ -257,7 +257,7 @@ def check_hub(path: str, config: str | None, split: str, names: Iterable[str]) -
     """Look for a dataset, and for its columns if they are known without a download or a conversion.
 
     Raises:
-        UserError: it cannot be used, with the message of a run.
+        UserError: it cannot be used; the message is the same as in a run.
     """
     data = load_hub(path, config, split, prepare=False)
     if data is not None:
@@ -265,12 +265,12 @@ def check_hub(path: str, config: str | None, split: str, names: Iterable[str]) -
 
 
 def columns(fields: Fields) -> list[str]:
-    """The columns that are read, without repeats."""
+    """Return the columns to read, without duplicates."""
     return list(dict.fromkeys(name for name in (fields.text, fields.pair, fields.label) if name is not None))
 
 
 def check_columns(names: Iterable[str], there: Sequence[str], where: str) -> None:
-    """Refuse a column that is not there, naming those that are."""
+    """Raise if a column is missing, with the existing columns."""
     for name in names:
         if name not in there:
             known = ", ".join(there) or "none"
@@ -278,7 +278,7 @@ def check_columns(names: Iterable[str], there: Sequence[str], where: str) -> Non
 
 
 def to_piece(row: Mapping[str, Any], fields: Fields, where: str) -> Piece:
-    """The document in a row."""
+    """Return the document in a row."""
     check_columns(columns(fields), list(row), where)
     pair = None if fields.pair is None else _text(row, fields.pair, where)
     label = None if fields.label is None else label_text(row[fields.label], fields.label, where)
@@ -293,7 +293,7 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def label_text(value: Any, name: str, where: str) -> str:
-    """A label as text; refuses what is neither text nor a whole number."""
+    """Return a label as text; raise if it is neither text nor an integer."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | int) and value != "":

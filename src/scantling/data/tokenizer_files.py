@@ -1,4 +1,4 @@
-"""Files of tokenizers, checked before the `tokenizers` library reads them: it takes memory by the largest id."""
+"""Check tokenizer files before the `tokenizers` library reads them: its memory grows with the largest id."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ _IDS: dict[str, Callable[[dict[str, Any]], Iterable[Any]]] = {
     "tokenizer_config.json": _named_ids,
     "special_tokens_map.json": lambda _: (),
 }
-"""What finds the ids in the JSON of each file."""
+"""Function that extracts the ids from the JSON of each file."""
 
 
 def _processor_ids(content: Any) -> list[int]:
-    """Return the ids of the special tokens in a post-processor, however deep it holds them."""
+    """Return the ids of the special tokens in a post-processor, at any depth."""
     found: list[Any] = []
     waiting = [content]
     while waiting:

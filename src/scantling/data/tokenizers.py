@@ -1,4 +1,4 @@
-"""Tokenizers behind one interface: bytes, a byte-level BPE, and whatever Hugging Face has saved."""
+"""Tokenizers with a common interface: bytes, a byte-level BPE, and saved Hugging Face tokenizers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ SPECIALS = {
     "cls": "<|cls|>",
     "sep": "<|sep|>",
 }
-"""The special tokens of our own tokenizers, in the order of their ids."""
+"""Special tokens of the built-in tokenizers, in the order of their ids."""
 ROLES = ("bos", *SPECIALS)
-"""The special tokens that a tokenizer can name."""
+"""Roles of special tokens that a tokenizer can have."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """Where special tokens stand around one text or a pair.
+    """Special tokens around one text or a pair.
 
     Attributes:
         parts: ids before, between and after the texts.
-        types: for each text and each part its token type: before, text, between, pair, after.
+        types: token type of each text and each part: before, text, between, pair, after.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -50,11 +50,11 @@ class Template:
 
     @property
     def num_specials(self) -> int:
-        """How many special tokens are added."""
+        """Number of special tokens."""
         return sum(map(len, self.parts))
 
     def fill(self, *texts: Ids) -> tuple[Ids, Ids]:
-        """Ids and token types with the special tokens in place."""
+        """Return ids and token types of the texts with the special tokens added."""
         pieces: list[Ids] = []
         for part, text in zip(self.parts, [*texts, None], strict=True):
             pieces.append(np.array(part, dtype=np.int64))
@@ -65,17 +65,17 @@ class Template:
 
 
 NO_SPECIALS = Template(((), ()), (0, 0, 0))
-"""The template of a tokenizer that adds nothing to a text."""
+"""Template of a tokenizer that adds nothing to a text."""
 
 
 class Tokenizer(ABC):
-    """Turns text into ids and back.
+    """Interface of tokenizers, between text and ids.
 
     Attributes:
-        vocab_size: one more than the largest id.
-        bos_id, eos_id, pad_id, mask_id, cls_id, sep_id: special ids; None for a token that it has not.
-        special_ids: all ids that are no text.
-        sentinel_ids: ids that stand for a hidden span, `<extra_id_0>` and so on; empty where it has none.
+        vocab_size: the largest id plus one.
+        bos_id, eos_id, pad_id, mask_id, cls_id, sep_id: ids of special tokens; None for a missing token.
+        special_ids: all ids that do not represent text.
+        sentinel_ids: ids that replace hidden spans, `<extra_id_0>` and so on; empty if there are none.
     """
 
     name: str
@@ -92,31 +92,31 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Equal for tokenizers that give equal ids."""
+        """Return a value that is equal for tokenizers that give equal ids."""
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text, without special tokens added."""
+        """Return the ids of each text, without special tokens."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """The text of ids; special tokens are left out."""
+        """Return the text of ids, without special tokens."""
 
     @abstractmethod
     def save_pretrained(self, folder: str | Path, *, token_types: bool = False) -> None:
         """Write a folder that `transformers.AutoTokenizer.from_pretrained` loads, with equal ids for equal text.
 
-        The one difference: text that spells a special token, such as `<|endoftext|>`, becomes that token there, as
-        with every tokenizer of transformers, and stays ordinary text here.
+        There is one difference: text that spells a special token, such as `<|endoftext|>`, becomes that token in
+        transformers, and stays ordinary text here.
 
         Args:
-            folder: where to.
-            token_types: whether it shall return `token_type_ids` when called, for a model with `type_vocab_size` > 1.
-                A tokenizer that came from Hugging Face keeps what it does.
+            folder: target folder.
+            token_types: True if the saved tokenizer should return `token_type_ids` when called, for a model with
+                `type_vocab_size` > 1. A tokenizer that came from Hugging Face keeps its own setting.
         """
 
     def join(self, ids: Ids, pair_ids: Ids | None, max_len: int) -> tuple[Ids, Ids]:
-        """Put special tokens around ids; the longer text is cut first, as `tokenizers` does it.
+        """Add special tokens to ids; the longer text is truncated first, as in `tokenizers`.
 
         Returns:
             Ids and token types, each of shape (length,) with length at most `max_len`.
@@ -146,15 +146,15 @@ class Tokenizer(ABC):
 
     @property
     def document(self) -> Template:
-        """Special tokens that the saved tokenizer puts around one text when it is called; perhaps none."""
+        """Special tokens that the saved tokenizer adds to one text when it is called; may be none."""
         return self.single
 
     @cached_property
     def target(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ids before and after a text that a decoder is to give: the tokenizer's own if they have an end-of-text.
+        """Ids before and after a target text of a decoder: the tokenizer's own if they contain end-of-text.
 
-        A decoder has to learn its end. A tokenizer that adds nothing after a text gets end-of-text there; what one adds
-        that ends otherwise, such as the cls and sep of an encoder, gives way to end-of-text.
+        A decoder has to learn where its output ends. If the tokenizer adds nothing after a text, end-of-text is
+        added. If it adds other tokens, such as the cls and sep of an encoder, end-of-text replaces them.
         """
         end = () if self.eos_id is None else (self.eos_id,)
         before, after = self._target_template().parts
@@ -166,17 +166,17 @@ class Tokenizer(ABC):
         return self.single
 
     def with_padding(self) -> Tokenizer:
-        """Return this tokenizer, or one like it that is saved with a padding token and the side on which it stands."""
+        """Return this tokenizer, or a copy that is saved with a padding token and its padding side."""
         return self
 
     @property
     def pads_left(self) -> bool:
-        """True if a text ends in the token that stands for all of it, as those of XLNet: padding is then before it."""
+        """True if the token that represents the text comes last, as in XLNet: padding then goes before the text."""
         after = self.single.parts[-1]
         return self.cls_id is not None and after[-1:] == (self.cls_id,)
 
     def require(self, task: str, *names: str) -> None:
-        """Refuse a tokenizer that lacks special tokens: "eos", "pad", "mask", "cls" or "sep"."""
+        """Raise if the tokenizer lacks special tokens: "eos", "pad", "mask", "cls" or "sep"."""
         missing = [name for name in names if getattr(self, f"{name}_id") is None]
         if missing:
             raise UserError(
@@ -186,7 +186,7 @@ class Tokenizer(ABC):
 
 
 def truncated_lengths(first: int, second: int, room: int) -> tuple[int, int]:
-    """Lengths that fit into `room` together: the longer text is cut until both are equal, then both are.
+    """Return lengths that fit into `room` together: truncate the longer text until both are equal, then both.
 
     Source: the strategy `longest_first` of the `tokenizers` library, so that ids agree with it.
     """
@@ -200,10 +200,10 @@ def truncated_lengths(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 class ByteTokenizer(Tokenizer):
-    """Id = byte of UTF-8; special tokens follow. Nothing is trained, nothing in a text is ever a special token.
+    """Byte tokenizer: each id is a byte of UTF-8; special tokens follow. Text never becomes a special token.
 
     Args:
-        wrap: whether the saved tokenizer puts cls and sep around texts, as encoders want it.
+        wrap: True if the saved tokenizer adds cls and sep to texts, for encoders.
     """
 
     name = "bytes"
@@ -228,7 +228,7 @@ class ByteTokenizer(Tokenizer):
         return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def save_pretrained(self, folder: str | Path, *, token_types: bool = False) -> None:
-        """Write it as a byte-level BPE without merges, which gives the same ids."""
+        """Write the tokenizer as a byte-level BPE without merges, which gives the same ids."""
         from tokenizers import Tokenizer as Backend
         from tokenizers import models
 
@@ -240,13 +240,13 @@ class ByteTokenizer(Tokenizer):
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library.
+    """Tokenizer of the `tokenizers` library.
 
     Args:
         backend: a `tokenizers.Tokenizer`.
         specials: texts of the special tokens by name, "bos" to "sep".
-        name: what it is, for messages.
-        literal: whether the text of a special token in a document is ordinary text, which must not become the token.
+        name: its name for messages.
+        literal: True if the text of a special token in a document stays ordinary text and does not become the token.
         wrapped: the transformers tokenizer it came from, which then saves itself.
     """
 
@@ -274,7 +274,7 @@ class FastTokenizer(Tokenizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._backend.encode_special_tokens = self._literal  # its own pickle leaves this out
+        self._backend.encode_special_tokens = self._literal  # its own pickle omits this setting
 
     @cached_property
     def fingerprint(self) -> str:
@@ -301,9 +301,9 @@ class FastTokenizer(Tokenizer):
         wrapped.save_pretrained(str(folder))
 
     def with_padding(self) -> Tokenizer:
-        """Return a tokenizer with padding: its own, else end-of-text, else another special token.
+        """Return a tokenizer with padding: its own token, else end-of-text, else another special token.
 
-        Models find the end of a text by the token before the padding, so it is none that a text ends in.
+        Models find the end of a text by the token before the padding, so the padding token must not end a text.
         """
         side = "left" if self.pads_left else "right"
         if self.pad_id is not None and (self._wrapped is None or self._wrapped.padding_side == side):
@@ -317,7 +317,7 @@ class FastTokenizer(Tokenizer):
         if wrapped is not None:
             wrapped = copy.deepcopy(wrapped)
             wrapped.pad_token, wrapped.padding_side = specials["pad"], side
-            wrapped.init_kwargs["padding_side"] = side  # it is saved from there
+            wrapped.init_kwargs["padding_side"] = side  # it is saved from here
         return FastTokenizer(self._backend, specials, self.name, literal=self._literal, wrapped=wrapped)
 
     @cached_property
@@ -329,7 +329,7 @@ class FastTokenizer(Tokenizer):
         return self._template(2)
 
     def _target_template(self) -> Template:
-        """Special tokens around a target, which the tokenizers of some translation models mark by its language."""
+        """Return the special tokens around a target, which some translation models use to mark its language."""
         if not hasattr(self._wrapped, "_switch_to_target_mode"):
             return self.single
         wrapped = copy.deepcopy(self._wrapped)
@@ -337,7 +337,7 @@ class FastTokenizer(Tokenizer):
         return FastTokenizer(wrapped.backend_tokenizer, self._specials, self.name).single
 
     def _template(self, texts: int) -> Template:
-        """Return what the tokenizer's own post-processor adds."""
+        """Return the special tokens that the tokenizer's own post-processor adds."""
         text = self._any_text()
         encoding = self._backend.encode(text, text if texts == 2 else None, add_special_tokens=True)
         parts: list[list[int]] = [[] for _ in range(texts + 1)]
@@ -353,7 +353,7 @@ class FastTokenizer(Tokenizer):
         return Template(tuple(tuple(part) for part in parts), tuple(types))
 
     def _any_text(self) -> str:
-        """Return a text that has a token."""
+        """Return a text that encodes to at least one token."""
         others = sorted(set(self._backend.get_vocab(with_added_tokens=True).values()) - self.special_ids)
         for text in itertools.chain(["a"], (self._backend.decode([id_]) for id_ in others)):
             try:
@@ -365,7 +365,7 @@ class FastTokenizer(Tokenizer):
 
 
 def _numbered(backend: Any, text: str) -> Iterator[int]:
-    """The ids of `text` with 0, 1, ... in it, as far as there are any."""
+    """Yield the ids of `text` formatted with 0, 1, ... until one is missing."""
     for number in itertools.count():
         id_ = backend.token_to_id(text.format(number))
         if id_ is None:
@@ -374,28 +374,28 @@ def _numbered(backend: Any, text: str) -> Iterator[int]:
 
 
 def byte_characters() -> list[str]:
-    """The printable character by which byte-level BPE writes each byte (GPT-2's table)."""
+    """Return the printable character with which byte-level BPE writes each byte (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def named_specials(*, wrap: bool) -> dict[str, str]:
-    """Texts of the special tokens of our own tokenizers by name.
+    """Return the texts of the built-in tokenizers' special tokens by name.
 
-    Without cls and sep around texts (`wrap`), documents are packed: end-of-text stands before each, too, and is named
-    as the beginning, as GPT-2 does.
+    Without cls and sep around texts (`wrap`), documents are packed: end-of-text also precedes each document and is
+    therefore the beginning token too, as in GPT-2.
     """
     return SPECIALS if wrap else {"bos": SPECIALS["eos"], **SPECIALS}
 
 
 def finish_backend(backend: Any, *, use_regex: bool, wrap: bool) -> Any:
-    """Make a BPE model a byte-level tokenizer with our special tokens.
+    """Make a byte-level tokenizer with the built-in special tokens from a BPE model.
 
     Args:
         backend: a `tokenizers.Tokenizer` around a BPE model.
         use_regex: split words as GPT-2 does, before the BPE.
-        wrap: put cls and sep around texts when it is called in the usual way, as encoders want it.
+        wrap: add cls and sep to texts when the tokenizer is called in the usual way, for encoders.
     """
     from tokenizers import AddedToken, decoders, pre_tokenizers, processors
 
@@ -413,10 +413,10 @@ def finish_backend(backend: Any, *, use_regex: bool, wrap: bool) -> Any:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Return the tokenizer in a Hugging Face folder, a `tokenizer.json` file, or of a name on the Hub; no code is run.
+    """Return the tokenizer in a Hugging Face folder, a `tokenizer.json` file, or on the Hub; runs no remote code.
 
     Raises:
-        UserError: there is none, or it is not a fast tokenizer.
+        UserError: there is no tokenizer, or it is not a fast tokenizer.
     """
     place = local(path)
     if place.is_file():
@@ -446,7 +446,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 @contextmanager
 def _refusing_damage(place: Path) -> Iterator[None]:
-    """Turn errors over the files of a tokenizer into a UserError; they are checked first."""
+    """Check a tokenizer's files and turn errors over them into a UserError."""
     try:
         check_tokenizer(place)
         yield
@@ -461,12 +461,12 @@ def _refusing_damage(place: Path) -> Iterator[None]:
 
 
 def _is_damage(error: BaseException) -> bool:
-    """True if an error is about what was read; the Rust library raises bare Exception, and panics that are none."""
+    """Return True if an error is about file contents; the Rust library raises bare Exception, and PanicException."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _culprit(place: Path) -> str:
-    """Return which file of a tokenizer that cannot be loaded is to blame, in words."""
+    """Return the name of the file that prevents loading a tokenizer, with the reason."""
     from tokenizers import Tokenizer as Backend
 
     if not place.is_dir():
@@ -490,7 +490,7 @@ USUAL = {
     "cls": ("<|cls|>", "[CLS]", "<cls>"),
     "sep": ("<|sep|>", "[SEP]", "<sep>"),
 }
-"""Texts by which a lone `tokenizer.json` is searched for special tokens, which it does not name."""
+"""Usual texts of special tokens, to find them in a lone `tokenizer.json`, which does not name them."""
 
 
 def _from_file(path: Path) -> Tokenizer:

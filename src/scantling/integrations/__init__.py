@@ -1,1 +1,1 @@
-"""The methods inside other people's trainers."""
+"""Integrations: use Scantling in other trainers."""

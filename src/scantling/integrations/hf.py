@@ -1,13 +1,14 @@
-"""Scantling in Hugging Face transformers: optimizers in its Trainer, models of cores in `from_pretrained`.
+"""Scantling in Hugging Face transformers: optimizers for its Trainer, TT models in `from_pretrained`.
 
-To import this module registers the cores, so that the Auto classes load what `save_pretrained` wrote.
+Importing this module registers the TT layers, so that the Auto classes load TT models that `save_pretrained` wrote.
 
-`Trainer(optimizer_cls_and_kwargs=(first, kwargs))` has two forms. With an `Optimizer` class, the Trainer groups the
-parameters itself, by their names, and no group says what its parameters are. Anything else is a factory, called as
-`first()(model, **kwargs)`: it sees the model, so the groups here are those of `scantling.param_groups`.
+`Trainer(optimizer_cls_and_kwargs=(first, kwargs))` has two forms. Given an `Optimizer` class, the Trainer groups the
+parameters itself, by name, and its groups do not record the role of their parameters. Anything else is a factory,
+called as `first()(model, **kwargs)`. This module uses factories, because they see the model and can build the groups
+of `scantling.param_groups`.
 
-Limits: the learning rate and the weight decay of `TrainingArguments` have no effect, those given here have.
-Under FSDP the Trainer shards what the optimizer holds before the first step; that is not tested here yet.
+Limits: the learning rate and weight decay of `TrainingArguments` have no effect; set them here. Under FSDP, the
+Trainer shards the optimizer's state before the first step; this is not tested yet.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from scantling.optim._factor import Factor
 from scantling.optim._rounding import Rounding
 from scantling.optim.came import CAME
 from scantling.optim.registry import build_optimizer
-from scantling.tensor import pretrained  # registers the cores
+from scantling.tensor import pretrained  # registers the TT layers
 
 __all__ = ["CAMEFactory", "ExchangeCallback", "RankCallback", "SignFactory", "attach", "came", "load", "sign"]
 
@@ -32,7 +33,7 @@ load = pretrained.load
 
 
 class CAMEFactory:
-    """What the Trainer makes and calls to get its optimizer; it takes no part in the training."""
+    """Factory that the Trainer creates and calls to get a CAME optimizer."""
 
     def __call__(
         self,
@@ -42,13 +43,13 @@ class CAMEFactory:
         options: dict[str, Any],
         **rates: float | None,
     ) -> CAME:
-        """CAME over the trainable parameters of a model.
+        """Return CAME over the trainable parameters of a model.
 
         Args:
-            model: the Trainer's.
-            weight_decay: of matrices and embeddings.
-            options: further arguments of `CAME`.
-            rates: further arguments of `scantling.param_groups`.
+            model: the Trainer's model.
+            weight_decay: for matrices and embeddings.
+            options: other arguments of `CAME`.
+            rates: other arguments of `scantling.param_groups`.
         """
         return CAME(param_groups(model, weight_decay=weight_decay, **rates), **options)
 
@@ -73,21 +74,21 @@ def came(
     foreach: bool | None = None,
     capturable: bool = False,
 ) -> tuple[type[CAMEFactory], dict[str, Any]]:
-    """CAME for the Trainer of transformers, with the groups of `scantling.param_groups`.
+    """Return CAME for the Trainer of transformers, with the groups of `scantling.param_groups`.
 
     Args:
-        lr: peak learning rate. That of `TrainingArguments` has no effect; its schedule, warm-up and clipping have.
-        weight_decay: of matrices and embeddings, decoupled; vectors are never decayed. That of `TrainingArguments` has
+        lr: peak learning rate. That of `TrainingArguments` has no effect; its schedule, warm-up and clipping do.
+        weight_decay: decoupled, for matrices and embeddings; vectors are never decayed. That of `TrainingArguments` has
             no effect.
-        core_lr: of the cores of a model of cores; a third of `lr` is a good start. Default: `lr`.
-        embedding_core_lr: of the cores of its embeddings. Default: `core_lr`.
-        control_lr: of the rank controls of a `RankAdapter`; ten times `lr` is a good start. Default: `lr`.
-        embedding_lr: of embeddings; for T5 ten times `lr` is a good start. Default: `lr`.
+        core_lr: for the TT cores of linear layers; a third of `lr` is a good start. Default: `lr`.
+        embedding_core_lr: for the TT cores of embeddings. Default: `core_lr`.
+        control_lr: for the rank gates of a `RankAdapter`; ten times `lr` is a good start. Default: `lr`.
+        embedding_lr: for embeddings; for T5 ten times `lr` is a good start. Default: `lr`.
         betas, eps, clip_threshold, debias, momentum, rounding: as in `scantling.CAME`.
         factor, confidence, maximize, foreach, capturable: as in `scantling.CAME`.
 
     Returns:
-        What `Trainer(optimizer_cls_and_kwargs=...)` takes.
+        The value for `Trainer(optimizer_cls_and_kwargs=...)`.
 
     Raises:
         UserError: a value out of range.
@@ -109,7 +110,7 @@ def came(
         "foreach": foreach,
         "capturable": capturable,
     }
-    # the Trainer builds the optimizer much later, after data and model are ready: what is wrong is said here
+    # the Trainer builds the optimizer much later, after loading data and model; validate the arguments now
     trial = torch.nn.Linear(1, 1, dtype=torch.bfloat16)
     CAME(trial.parameters(), weight_decay=weight_decay, **options)
     rates: dict[str, Any] = {
@@ -123,29 +124,29 @@ def came(
 
 
 class SignFactory:
-    """What the Trainer makes and calls to get its optimizer; it takes no part in the training."""
+    """Factory that the Trainer creates and calls to get a sign-descent optimizer."""
 
     def __call__(
         self, model: torch.nn.Module, *, lr: float, weight_decay: float, options: dict[str, Any]
     ) -> torch.optim.Optimizer:
-        """Sign descent for the matrices of a model, AdamW for the rest; arguments as of `sign`."""
+        """Return sign descent for the matrices of a model and AdamW for the rest; arguments as in `sign`."""
         groups = param_groups(model, weight_decay=weight_decay)
         return build_optimizer("sign", groups, lr=lr, weight_decay=0.0, **options)
 
 
 def sign(lr: float, *, weight_decay: float = 0.0, **options: Any) -> tuple[type[SignFactory], dict[str, Any]]:
-    """Sign descent for matrices and AdamW for the rest, for the Trainer: with `attach`, DeMo.
+    """Return sign descent for matrices and AdamW for the rest, for the Trainer; together with `attach`, this is DeMo.
 
     Args:
-        lr: what each number of a matrix moves by, and AdamW's rate; its schedule is that of `TrainingArguments`.
-        weight_decay: of matrices and embeddings, decoupled; vectors are never decayed.
+        lr: step size of each matrix element, and AdamW's learning rate; its schedule is that of `TrainingArguments`.
+        weight_decay: decoupled, for matrices and embeddings; vectors are never decayed.
         options: `momentum` of the sign descent, `betas` and `eps` of AdamW.
 
     Returns:
-        What `Trainer(optimizer_cls_and_kwargs=...)` takes.
+        The value for `Trainer(optimizer_cls_and_kwargs=...)`.
 
     Raises:
         UserError: a value out of range.
     """
-    SignFactory()(torch.nn.Linear(2, 2), lr=lr, weight_decay=weight_decay, options=options)  # says what is wrong now
+    SignFactory()(torch.nn.Linear(2, 2), lr=lr, weight_decay=weight_decay, options=options)  # validates now
     return SignFactory, {"lr": lr, "weight_decay": weight_decay, "options": options}

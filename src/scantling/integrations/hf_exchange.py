@@ -1,9 +1,9 @@
-"""DeMo's exchange in the Trainer of transformers.
+"""DeMo's momentum exchange in the Trainer of transformers.
 
-The Trainer wraps its model in DistributedDataParallel, which averages gradients. A communication hook that does nothing
-leaves them as they are on each process; before each optimizer step `MomentumExchange` makes of them what all processes
-decode alike. What a process keeps for itself is saved beside the Trainer's own files, which hold the state of the first
-process alone.
+The Trainer wraps its model in DistributedDataParallel, which averages gradients. A no-op communication hook leaves
+each process's gradients unchanged. Before each optimizer step, `MomentumExchange` replaces them by the decoded
+momentum, which is the same on all processes. Each process saves its residuals next to the Trainer's own files, which
+hold the state of rank 0 only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILE = "exchange-rank{}.pt"
 
 
 class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
-    """Exchanges momentum in place of gradients; made and added by `attach`.
+    """Callback that exchanges momentum instead of gradients; created and added by `attach`.
 
     Attributes:
         exchange: the `MomentumExchange`, once the training has begun.
@@ -58,8 +58,8 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
             self.exchange.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
 
     def _keep_gradients_local(self, model: torch.nn.Module) -> None:
-        """Let DistributedDataParallel average nothing; once each, since it takes one hook in its life."""
-        model = getattr(model, "_orig_mod", model)  # of a module that torch.compile has wrapped
+        """Disable DistributedDataParallel's gradient averaging, once per module: it accepts only one hook."""
+        model = getattr(model, "_orig_mod", model)  # torch.compile wraps the module
         if isinstance(model, DistributedDataParallel):
             if model is not self._hooked:
                 model.register_comm_hook(None, noop_hook)
@@ -79,7 +79,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         if logs is not None and self.exchange is not None:
             figures = {"wire_bytes": self.exchange.wire_bytes}
             logs.update(figures)
-            state.log_history[-1].update(figures)  # which was copied before the callbacks are asked
+            state.log_history[-1].update(figures)  # the log entry was copied before callbacks run
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.exchange is None:
@@ -93,8 +93,8 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    """Raise if the optimizer of a Trainer has an exchange of its own."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
+    """Raise if the optimizer of a Trainer exchanges momentum or parameters itself."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's wrapper
     if isinstance(optimizer, DeMo | LocalSteps):
         raise UserError(
             f"sc.hf.attach: the Trainer's optimizer is {type(optimizer).__name__}, which exchanges too, so that "
@@ -103,9 +103,9 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_saves(args: Any) -> None:
-    """Raise a UserError if machines have output folders of their own, and only the first would save the model.
+    """Raise a UserError if machines do not share the output folder and only the first would save the model.
 
-    Collectives, with several processes: those of `see_folders`.
+    Runs the collectives of `see_folders` if there are several processes.
     """
     if not dist.is_initialized() or args.save_on_each_node or args.save_strategy == "no":
         return
@@ -119,23 +119,23 @@ def _check_saves(args: Any) -> None:
 
 
 def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
-    """Let the processes of a Trainer exchange momentum in place of gradients.
+    """Make the processes of a Trainer exchange momentum instead of gradients.
 
-    Clipping is that of each process's own gradient. Any optimizer steps with what comes of the exchange. One with a
-    momentum of its own then has two, which costs loss, and brings a warning: give `TrainingArguments(adam_beta1=0.0)`,
-    `sc.hf.came(betas=(0.0, 0.95, 0.995))`, or `sc.hf.sign`.
+    Gradient clipping applies to each process's own gradient. Any optimizer works on the exchanged momentum. An
+    optimizer with its own momentum then applies a second one, which increases the loss and triggers a warning. Avoid
+    this with `TrainingArguments(adam_beta1=0.0)`, `sc.hf.came(betas=(0.0, 0.95, 0.995))`, or `sc.hf.sign`.
 
     Args:
         trainer: before `train()`; with one process or several, not under FSDP or DeepSpeed.
-        options: of `scantling.MomentumExchange`.
+        options: arguments of `scantling.MomentumExchange`.
 
     Returns:
         The callback that was added to the trainer.
 
     Raises:
         UserError: FSDP or DeepSpeed, fp16, `overlap`, options out of range, an optimizer that exchanges too, or a
-            second call; when the training begins, several processes without DistributedDataParallel, or residuals of a
-            process that are missing in the checkpoint to resume from.
+            second call. When training begins: several processes without DistributedDataParallel, or missing residuals
+            of a process in the checkpoint to resume from.
 
     Example:
         >>> trainer = Trainer(model=model, args=args, train_dataset=texts)  # doctest: +SKIP
@@ -157,7 +157,7 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
         )
     if options.get("overlap"):
         raise UserError("sc.hf.attach: the Trainer clips gradients, for which overlap cannot wait; leave it out")
-    MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)  # says what is wrong with the options now
+    MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)  # validates the options now
     if any(isinstance(each, ExchangeCallback) for each in trainer.callback_handler.callbacks):
         raise UserError("sc.hf.attach: this Trainer exchanges momentum already; attach once")
     _check_optimizer(trainer.optimizer)

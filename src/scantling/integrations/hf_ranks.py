@@ -1,8 +1,9 @@
-"""A rank adapter in the Trainer of transformers.
+"""Rank adaptation in the Trainer of transformers.
 
-A callback cannot change the loss, and a term added to it would be scaled by accumulation steps and processes in ways
-that depend on the model. What a schedule adds, a price of the size or a norm, does not depend on the data: its gradient
-is added once for each update, after the gradients were averaged and clipped, which is the same on all processes.
+A callback cannot change the loss, and the Trainer would scale an added term by accumulation steps and processes in
+ways that depend on the model. The term that a schedule adds, a size penalty or a norm, does not depend on the data.
+Its gradient is therefore added once per update, after gradients are averaged and clipped, and is the same on all
+processes.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ logger = logging.getLogger(__name__)
 
 
 class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Brings the ranks of a tensorised model down while the Trainer trains it.
+    """Callback that reduces the ranks of a TT model during training with the Trainer.
 
-    The ranks that come to be shut are removed when the training ends, and the controls folded into the cores, so that
-    `trainer.save_model` writes the small model; until then shapes stay, which DistributedDataParallel and the Trainer's
-    own resume rely on. The adapter's state is in `trainer_state.json`. Another `train()` trains the small model, its
-    optimizer beginning anew.
+    When the training ends, pruned ranks are removed and the rank gates are folded into the cores, so that
+    `trainer.save_model` writes the small model. Until then shapes do not change, because DistributedDataParallel and
+    the Trainer's own resume rely on them. The adapter's state is in `trainer_state.json`. Another `train()` trains
+    the small model with a fresh optimizer state.
 
     Args:
-        adapter: of the model that the Trainer gets, attached before the Trainer is built. Its schedule may not have a
-            late stage, which weighs the loss of the task.
+        adapter: of the Trainer's model, attached before the Trainer is built. Its schedule must not have a late stage,
+            because a late stage weights the loss of the task.
 
     Raises:
-        UserError: an adapter with a late stage; when the training begins, fp16 without clipping, where the schedule
-            adds a price or a norm to the loss.
+        UserError: an adapter with a late stage; when training begins, fp16 without clipping if the schedule adds a
+            penalty or a norm to the loss.
 
     Example:
         >>> adapter = sc.RankAdapter(sc.tensorize(model, rank=32), size_target=0.2, steps=500)  # doctest: +SKIP
@@ -78,14 +79,14 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if logs is not None and self.adapter.is_attached:
             figures = self.adapter.metrics()
             logs.update(figures)
-            state.log_history[-1].update(figures)  # which was copied before the callbacks are asked
+            state.log_history[-1].update(figures)  # the log entry was copied before callbacks run
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         if not self.adapter.is_attached:
             return
         if self.adapter.step >= self.adapter.options.steps:
             self.adapter.finish()
-            if optimizer is not None:  # the Trainer keeps it for another train(); its state is of cores with controls
+            if optimizer is not None:  # the Trainer reuses it in another train(); its state is of gated cores
                 optimizer.state.clear()
         else:
             logger.warning(
@@ -98,5 +99,5 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
 
     def state(self) -> dict[str, Any]:
-        """What `trainer_state.json` keeps."""
+        """Return the state that `trainer_state.json` stores."""
         return {"args": {}, "attributes": self.adapter.state_dict()}

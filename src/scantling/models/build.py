@@ -1,7 +1,7 @@
-"""From the model section of a recipe to a transformers model: random weights from a seed, or those of a folder.
+"""Build a transformers model from a recipe's model section, with random weights or those of a folder.
 
-Weights are read from safetensors only, and code that lies beside a model is never run. Names on the Hugging Face Hub
-stand for folders of its cache.
+Weights are read from safetensors only, and code in a model folder is never executed. A name on the Hugging Face Hub
+refers to the model's folder in the local Hub cache.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ _POSITIONS_AFTER_PADDING = {
     *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
-"""Model types that count positions from the padding id on, so that they have that many fewer."""
+"""Model types whose position ids start after the padding id, which leaves fewer usable positions."""
 _OF_THE_DATA = {
     "num_numeric": "data.clicks",
     "table_sizes": "data.clicks",
     "image_size": "data.image_size",
     "num_channels": "data.image_channels",
 }
-"""Keys of configurations that nothing else than the data can say, and what in the recipe they follow from."""
+"""Configuration keys that only the data can determine, and the recipe key that each follows from."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def convert_model(model: Any, recipe: Recipe) -> Any:
-    """Make of a dense model what the sections `tensor` and `precision` of a recipe say.
+    """Apply the sections `tensor` and `precision` of a recipe to a dense model.
 
     Args:
-        model: on the CPU, or on the meta device, where cores are not initialised.
-        recipe: what it is of.
+        model: on the CPU, or on the meta device, where TT parameters are not initialized.
+        recipe: the model's recipe.
     """
     if recipe.tensor is not None:
         tensor = recipe.tensor
@@ -76,11 +76,11 @@ def convert_model(model: Any, recipe: Recipe) -> Any:
 
 
 def recipe_task(recipe: Recipe) -> str:
-    """The name of a recipe's task: as given, or that of `default_task`.
+    """Return the name of a recipe's task: `model.task`, or the result of `default_task`.
 
     Raises:
-        RecipeError: settings that have no meaning for the task that the model folder tells, or lack what it needs.
-        UserError: as of `default_task`.
+        RecipeError: settings that do not apply to the task of the model folder, or settings that it needs and lacks.
+        UserError: as in `default_task`.
     """
     if recipe.model.task is not None:
         return recipe.model.task
@@ -91,17 +91,17 @@ def recipe_task(recipe: Recipe) -> str:
 
 
 def default_task(section: ModelSection) -> str:
-    """The task of a model section that names none: the preset's, or what the configuration's architecture is for.
+    """Return the task of a model section that names none: the preset's, or the one its architecture is made for.
 
     Raises:
-        UserError: the configuration does not say; `model.task` has to.
+        UserError: the configuration does not name an architecture with a known task; set `model.task`.
     """
     if section.preset is not None:
         return PRESETS[section.preset].task
     content = _read_config(section)
     architectures = content.get("architectures") or []
     for ending, task in (
-        ("T5WithLMHeadModel", "seq2seq"),  # what T5ForConditionalGeneration was called when T5 was published
+        ("T5WithLMHeadModel", "seq2seq"),  # the name of T5ForConditionalGeneration when T5 was published
         ("ForConditionalGeneration", "seq2seq"),
         ("ForCausalLM", "causal-lm"),
         ("LMHeadModel", "causal-lm"),
@@ -121,13 +121,14 @@ def default_task(section: ModelSection) -> str:
 
 
 def _is_decoder(content: dict[str, Any], *, multimodal: bool = False) -> bool:
-    """True for a configuration of models that have no encoder of text.
+    """Return True for the configuration of a model without a text encoder.
 
-    Gemma 3, say, is conditioned on images: its `ForConditionalGeneration` predicts each token from those before it.
+    Gemma 3, for example, is conditioned on images: its `ForConditionalGeneration` predicts each token from those
+    before it.
 
     Args:
-        content: of config.json.
-        multimodal: whether it has to be of models that read more than text.
+        content: the contents of config.json.
+        multimodal: True to accept only models that read more than text.
     """
     import transformers
 
@@ -142,18 +143,18 @@ def _is_decoder(content: dict[str, Any], *, multimodal: bool = False) -> bool:
 def build_config(
     section: ModelSection, task: Task, *, vocab_size: int, seq_len: int, config_overrides: dict[str, Any]
 ) -> Any:
-    """The transformers configuration of a run.
+    """Return the transformers configuration of a run.
 
     Args:
-        section: what the recipe says.
-        task: gives the Auto class.
-        vocab_size: ids of the tokenizer.
+        section: the model section of the recipe.
+        task: determines the Auto class.
+        vocab_size: number of the tokenizer's ids.
         seq_len: the longest sequence of the run.
-        config_overrides: what the task takes from the data, such as the number of labels and, for `config_ids`, the ids
-            of special tokens.
+        config_overrides: settings that the task derives from the data, such as the number of labels, and the ids of
+            special tokens for `config_ids`.
 
     Raises:
-        UserError: an unknown key, values that do not fit together, a tokenizer or a sequence that does not fit.
+        UserError: an unknown key, values that are inconsistent, or a tokenizer or sequence length that does not fit.
     """
     import transformers
 
@@ -200,7 +201,7 @@ def build_config(
         with quiet():
             config = config_class(**{**given, **others, **_merged(given, section.overrides)})
             set_text_ids(config, token_ids, pretrained=pretrained)
-    except Exception as error:  # configuration classes raise errors of many kinds for values that do not fit
+    except Exception as error:  # configuration classes raise errors of many kinds for invalid values
         text = f"{config_class.__name__} refuses these settings: {first_line(error)}"
         raise UserError(f"{_source(section)}: {text}") from None
     try:
@@ -211,7 +212,7 @@ def build_config(
 
 
 def _merged(given: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Overrides in which the parts of a configuration, such as `text_config`, keep the keys that are not overridden."""
+    """Return the overrides, with nested configurations such as `text_config` merged instead of replaced."""
     parts = {key: given.get(key) for key, value in overrides.items() if isinstance(value, dict)}
     return overrides | {key: {**part, **overrides[key]} for key, part in parts.items() if isinstance(part, dict)}
 
@@ -231,15 +232,15 @@ def build_model(
     seed: int,
     device: str = "cpu",
 ) -> Any:
-    """A model in fp32 and in training mode; the same seed gives the same weights whatever ran before.
+    """Return a model in fp32 and in training mode; the same seed always gives the same weights.
 
     Args:
         section, task, vocab_size, seq_len, config_overrides: as in `build_config`.
-        seed: of the weights that are not read.
-        device: "cpu", or "meta" for a model without memory (nothing is read then).
+        seed: for weights that are not loaded.
+        device: "cpu", or "meta" for a model without memory (no weights are loaded then).
 
     Raises:
-        UserError: as `build_config`; weights that are missing, are not safetensors, or do not fit.
+        UserError: as in `build_config`; weights that are missing, are not safetensors, or do not fit.
     """
     config = build_config(section, task, vocab_size=vocab_size, seq_len=seq_len, config_overrides=config_overrides)
     auto_class = task.find_auto_class(config)
@@ -257,7 +258,7 @@ def build_model(
                 _freeze_other_inputs(model)
         except UserError:
             raise
-        except Exception as error:  # of torch and transformers, which document no set of errors
+        except Exception as error:  # torch and transformers do not document which errors they raise
             if section.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
                 raise UserError(f"model.attention: {config.model_type} has no sdpa; set eager") from None
             raise UserError(f"{_source(section)}: transformers cannot build it: {first_line(error)}") from None
@@ -270,7 +271,7 @@ def build_model(
 
 
 def _learn_padding(model: Any) -> None:
-    """Let a model learn its padding token where that begins or ends texts; the table would keep it at zero."""
+    """Make the padding token trainable if it also begins or ends texts; the embedding would keep it at zero."""
     padding, ends, begin = (getattr(model.config, f"{kind}_token_id", None) for kind in ("pad", "eos", "bos"))
     if padding is None or padding not in [*(ends if isinstance(ends, list) else [ends]), begin]:
         return
@@ -283,7 +284,7 @@ def _learn_padding(model: Any) -> None:
 
 
 def _freeze_other_inputs(model: Any) -> None:
-    """Freeze what text does not go through in a model that also reads images or sound; it would get no gradients."""
+    """Freeze the parameters that text does not reach in a multimodal model; they would get no gradients."""
     if model.config.get_text_config() is model.config:
         return
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
@@ -296,7 +297,7 @@ def _freeze_other_inputs(model: Any) -> None:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Let a transformers model recompute its layers' activations in the backward pass instead of keeping them."""
+    """Enable activation checkpointing: layers recompute activations in the backward pass instead of storing them."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -305,13 +306,13 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def _is_encoder(model: Any) -> bool:
-    """Whether every position attends to those after it, as in a BERT that is not configured as a decoder."""
+    """Return True if every position attends to later ones, as in a BERT that is not configured as a decoder."""
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
     return causal == {False} and getattr(model.config, "is_decoder", None) is False
 
 
 def _sees_ahead(model: Any) -> bool:
-    """Whether what a model predicts at a position depends on a token after it; False where it cannot be tried."""
+    """Return True if the prediction at a position depends on a later token; False if the model cannot be probed."""
     ids = _probe_ids(model)
     other = ids.clone()
     other[:, -1] = ids[:, 0]
@@ -319,7 +320,7 @@ def _sees_ahead(model: Any) -> bool:
 
 
 def mixes_documents(model: Any) -> bool:
-    """Whether a token sees documents before its own in spite of `position_ids` that begin again at each document."""
+    """Return True if tokens attend to earlier documents even though `position_ids` restart at each document."""
     ids = _probe_ids(model)
     other = ids.clone()
     half = ids.shape[1] // 2
@@ -334,7 +335,7 @@ def mixes_documents(model: Any) -> bool:
 
 
 def _probe_ids(model: Any) -> torch.Tensor:
-    """Eight tokens of the end of the vocabulary, where no padding is that a model would leave out."""
+    """Return the last eight ids of the vocabulary, shape (1, 8), without padding, which a model would mask."""
     config = model.config.get_text_config()
     padding = {getattr(config, name, None) for name in ("pad_token_id", "pad_index")}
     ids = [token for token in range(max(0, config.vocab_size - 11), config.vocab_size) if token not in padding]
@@ -343,20 +344,20 @@ def _probe_ids(model: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def _differ(model: Any, one: dict[str, Any], other: dict[str, Any], places: slice) -> bool:
-    """Whether logits at some places change from one input to another, by more than the order of sums does."""
+    """Return True if logits at some positions differ between two inputs by more than rounding error."""
     try:
         with evaluating(model):
             logits, changed = (model(**inputs, **without_cache(model)).logits[:, places] for inputs in (one, other))
-    except Exception:  # models that want further inputs
+    except Exception:  # the model needs other inputs
         return False
     return bool((logits - changed).abs().max() > 1e-5 * logits.abs().max())
 
 
 def reads_weights(section: ModelSection) -> bool:
-    """Whether the run starts from weights in the model folder."""
+    """Return True if the run starts from weights in the model folder."""
     if section.hf is None or section.pretrained is False:
         return False
-    if is_hub_name(section.hf):  # one without weights says so when they are read
+    if is_hub_name(section.hf):  # a Hub model without weights raises an error when they are loaded
         return True
     folder = Path(section.hf)
     if any(os.path.lexists(folder / name) for name in _WEIGHTS):
@@ -378,7 +379,7 @@ def reads_weights(section: ModelSection) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and notices off the terminal; errors pass."""
+    """Suppress transformers' progress bars and warnings; errors still pass."""
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
@@ -393,7 +394,7 @@ def quiet() -> Iterator[None]:
 
 
 def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
-    """Weights from the folder; a new head and what is left over are warnings, other missing weights an error."""
+    """Load weights from the folder; warn of a new head and of unused weights, raise if other weights are missing."""
     folder = _folder(section, weights=True)
     if is_hub_name(str(section.hf)) and not any((folder / name).is_file() for name in _WEIGHTS):
         raise UserError(
@@ -423,7 +424,7 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
             output_loading_info=True,
         )
     model.name_or_path = model.config.name_or_path = str(section.hf)
-    # all of a model that has no part of this name is backbone, such as T5 with its encoder and decoder
+    # a model without a submodule of this name is all backbone, such as T5 with its encoder and decoder
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     mismatched = {str(entry[0]) for entry in report["mismatched_keys"]}
     new = set(report["missing_keys"]) | mismatched
@@ -442,7 +443,7 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
 
 
 def _rebuild_cores(model: Any, section: ModelSection, device: str) -> None:
-    """Where the folder holds a model of cores, give the model without memory its layers of cores."""
+    """Replace layers of a meta-device model by TT layers if the folder holds a TT model."""
     cores = getattr(model.config, "quantization_config", None)
     if not isinstance(cores, dict) or cores.get("quant_method") != pretrained.METHOD:
         return
@@ -452,7 +453,7 @@ def _rebuild_cores(model: Any, section: ModelSection, device: str) -> None:
 
 
 def _folder(section: ModelSection, *, weights: bool = False) -> Path:
-    """Return the model folder, that of the cache for a name on the Hub, or the `config.json` that is given."""
+    """Return the model folder, the cache folder of a Hub name, or the path of a `config.json`."""
     name = str(section.hf)
     if not is_hub_name(name):
         return Path(name)
@@ -510,7 +511,7 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
             "give a multiple of it or set model.overrides.patch_size"
         )
     positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and positions > 0:  # -1 of XLNet is without limit
+    if positions is not None and positions > 0:  # XLNet sets -1: no limit
         is_learned = getattr(config, "position_embedding_type", "absolute") == "absolute"
         if config.model_type in _POSITIONS_AFTER_PADDING and config.pad_token_id is not None and is_learned:
             positions -= config.pad_token_id + 1
@@ -522,7 +523,7 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
 
 
 def _other_weights(folder: Path) -> str | None:
-    """Return the name of a file that holds weights in another form, such as a shard without its index."""
+    """Return the name of a weight file in another format, such as a shard without its index."""
     endings = (".bin", ".pt", ".pth", ".msgpack", ".h5", ".ckpt", ".gguf", ".onnx", ".safetensors")
     names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
     return min(
@@ -531,7 +532,7 @@ def _other_weights(folder: Path) -> str | None:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first few of many names."""
+    """Return the first few of many names."""
     ordered = sorted(names)
     return (", ".join(ordered[:4]) or "none") + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")
 

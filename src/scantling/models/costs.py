@@ -1,19 +1,19 @@
-"""What a model costs: floating-point operations, and memory of the forward and backward pass, before anything runs.
+"""Cost of a model, predicted before a run: FLOPs, and memory of the forward and backward pass.
 
-FLOPs are counted as two for each multiplication with its addition, in matrix products only, as is usual (Kaplan et al.,
-arXiv 2001.08361, section 2.1); elementwise work, norms and softmax are left out. The backward pass costs twice the
-forward pass: one product for the gradient of the input and one for that of the weight. Attention counts every pair of
-positions whether a mask hides it or not, and its backward pass twice the forward (what a kernel recomputes is not
-counted), so that figures agree with those of `torch.utils.flop_counter` for the unfused kernel. What activation
-checkpointing computes again is a figure of its own.
+FLOPs count matrix products only, two per multiply-add, as is usual (Kaplan et al., arXiv 2001.08361, section 2.1).
+Elementwise operations, norms and softmax are not counted. The backward pass costs twice the forward pass: one product
+for the gradient of the input and one for the gradient of the weight. Attention counts every pair of positions, masked
+or not. Its backward pass costs twice its forward pass; products that a fused kernel recomputes are not counted. The
+results therefore agree with `torch.utils.flop_counter` for the unfused kernel. FLOPs that activation checkpointing
+recomputes are reported separately.
 
-A module with a cheaper product than its shapes suggest states its own cost by having a method
-`flops(tokens: int) -> int` (forward); it then speaks for all modules inside it.
+A module whose product is cheaper than its shapes suggest reports its own cost through a method `flops(tokens: int) ->
+int` (forward). This cost then covers all modules inside it.
 
-There are two ways to the FLOPs. `forward_flops` adds up the layers from their shapes and runs nothing. `trace_step`
-takes one micro-batch through the model with fake tensors, which have shapes and no memory, and sees every product,
-however the architecture uses its layers; the bytes come from there too, because formulas for them would be wrong for
-the next architecture: what each operation allocates is followed until it is freed.
+There are two ways to count FLOPs. `forward_flops` sums over the layers, from their shapes, and runs nothing.
+`trace_step` runs one micro-batch with fake tensors, which have shapes but no memory, and counts every product,
+however the architecture uses its layers. Memory comes from the trace only, because formulas for it would be wrong for
+the next architecture: the trace follows each allocation until it is freed.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ BACKWARD = 2
 
 
 def linear_flops(tokens: int, in_features: int, out_features: int) -> int:
-    """Forward FLOPs of a linear map of `tokens` vectors."""
+    """Return the forward FLOPs of a linear layer applied to `tokens` vectors."""
     return 2 * tokens * in_features * out_features
 
 
 def attention_flops(sequences: int, seq_len: int, num_heads: int, head_dim: int) -> int:
-    """Forward FLOPs of the two products of self-attention, Q Kᵀ and its product with V, over all heads."""
+    """Return the forward FLOPs of the two products of self-attention, Q Kᵀ and its product with V, over all heads."""
     return 4 * sequences * num_heads * seq_len * seq_len * head_dim
 
 
 def forward_flops(model: nn.Module, *, sequences: int, seq_len: int) -> int | None:
-    """Forward FLOPs of a transformers model, from the shapes of its layers.
+    """Return the forward FLOPs of a transformers model, from the shapes of its layers.
 
     Args:
-        model: a transformers model that uses each layer once for every token, such as Llama, GPT-2 or BERT. It may be
-            on the meta device.
-        sequences: how many sequences.
-        seq_len: their length in tokens.
+        model: a transformers model that applies each layer once to every token, such as Llama, GPT-2 or BERT. It may
+            be on the meta device.
+        sequences: number of sequences.
+        seq_len: length of each sequence in tokens.
 
     Returns:
-        The FLOPs, or None for a model with matrices of its own kind (experts, convolutions), without plain attention,
-        or with a decoder beside its encoder.
+        The FLOPs. None for an encoder-decoder model, a model without plain attention, or a model with other weight
+        matrices than those of linear layers and embeddings (experts, convolutions).
     """
     tokens = sequences * seq_len
     config: Any = model.config
@@ -75,7 +75,7 @@ def forward_flops(model: nn.Module, *, sequences: int, seq_len: int) -> int | No
 
 
 def _products(model: nn.Module, tokens: int, sequences: int) -> Iterator[int | None]:
-    """The FLOPs of each matrix product; None for a module whose matrices are used in a way not known here."""
+    """Yield the FLOPs of each matrix product; None for a module whose matrices are used in an unknown way."""
     pooled = _heads_on_one_position(model)
     spoken_for: set[int] = set()
     module: Any
@@ -98,12 +98,12 @@ def _is_matrix(parameter: torch.Tensor) -> bool:
 
 
 def states_flops(module: Any) -> bool:
-    """Whether a module states its own cost."""
+    """Return True if a module reports its own cost."""
     return callable(getattr(module, "flops", None))
 
 
 def _heads_on_one_position(model: nn.Module) -> list[str]:
-    """Modules that see one position of each sequence: poolers, and the classification heads behind them."""
+    """Return the names of modules that see one position of each sequence: poolers, and the classifiers after them."""
     classifies = type(model).__name__.endswith("ForSequenceClassification")
     names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "pooler"]
     return names + (["classifier"] if classifies else [])
@@ -111,13 +111,13 @@ def _heads_on_one_position(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one micro-batch takes, forward and backward, beside the parameters and buffers.
+    """Cost of the forward and backward pass of one micro-batch; memory excludes parameters and buffers.
 
     Attributes:
-        forward_flops: of the forward pass.
-        recomputed_flops: of what the backward pass computes again of it, with activation checkpointing.
-        activation_bytes: held when the forward pass ends: what the backward pass needs, with inputs and outputs.
-        peak_bytes: the most held at once, the gradients that come included.
+        forward_flops: FLOPs of the forward pass.
+        recomputed_flops: forward FLOPs that the backward pass repeats because of activation checkpointing.
+        activation_bytes: memory held at the end of the forward pass: saved activations, inputs and outputs.
+        peak_bytes: peak memory, including the gradients that the backward pass allocates.
     """
 
     forward_flops: int
@@ -135,19 +135,19 @@ def trace_step(
 ) -> Trace:
     """Trace the forward and backward pass of one micro-batch without memory or arithmetic.
 
-    Kernels are chosen as on a CPU. What a kernel allocates and frees inside is not seen.
+    Kernels are selected as on a CPU. Memory that a kernel allocates and frees internally is not counted.
 
     Args:
-        model: on the meta device; it holds fake tensors afterwards, and is of no further use.
-        loss: puts a micro-batch, which it makes, through the model and returns the scalar loss; called under fake
+        model: on the meta device. It holds fake tensors afterwards and cannot be used again.
+        loss: creates a micro-batch, passes it through the model and returns the scalar loss; called under fake
             tensors.
-        gradients_held: whether the gradients have their memory already, as with gradient accumulation; it is then not
-            part of `peak_bytes`.
-        step_bytes: where an optimizer steps each parameter within the backward pass and frees its gradient, what it
-            allocates for that; None where all gradients stay.
+        gradients_held: True if the gradients are already allocated, as with gradient accumulation; `peak_bytes` then
+            excludes them.
+        step_bytes: temporary memory of one parameter's optimizer step, if the optimizer steps each parameter within
+            the backward pass and frees its gradient; None if all gradients are kept.
 
     Raises:
-        UserError: the model does something that cannot be traced, such as a choice that depends on values.
+        UserError: the model cannot be traced, for example because its control flow depends on values.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -158,6 +158,7 @@ def trace_step(
             if tie is not None:
                 tie()
             parameters = [p for p in model.parameters() if p.requires_grad]
+            # gradients that exist before the pass are known to the meter, which does not count them
             if gradients_held:
                 for parameter in parameters:
                     parameter.grad = torch.empty_like(parameter)
@@ -183,9 +184,9 @@ def _step_and_free(parameter: torch.Tensor, *, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def no_packed_documents() -> Iterator[None]:
-    """Keep transformers from masking documents off from each other, which it does for all fake tensors.
+    """Disable transformers' detection of packed documents, which treats all fake tensors as packed.
 
-    For real ones it looks at the position ids first, and builds no mask where each row is one document.
+    For real tensors, transformers inspects the position ids and builds no mask if each row is one document.
     """
     from transformers import masking_utils
 
@@ -195,9 +196,9 @@ def no_packed_documents() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _traceable_experts() -> Iterator[None]:
-    """Keep transformers' experts from torch's grouped product, which takes no fp32 tensors without memory.
+    """Make transformers' experts avoid torch's grouped matrix product, which rejects fake fp32 tensors.
 
-    Its own one has the same shapes, and takes them.
+    The fallback of transformers has the same shapes and accepts them.
     """
     from transformers.integrations import moe
 
@@ -216,13 +217,13 @@ def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the FLOPs of the forward pass, and the bytes that all operations allocate until these are freed.
+    """Counter of forward FLOPs and of live bytes: the memory of every operation's outputs until it is freed.
 
     Args:
         known: tensors whose memory is not counted.
 
     Attributes:
-        in_backward: whether the backward pass runs, of which only what it computes again is counted.
+        in_backward: True during the backward pass, where only recomputed FLOPs count.
     """
 
     def __init__(self, known: list[torch.Tensor]) -> None:
@@ -260,12 +261,12 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_recomputing() -> bool:
-    """Whether a backward pass computes again what was not stored: nothing else in it saves tensors by hooks."""
+    """Return True during recomputation in the backward pass: only then are saved-tensor hooks active there."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Those of torch's counter, which has none for the fused attention of the CPU and transformers' experts."""
+    """Return torch's FLOP formulas, plus those for CPU flash attention and transformers' experts, which torch lacks."""
     from torch.utils.flop_counter import flop_registry
     from transformers.integrations import moe  # noqa: F401 (registers its product)
 
@@ -274,7 +275,7 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
         return 4 * sequences * heads * length * key.shape[-2] * head_dim
 
     def grouped(vectors: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-        return linear_flops(len(vectors), *weight.shape[1:])  # a vector for each token and expert of it
+        return linear_flops(len(vectors), *weight.shape[1:])  # one vector per (token, expert) pair
 
     return {
         **flop_registry,
@@ -285,7 +286,7 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
 
 @contextlib.contextmanager
 def _stated_flops(model: nn.Module, meter: _Meter) -> Iterator[None]:
-    """Let modules that state their FLOPs speak for what is counted inside them."""
+    """Replace the counted FLOPs inside modules that report their own cost by the reported number."""
     before: list[int] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -308,7 +309,7 @@ def _stated_flops(model: nn.Module, meter: _Meter) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent(name: str) -> Iterator[None]:
-    """Keep a logger quiet: what it reports as an error is raised too."""
+    """Silence a logger whose errors are also raised."""
     named = logging.getLogger(name)
     level = named.level
     named.setLevel(logging.CRITICAL)

@@ -1,14 +1,14 @@
-"""DLRM: from numbers and categories to the logit of a click.
+"""DLRM: predict the logit of a click from numeric and categorical features.
 
-A bottom MLP turns the numeric features into a vector x of the width of the embedding tables; each categorical column
-has a table. With z_0 = x and z_1, ..., z_t the rows looked up, the top MLP sees x and all products z_i . z_j, i > j.
+A bottom MLP maps the numeric features to a vector x as wide as the embedding tables. Each categorical column has a
+table. With z_0 = x and the looked-up rows z_1, ..., z_t, the top MLP reads x and all products z_i . z_j, i > j.
 
 Source: Naumov et al., "Deep learning recommendation model for personalization and recommendation systems", arXiv
-1906.00091, sections 2 and 3. As in its public implementation both MLPs have ReLU after each hidden layer, the last
-layer of the bottom MLP included; a table of n rows begins uniform in +-1/sqrt(n), a weight of m outputs and n inputs
-normal with variance 2/(m + n), its bias normal with variance 1/m.
+1906.00091, sections 2 and 3. As in the public implementation, both MLPs have ReLU after each hidden layer, and the
+bottom MLP also after its last layer. Initialization: a table of n rows is uniform in +-1/sqrt(n); a weight of m
+outputs and n inputs is normal with variance 2/(m + n), its bias normal with variance 1/m.
 
-It is a `PreTrainedModel` so that it is saved, loaded, exported and reported as every other model here. Its tables are
+`DLRM` is a `PreTrainedModel`, so saving, loading, export and reports work as for every other model. Its tables are
 plain `nn.EmbeddingBag`s and its layers plain `nn.Linear`s.
 """
 
@@ -29,17 +29,17 @@ from scantling.errors import UserError
 
 
 class DLRMConfig(PretrainedConfig):  # type: ignore[misc]
-    """The shape of a DLRM.
+    """Shape of a DLRM.
 
     Args:
-        num_numeric: numeric features; 0 for none, and then no bottom MLP.
+        num_numeric: number of numeric features; 0 means no bottom MLP.
         table_sizes: rows of each embedding table.
         embedding_dim: width of the tables and of the bottom MLP's output.
         bottom_mlp: widths of the bottom MLP's hidden layers.
         top_mlp: widths of the top MLP's hidden layers.
 
     Raises:
-        ValueError: a size below 1, or nothing that could interact.
+        ValueError: a size below 1, or fewer than two vectors, which leaves no interactions.
     """
 
     model_type = "dlrm"
@@ -68,14 +68,14 @@ class DLRMConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 class DLRM(PreTrainedModel):  # type: ignore[misc]
-    """A deep learning recommendation model.
+    """Deep learning recommendation model.
 
     Args:
         config: its shape.
 
     Attributes:
         bottom: the bottom MLP, or None without numeric features.
-        tables: one `nn.EmbeddingBag` a categorical column.
+        tables: one `nn.EmbeddingBag` per categorical column.
         top: the top MLP.
 
     Example:
@@ -87,7 +87,7 @@ class DLRM(PreTrainedModel):  # type: ignore[misc]
     config_class = DLRMConfig
     base_model_prefix = "dlrm"
     main_input_name = "categorical"
-    _supports_sdpa = True  # there is no attention to implement in any way
+    _supports_sdpa = True  # the model has no attention, so any implementation is fine
 
     def __init__(self, config: DLRMConfig) -> None:
         super().__init__(config)
@@ -111,7 +111,7 @@ class DLRM(PreTrainedModel):  # type: ignore[misc]
     def forward(
         self, numeric: Tensor | None = None, categorical: Tensor | None = None, labels: Tensor | None = None, **_: Any
     ) -> SequenceClassifierOutput:
-        """The logits of a click.
+        """Return the logits of a click.
 
         Args:
             numeric: (batch, num_numeric), or None without numeric features.
@@ -122,7 +122,7 @@ class DLRM(PreTrainedModel):  # type: ignore[misc]
             `logits` of shape (batch,), and with labels `loss`, the binary cross-entropy.
 
         Raises:
-            UserError: features that are missing, or of another number than the model's.
+            UserError: features are missing, or their number differs from the model's.
         """
         given = tuple(0 if part is None else part.shape[-1] for part in (numeric, categorical))
         wanted = (self.config.num_numeric, len(self.tables))
@@ -143,7 +143,7 @@ class DLRM(PreTrainedModel):  # type: ignore[misc]
 
 
 def interactions(vectors: Tensor) -> Tensor:
-    """The products of all pairs of vectors: z_1.z_0, z_2.z_0, z_2.z_1, z_3.z_0 and so on.
+    """Return the products of all pairs of vectors: z_1.z_0, z_2.z_0, z_2.z_1, z_3.z_0 and so on.
 
     Args:
         vectors: (batch, count, dim).
@@ -154,11 +154,12 @@ def interactions(vectors: Tensor) -> Tensor:
     count = vectors.shape[1]
     row, col = torch.tril_indices(count, count, offset=-1, device=vectors.device)
     products = torch.bmm(vectors, vectors.transpose(1, 2))
+    # (batch, count, count) -> strict lower triangle, row by row
     return products.flatten(1).index_select(1, row * count + col)
 
 
 def _mlp(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
-    """Linear layers with ReLU between them, and after the last on request."""
+    """Return linear layers with ReLU between them, and after the last one if `last_relu`."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths, widths[1:], strict=False):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
@@ -166,6 +167,6 @@ def _mlp(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
 
 
 def register() -> None:
-    """Let `AutoConfig` and `AutoModel` of transformers know DLRM, so that its folders load by them."""
+    """Register DLRM with transformers' `AutoConfig` and `AutoModel`, so that they load DLRM folders."""
     AutoConfig.register(DLRMConfig.model_type, DLRMConfig, exist_ok=True)
     AutoModel.register(DLRMConfig, DLRM, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`sc.load`: models that `save_pretrained` wrote, of transformers and of this package, also with packed weights."""
+"""`sc.load`: load models that `save_pretrained` wrote, of transformers or Scantling, including packed weights."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from scantling.tensor import pretrained
 
 
 def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: Any = None) -> Any:
-    """Load a model that `save_pretrained` wrote, dense or of cores, as the class that was saved.
+    """Load a dense or TT model that `save_pretrained` wrote, as the class that was saved.
 
-    With `from scantling import hf`, which registers the cores, the Auto classes of transformers do the same. Folders of
-    `scantling quantize` are unpacked: the model holds its weights in the dtype it was trained in (4 bytes a weight in
-    fp32), not in the bits of the file. It takes as much memory as before it was quantized, and is not faster.
+    After `from scantling import hf`, which registers the TT layers, the Auto classes of transformers do the same.
+    Folders written by `scantling quantize` are unpacked: the model holds its weights in the dtype it was trained in
+    (4 bytes per weight in fp32), not in the bits of the file. It uses as much memory as before quantization and is
+    not faster.
 
-    Folders of `scantling export` and `scantling quantize` have checksums, which are compared before anything is loaded.
+    Folders written by `scantling export` and `scantling quantize` contain checksums, which are verified before
+    loading.
 
     Args:
-        folder: with `config.json` and the weights.
-        dtype: of the parameters; default that of the file.
-        device_map: as of `from_pretrained`.
+        folder: contains `config.json` and the weights.
+        dtype: dtype of the parameters; default: the file's.
+        device_map: as in `from_pretrained`.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
-        UserError: no such folder, a class that neither transformers nor scantling has, weights that are missing, or
-            files that are damaged.
+        UserError: the folder does not exist, its class is in neither transformers nor Scantling, weights are missing,
+            or files are damaged.
 
     Example:
         >>> model = sc.load("my-model")  # doctest: +SKIP

@@ -1,14 +1,14 @@
-"""Named architectures, as configurations of transformers or of DLRM. No torch and no transformers is imported here.
+"""Named architectures, as configurations of transformers or DLRM; imports neither torch nor transformers.
 
-The Llama shapes from 60 m on are those of the GaLore comparison (Zhao et al., arXiv 2403.03507), which most work on
-memory-efficient pre-training reports; `llama-1m` and `llama-10m` have about 1 and 10 million parameters with the byte
+The Llama shapes from 60 m on are those of the GaLore comparison (Zhao et al., arXiv 2403.03507), which most papers on
+memory-efficient pre-training use. `llama-1m` and `llama-10m` have about 1 and 10 million parameters with the byte
 vocabulary. Embeddings and output head are not tied. `t5-small` is the Small model of Raffel et al. (arXiv 1910.10683,
-section 3.7), of 60 million parameters with its vocabulary of 32,128. The vocabulary of a Llama or T5 preset is that of
-the tokenizer, rounded up to a multiple of 64; the encoders keep the vocabulary of the model they are named after.
-`dlrm` has the widths of the public DLRM's run on Criteo Kaggle; its features and tables are those of the data.
-`vit-base` is ViT-B/16 of Dosovitskiy et al. (arXiv 2010.11929, table 1), `vit-digits` a small one with 16 patches for
-images of 8 x 8 pixels, whose weights begin larger, as its width wants; size and channels of the images, and the
-classes, are those of the data.
+section 3.7): 60 million parameters with its vocabulary of 32,128. A Llama or T5 preset takes the vocabulary of the
+tokenizer, rounded up to a multiple of 64; encoders keep the vocabulary of the model they are named after. `dlrm` has
+the MLP widths of the public DLRM's run on Criteo Kaggle; its features and tables come from the data. `vit-base` is
+ViT-B/16 of Dosovitskiy et al. (arXiv 2010.11929, table 1). `vit-digits` is a small ViT with 16 patches for images of
+8 x 8 pixels; its initial weights are larger because it is narrow. For both, image size, channels and classes come
+from the data.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """An architecture with a name.
+    """A named architecture.
 
     Attributes:
-        task: what it is trained to do unless the recipe says otherwise.
-        model_type: transformers' name of the architecture, or our own.
-        config: keys of the configuration that differ from transformers' defaults.
-        fixed_vocab: whether the vocabulary is the preset's own rather than the tokenizer's.
+        task: the task it is trained on, unless the recipe names another.
+        model_type: the architecture's name in transformers, or "dlrm".
+        config: configuration keys that differ from transformers' defaults.
+        fixed_vocab: True if the vocabulary size is the preset's own, False if it is the tokenizer's.
     """
 
     task: str

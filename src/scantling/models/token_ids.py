@@ -1,4 +1,4 @@
-"""Ids of special tokens: equal in the tokenizer, the configuration of the model and the one it generates with."""
+"""Ids of special tokens: keep tokenizer, model configuration and generation configuration consistent."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Id = int | list[int] | None
 
 
 def config_ids(wanted: Mapping[str, Id], given: Mapping[str, Any], plain: Any, *, pretrained: bool) -> dict[str, Id]:
-    """Return the ids of special tokens for a configuration.
+    """Return the special-token ids that the configuration has to change.
 
-    The tokenizer decides. A token that it does not have keeps its id if weights are read, which may know it, and has
-    none otherwise. Of weights that are read, several ends and the start of the decoder are kept; another decoder starts
-    with padding, as T5's does.
+    The tokenizer decides. A token that the tokenizer lacks keeps its id if weights are loaded, which may know the
+    token; otherwise it gets none. If weights are loaded, a list of end tokens and the decoder's start token are kept.
+    Otherwise, decoding starts with padding, as in T5.
 
     Args:
-        wanted: ids by key, `eos_token_id`; None for a token that the tokenizer does not have.
+        wanted: ids by key such as `eos_token_id`; None for a token that the tokenizer lacks.
         given: the configuration of the preset or folder.
         plain: a configuration of the class with its defaults.
-        pretrained: weights are read.
+        pretrained: True if weights are loaded.
     """
     found: dict[str, Id] = {}
     start, pad = f"decoder_start{SUFFIX}", f"pad{SUFFIX}"
@@ -39,7 +39,7 @@ def config_ids(wanted: Mapping[str, Id], given: Mapping[str, Any], plain: Any, *
             used = hasattr(plain, key) or key.removesuffix(SUFFIX) in GENERATED
         if used and after != before:
             found[key] = after
-    for role in ("bos", "eos"):  # what some configurations force is the tokenizer's, too
+    for role in ("bos", "eos"):  # a forced token (`forced_bos_token_id`) must be the tokenizer's, too
         forced, key = f"forced_{role}{SUFFIX}", f"{role}{SUFFIX}"
         if (
             not pretrained
@@ -51,7 +51,7 @@ def config_ids(wanted: Mapping[str, Id], given: Mapping[str, Any], plain: Any, *
 
 
 def set_text_ids(config: Any, wanted: Mapping[str, Id], *, pretrained: bool) -> None:
-    """Set the ids of a text model inside of another configuration as those outside."""
+    """Copy the ids to the text model's nested configuration, if there is one."""
     text = config.get_text_config()
     if text is config:
         return
@@ -63,7 +63,7 @@ def set_text_ids(config: Any, wanted: Mapping[str, Id], *, pretrained: bool) -> 
 
 
 def set_generation_ids(model: Any) -> None:
-    """Let a model generate with the ids of its configuration; several ends in a folder are kept."""
+    """Copy the ids of a model's configuration to its generation configuration; keep a list of end tokens."""
     generation = getattr(model, "generation_config", None)
     if generation is None:
         return
@@ -75,16 +75,16 @@ def set_generation_ids(model: Any) -> None:
 
 
 def _can_be_none(config_class: Any, key: str) -> bool:
-    """Return whether a configuration can lack this token."""
+    """Return True if the configuration class accepts None for this token."""
     try:
         config_class(**{key: None})
-    except Exception:  # configuration classes raise errors of many kinds for values that do not fit
+    except Exception:  # configuration classes raise errors of many kinds for invalid values
         return False
     return True
 
 
 def _merged(before: Id, id_: Id, *, keep: bool) -> Id:
-    """Return an id for one that there was before: of several ends that have it, all."""
+    """Return the id to use instead of `before`: all end tokens of a list that contains it, or else the id itself."""
     if id_ is None:
         return before if keep else None
     if isinstance(before, list):

@@ -1,1 +1,1 @@
-"""Number formats, used by everything above."""
+"""Number formats and numeric helpers, used by all other packages."""

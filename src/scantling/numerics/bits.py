@@ -1,7 +1,7 @@
 """Unsigned integers of any width up to 24 bits, packed into bytes without gaps, little-endian.
 
-Number i of a row takes the bits from `i * width` on; the bits of a byte count from its lowest. What is left of the last
-byte of a row is 0.
+Integer i of a row starts at bit `i * width`; bits of a byte count from the lowest. Unused bits of the last byte of a
+row are 0.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ MOST_BITS = 24
 
 
 def width_for(count: int) -> int:
-    """Bits that tell `count` values apart."""
+    """Return the number of bits that distinguish `count` values."""
     return max(0, (count - 1).bit_length())
 
 
 def packed_bytes(count: int, width: int) -> int:
-    """Bytes that `count` numbers of `width` bits take."""
+    """Return the number of bytes that `count` integers of `width` bits take."""
     return -(-count * width // 8)
 
 
 def pack(values: Tensor, width: int) -> Tensor:
-    """Pack the last dim.
+    """Pack integers along the last dim.
 
     Args:
-        values: (..., n) integers from 0 to 2^width - 1; what is above is cut off.
-        width: bits of each, from 0 to 24.
+        values: (..., n) integers from 0 to 2^width - 1; higher bits are dropped.
+        width: bits per integer, from 0 to 24.
 
     Returns:
         (..., `packed_bytes(n, width)`) uint8.
 
     Raises:
-        UserError: another width.
+        UserError: if the width is out of range.
     """
     _check(width)
     count = values.shape[-1]
@@ -59,18 +59,18 @@ def pack(values: Tensor, width: int) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, width: int) -> Tensor:
-    """The numbers that `pack` packed.
+    """Return the integers that `pack` packed.
 
     Args:
         packed: (..., `packed_bytes(count, width)`) uint8.
-        count: of numbers in a row.
-        width: bits of each.
+        count: integers per row.
+        width: bits per integer.
 
     Returns:
         (..., count) int32.
 
     Raises:
-        UserError: another width, or rows of another length.
+        UserError: if the width is out of range or the rows have another length.
     """
     _check(width)
     size = packed_bytes(count, width)
@@ -92,14 +92,14 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
 
 
 def _pack_bits(values: Tensor, width: int, size: int) -> Tensor:
-    """As `pack`, bit by bit."""
+    """Pack like `pack`, bit by bit."""
     bits = (values.to(torch.int32)[..., None] >> _places(width, values)).bitwise_and_(1).to(torch.uint8).flatten(-2)
     padded = torch.nn.functional.pad(bits, (0, 8 * size - bits.shape[-1])).view(*values.shape[:-1], size, 8)
     return (padded << _places(8, padded)).sum(-1, dtype=torch.uint8)
 
 
 def _unpack_bits(packed: Tensor, count: int, width: int) -> Tensor:
-    """As `unpack`, bit by bit."""
+    """Unpack like `unpack`, bit by bit."""
     bits = (packed[..., None] >> _places(8, packed)).bitwise_and_(1).flatten(-2)[..., : count * width]
     numbers = bits.to(torch.int32).reshape(*packed.shape[:-1], count, width)
     return (numbers << _places(width, numbers)).sum(-1, dtype=torch.int32)
@@ -111,13 +111,13 @@ def _places(count: int, like: Tensor) -> Tensor:
 
 
 def _group(width: int) -> tuple[int, int]:
-    """The fewest numbers that fill whole bytes, and how many bytes."""
+    """Return the smallest number of integers that fill whole bytes, and the number of bytes."""
     count = 8 // gcd(width, 8)
     return count, count * width // 8
 
 
 def _overlaps(width: int) -> Iterator[tuple[int, int, int]]:
-    """(number, byte, by how many bits the number stands above the byte) for all in a group that share bits."""
+    """Yield (integer, byte, bit offset of the integer from the byte's start) for all overlapping pairs in a group."""
     count, _ = _group(width)
     for place in range(count):
         for byte in range(place * width // 8, ((place + 1) * width - 1) // 8 + 1) if width else ():

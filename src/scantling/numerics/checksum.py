@@ -1,4 +1,4 @@
-"""A checksum of any tensor, on its device: 64 bits that change with any word of it."""
+"""64-bit checksum of a tensor, computed on its device."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 over the golden ratio, as int64."""
 _OTHER_ODD = 0xBF58476D1CE4E5B9 - (1 << 64)
 _PART = 1 << 22
-"""Words at a time, so that a large tensor needs no copy of its own size."""
+"""Words per pass, so that a large tensor needs no copy of its own size."""
 
 
 def checksum(value: Tensor) -> Tensor:
-    """The sum of all words of 8 bytes, each mixed with its place, modulo 2^64: (1,) int64.
+    """Return the sum of all 8-byte words, each mixed with its position, modulo 2^64: (1,) int64.
 
-    Mixing, a product with an odd number, a shifted exclusive or, and another product, has an inverse, so that no single
-    changed word goes unseen; its upper bits reach the lower ones, so that changes of several words cancel by chance
-    alone, once in 2^64. Sums of integers do not depend on their order, so that every device computes the same. Against
-    accidents, not attackers.
+    The mixing (multiply by an odd number, xor with a shifted copy, multiply again) is invertible, so any single
+    changed word changes the checksum. Its upper bits reach the lower ones, so changes of several words cancel only by
+    chance, once in 2^64. Integer sums do not depend on the order, so every device computes the same value. It protects
+    against accidents, not against attackers.
     """
     flat = value.detach().contiguous().flatten().view(torch.uint8)
     total = torch.zeros(1, dtype=torch.int64, device=flat.device)

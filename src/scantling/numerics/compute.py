@@ -1,4 +1,4 @@
-"""The compute format of a run: what matrix products are done in, while the weights stay fp32."""
+"""Compute format of a run: the dtype of matrix products, while the weights stay in fp32."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(compute: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass: none for "fp32", autocast for "bf16" and "fp16"."""
+    """Return the context of a forward pass: none for "fp32", autocast for "bf16" and "fp16"."""
     return nullcontext() if compute == "fp32" else torch.autocast(device.type, dtype=_DTYPES[compute])
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """The context in which products are in the dtypes that are given; the meta device knows no autocast."""
+    """Return a context that turns autocast off; none on the meta device, which has no autocast."""
     off = device.type == "meta" or not torch.is_autocast_enabled(device.type)
     return nullcontext() if off else torch.autocast(device.type, enabled=False)
 
 
 def has_products(compute: str, device: torch.device) -> bool:
-    """Whether a device has instructions for products of a format; a CPU without takes many times as long as in fp32.
+    """True if a device has instructions for products of a format; without them a CPU is far slower than in fp32.
 
     Args:
         compute: "fp32", "bf16", "fp16", "int8" or "fp8".
@@ -41,7 +41,7 @@ def has_products(compute: str, device: torch.device) -> bool:
 
 
 def warn_of_slow_products(compute: str, device: torch.device, advice: str) -> None:
-    """Log a warning, with what to do, where a device multiplies a format without instructions for it."""
+    """Log a warning with advice if a device has no instructions for products of a format."""
     if not has_products(compute, device):
         text = "this CPU has no instructions for products in %s, which take longer than in fp32, often many times: %s"
         logger.warning(text, compute, advice)

@@ -1,12 +1,13 @@
-"""Number formats of few bits: the integers `int2` to `int16`, and floats `fp<bits>_e<exponent>m<mantissa>`.
+"""Low-precision number formats: integers `int2` to `int16` and floats `fp<bits>_e<exponent>m<mantissa>`.
 
-A format is a grid of values about 0, and `round` takes numbers to it; how they are scaled before is for others to say.
+A format is a symmetric grid of values around 0 (integers have one more negative value). `round` maps values to the
+grid; callers scale them first.
 
-Integers are those of two's complement, from -2^(b-1) to 2^(b-1) - 1. Floats have subnormals, and values beyond their
-largest become the largest. Those with 5 and more bits of exponent keep the highest one for Inf and NaN, as IEEE 754
-does; `fp8_e4m3` gives up one value for NaN and ends at 448; those with fewer bits use all of them for numbers, as the
-OCP Microscaling specification has it (`fp4_e2m1` ends at 6, `fp6_e3m2` at 28, `fp6_e2m3` at 7.5). `bf16` is
-`fp16_e8m7`, and `fp16` is `fp16_e5m10`.
+Integers are two's complement, from -2^(b-1) to 2^(b-1) - 1. Floats have subnormals, and values beyond the largest
+become the largest. Floats with at least 5 exponent bits reserve the highest exponent for Inf and NaN, as in IEEE 754.
+`fp8_e4m3` reserves one value for NaN and ends at 448. Floats with fewer exponent bits use all codes for values, as in
+the OCP Microscaling specification (`fp4_e2m1` ends at 6, `fp6_e3m2` at 28, `fp6_e2m3` at 7.5). `bf16` is `fp16_e8m7`,
+and `fp16` is `fp16_e5m10`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class IntFormat:
-    """Integers of two's complement.
+    """Two's complement integers.
 
     Args:
         bits: from 2 to 16.
@@ -45,16 +46,16 @@ class IntFormat:
 
     @property
     def largest(self) -> float:
-        """The largest value, 2^(bits - 1) - 1: what the largest magnitude is scaled to."""
+        """Largest value, 2^(bits - 1) - 1, to which the largest magnitude is scaled."""
         return float(2 ** (self.bits - 1) - 1)
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """The value of the format for each number.
+        """Round each value to the format.
 
         Args:
             x: fp32 or fp64.
-            noise: like x, uniform in [0, 1): rounds up with the probability that keeps the mean; None: to the nearest,
-                halves to the even one.
+            noise: like x, uniform in [0, 1), for stochastic rounding that preserves the mean. None rounds to nearest,
+                ties to even.
         """
         rounded = x.round() if noise is None else (x + noise).floor()
         return rounded.clamp(-self.largest - 1.0, self.largest)
@@ -62,11 +63,11 @@ class IntFormat:
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """Floats of a sign, some bits of exponent and some of mantissa.
+    """Floats of a sign bit, exponent bits and mantissa bits.
 
     Args:
-        exponent: bits, from 1 to 8.
-        mantissa: bits, from 0 to 10.
+        exponent: number of exponent bits, from 1 to 8.
+        mantissa: number of mantissa bits, from 0 to 10.
     """
 
     exponent: int
@@ -83,7 +84,7 @@ class FloatFormat:
 
     @property
     def largest(self) -> float:
-        """The largest value."""
+        """Largest value."""
         if (self.exponent, self.mantissa) == (4, 3):
             return 448.0
         highest = 2**self.exponent - 1 - self._bias - (1 if self.exponent >= 5 else 0)
@@ -94,8 +95,8 @@ class FloatFormat:
         return int(2 ** (self.exponent - 1)) - 1
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """The value of the format for each number, see `IntFormat.round`."""
-        if self.exponent == 8 and x.dtype == torch.float32:  # whose normal numbers end above the smallest steps
+        """Round each value to the format, see `IntFormat.round`."""
+        if self.exponent == 8 and x.dtype == torch.float32:  # fp32's smallest normal number is above the steps
             return self.round(x.double(), noise).float()
         step = self._step(x)
         scaled = x / step
@@ -103,9 +104,9 @@ class FloatFormat:
         return (rounded * step).clamp(-self.largest, self.largest)
 
     def _step(self, x: Tensor) -> Tensor:
-        """The distance of neighbouring values around x, a power of 2 made from the bits of x.
+        """Return the spacing of the format's values around x, a power of 2 computed from the bits of x.
 
-        Shifts by functions, since the operators do nothing to a DTensor (PyTorch 2.13).
+        Uses shift functions, since the shift operators have no effect on a DTensor (PyTorch 2.13).
         """
         whole, digits, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
         exponent = (torch.bitwise_right_shift(x.abs().view(whole), digits) - bias).clamp(1 - self._bias, bias)
@@ -116,13 +117,13 @@ Format: TypeAlias = IntFormat | FloatFormat
 
 
 def parse_format(name: str) -> Format:
-    """The format of a name.
+    """Return the format of a name.
 
     Args:
         name: such as `int4`, `fp8_e4m3`, `fp5_e3m1`, `bf16`.
 
     Raises:
-        UserError: any other name, bits that do not add up, or more bits than are supported.
+        UserError: if the name is unknown, its bits do not add up, or it has more bits than supported.
     """
     if not isinstance(name, str):
         raise UserError(f"a number format is a name such as 'int8' or 'fp8_e4m3'; given {name!r}")

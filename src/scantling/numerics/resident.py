@@ -1,4 +1,4 @@
-"""Memory of this process that is in RAM, as Linux counts it."""
+"""Resident memory of this process (RSS), from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def resident_bytes() -> int:
-    """What is in RAM now; 0 where the system does not say."""
+    """Return the resident memory in bytes; 0 if the system does not report it."""
     return _status("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """The most there was since `forget_peak` was called last, or the process began."""
+    """Return the peak resident memory in bytes since `forget_peak` was last called or the process started."""
     return _status("VmHWM")
 
 
 def forget_peak() -> None:
-    """Begin the peak anew, where the system lets one."""
+    """Reset the peak, if the system allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

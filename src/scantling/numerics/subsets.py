@@ -1,11 +1,11 @@
-"""Which `kept` of `size` places: sorted indices in about 2 + log2(size / kept) bits each, by Elias and Fano.
+"""Elias-Fano coding of sorted indices: `kept` of `size` in about 2 + log2(size / kept) bits each.
 
-Each index is cut in two (P. Elias, "Efficient storage and retrieval by content and address of static files", J. ACM
-1974; R. Fano, 1971). The low bits stand as they are. The high parts, which only grow, stand in a row of bits: bit
-`high + rank` is 1 for the index of that rank. The row has `kept` ones and a zero for every step upwards, so that its
-length does not depend on the indices. Where that takes more bits than the indices as they are, these are written.
+Each index is split in two (P. Elias, "Efficient storage and retrieval by content and address of static files", J. ACM
+1974; R. Fano, 1971). The low bits are stored as they are. The high parts are sorted, and are stored as a row of bits:
+bit `high + rank` is 1 for the index of that rank. The row has `kept` ones and a zero for every step upwards, so that
+its length does not depend on the indices. If plain indices take fewer bits, they are stored instead.
 
-64 of 4,096 places take 8 bits each in place of 12; the entropy of such a choice is 7.4.
+64 of 4,096 indices take 8 bits each instead of 12; the entropy of such a choice is 7.4 bits.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from scantling.numerics.bits import pack, packed_bytes, unpack, width_for
 
 
 def subsets_bytes(count: int, kept: int, size: int) -> int:
-    """Bytes of so many subsets."""
+    """Return the number of bytes of `count` packed subsets."""
     low, row = _layout(kept, size)
     return packed_bytes(count * kept, low) + packed_bytes(count * row, 1)
 
 
 def pack_subsets(index: Tensor, size: int) -> Tensor:
-    """Bytes of subsets.
+    """Pack subsets into bytes.
 
     Args:
-        index: (count, kept) int64 in ascending order, no two of a row equal, from 0 to size - 1.
-        size: places that there are.
+        index: (count, kept) int64 from 0 to size - 1, each row in strictly ascending order.
+        size: number of possible indices.
 
     Returns:
         (`subsets_bytes(count, kept, size)`,) uint8.
@@ -45,14 +45,15 @@ def pack_subsets(index: Tensor, size: int) -> Tensor:
 
 
 def unpack_subsets(packed: Tensor, count: int, kept: int, size: int) -> Tensor:
-    """The subsets that `pack_subsets` packed: (count, kept) int64.
+    """Return the subsets that `pack_subsets` packed: (count, kept) int64.
 
-    Any bytes of the right number give indices from 0 to size - 1.
+    Any bytes of the right length give indices from 0 to size - 1.
     """
     low, row = _layout(kept, size)
     cut = packed_bytes(count * kept, low)
     index = unpack(packed[:cut], count * kept, low).view(count, kept).long()
     if row:
+        # The 1 bit number `rank`, counted from 0, is at position high + rank of the row.
         rank = torch.arange(kept, device=packed.device)
         ones = unpack(packed[cut:], count * row, 1).view(count, row).cumsum(1, dtype=torch.int32)
         place = torch.searchsorted(ones, (rank + 1).to(torch.int32).expand(count, -1).contiguous())
@@ -62,9 +63,9 @@ def unpack_subsets(packed: Tensor, count: int, kept: int, size: int) -> Tensor:
 
 @cache
 def _layout(kept: int, size: int) -> tuple[int, int]:
-    """How many bits of an index stand as they are, and the bits of the row of one subset: the shortest of all.
+    """Return the shortest layout: the low bits per index and the bits of the row of one subset.
 
-    No row where the whole index stands.
+    The row has 0 bits if plain indices are stored.
     """
     width = width_for(size)
     layouts = [(width, 0), *((low, kept + ((size - 1) >> low)) for low in range(width))]

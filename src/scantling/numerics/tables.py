@@ -1,4 +1,4 @@
-"""Whether there are kernels for a GPU, and the tables that they read, kept on the device from call to call."""
+"""Availability of GPU kernels, and tables for them that stay on the device between calls."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from scantling.errors import first_line
 logger = logging.getLogger(__name__)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What kernels read."""
+"""Dtypes that kernels read."""
 _captured: list[Any] = []
-"""What CUDA graphs read when they are replayed."""
+"""Buffers that CUDA graphs read on replay, kept alive forever."""
 
 
 class Table:
-    """A table on the device that is sent again when it has changed."""
+    """Table on the device, copied again only if it has changed."""
 
     def __init__(self) -> None:
         self._last: np.ndarray[Any, Any] | None = None
@@ -31,14 +31,14 @@ class Table:
         self._spare: Tensor | None = None
 
     def send(self, table: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-        """The table on the device, without waiting for it.
+        """Return the table on the device, without waiting for the copy.
 
-        A CUDA graph may capture it once it has been called without; what is then copied, and from where, is kept for
-        good.
+        A CUDA graph may capture a call after one call outside of a capture; source and target of a captured copy are
+        kept alive forever.
 
         Args:
             table: int64 or float64.
-            device: where kernels read it.
+            device: device of the kernels.
         """
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self._last is None or not np.array_equal(self._last, table):
@@ -50,6 +50,8 @@ class Table:
             self._last = table
             if is_captured:
                 _captured.append(source)
+                # Every replay copies from this buffer again: later calls must not reuse it, and must copy the table
+                # again.
                 self._spare = self._last = None
             elif self._spare is None or self._spare.shape != table.shape:
                 self._spare = self._pinned(table, device)
@@ -64,13 +66,13 @@ class Table:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether kernels in Triton run there: not without the package or a C compiler, nor where SCANTLING_NATIVE=0."""
+    """True if Triton kernels run on the device: needs Triton and a C compiler, and SCANTLING_NATIVE must not be 0."""
     return os.environ.get("SCANTLING_NATIVE", "1") != "0" and _run_kernels(device)
 
 
 @lru_cache(maxsize=64)
 def _run_kernels(device: torch.device) -> bool:
-    """Tried once, before anything is begun that could end halfway."""
+    """True if a test kernel runs. Called before any work starts, so that no kernel fails halfway through it."""
     try:
         from scantling.numerics.kernels import probe_gpu
 
@@ -78,7 +80,7 @@ def _run_kernels(device: torch.device) -> bool:
         with device_of(value):
             probe_gpu.add_one[(1,)](value)
         return bool(value == 1.0)
-    except Exception as error:  # of Triton, its compilers and the driver
+    except Exception as error:  # from Triton, its compilers or the driver
         logger.warning(
             "no kernels can be made for %s, so that many operations do what they would: %s",
             *(device, first_line(error)),
@@ -87,18 +89,18 @@ def _run_kernels(device: torch.device) -> bool:
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """One of `FLOATS` as kernels call it."""
+    """Return the Triton dtype of one of `FLOATS`."""
     import triton.language as tl
 
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """A context in which a tensor's device is the current one, which Triton launches on; of a CPU, nothing."""
+    """Return a context that makes the tensor's device current, for Triton launches; no effect on a CPU."""
     return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
 def owners_of(counts: Any, device: torch.device) -> Tensor:
-    """Of each program the entry that it works on, for so many programs of each: int32."""
+    """Return the entry that each program works on, where entry i has `counts[i]` programs: int32."""
     owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     return torch.from_numpy(owners).to(device)

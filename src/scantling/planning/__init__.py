@@ -1,1 +1,1 @@
-"""What a run will cost, said before it starts."""
+"""Planning: predict the memory, traffic and FLOPs of a run before it starts."""

@@ -1,4 +1,4 @@
-"""A plan against the memory of the machine: does it fit, and if not, with which micro-batch."""
+"""Compare a plan with the memory of the machine: whether it fits and, if not, which micro-batch would."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory that a run needs and memory that there is, in bytes.
+    """Memory that a run needs and memory that is available, in bytes.
 
     Attributes:
-        needed: peak of the processes that share the memory; None if it is not known.
-        held: the part that no micro-batch changes: weights, gradients, optimizer state, residuals.
-        processes: how many share the memory: those of a machine on CPUs, one on a GPU.
+        needed: peak of all processes that share the memory; None if unknown.
+        held: the part that does not depend on the micro-batch: weights, gradients, optimizer state, residuals.
+        processes: number of processes that share the memory: all on this machine on CPUs, one on a GPU.
         device: "cpu" or "cuda".
-        machine: the memory; None if there is no such device here.
-        available: the part of it that these processes can have now.
+        machine: the machine's memory; None if it has no such device.
+        available: the part that these processes can use now.
         micro_batch_size: as planned.
-        largest_micro_batch_size: the largest that fits into `available`; None if all fits, or if none does.
+        largest_micro_batch_size: the largest that fits into `available`; None if the plan fits, or if no size does.
     """
 
     needed: int | None
@@ -44,18 +44,18 @@ class Fit:
 
     @property
     def fits(self) -> bool | None:
-        """True if the peak fits into the available memory; None if one of the two is not known."""
+        """True if the peak fits into the available memory; None if either is unknown."""
         if self.is_impossible:
             return False
         return None if self.needed is None or self.available is None else self.needed <= self.available
 
     @property
     def is_impossible(self) -> bool:
-        """True if even weights, gradients and optimizer state exceed the memory, swap included."""
+        """True if weights, gradients and optimizer state alone exceed the memory, including swap."""
         return self.machine is not None and self.held > self.machine.total + self.machine.swap
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as JSON values."""
+        """Return the comparison as JSON values."""
         return {
             "memory_bytes": None if self.machine is None else self.machine.total,
             "available_bytes": self.available,
@@ -93,13 +93,14 @@ class Fit:
 def check_fit(recipe: Recipe, planned: Plan, *, search: bool = True, task_data: TaskData | None = None) -> Fit:
     """Compare a plan with the memory of this machine.
 
-    Processes that are not started by torchrun are taken to share this machine, or to have a GPU each like the one here.
+    Processes that torchrun did not start are assumed to share this machine, or to have one GPU each like the one
+    here.
 
     Args:
-        recipe: of the plan.
-        planned: by `plan`.
-        search: look for the largest micro-batch if the plan does not fit, by further plans.
-        task_data: as of `plan`.
+        recipe: the recipe of the plan.
+        planned: the result of `plan`.
+        search: if the plan does not fit, search for the largest micro-batch that does, by further plans.
+        task_data: as in `plan`.
 
     Returns:
         The comparison.
@@ -110,7 +111,7 @@ def check_fit(recipe: Recipe, planned: Plan, *, search: bool = True, task_data: 
     processes = (launched_local_world_size() if launched else planned.world_size) if on_cpu else 1
     available = None
     if machine is not None:
-        # what this process holds is part of its plan
+        # memory that this process already holds is part of its plan, so it counts as available
         mine = resident_bytes() * (processes if launched else 1) if on_cpu else 0
         available = min(machine.total, machine.available + mine)
     held = planned.weight_bytes + planned.gradient_bytes + (planned.optimizer_state_bytes or 0)
@@ -133,7 +134,7 @@ def check_fit(recipe: Recipe, planned: Plan, *, search: bool = True, task_data: 
 
 
 def silent_plan(recipe: Recipe, **options: Any) -> Plan:
-    """Return `plan(recipe, **options)` without its warnings, which the first plan or the run itself gives."""
+    """Return `plan(recipe, **options)` without its warnings, which the first plan or the run itself emits."""
     logger = logging.getLogger("scantling")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -144,10 +145,10 @@ def silent_plan(recipe: Recipe, **options: Any) -> Plan:
 
 
 def _largest_micro_batch(recipe: Recipe, planned: Plan, limit: int, task_data: TaskData | None) -> int | None:
-    """The largest micro-batch whose plan stays within a limit; None if none does.
+    """Return the largest micro-batch whose plan stays within a limit; None if none does.
 
-    Peaks are nearly linear in the micro-batch, so that interpolation finds the largest in a few plans; every third
-    step halves the interval.
+    Peaks are nearly linear in the micro-batch size, so interpolation needs only a few plans. Every third step bisects
+    the interval instead, which bounds the number of plans.
     """
 
     def peak(size: int) -> int:
@@ -173,6 +174,7 @@ def _largest_micro_batch(recipe: Recipe, planned: Plan, limit: int, task_data: T
     while high - low > 1:
         count += 1
         middle = (low + high) // 2
+        # interpolate linearly; every third step keeps the midpoint
         if count % 3 and most > least:
             middle = low + int((limit - least) * (high - low) / (most - least))
         middle = max(low + 1, min(high - 1, middle))

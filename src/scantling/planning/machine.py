@@ -1,4 +1,4 @@
-"""Memory that a process may use on this machine: of the machine itself, of its container, or of its GPU."""
+"""Memory that a process may use: of the machine, of its container, or of its GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 KIB = 1024
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Files with the limit and the use of a control group, and the page cache in its `memory.stat`."""
+"""Files with a control group's limit and usage, and the key of the page cache in its `memory.stat`."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class MachineMemory:
 
     Attributes:
         name: "this machine", or the name of the GPU.
-        total: all of it, or the limit of the container.
-        available: the part that other processes leave.
-        swap: what the machine can move to a disk in addition.
+        total: total memory, or the limit of the container.
+        available: memory that other processes leave free.
+        swap: additional swap space.
     """
 
     name: str
@@ -30,7 +30,7 @@ class MachineMemory:
 
 
 def machine_memory(device: str) -> MachineMemory | None:
-    """Return the memory of "cpu" or "cuda" here; None without such a device, or if the system does not tell."""
+    """Return the memory of "cpu" or "cuda" on this machine; None without such a device, or if the system hides it."""
     return _gpu_memory() if device == "cuda" else host_memory()
 
 
@@ -52,7 +52,7 @@ def host_memory(root: Path = Path("/")) -> MachineMemory | None:
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """The memory limit of each control group above this process, and what is used of it without page cache."""
+    """Yield the limit of each control group of this process, and its usage without the page cache."""
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -62,7 +62,7 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
             continue
         mount = root / "sys/fs/cgroup" / ("memory" if group[1] else "")
         folder = mount / group[2].strip("/")
-        # in a container, the path can be that of the host, and only the mount itself is there
+        # in a container, the path can be the host's; then only the mount itself exists
         for each in dict.fromkeys((folder, *folder.parents)):
             if each.is_relative_to(mount):
                 yield from _group_limit(each, *(_V1 if group[1] else _V2))
@@ -70,7 +70,8 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 def _group_limit(folder: Path, limit: str, used: str, cached: str) -> Iterator[tuple[int, int]]:
     try:
-        most, now = int((folder / limit).read_text()), int((folder / used).read_text())  # "max" is no number
+        # "max" means no limit; int() raises a ValueError for it
+        most, now = int((folder / limit).read_text()), int((folder / used).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         yield most, max(0, now - int(stat.get(cached, 0)))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Memory that no trace shows: gradients between passes, and on a CPU the libraries and what the allocator keeps."""
+"""Memory that a trace does not show: gradients between passes and, on a CPU, memory kept by the allocator."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _TUNED = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
 
 
 def allocator_bytes(working_bytes: int) -> int:
-    """Freed blocks that glibc keeps in its heap, which count as resident, for tensors that come and go in a step.
+    """Return the bytes of freed blocks that glibc keeps in its heap; they count as resident memory.
 
-    A fit to the runs of `benchmarks/peak_memory.py`, not a law: the first 100 MiB once more, and a tenth of all. It is
-    0 where the environment makes the allocator give blocks back (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_) or
-    puts another in its place (LD_PRELOAD).
+    This is a fit to the runs of `benchmarks/peak_memory.py`, not a law: the first 100 MiB of a step's temporary
+    tensors again, plus a tenth of all of them. The result is 0 if environment variables make the allocator return
+    blocks (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_) or replace it (LD_PRELOAD).
     """
     if any(name in os.environ for name in _TUNED):
         return 0
@@ -33,20 +33,20 @@ def allocator_bytes(working_bytes: int) -> int:
 
 
 def frees_gradients(recipe: Recipe, *, world_size: int = 1) -> bool:
-    """Whether the step frees each gradient as it comes: not where several micro-batches add to it."""
+    """Return True if the step frees each gradient immediately; False if several micro-batches accumulate into it."""
     return recipe.optim.release_gradients and not recipe.accumulates(world_size)
 
 
 def held_gradient_bytes(recipe: Recipe, parameters: Iterable[torch.Tensor], *, world_size: int = 1) -> int:
-    """Gradients that a process holds through a step: all, or the largest where each is freed as it comes."""
+    """Return the bytes of gradients a process holds in a step: all, or the largest if each is freed immediately."""
     sizes = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
     return max(sizes, default=0) if frees_gradients(recipe, world_size=world_size) else sum(sizes)
 
 
 def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
-    """Bytes of weight, gradient and state of a core under the optimizer of a recipe.
+    """Return a function for the bytes of weight, gradient and state of a TT parameter under the recipe's optimizer.
 
-    None where they are not known, or where the recipe says itself what a number takes.
+    Return None if the optimizer's state size is unknown, or if the recipe sets `bytes_per_parameter` itself.
     """
     import torch
 
@@ -64,7 +64,7 @@ def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
             param = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
             return {"params": [param], "role": role, "matrix_dims": dims}
 
-        # with a matrix next to the core: Muon cannot be built without, and has AdamW step cores of more dims
+        # add a matrix next to the TT core: Muon cannot be built without one, and leaves cores of more dims to AdamW
         core, matrix = group_of(shape, role, dims), group_of((1, 1), "matrix", ((0,), (1,)))
         name, options = recipe.optim.name, recipe.optim.options
         both, alone = (

@@ -1,4 +1,4 @@
-"""Momentum of an optimizer behind an exchange that has one, as a recipe asks for it."""
+"""Momentum of an optimizer that runs after a momentum exchange, as a recipe requests it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from scantling.recipe import Recipe
 
 
 def optimizer_groups(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups for the optimizer of a recipe: behind an exchange of momentum, matrices have none unless it was given.
+    """Return the recipe's parameter groups; after a momentum exchange, matrices have no momentum unless it was set.
 
-    Groups with large and small matrices are split: small ones are exchanged as gradients and keep their momentum.
+    Groups with large and small matrices are split: small matrices are exchanged as gradients and keep their momentum.
 
     Args:
         recipe: of the run.
-        groups: of `scantling.param_groups`.
+        groups: from `scantling.param_groups`.
 
     Returns:
-        The groups, with `betas` and `momentum` as further keys where the optimizer would have a momentum.
+        The groups, with `betas` and `momentum` as additional keys where they turn the optimizer's momentum off.
     """
     off = _turned_off(recipe)
     if not off:
@@ -39,13 +39,14 @@ def optimizer_groups(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> list[d
 
 
 def note_on_momentum(recipe: Recipe) -> str | None:
-    """Return a note for the plan of a recipe if its optimizer has a second momentum, or has lost one."""
+    """Return a note for the plan of a recipe if its optimizer adds a second momentum, or has lost its own."""
     name, given = recipe.optim.name, recipe.optim.options
     if off := _turned_off(recipe):
         what = ", ".join(f"{key} {value}" for key, value in off.items())
         keys = " or ".join(f"optim.{key}" for key in off)
         return f"matrices have the momentum of the exchange and none of {name} ({what}); to change that give {keys}"
-    beside = ("betas",) if name.lower() in FOR_MATRICES else ()  # betas are those of vectors there
+    # `betas` of an optimizer for matrices belong to AdamW, which steps the vectors
+    beside = ("betas",) if name.lower() in FOR_MATRICES else ()
     found = own_momentum({key: value for key, value in given.items() if key not in beside})
     return describe_momentum(name, *found) if found is not None and _exchanges_momentum(recipe) else None
 
@@ -55,7 +56,7 @@ def _exchanges_momentum(recipe: Recipe) -> bool:
 
 
 def _turned_off(recipe: Recipe) -> dict[str, Any]:
-    """Options that turn off the momentum that the optimizer of a recipe has by default."""
+    """Return the options that turn off the momentum that the recipe's optimizer has by default."""
     defaults, given = optimizer_options(recipe.optim.name), recipe.optim.options
     off: dict[str, Any] = {}
     if not _exchanges_momentum(recipe):

@@ -1,4 +1,4 @@
-"""What the forward and backward passes of a step take: memory and FLOPs, by a trace of one micro-batch."""
+"""Memory and FLOPs of the forward and backward passes of a step, from a trace of one micro-batch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from scantling.tasks.base import Task
 
 @dataclass(frozen=True)
 class Passes:
-    """What the passes of a step take; None for what cannot be known.
+    """Cost of the passes of a step; None for unknown values.
 
     Attributes:
-        forward_flops: of the forward passes of all ranks.
-        recomputed_flops: of what their backward passes compute again, with activation checkpointing.
-        activation_bytes: held on one rank between the two passes of a micro-batch.
-        peak_bytes: the most one rank holds beside weights and optimizer state, gradients included.
-        notes: what is not known, and why.
+        forward_flops: FLOPs of the forward passes of all ranks.
+        recomputed_flops: FLOPs that the backward passes of all ranks repeat because of activation checkpointing.
+        activation_bytes: memory held on one rank between the two passes of a micro-batch.
+        peak_bytes: peak memory of one rank, with gradients but without weights and optimizer state.
+        notes: which values are unknown, and why.
     """
 
     forward_flops: int | None
@@ -37,18 +37,18 @@ class Passes:
 def plan_passes(
     recipe: Recipe, task: Task, model: Any, *, world_size: int, device: str, step_bytes: int | None = None
 ) -> Passes:
-    """Take one micro-batch through the model without memory.
+    """Trace one micro-batch through the model, without allocating memory.
 
-    From the second micro-batch on, the gradients of those before are there. With several processes they always are,
-    because the buckets of the exchange hold them.
+    From the second micro-batch on, the gradients of earlier ones are already allocated. With several processes they
+    always are, because the buckets of the exchange hold them.
 
     Args:
-        recipe: says how the batch is cut, and the number format of the products.
-        task: gives a batch and the loss.
-        model: on the meta device, and of no further use.
+        recipe: determines the micro-batch size and the precision.
+        task: provides a batch and the loss.
+        model: on the meta device; it cannot be used afterwards.
         world_size: number of processes, which share the batch evenly.
         device: "cpu" or "cuda".
-        step_bytes: what the step of a parameter allocates, where it is taken within the backward pass.
+        step_bytes: temporary memory of one parameter's step, if it runs within the backward pass.
     """
     seq_len = recipe.data.seq_len
     micro = recipe.micro_batch_size(world_size)

@@ -1,18 +1,21 @@
-"""The plan of a run: parameters, memory, bytes sent and FLOPs, added up from the cost functions beside each part.
+"""Plan of a run: parameters, memory, traffic and FLOPs, summed from the cost functions of each part.
 
-A figure that cannot be known is None, with a note that says why; nothing is guessed. All bytes are per rank.
+An unknown value is None, with a note that says why; nothing is guessed. All bytes are per rank.
 
     peak = base + weights + optimizer state + working + allocator
     working = max(forward and backward pass, gradients + optimizer temporaries)
 
-What the passes take is followed through a micro-batch without memory: the gradients come while the activations are
-freed, so the most there is at once is less than the sum. Where gradients are there before the pass, from an earlier
-micro-batch or because the buckets of an exchange hold them, they are added. Where the optimizer steps each parameter
-within the pass and frees its gradient, the trace does so too, and the temporaries of the update are part of the pass.
-`base` is what a process with the libraries loaded holds on a CPU, measured in this one; on a GPU, where only allocated
-memory counts, it is 0.
+The passes are traced with one micro-batch that uses no memory. Gradients are allocated while activations are freed,
+so the peak of the passes is less than the sum of both. If gradients exist before the pass, from an earlier
+micro-batch or because the buckets of the exchange hold them, they are added. If the optimizer steps each
+parameter within the pass and frees its gradient, so does the trace, and the temporaries of the update count as part
+of the pass.
 
-`allocator` is what glibc keeps of freed blocks on a CPU, the one figure that is fitted to measurements and not counted.
+`base` is the memory of a CPU process with the libraries loaded, measured in this process. On a GPU it is 0, because
+only allocated memory counts.
+
+`allocator` is the memory of freed blocks that glibc keeps on a CPU. It is the only value that is fitted to
+measurements instead of counted.
 """
 
 from __future__ import annotations
@@ -37,26 +40,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will cost, for each rank.
+    """Predicted cost of a run, for each rank.
 
     Attributes:
-        num_parameters: all of the model; `num_trainable` those that get a gradient; `num_non_embedding` those outside
-            of embeddings and of the output layer, the N of scaling laws.
-        parameters_by_role: trainable parameters that are matrices, embeddings and vectors.
-        weight_bytes, gradient_bytes, optimizer_state_bytes: held through a step; of gradients that are released, the
-            largest.
+        num_parameters: all parameters; `num_trainable` those that get a gradient; `num_non_embedding` those outside of
+            embeddings and the output layer, the N of scaling laws.
+        parameters_by_role: number of trainable parameters that are matrices, embeddings and vectors.
+        weight_bytes, gradient_bytes, optimizer_state_bytes: held through a step; if gradients are released, only the
+            largest one counts.
         activation_bytes: held between the forward and the backward pass of one micro-batch.
-        temporary_bytes: what the passes or the update hold beside the larger of activations and gradients.
-        base_bytes: what the process holds before there is a model.
+        temporary_bytes: memory of the passes or the update in addition to the larger of activations and gradients.
+        base_bytes: memory of the process before it builds a model.
         allocator_bytes: freed blocks that the allocator keeps, on a CPU.
-        peak_memory_bytes: the most at any time.
-        wire_bytes: bytes that one rank sends for one step.
-        residual_bytes: what an exchange of momentum keeps.
+        peak_memory_bytes: peak memory of the run.
+        wire_bytes: bytes that one rank sends per step.
+        residual_bytes: state of the momentum exchange.
         device: "cpu" or "cuda", the device that is planned for.
-        flops_per_step: forward and backward over all ranks, with what activation checkpointing computes again;
-            `flops_per_token` the same for one token.
+        flops_per_step: forward and backward over all ranks, including activation recomputation; `flops_per_token` is
+            the same per token.
         tokens_per_step: over all ranks; `total_tokens` over the run.
-        notes: what could not be known, and why.
+        notes: which values are unknown, and why.
     """
 
     name: str
@@ -83,16 +86,16 @@ class Plan:
     notes: Sequence[str] = field(default_factory=tuple)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """Return the plan as JSON values."""
         return {**dataclasses.asdict(self), "notes": list(self.notes)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        """The plan that `to_dict` made, as read from `plan.json`."""
+        """Rebuild the plan that `to_dict` returned, as read from `plan.json`."""
         return cls(**{**values, "notes": tuple(values["notes"])})
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(group, what, value) for people."""
+        """Return rows (group, name, value) for display."""
         roles = ", ".join(f"{format_number(n)} {role}" for role, n in self.parameters_by_role.items())
         return [
             ("parameters", "all", format_number(self.num_parameters)),
@@ -119,7 +122,7 @@ class Plan:
         return f"plan of {self.name}, {processes} {place}"
 
     def table(self) -> Table:
-        """The plan as a table for a terminal."""
+        """Return the plan as a table for a terminal."""
         from rich.table import Table
         from rich.text import Text
 
@@ -137,7 +140,7 @@ class Plan:
         return table
 
     def short(self) -> str:
-        """One line, printed before each run."""
+        """Return the plan in one line, printed before each run."""
         sent = f", sends {format_bytes(self.wire_bytes)}/step" if self.wire_bytes else ""
         return (
             f"plan for {self.device}: {format_number(self.num_parameters)} parameters, "
@@ -161,22 +164,22 @@ def plan(
     settings: Sequence[str] = (),
     task_data: TaskData | None = None,
 ) -> Plan:
-    """Say what a run will cost.
+    """Predict the cost of a run.
 
     Args:
         recipe: path of a YAML file, a mapping, or a `Recipe`.
         world_size: number of processes.
-        device: "cpu", "cuda" (which need not be here), or "auto" for `train.device` of the recipe; if that is "auto",
-            the GPU if this machine has one.
+        device: "cpu", "cuda" (this machine needs no GPU), or "auto" for `train.device` of the recipe; if that is "auto"
+            too, the GPU if this machine has one.
         settings: overrides as text, `train.steps=100`.
-        task_data: the run's prepared data, where it is there; without it the vocabulary is taken from the tokenizer
+        task_data: the run's prepared data, if available; without it the vocabulary size comes from the tokenizer
             setting, and no data is read.
 
     Returns:
         The plan: bytes of one process, FLOPs of all.
 
     Raises:
-        RecipeError: the recipe is wrong.
+        RecipeError: the recipe is invalid.
         UserError: the model cannot be built, or the number of processes does not fit the recipe.
     """
     from scantling.groups import num_non_embedding, param_groups
@@ -260,7 +263,7 @@ def plan(
 
 
 def planned_device(recipe: Recipe, device: str = "auto") -> str:
-    """Return "cpu" or "cuda": the device that is named, or else the recipe's, or else the GPU if there is one.
+    """Return "cpu" or "cuda": the named device, or else the recipe's, or else the GPU if there is one.
 
     Raises:
         UserError: another name.
@@ -274,7 +277,7 @@ def planned_device(recipe: Recipe, device: str = "auto") -> str:
 
 
 def _ranks_that_come_down(recipe: Recipe, model: Any) -> list[str]:
-    """What is to be noted of cores whose ranks have a target."""
+    """Return a note on TT layers whose ranks are pruned to a target size."""
     if recipe.tensor is None or recipe.tensor.size_target is None:
         return []
     from scantling.planning.memory import bytes_of_cores
@@ -287,7 +290,7 @@ def _ranks_that_come_down(recipe: Recipe, model: Any) -> list[str]:
 
 
 def _by_role(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Parameters by the role of their group."""
+    """Return the number of parameters by the role of their group."""
     roles: dict[str, int] = {}
     for group in groups:
         roles[group["role"]] = roles.get(group["role"], 0) + sum(p.numel() for _, p in group["params"])
@@ -295,7 +298,7 @@ def _by_role(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _traffic(recipe: Recipe, model: Any, world_size: int) -> tuple[int, int]:
-    """Bytes that a process sends in a step, and what it keeps for the exchange."""
+    """Return the bytes that a process sends per step, and the bytes of state that the exchange keeps."""
     from scantling.comm import MomentumExchange, allreduce_wire_bytes
     from scantling.comm.demo_exchange import exchange_groups
 
@@ -309,11 +312,12 @@ def _traffic(recipe: Recipe, model: Any, world_size: int) -> tuple[int, int]:
 def _working_memory(
     passes: Passes, *, held: int | None, gradient_bytes: int, of_optimizer: int, on_gpu: bool
 ) -> dict[str, int | None]:
-    """What comes and goes in a step, what the allocator keeps of it, and the peak; None where it is not known."""
+    """Return temporary memory of a step, memory the allocator keeps, and the peak; None for unknown values."""
     from scantling.planning.memory import allocator_bytes
 
     if passes.peak_bytes is None:
         return {"temporary_bytes": None, "allocator_bytes": 0 if on_gpu else None, "peak_memory_bytes": None}
+    # activations are freed before the optimizer steps, so the two peaks do not add up
     working = max(passes.peak_bytes, gradient_bytes + of_optimizer)
     kept = 0 if on_gpu else allocator_bytes(working)
     return {
@@ -324,7 +328,7 @@ def _working_memory(
 
 
 def _step_flops(passes: Passes) -> int | None:
-    """Forward, backward, and what the backward pass computes again."""
+    """Return the FLOPs of the forward and backward passes plus those of activation recomputation."""
     from scantling.models.costs import BACKWARD
 
     if passes.forward_flops is None or passes.recomputed_flops is None:
@@ -333,12 +337,12 @@ def _step_flops(passes: Passes) -> int | None:
 
 
 def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes: list[str]) -> Any:
-    """The model of a run without memory, its cores at their first ranks; adds to the notes what is assumed.
+    """Return a run's model on the meta device, TT layers at their initial ranks; add assumptions to `notes`.
 
     Args:
         recipe, task: of the run.
-        task_data: as of `plan`.
-        notes: is added to.
+        task_data: as in `plan`.
+        notes: list that is appended to.
 
     Raises:
         UserError: the model cannot be built.
@@ -370,7 +374,7 @@ def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes:
 
 
 def planned_size(recipe: Recipe) -> tuple[int, int]:
-    """Parameters as `Plan.num_non_embedding`, and tokens of one step, without reading data.
+    """Return `Plan.num_non_embedding` and the tokens of one step, without reading data.
 
     Raises:
         UserError: the model cannot be built.
@@ -385,7 +389,7 @@ def planned_size(recipe: Recipe) -> tuple[int, int]:
 
 
 def check_world_size(recipe: Recipe, world_size: int) -> None:
-    """Raise a UserError where a recipe cannot run on this number of processes."""
+    """Raise a UserError if a recipe cannot run on this number of processes."""
     if recipe.batch_size % world_size:
         raise UserError(
             f"the batch of {recipe.batch_size} sequences cannot be shared evenly by {world_size} processes; "
@@ -399,7 +403,7 @@ def check_world_size(recipe: Recipe, world_size: int) -> None:
 
 
 def _vocabulary(recipe: Recipe, task: Task) -> int:
-    """Ids that the model must know; only a tokenizer in a folder is read."""
+    """Return the vocabulary size that the model needs; reads a tokenizer only if it is in a folder."""
     from scantling.data.tokenizers import ByteTokenizer, load_tokenizer
     from scantling.recipe.schema import BpeTokenizer
 

@@ -1,6 +1,6 @@
-"""Train and store models in few bits.
+"""Train and store models in low precision.
 
-Each name is imported when it is first used.
+Names are imported lazily, on first use.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Keys, values and queries in few bits, inside the attention of transformers models.
+"""Low-precision keys, values and queries inside the attention of transformers models.
 
-The attention functions of transformers are looked up by the name that `model.config._attn_implementation` holds
-(`AttentionInterface`), and are given the module that asks for one. Each is put, once in a process, behind a function
-that rounds its arguments to the formats that this module holds; with those of other modules it does nothing. The name
-stays: models compare it to choose masks and kernels. Keys are rounded after their rotation, with what is in the cache
-already: what a cache in this format would hold.
+transformers looks up attention functions by the name in `model.config._attn_implementation` (`AttentionInterface`) and
+passes them the calling module. We wrap each function once per process. The wrapper rounds query, key and value to the
+formats stored on the calling module, and does nothing for other modules. The name stays the same because models
+compare it to choose masks and kernels. Keys are rounded after the rotary embedding, together with the cached keys,
+which gives the values that a cache in this format would hold.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from scantling.precision.quantizer import Quantizer
 
 _ATTRIBUTE = "_attention_in_few_bits"
 _rounding_functions: set[Callable[..., Any]] = set()
-"""Those that were put before the functions of transformers, in this process."""
+"""Wrappers that this process has registered in place of the functions of transformers."""
 
 
 @dataclass(frozen=True)
 class _Formats:
-    """Of keys and values, and of queries."""
+    """Formats of keys and values (`kv_cache`) and of queries."""
 
     kv_cache: Quantizer | None
     queries: Quantizer | None
@@ -36,7 +36,7 @@ class _Formats:
 
 
 def _formats(kv_cache: Quantizer | None, queries: Quantizer | None) -> _Formats:
-    """The formats, in a process whose attention functions heed them."""
+    """Return the formats, after wrapping all attention functions of this process."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in list(ALL_ATTENTION_FUNCTIONS):
@@ -45,7 +45,7 @@ def _formats(kv_cache: Quantizer | None, queries: Quantizer | None) -> _Formats:
 
 
 def _wrap(name: str) -> None:
-    """Put the function of this name behind one that rounds, once."""
+    """Wrap the attention function of this name, once."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     function = ALL_ATTENTION_FUNCTIONS[name]
@@ -67,16 +67,16 @@ def _rounding(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Quantizer | None) -> None:
-    """Let a model's attention take its arguments in few bits.
+    """Quantize the arguments of a model's attention.
 
     Args:
-        model: of transformers, with an attention function that has a name, such as `sdpa`.
-        kv_cache: of keys and values, (batch, heads, tokens, size of a head), each with scales of its own; a token is
-            one vector of a head, channels are those of a head.
-        queries: of queries, of the same shape.
+        model: model of transformers whose attention function has a name, such as `sdpa`.
+        kv_cache: format of keys and values, (batch, heads, tokens, head size). Keys and values have separate scales. A
+            token is one vector of one head; channels are the features of a head.
+        queries: format of queries, of the same shape.
 
     Raises:
-        UserError: a model whose attention has no function of that kind, or a part of which has such formats already.
+        UserError: if the attention cannot be set by name, or if part of the model has such formats already.
     """
     for part in model.modules():
         if has_quantized_attention(part):
@@ -99,7 +99,7 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
 
 
 def restore_attention(model: nn.Module) -> None:
-    """Give a model and its parts the attention that they had before `quantize_attention`."""
+    """Undo `quantize_attention` for a model and all its submodules."""
     for part in model.modules():
         vars(part).pop(_ATTRIBUTE, None)
         for key, hook in list(part._forward_pre_hooks.items()):
@@ -108,14 +108,14 @@ def restore_attention(model: nn.Module) -> None:
 
 
 def has_quantized_attention(model: nn.Module) -> bool:
-    """Whether the attention of a model takes its arguments in few bits."""
+    """True if the attention of a model rounds its arguments."""
     return _ATTRIBUTE in vars(model)
 
 
 def _still_wrapped(model: nn.Module, _: Any) -> None:
-    """Before a forward pass: the attention may have been set to one that is not wrapped, and would round nothing.
+    """Wrap the current attention function before a forward pass, since the user may have set another one meanwhile.
 
-    Not looked at while a model is compiled, which would break its graph.
+    Skipped while compiling, because the check would break the graph.
     """
     if torch.compiler.is_compiling():
         return
@@ -135,7 +135,7 @@ def _check(name: str) -> None:
 
 
 def _names(config: Any) -> set[str]:
-    """The attention functions that a configuration and those within it name."""
+    """Return the names of the attention functions in a configuration and its sub-configurations."""
     parts = (getattr(config, key, None) for key in config.sub_configs)
     within = [_names(part) for part in parts if getattr(part, "_attn_implementation", None) is not None]
     return {config._attn_implementation}.union(*within)

@@ -1,13 +1,13 @@
-"""What the inputs of layers look like: the Hessians that GPTQ needs, block by block.
+"""Statistics of layer inputs: the Hessians that GPTQ needs, block by block.
 
-Layers in one child of a `ModuleList` or `Sequential` are a block, such as a decoder layer; any other is a block by
-itself. Blocks come in the order in which a model calls them. For each, all batches go through the model once more, so
-that its inputs are those that the quantised blocks before it give; a pass ends where the batch is done with the block.
-Inputs are taken as they come, before a layer of `quantize_training` rounds them.
+A block is one child of a `ModuleList` or `Sequential`, such as a decoder layer; any other layer is a block by itself.
+Blocks come in the order in which the model calls them. For each block, all batches go through the model again, so that
+its inputs are those that the already quantized earlier blocks produce. A forward pass stops when the batch has passed
+the block. Inputs are captured before a layer of `quantize_training` rounds them.
 
-Cost: for n blocks about n / 2 + 1 forward passes over all batches, the first of which only tells in what order each
-batch calls the layers, and 2 in^2 FLOPs a token for each input; memory 4 in^2 bytes for each input of one block. Layers
-that read the same tensor (Q, K and V), unchanged in between and once a pass, share one Hessian.
+Cost for n blocks: about n / 2 + 1 forward passes over all batches. The first pass only records the order in which each
+batch calls the layers. Each input adds 2 in^2 FLOPs per token; memory is 4 in^2 bytes for each input of one block.
+Layers share one Hessian if they read the same unchanged tensor (Q, K and V) and run once per pass.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from scantling.modes import evaluating
 from scantling.precision.matrices import Matrix
 
 Batch: TypeAlias = Mapping[str, Any] | Tensor | Callable[[nn.Module], Any]
-"""Arguments of a model by name, its one argument, or a function that puts a batch through the model."""
+"""Keyword arguments of a model, its only argument, or a function that runs the model on a batch."""
 
 
 _WANTED = "a mapping of inputs such as {'input_ids': ids}, or a tensor of ids (alone in a tuple or list, too)"
 
 
 class _Enough(Exception):
-    """Thrown out of a model when the layers of a block have seen their inputs."""
+    """Raised inside a forward pass to stop it when the layers of a block have seen their inputs."""
 
 
 class _Pass(NamedTuple):
-    """How often a batch calls each layer, and where among all calls for the first and the last time."""
+    """Number of calls of each layer in one batch, and the positions of its first and last call."""
 
     counts: Counter[int]
     first: dict[int, int]
@@ -49,24 +49,24 @@ class _Pass(NamedTuple):
         return cls(Counter(calls), first, last)
 
     def after(self, layers: Iterable[int]) -> set[int]:
-        """The layers whose first call comes after all calls of some others; none where those are not called."""
+        """Return the layers first called after the last call of the given layers; empty if those are not called."""
         ends = [self.last[key] for key in layers if key in self.last]
         return {key for key, place in self.first.items() if place > max(ends)} if ends else set()
 
 
 class Calibration:
-    """Batches, and what a model does with them.
+    """Calibration batches, and the order in which they call the layers.
 
     Args:
-        model: left in the mode that it is in.
-        matrices: weights with the layers that multiply by them.
-        batches: see `Batch`; gone through once, and kept.
+        model: the model; its train or eval mode is unchanged afterwards.
+        matrices: weights, each with the layers that multiply by it.
+        batches: see `Batch`; read once and kept.
 
     Attributes:
-        tokens: how many inputs each weight has seen in `hessians`, by its name.
+        tokens: number of inputs that each weight has seen in `hessians`, by its name.
 
     Raises:
-        UserError: no batches, empty ones, something that is no batch, or batches that call none of the layers.
+        UserError: if there are no batches, a batch is empty or of another type, or the batches call none of the layers.
     """
 
     def __init__(self, model: nn.Module, matrices: list[Matrix], batches: Iterable[Batch]) -> None:
@@ -75,13 +75,13 @@ class Calibration:
         self._matrices = {id(module): matrix for matrix in matrices for module in matrix.modules}
         self._modules = {id(module): module for matrix in matrices for module in matrix.modules}
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
-        self._leaders: dict[int, int] = {}  # of each layer, the one that has its input first
+        self._leaders: dict[int, int] = {}  # layer id -> id of the first layer with the same input
         self._passes: list[_Pass] = []
         self.tokens: dict[str, int] = {}
         self._trace(matrices)
 
     def blocks(self) -> Iterator[list[Matrix]]:
-        """The weights of each block, in the order in which they are used."""
+        """Yield the weights of each block, in the order in which the model uses them."""
         names = {id(module): name for name, module in self._model.named_modules()}
         found: dict[str, list[Matrix]] = {}
         for matrix in dict.fromkeys(self._matrices[key] for each in self._passes for key in each.counts):
@@ -89,9 +89,9 @@ class Calibration:
         yield from found.values()
 
     def hessians(self, block: list[Matrix]) -> dict[str, Tensor]:
-        """The mean of x x^T over all inputs x of each weight of a block, by its name: (in, in) fp32.
+        """Return the mean of x x^T over all inputs x of each weight of a block, by name: (in, in) fp32.
 
-        A weight that sees no input has none.
+        Weights that see no input are left out.
         """
         leading = {self._leaders[id(module)] for matrix in block for module in matrix.modules}
         sums: dict[int, Tensor] = {}
@@ -125,13 +125,13 @@ class Calibration:
         return found
 
     def _trace(self, matrices: list[Matrix]) -> None:
-        """Put all batches through: the order in which each calls the layers, and which layers share their inputs."""
+        """Run all batches; record the order in which each calls the layers, and which layers share an input."""
         for batch in self._batches:
             calls: list[int] = []
-            inputs: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}  # by id, which is theirs while they live
+            inputs: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}  # by tensor id, unique while it lives
 
             def see(key: int, x: Tensor, calls: list[int] = calls, inputs: dict[int, Any] = inputs) -> None:
-                version = -1 - len(calls) if x.is_inference() else x._version  # a change in place raises it
+                version = -1 - len(calls) if x.is_inference() else x._version  # in-place changes raise it
                 seen, before, leader = inputs.get(id(x), (None, None, key))
                 if seen is None or seen() is not x or before != version:
                     leader = key
@@ -149,6 +149,7 @@ class Calibration:
         for matrix in matrices:
             for module in matrix.modules:
                 key, leader = id(module), self._leaders.get(id(module), id(module))
+                # Sharing one Hessian requires that both layers run at most once, and equally often, in every batch.
                 once = all(each.counts[key] == each.counts[leader] <= 1 for each in self._passes)
                 self._leaders[key] = leader if once else key
 
@@ -200,7 +201,7 @@ def _checked(batches: Iterable[Batch | Sequence[Tensor]]) -> list[Batch]:
 
 
 def _unwrapped(batch: Any) -> Any:
-    """The tensor of a batch that holds nothing else, as those of a `TensorDataset` do."""
+    """Return the tensor of a one-element batch, as a `TensorDataset` gives it; other batches unchanged."""
     is_alone = isinstance(batch, tuple | list) and len(batch) == 1 and isinstance(batch[0], Tensor)
     return batch[0] if is_alone else batch
 
@@ -215,7 +216,7 @@ def _put_through(model: nn.Module, batch: Batch, device: torch.device) -> None:
 
 
 def _block_of(model: nn.Module, name: str) -> str:
-    """The name of the block that a layer belongs to."""
+    """Return the name of the block that a layer belongs to."""
     parts = name.split(".")
     module = model
     for place, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""GPT-2's Conv1D, a linear layer whose weight is (in, out), in few bits."""
+"""Low-precision version of GPT-2's Conv1D, a linear layer whose weight is (in, out)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _RoundedByOutput(RoundedWeight):
 
 
 class QuantizedConv1D(_RoundedByOutput, Conv1D):  # type: ignore[misc,no-any-unimported,unused-ignore]
-    """`Conv1D` in few bits, made by `quantize_training`."""
+    """Low-precision `Conv1D`, made by `quantize_training`."""
 
     plain: ClassVar[type] = Conv1D
 
@@ -28,4 +28,4 @@ class QuantizedConv1D(_RoundedByOutput, Conv1D):  # type: ignore[misc,no-any-uni
 
 
 class RoundedConv1DSubclass(_RoundedByOutput, RoundedSubclass):
-    """A subclass of `Conv1D` in few bits."""
+    """Low-precision subclass of `Conv1D`."""

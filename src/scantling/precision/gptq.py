@@ -1,16 +1,19 @@
-"""GPTQ: round a weight column by column, and let the columns to come make up for the error.
+"""GPTQ: round a weight column by column, and let the remaining columns compensate for the error.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", arXiv 2210.17323,
-algorithm 1. With inputs x, the error of the outputs is tr(E H E^T), H = mean of x x^T, E what rounding does to the
-weight (out, in). With U the upper Cholesky factor of the inverse, H^-1 = U^T U, for each column i in turn:
+algorithm 1. With inputs x, the squared error of the outputs is tr(E H E^T), where H is the mean of x x^T and E is the
+rounding error of the weight (out, in). U is the upper Cholesky factor of the inverse, H^-1 = U^T U. For each column i
+in turn:
 
     q_i = round(w_i),    e_i = (w_i - q_i) / U_ii,    W[:, i+1:] -= e_i U[i, i+1:]
 
-in blocks of columns: within one at once, to the columns after it as one product. Changed from the paper: any format of
-`numerics.formats`; the factor is computed in fp64; inputs that were always 0 do not have their weights set to 0 but
-rounded to the nearest, since another text may have them.
+Columns are processed in blocks: each error updates the columns of its block at once, and the columns after the block
+as one product per block. Changes from the paper: any format of `numerics.formats` works; the factor is computed in
+fp64; weights of inputs that were always 0 are rounded to nearest instead of set to 0, since other text may activate
+these inputs.
 
-Cost: in^3 FLOPs for the factor and out in^2 for the updates; beside weight and codes, 8 in^2 bytes twice.
+Cost: in^3 FLOPs for the factor and out in^2 for the updates. Memory in addition to weight and codes: twice 8 in^2
+bytes.
 """
 
 from __future__ import annotations
@@ -33,25 +36,25 @@ def gptq(
     act_order: bool = False,
     block: int = BLOCK,
 ) -> Encoded:
-    """Quantise a weight for its inputs.
+    """Quantize a weight so that the outputs on its inputs change little.
 
-    Scales of channels and tensors are those of the weight as it is. Scales of groups are taken when their first column
-    comes, from weights that make up for the errors before; with `act_order`, and for `nvfp4`, whose scales belong
-    together, from the weight as it is.
+    Scales of channels and tensors come from the original weight. Scales of groups are computed when their first column
+    is reached, from weights that already compensate for earlier errors. With `act_order`, and for `nvfp4`, whose
+    scales depend on each other, they come from the original weight.
 
     Args:
         weight: (out, in).
         hessian: (in, in), mean of x x^T over the inputs x.
-        quantizer: rounding to the nearest.
-        damping: added to the diagonal of the Hessian, as a share of its mean.
-        act_order: go from the largest inputs to the smallest, in place of the first to the last.
-        block: columns that are updated at once; as many more as fill whole groups.
+        quantizer: quantizer that rounds to nearest.
+        damping: value added to the diagonal of the Hessian, as a share of the diagonal's mean.
+        act_order: True to process columns by decreasing input magnitude instead of from first to last.
+        block: columns per block; rounded down to whole groups, but at least one group.
 
     Returns:
-        Codes and scales as of `Quantizer.encode`.
+        Codes and scales as returned by `Quantizer.encode`.
 
     Raises:
-        UserError: a Hessian with NaN or Inf, or one that is singular for want of damping.
+        UserError: if the Hessian holds NaN or Inf, or is singular with this damping.
 
     Source: arXiv 2210.17323, algorithm 1; `act_order` from the authors' code.
     """
@@ -64,6 +67,7 @@ def gptq(
     size = quantizer.group_size if quantizer.granularity == "group" and quantizer.group_size else columns
     scales = start.scale.reshape(len(start.scale), -1).clone()  # (out or 1, groups)
     group_of = [i // size for i in (range(columns) if order is None else order.tolist())]
+    # Fresh scales need whole groups in column order, and scales that do not depend on other groups (nvfp4's do).
     fresh = quantizer.granularity == "group" and not act_order and quantizer.scales != "fp8"
     if fresh:
         block = size * max(1, block // size)
@@ -86,19 +90,20 @@ def gptq(
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of a damped Hessian, in fp64.
+    """Return the upper Cholesky factor of the inverse of a damped Hessian, in fp64.
 
     Args:
-        hessian: (n, n), symmetric and not negative; it is not changed.
-        damping: added to the diagonal, as a share of the mean of it.
+        hessian: (n, n), symmetric positive semidefinite; not modified.
+        damping: value added to the diagonal, as a share of the diagonal's mean.
 
     Raises:
-        UserError: NaN or Inf, or a matrix that is singular even so.
+        UserError: if the Hessian holds NaN or Inf, or is singular despite the damping.
     """
     damped = hessian.to(torch.float64, copy=True)
     diagonal = damped.diagonal()
     mean = diagonal.mean()
     diagonal.add_(damping * mean)
+    # damping=0 leaves 0 for inputs that were always 0; their off-diagonal entries are 0, so any positive value works.
     diagonal[diagonal == 0.0] = mean.where(mean > 0.0, 1.0)
     lower, failed = torch.linalg.cholesky_ex(damped)
     if bool(failed) or not bool(lower.isfinite().all()):
@@ -110,7 +115,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 
 
 def output_error(weight: Tensor, quantised: Tensor, hessian: Tensor) -> float:
-    """Error of the outputs, as a share of their root mean square: weights (out, in), Hessian (in, in)."""
+    """Return the RMS error of the outputs, relative to their RMS; weights (out, in), Hessian (in, in)."""
     wide = hessian.to(torch.promote_types(weight.dtype, torch.float32))
     weight, lost = weight.to(wide.dtype), quantised.to(wide.dtype) - weight.to(wide.dtype)
     made, whole = (((each @ wide) * each).sum(dtype=torch.float64).clamp(0.0) for each in (lost, weight))

@@ -1,14 +1,14 @@
-"""Layers that multiply in few bits, and keep their weights as they were.
+"""Layers that multiply in low precision and keep full-precision master weights.
 
-A layer changes its class in place, so that its name, parameters, hooks and ties stay:
+A layer changes its class in place, which preserves its name, parameters, hooks and tied weights:
 
     nn.Linear       QuantizedLinear        y = qa(x) qw(W)^T + b
     Conv1D          QuantizedConv1D        y = qa(x) qw(W) + b, see `conv1d.py`
-    nn.Embedding    QuantizedEmbedding     rows of qw(W), and their sums or means: QuantizedEmbeddingBag
-    a subclass      RoundedSubclass        its own forward pass, of qa(x) and qw(W)
+    nn.Embedding    QuantizedEmbedding     rows of qw(W); QuantizedEmbeddingBag: their sums or means
+    a subclass      RoundedSubclass        its own forward pass on qa(x) and qw(W)
 
-The backward pass multiplies by what the forward pass did, the gradient of the result times qw(W) and times qa(x)
-(straight-through); with a format of gradients, by the rounded gradient.
+The backward pass multiplies the output gradient by the rounded factors of the forward pass, qw(W) and qa(x)
+(straight-through). If a gradient format is set, the output gradient is rounded first.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from scantling.precision.quantizer import Quantizer
 
 @dataclass(frozen=True)
 class LayerFormats:
-    """What is quantised in a layer; None for nothing.
+    """Formats of one layer; None leaves a part unquantized.
 
     Attributes:
-        weights: with a scale for each output where the granularity is `channel`.
-        activations: what comes in, whose features are the channels.
-        gradients: of what goes out, before they are multiplied; its features are the channels.
-        multiply: products of integers or fp8 in place of simulated ones.
+        weights: format of the weight; granularity `channel` gives one scale per output.
+        activations: format of the input; its features are the channels.
+        gradients: format of the output gradient in the backward products; its features are the channels.
+        multiply: hardware int8 or fp8 products instead of simulated ones.
     """
 
     weights: Quantizer | None = None
@@ -47,13 +47,13 @@ class LayerFormats:
     multiply: Multiply | None = None
 
     def __str__(self) -> str:
-        """The formats in words, as they are printed with the model."""
+        """Return the formats as text, as printed with the model."""
         given = {name: getattr(self, name) for name in ("weights", "activations", "gradients")}
         given |= {"compute": None if self.multiply is None else self.multiply.name}
         return ", ".join(f"{name}={each}" for name, each in given.items() if each is not None)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """y = x W^T + bias in these formats: (..., in) by (out, in) to (..., out)."""
+        """Return y = x W^T + bias in these formats: (..., in) by (out, in) to (..., out)."""
         if self.multiply is not None and self.activations is not None and self.weights is not None:
             y = self.multiply(
                 x, weight.t(), activations=self.activations, weights=self.weights, gradients=self.gradients
@@ -67,10 +67,11 @@ class LayerFormats:
 
     @property
     def matmul(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """The product of the hardware, of (..., k) and a merged block (k, n) of cores; None where it is simulated.
+        """Hardware product of (..., k) and a merged block (k, n) of TT cores; None if products are simulated.
 
-        Cores, what comes in and the gradient of what goes out are rounded to their formats before: a block of several
-        cores, and what one product hands to the next, would lose more by these, and takes the widest numbers there are.
+        The cores, the layer's input and its output gradient have been rounded to the layer's formats before. Merged
+        blocks of several cores and intermediate results use the widest format of the hardware product, since the
+        layer's formats would lose more there.
         """
         if self.multiply is None:
             return None
@@ -79,21 +80,21 @@ class LayerFormats:
         return partial(self.multiply, activations=by_row, weights=self.multiply.by_column, gradients=gradients)
 
     def input(self, x: Tensor) -> Tensor:
-        """What a layer computes with in place of its input."""
+        """Round the input of a layer."""
         return x if self.activations is None else self.activations(x, axis=-1)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """What a layer computes with in place of its weight, (out, in)."""
+        """Round the weight of a layer, (out, in)."""
         return weight if self.weights is None else self.weights(weight, axis=0)
 
     def core(self, core: Tensor) -> Tensor:
-        """What a layer of cores computes with in place of a core (r, modes..., r'), as the matrix (r modes..., r')."""
+        """Round a core (r, modes..., r') of a TT layer, as the matrix (r modes..., r')."""
         if self.weights is None:
             return core
         return from_matrix(self.matrix(as_matrix(core, channels_last=True)), core.shape, channels_last=True)
 
     def output(self, y: Tensor) -> Tensor:
-        """A product, with a gradient that is rounded on its way back."""
+        """Return the output of a layer; its gradient is rounded in the backward pass."""
         if self.gradients is None or not y.requires_grad:
             return y
         return _RoundedGradient.apply(y, self.gradients)  # type: ignore[no-any-return,no-untyped-call]
@@ -101,18 +102,18 @@ class LayerFormats:
     def rows(
         self, table: Tensor, indices: Tensor, found: Tensor, padding_idx: int | None, scale_grad_by_freq: bool
     ) -> Tensor:
-        """Rows of a table that were looked up, quantised as the whole table would be.
+        """Return looked-up rows of a table, with the values they have when the whole table is quantized.
 
         Args:
             table: (num_embeddings, embedding_dim).
-            indices: of the rows.
-            found: the rows, (..., embedding_dim).
-            padding_idx: the row that does not learn.
-            scale_grad_by_freq: whether the gradient of a row is divided by how often it was looked up.
+            indices: indices of the rows.
+            found: the rows before rounding, (..., embedding_dim).
+            padding_idx: index of the row that receives no gradient.
+            scale_grad_by_freq: True to divide the gradient of a row by the number of its lookups.
         """
         if self.weights is None:
             return found
-        if self.weights.granularity == "tensor" or self.weights.scales == "fp8":  # a scale of all rows
+        if self.weights.granularity == "tensor" or self.weights.scales == "fp8":  # one scale spans all rows
             whole = self.matrix(table)
             return nn.functional.embedding(indices, whole, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
         by_row = self.weights if self.weights.granularity == "group" else self.weights.by("token")
@@ -120,11 +121,12 @@ class LayerFormats:
 
 
 class RoundedWeight:
-    """Mixin of quantized layers: a weight that is rounded wherever a model reads it.
+    """Mixin of quantized layers: `layer.weight` is rounded wherever a model reads it.
 
-    Some models compute with the weight of a layer that they never call: Mamba's `dt_proj`, `out_proj` of
-    `nn.MultiheadAttention`, fused kernels. In a forward pass of any module around the layer, or of its own class,
-    `layer.weight` is the rounded weight. Elsewhere it is the parameter, which optimizers and checkpoints hold.
+    Some models use the weight of a layer that they never call: Mamba's `dt_proj`, `out_proj` of
+    `nn.MultiheadAttention`, fused kernels. During a forward pass of the layer's own class or of any module that
+    contains it, `layer.weight` is the rounded weight. Outside of forward passes it is the parameter, which optimizers
+    and checkpoints hold.
     """
 
     formats: LayerFormats
@@ -135,28 +137,28 @@ class RoundedWeight:
         return self.rounded_weight() if _in_forward() else self.master_weight()
 
     @weight.setter
-    def weight(self, value: Tensor) -> None:  # of what is no parameter, such as the copy on a device of DataParallel
+    def weight(self, value: Tensor) -> None:  # for non-parameters, such as DataParallel's replicas
         vars(self)["weight"] = value
 
     def master_weight(self) -> Tensor:
-        """Return the weight as it is trained."""
+        """Return the weight that is trained, not rounded."""
         parameters: dict[str, Tensor] = self._parameters  # type: ignore[attr-defined]
         found = parameters.get("weight")
         return vars(self)["weight"] if found is None else found
 
     def rounded_weight(self) -> Tensor:
-        """Return what a layer computes with instead of its weight."""
+        """Return the rounded weight that the layer computes with."""
         return self.formats.matrix(self.master_weight())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.formats}"  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _made_again, (self.plain,), vars(self)  # no module holds the class of a subclass by its name
+        return _made_again, (self.plain,), vars(self)  # dynamically created classes cannot be pickled by name
 
 
 class QuantizedLinear(RoundedWeight, nn.Linear):
-    """`nn.Linear` in few bits, made by `quantize_training`."""
+    """Low-precision `nn.Linear`, made by `quantize_training`."""
 
     plain: ClassVar[type] = nn.Linear
 
@@ -165,7 +167,7 @@ class QuantizedLinear(RoundedWeight, nn.Linear):
 
 
 class QuantizedEmbedding(RoundedWeight, nn.Embedding):
-    """`nn.Embedding` in few bits, made by `quantize_training`; with one scale for all rows gradients are dense."""
+    """Low-precision `nn.Embedding`, made by `quantize_training`; if one scale spans all rows, gradients are dense."""
 
     plain: ClassVar[type] = nn.Embedding
 
@@ -178,7 +180,7 @@ class QuantizedEmbedding(RoundedWeight, nn.Embedding):
 
 
 class QuantizedEmbeddingBag(RoundedWeight, nn.EmbeddingBag):
-    """`nn.EmbeddingBag` in few bits, made by `quantize_training`; each pass rounds the whole table."""
+    """Low-precision `nn.EmbeddingBag`, made by `quantize_training`; each forward pass rounds the whole table."""
 
     plain: ClassVar[type] = nn.EmbeddingBag
 
@@ -202,9 +204,9 @@ class QuantizedEmbeddingBag(RoundedWeight, nn.EmbeddingBag):
 
 
 class RoundedSubclass(RoundedWeight):
-    """A subclass of a layer, with a forward pass of its own, in few bits: its input and its weight are rounded.
+    """Low-precision layer of a subclass with a custom forward pass: input and weight are rounded.
 
-    Products are simulated, since only the class knows what it multiplies.
+    Products are simulated, since only the subclass knows what it multiplies.
     """
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +221,7 @@ _CLASSES: dict[type, type] = {each.plain: each for each in (QuantizedLinear, Qua
 
 @cache
 def quantized_class(plain: type) -> type:
-    """Return the class that a layer of a class changes to.
+    """Return the quantized class that a layer of class `plain` changes to.
 
     Args:
         plain: `nn.Linear`, `nn.Embedding`, `nn.EmbeddingBag`, the Conv1D of transformers, or a subclass.
@@ -247,20 +249,20 @@ _forward = threading.local()
 
 
 def _active() -> weakref.WeakSet[Any]:
-    """Return the modules whose forward passes this thread is in."""
+    """Return the modules whose forward passes are running in this thread."""
     if not hasattr(_forward, "modules"):
         _forward.modules = weakref.WeakSet()
     return _forward.modules  # type: ignore[no-any-return]
 
 
 def _in_forward() -> bool:
-    """True in a forward pass of a module around a quantized layer, and wherever a model is compiled."""
+    """True during a forward pass of a module that contains a quantized layer, and while compiling."""
     return torch.compiler.is_compiling() or bool(_active())
 
 
 @contextmanager
 def in_forward(module: Any) -> Iterator[None]:
-    """Count as a forward pass of a module."""
+    """Treat the body of the `with` statement as a forward pass of a module."""
     enter_forward(module)
     try:
         yield
@@ -269,13 +271,13 @@ def in_forward(module: Any) -> Iterator[None]:
 
 
 def enter_forward(module: Any, *_: Any) -> None:
-    """Note, as a hook before a forward pass, that it begins."""
+    """Mark the start of a forward pass (a forward pre-hook)."""
     if not torch.compiler.is_compiling():
         _active().add(module)
 
 
 def leave_forward(module: Any, *_: Any) -> None:
-    """Note, as a hook after a forward pass, that it is over."""
+    """Mark the end of a forward pass (a forward hook)."""
     if not torch.compiler.is_compiling():
         _active().discard(module)
 
@@ -285,7 +287,7 @@ class _RoundedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(y: Tensor, quantizer: Quantizer) -> Tensor:
-        return y.clone()  # and no view, which nothing could be added to in place
+        return y.clone()  # a view would forbid in-place additions to the output
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

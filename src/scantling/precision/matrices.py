@@ -1,10 +1,10 @@
-"""The weights of a model as matrices whose rows are channels, whatever layer holds them.
+"""Weights of a model as matrices whose rows are channels, for every kind of layer.
 
 | layer                         | parameter             | row                          | columns          |
 | `nn.Linear`                   | (out, in)             | one output                   | inputs           |
 | Conv1D of transformers        | (in, out)             | one output                   | inputs           |
 | `nn.Embedding`                | (entries, dim)        | one entry                    | dim              |
-| layer of cores, each core     | (r, modes..., r')     | one index of the last bond   | r and the modes  |
+| TT layer, each core           | (r, modes..., r')     | one index of the last bond   | r and the modes  |
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Filter: TypeAlias = Callable[[str, nn.Module], bool]
 _WHOLE_SHARE = 0.1
-"""Of the numbers in matrices within a model: when more of them stay whole, something says so."""
+"""Largest share of a model's matrix parameters that may stay unquantized without a warning."""
 
 
 @dataclass(eq=False)
@@ -35,11 +35,11 @@ class Matrix:
     """One weight.
 
     Attributes:
-        name: of the parameter in the model.
+        name: name of the parameter in the model.
         parameter: the weight.
-        channels_last: whether its last dim is that of the channels, else its first.
-        modules: the layers that multiply their input by it; none where it is looked up or is a core.
-        names: of the parameter wherever it is, ties included.
+        channels_last: True if the last dim of the parameter is the channel dim, False if it is the first.
+        modules: layers that multiply their input by the weight; empty for embedding tables and TT cores.
+        names: all names of the parameter in the model, including tied ones.
     """
 
     name: str
@@ -49,41 +49,41 @@ class Matrix:
     names: list[str] = field(default_factory=list)
 
     def read(self) -> Tensor:
-        """(channels, columns), a view of the parameter where it can be one."""
+        """Return the weight as (channels, columns), as a view of the parameter if possible."""
         return as_matrix(self.parameter.detach(), self.channels_last)
 
     def write(self, values: Tensor) -> None:
-        """Put (channels, columns) into the parameter, in its dtype."""
+        """Copy (channels, columns) into the parameter, cast to its dtype."""
         with torch.no_grad():
             shaped = from_matrix(values, self.parameter.shape, self.channels_last)
             self.parameter.copy_(in_dtype(shaped, self.parameter.dtype))
 
 
 def as_matrix(tensor: Tensor, channels_last: bool) -> Tensor:
-    """(channels, columns) of a parameter."""
+    """Return a parameter as a (channels, columns) matrix."""
     return tensor.reshape(-1, tensor.shape[-1]).t() if channels_last else tensor.reshape(tensor.shape[0], -1)
 
 
 def from_matrix(matrix: Tensor, shape: torch.Size | tuple[int, ...], channels_last: bool) -> Tensor:
-    """A parameter of (channels, columns): the way back from `as_matrix`."""
+    """Return the parameter of a (channels, columns) matrix: the inverse of `as_matrix`."""
     return (matrix.t() if channels_last else matrix).reshape(shape)
 
 
 def check_module(model: Any, caller: str) -> None:
-    """Raise a UserError for what is no module."""
+    """Raise a UserError if `model` is not an `nn.Module`."""
     if not isinstance(model, nn.Module):
         raise UserError(f"{caller} takes a model, a torch.nn.Module; given {model!r}")
 
 
 def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Matrix]:
-    """The weights to quantise, each once, in the order of the model.
+    """Return the weights to quantize, each once, in the order of the model.
 
     Args:
         model: any module.
-        filter_fn: as of `find_layers`.
+        filter_fn: see `find_layers`.
 
     Raises:
-        UserError: none, or weights that are sharded, on the meta device, or hold NaN or Inf.
+        UserError: if there are none, or if weights are sharded, on the meta device, or hold NaN or Inf.
     """
     found: dict[int, Matrix] = {}
     for name, module in find_layers(model, filter_fn).items():
@@ -98,16 +98,17 @@ def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Mat
 
 
 def find_layers(model: nn.Module, filter_fn: Filter | None = None) -> dict[str, nn.Module]:
-    """Return the layers to quantize by name, for training, export and quantization after training alike.
+    """Return the layers to quantize by name. Training, export and post-training quantization share this choice.
 
-    These are `nn.Linear`, the Conv1D of transformers, embeddings, subclasses of all three, and TT layers. Left out are
-    layers whose weight is not a parameter of their own (`weight_norm` computes it), and parameters that no such layer
-    holds, such as `in_proj_weight` of `nn.MultiheadAttention`, an LSTM's, or stacked experts.
+    Included are `nn.Linear`, the Conv1D of transformers, embeddings, subclasses of all three, and TT layers. Excluded
+    are layers whose weight is not their own parameter (`weight_norm` computes it), and parameters that no such layer
+    holds, such as `in_proj_weight` of `nn.MultiheadAttention`, those of an LSTM, or stacked experts.
 
     Args:
         model: any module.
-        filter_fn: says of the name of a layer and the layer whether to take it. Default: all but embeddings within a
-            model, the layers that `get_output_embeddings()` names, and linear layers that share a weight with these.
+        filter_fn: function of a layer's name and the layer; True to take the layer. Default: all layers except
+            embeddings inside a model, the layers that `get_output_embeddings()` returns, and linear layers that share
+            a weight with these.
     """
     takes = _taker(model, filter_fn)
     layers = {name: module for name, module in model.named_modules() if _has_weights(module)}
@@ -120,19 +121,19 @@ def find_layers(model: nn.Module, filter_fn: Filter | None = None) -> dict[str, 
 
 
 def sharing_layers(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the further layers that hold a weight of the chosen ones, such as the embedding of a tied head."""
+    """Return further layers that hold a weight of the chosen ones, such as the embedding of a tied head."""
     taken = {id(module): module for module in chosen}
     weights = {id(weight) for module in taken.values() for _, weight, _ in _weights("", module)}
     return [module for module in model.modules() if id(module) not in taken and _holds(module, weights)]
 
 
 def warn_of_the_rest(model: nn.Module, taken: Iterable[Tensor], what: str) -> None:
-    """Log a warning where more than a little of what a model multiplies with is in no layer that can be quantised.
+    """Log a warning if more than 10 % of a model's matrix parameters are in layers that cannot be quantized.
 
     Args:
         model: any module.
-        taken: the weights that are quantised.
-        what: whoever says it.
+        taken: the weights that are quantized.
+        what: name of the caller, for the message.
     """
     chosen = {id(parameter): parameter.numel() for parameter in taken}
     left_alone = [*output_layers(model), *(module for module in model.modules() if is_table(module))]
@@ -147,10 +148,10 @@ def warn_of_the_rest(model: nn.Module, taken: Iterable[Tensor], what: str) -> No
 
 
 def _taker(model: nn.Module, filter_fn: Filter | None) -> Filter:
-    """The filter; without one all layers but tables within a model and those that `get_output_embeddings()` names.
+    """Return the filter. Default: all layers except tables inside a model and the output embeddings.
 
     Raises:
-        UserError: a filter that cannot be called.
+        UserError: if the filter is not callable.
     """
     if filter_fn is not None:
         if not callable(filter_fn):
@@ -161,14 +162,14 @@ def _taker(model: nn.Module, filter_fn: Filter | None) -> Filter:
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether a layer looks its rows up: an embedding, dense or of cores."""
+    """True if a layer looks up rows: an embedding, dense or TT."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) or (
         is_of_cores(module) and not hasattr(module, "in_features")
     )
 
 
 def is_of_cores(module: nn.Module) -> bool:
-    """Whether the weight of a layer is a chain of cores, as `sc.tensorize` makes it."""
+    """True for a TT layer, whose weight is a chain of cores made by `sc.tensorize`."""
     return isinstance(getattr(module, "cores", None), nn.ParameterList) and hasattr(module, "parameter_roles")
 
 
@@ -181,20 +182,20 @@ def _holds(module: nn.Module, weights: set[int]) -> bool:
 
 
 def _weights(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """(name, parameter, whether its last dim is that of the channels) of what a layer has to quantise."""
+    """Yield (name, parameter, channels_last) for each weight of a layer that can be quantized."""
     prefix = f"{name}." if name else ""
     if is_of_cores(module):
         for place, core in enumerate(module.get_submodule("cores").parameters()):
-            if core.numel():  # nothing is left of the cores of a layer whose ranks all went
+            if core.numel():  # empty after all ranks of a bond were removed
                 yield f"{prefix}cores.{place}", core, True
     elif made_from_conv1d(type(module)) or isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag):
-        weight = module._parameters.get("weight")  # none where `weight_norm` and the like compute it
+        weight = module._parameters.get("weight")  # missing if `weight_norm` or similar computes it
         if weight is not None and weight.is_floating_point() and not is_lazy(weight):
             yield f"{prefix}weight", weight, made_from_conv1d(type(module))
 
 
 def _note_uses(model: nn.Module, found: dict[int, Matrix]) -> None:
-    """Write down all names of each parameter, and the layers that multiply by it unless others look it up."""
+    """Record all names of each parameter and the layers that multiply by it; no layers if any layer looks it up."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in found:
             found[id(parameter)].names.append(name)

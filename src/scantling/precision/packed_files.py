@@ -1,15 +1,15 @@
-"""Models with quantised weights on disk: their codes, packed, and all else as transformers writes it.
+"""Models with quantized weights on disk: packed codes, and everything else as transformers writes it.
 
-`save_quantized` lets the model save itself, and then packs the weights whose codes are known: the file that
-transformers wrote becomes `quantized.safetensors`, and `quantized.json` says how to unpack it. What comes back is that
-file bit for bit, so that whatever transformers does with it (ties, names of its own, layers of cores) stays as it is.
-transformers itself does not read the folder: there is no `model.safetensors` in it. `scantling.load` does.
+`save_quantized` lets the model save itself, then packs the weights whose codes are known: the file that transformers
+wrote becomes `quantized.safetensors`, and `quantized.json` says how to unpack it. Unpacking restores the original file
+bit for bit, so everything that transformers does with it (tied weights, renamed keys, TT layers) keeps working.
+transformers cannot read the folder, since it has no `model.safetensors`; `scantling.load` can.
 
-For a packed weight NAME the file holds `NAME.patterns` (bytes) and `NAME.scale`: fp32 (fp64 for a model in fp64), or,
-where there are few different ones, as those of block formats, their numbers in one byte each and `NAME.scales`.
+For a packed weight NAME the file holds `NAME.patterns` (bytes) and `NAME.scale`: fp32 (fp64 for a model in fp64). If
+there are at most 256 distinct scales, as in block formats, `NAME.scale` holds one-byte indices into `NAME.scales`.
 
-`scantling.sha256` holds checksums of all files, which `scantling.load` compares. Folders are written aside, synced and
-renamed: a full disk or a kill leaves no folder of that name. Reading runs no code.
+`scantling.sha256` holds checksums of all files, which `scantling.load` compares. A folder is written under a temporary
+name, synced and renamed: a full disk or a killed process leaves no folder of the final name. Reading runs no code.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _FEW = 256
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes of weights on disk.
+    """Size of weights on disk.
 
     Attributes:
-        written: of what is there now, with what says how to unpack it.
-        plain: of the files that transformers wrote, before they were packed.
-        num_numbers: numbers in them.
+        written: bytes of the tensor file and of the index that says how to unpack it.
+        plain: bytes of the files that transformers wrote, before packing.
+        num_numbers: number of elements in these files.
     """
 
     written: int
@@ -64,22 +64,23 @@ def save_quantized(
 ) -> SavedBytes:
     """Write a model after `quantize_weights` with its weights packed; `scantling.load` reads it.
 
-    Needs room for the model as it is for a moment.
+    Temporarily needs disk space for the unpacked model.
 
     Args:
-        model: of transformers, with quantised weights.
-        folder: to write; it must not exist or be empty.
-        packed: whether weights take the bits of their format; else the folder is what `save_pretrained` writes, with
-            the quantised values in the dtype of the model, which transformers loads.
-        also: writes more files, such as a tokenizer, into the folder it is given; they have checksums, too.
+        model: model of transformers with quantized weights.
+        folder: folder to write; it must not exist or must be empty.
+        packed: True to store each weight in the bits of its format. False to write what `save_pretrained` writes: the
+            quantized values in the dtype of the model, which transformers can load.
+        also: function that writes more files, such as a tokenizer, into the folder it receives; they get checksums,
+            too.
 
     Returns:
-        What it takes on disk, and what it would have taken.
+        The sizes on disk, with and without packing.
 
     Raises:
-        UserError: no quantised weights or changed ones, a model without `save_pretrained`, or a folder that holds
-            something.
-        RunError: the folder cannot be written; nothing is left of it.
+        UserError: if the model has no quantized weights, if they were changed, if the model has no `save_pretrained`,
+            or if the folder is not empty.
+        RunError: if the folder cannot be written; nothing is left of it.
 
     Example:
         >>> sc.precision.save_quantized(model, "my-model-int4")  # doctest: +SKIP
@@ -101,7 +102,7 @@ def save_quantized(
 
 
 def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) -> SavedBytes:
-    """Put the one packed file in place of those that `save_pretrained` wrote."""
+    """Replace the files that `save_pretrained` wrote by one packed file."""
     known = _by_all_names(model, weights)
     tensors: dict[str, Tensor] = {}
     whole: dict[str, Tensor] = {}
@@ -113,7 +114,7 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
     def pack(name: str, tensor: Tensor, weight: QuantizedWeight) -> None:
         index[name] = _described(tensor, weight)
         parts = _packed(name, weight)
-        if id(weight) in done:  # a tie by both names, and safetensors takes no tensor twice
+        if id(weight) in done:  # tied under both names; safetensors rejects a shared tensor
             parts = {key: part.clone() for key, part in parts.items()}
         tensors.update(parts)
         done.add(id(weight))
@@ -126,10 +127,10 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
                     pack(name, tensor, weight)
                 else:
                     whole[name] = tensor
-    for weight in weights.values():  # transformers gives some models other names in files
+    for weight in weights.values():  # transformers renames some parameters in files
         if id(weight) not in done:
             alike = (name for name, tensor in whole.items() if _is_what_it_stands_for(tensor, weight))
-            if name := next(alike, None):  # of several that are equal each goes to a weight of its own
+            if name := next(alike, None):  # equal tensors each get their own weight
                 pack(name, whole.pop(name), weight)
     tensors.update(whole)
     if left := [name for name, weight in weights.items() if id(weight) not in done]:
@@ -146,7 +147,7 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
 
 
 def _plain_bytes(folder: Path) -> SavedBytes:
-    """Of what `save_pretrained` wrote."""
+    """Return the size of the files that `save_pretrained` wrote."""
     size = numbers = 0
     for path in folder.glob("*.safetensors"):
         size += path.stat().st_size
@@ -156,14 +157,14 @@ def _plain_bytes(folder: Path) -> SavedBytes:
 
 
 def _by_all_names(model: Any, weights: dict[str, QuantizedWeight]) -> dict[str, QuantizedWeight]:
-    """Quantised weights by every name that their parameters have."""
+    """Return the quantized weights by every name of their parameters, including tied names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     by_parameter = {id(parameters[name]): weight for name, weight in weights.items()}
     return {name: by_parameter[id(each)] for name, each in parameters.items() if id(each) in by_parameter}
 
 
 def _is_what_it_stands_for(tensor: Tensor, weight: QuantizedWeight) -> bool:
-    """Whether a tensor in the file is the parameter: transformers gives some other names or shapes there."""
+    """True if a tensor in the file holds this weight; transformers renames or reshapes some parameters in files."""
     rows, columns = weight.packed.shape
     if tensor.numel() != rows * columns or tensor.ndim < 2 or not tensor.is_floating_point():
         return False
@@ -190,7 +191,7 @@ def _described(tensor: Tensor, weight: QuantizedWeight) -> dict[str, Any]:
 
 
 def _packed(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors in place of a weight."""
+    """Return the tensors that replace a weight in the file."""
     scale = weight.packed.scale
     found = {f"{name}.patterns": weight.packed.patterns}
     different, numbers = scale.unique(return_inverse=True)  # type: ignore[no-untyped-call]
@@ -200,18 +201,18 @@ def _packed(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def is_quantized_folder(folder: str | Path) -> bool:
-    """True if `save_quantized` wrote this folder, which may be damaged."""
+    """True if `save_quantized` wrote this folder, even if it is damaged."""
     return any(os.path.lexists(Path(folder) / name) for name in (INDEX, TENSORS))
 
 
 def read_quantized(folder: str | Path) -> dict[str, Tensor]:
-    """The tensors that a model saved, unpacked, on the CPU.
+    """Return the unpacked tensors of a saved model, on the CPU.
 
     Args:
-        folder: that `save_quantized` wrote.
+        folder: folder that `save_quantized` wrote.
 
     Raises:
-        UserError: a folder that is damaged or of a newer version.
+        UserError: if the folder is damaged or of a newer format version.
     """
     folder = Path(folder)
     path = folder / INDEX

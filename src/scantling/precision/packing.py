@@ -1,8 +1,8 @@
-"""Quantised matrices in the bits that they take, and back without a change.
+"""Quantized matrices packed into the bits of their format, losslessly.
 
-A number is the bit pattern of its format, from 0 to 2^bits - 1: an integer with 2^(bits - 1) added, a float as its
-sign, exponent and mantissa. Patterns lie side by side (`numerics.bits`); what decodes them is a table of all values of
-the format and the scales, which are kept as they were computed.
+Each value is stored as the bit pattern of its format, from 0 to 2^bits - 1: an integer plus 2^(bits - 1), or a float
+as sign, exponent and mantissa. Patterns are packed without gaps (`numerics.bits`). Decoding uses a table of all values
+of the format, and the scales, which are stored unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scantling.precision.quantizer import Encoded, Quantizer
 
 
 def values_of(format: Format) -> Tensor:
-    """The value of each bit pattern, (2^bits) fp32; NaN for those that no number has."""
+    """Return the value of each bit pattern, (2^bits) fp32; NaN for unused patterns."""
     if isinstance(format, IntFormat):
         half = 2 ** (format.bits - 1)
         return torch.arange(-half, half).float()
@@ -28,7 +28,7 @@ def values_of(format: Format) -> Tensor:
 
 
 def to_patterns(values: Tensor, format: Format) -> Tensor:
-    """The bit pattern of each value: any shape of values of the format, to int32."""
+    """Return the bit pattern of each value: any shape of values of the format, to int32."""
     if isinstance(format, IntFormat):
         whole: Tensor = values.to(torch.int32) + 2 ** (format.bits - 1)
         return whole
@@ -38,7 +38,7 @@ def to_patterns(values: Tensor, format: Format) -> Tensor:
 
 
 def _magnitudes(format: Format) -> Tensor:
-    """The values from 0 on of a float, by the bits of exponent and mantissa."""
+    """Return the nonnegative values of a float format, ordered by exponent and mantissa bits."""
     assert not isinstance(format, IntFormat)
     whole, bias = 2**format.mantissa, 2 ** (format.exponent - 1) - 1
     pattern = torch.arange(2 ** (format.bits - 1), dtype=torch.float64)
@@ -50,14 +50,14 @@ def _magnitudes(format: Format) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix in few bits, on the CPU.
+    """Packed low-precision matrix, on the CPU.
 
     Attributes:
-        format: its name.
+        format: name of the format.
         shape: (rows, columns).
-        group_size: columns that share a scale; None where all of a row or of the matrix do.
+        group_size: columns that share a scale; None if a row or the matrix has one scale.
         patterns: (bytes) uint8.
-        scale: what the values are multiplied by, in the shape of `Encoded`.
+        scale: factors of the values, in the shape of `Encoded.scale`.
     """
 
     format: str
@@ -68,7 +68,7 @@ class PackedMatrix:
 
     @classmethod
     def of(cls, encoded: Encoded, quantizer: Quantizer) -> PackedMatrix:
-        """Pack what a quantizer made of a matrix."""
+        """Pack the output of a quantizer for a matrix."""
         rows, columns = encoded.shape
         codes = encoded.codes if encoded.codes.ndim == 2 else encoded.codes.flatten(-2)[:, :columns]
         patterns = pack(to_patterns(codes, quantizer.format).flatten(), quantizer.format.bits)
@@ -76,10 +76,10 @@ class PackedMatrix:
         return cls(quantizer.format.name, (rows, columns), group_size, patterns.cpu(), encoded.scale.cpu())
 
     def decode(self) -> Tensor:
-        """The numbers, (rows, columns) in the dtype of the scales.
+        """Return the dequantized matrix, (rows, columns) in the dtype of the scales.
 
         Raises:
-            UserError: parts that do not fit each other, as of a damaged file.
+            UserError: if the parts do not fit each other, as in a damaged file.
         """
         format = parse_format(self.format)
         rows, columns = self.shape
@@ -90,11 +90,11 @@ class PackedMatrix:
         patterns = unpack(self.patterns, rows * columns, format.bits).view(rows, columns)
         codes = values_of(format).to(self.scale.dtype)[patterns]
         if self.group_size is not None:
-            width = min(self.group_size, columns)  # a damaged file may say billions
+            width = min(self.group_size, columns)  # a damaged file may hold a huge group size
             codes = torch.nn.functional.pad(codes, (0, -columns % width)).view(rows, -1, width)
         return Encoded(codes, self.scale, torch.Size(self.shape)).decode()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of patterns and scales."""
+        """Size of patterns and scales in bytes."""
         return self.patterns.nbytes + self.scale.nbytes

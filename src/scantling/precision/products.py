@@ -1,21 +1,21 @@
-"""Products of matrices of few bits by the hardware's own instructions, in place of simulated ones.
+"""Low-precision matrix products with hardware int8 or fp8 instructions instead of simulated ones.
 
-Codes are multiplied as int8 (`torch._int_mm`) or as fp8 (`torch._scaled_mm`), and scaled after:
+Codes are multiplied as int8 (`torch._int_mm`) or as fp8 (`torch._scaled_mm`), and scaled afterwards:
 
-    y = (Cx Cw^T) * sx * sw^T,    x = Cx * sx (a scale for the tensor, or for each token),
-                                  W = Cw * sw (a scale for the tensor, or for each output)
+    y = (Cx Cw^T) * sx * sw^T,    x = Cx * sx (one scale per tensor or per token),
+                                  W = Cw * sw (one scale per tensor or per output)
 
-With a format of gradients the two products of the backward pass are of codes as well. What would stand within a sum,
-the scale of an output or of a token, is multiplied into the gradient before that is rounded, so that neither x nor W is
-rounded again:
+If a gradient format is given, the two products of the backward pass multiply codes as well. The scales of outputs and
+tokens would stand inside the sums of these products. They are multiplied into the gradient before it is rounded, so
+that neither x nor W is rounded again:
 
     dx = q(g * sw^T) Cw,    dW = q((g * sx)^T) Cx
 
-with a scale for each row of what is rounded, or one for all of it. Without one the backward pass multiplies by the
-numbers the codes stand for, in the dtype of the gradient.
+with one scale per row of the rounded matrix, or one for the whole matrix. Without a gradient format, the backward pass
+multiplies by the dequantized values, in the dtype of the gradient.
 
-On a GPU, int8 needs more than 16 rows and fp8 a compute capability of 8.9, both dims in multiples of 16: rows and
-columns of zeros are added.
+On a GPU, int8 needs more than 16 rows and fp8 a compute capability of 8.9; both need dims in multiples of 16. Rows and
+columns of zeros are added as padding.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Compute: TypeAlias = Literal["int8", "fp8"]
 
 
 class Multiply:
-    """A kind of product.
+    """Hardware matrix product of one format.
 
     Args:
         name: `int8` or `fp8`.
 
     Attributes:
-        by_row, by_column: of the formats that it multiplies the one that rounds the least, with a scale for each row
-            of the first factor or each column of the second.
+        by_row, by_column: quantizers to the most precise format of this product, with one scale per row of the first
+            factor or per column of the second.
 
     Raises:
-        UserError: another name.
+        UserError: if the name is neither.
     """
 
     def __init__(self, name: Compute) -> None:
@@ -55,14 +55,14 @@ class Multiply:
         self.by_row, self.by_column = Quantizer(widest, "token"), Quantizer(widest, "channel")
 
     def check(self, quantizer: Quantizer | None, what: str) -> None:
-        """See that numbers of this format can be multiplied.
+        """Raise unless the product supports this quantizer.
 
         Args:
-            quantizer: of them.
+            quantizer: quantizer of one factor.
             what: `weights`, `activations` or `gradients`.
 
         Raises:
-            UserError: they cannot.
+            UserError: if format or granularity are not supported, or the quantizer is missing.
         """
         if quantizer is None:
             raise UserError(f"compute={self.name!r} multiplies weights and activations: give a format for {what}")
@@ -77,10 +77,10 @@ class Multiply:
             )
 
     def check_pair(self, one: Quantizer, other: Quantizer) -> None:
-        """See that numbers of these formats can be multiplied with each other.
+        """Raise unless the product supports these two formats together.
 
         Raises:
-            UserError: they cannot: the hardware has no products of two fp8 numbers with 5 bits of exponent.
+            UserError: if both formats have 5 exponent bits, since the hardware cannot multiply two fp8_e5m2 matrices.
         """
         if self._dtype(one.format) == self._dtype(other.format) == torch.float8_e5m2:
             raise UserError(
@@ -91,13 +91,13 @@ class Multiply:
     def __call__(
         self, x: Tensor, matrix: Tensor, *, activations: Quantizer, weights: Quantizer, gradients: Quantizer | None
     ) -> Tensor:
-        """x matrix: (..., k) by (k, n) to (..., n), in the dtype of x, of autocast where that is on.
+        """Return x times matrix: (..., k) by (k, n) to (..., n), in the dtype of x or, under autocast, in its dtype.
 
         Args:
             x, matrix: floats.
-            activations: of x.
-            weights: of the matrix, whose columns are the channels.
-            gradients: of the result; None leaves them whole.
+            activations: quantizer of x.
+            weights: quantizer of the matrix, whose columns are the channels.
+            gradients: quantizer of the output gradient; None leaves it unrounded.
         """
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
@@ -107,14 +107,16 @@ class Multiply:
         return y.view(*x.shape[:-1], matrix.shape[1])  # type: ignore[no-any-return]
 
     def of_codes(self, a: Tensor, b: Tensor, formats: tuple[Format, Format]) -> Tensor:
-        """a b for codes (m, k) and (k, n): fp32 (m, n)."""
+        """Return the product of codes (m, k) and (k, n): fp32 (m, n)."""
         kinds = [self._dtype(each) for each in formats]
         if kinds[0] is None or kinds[1] is None:
             raise AssertionError(f"{formats} were checked")
         (rows, inner), columns = a.shape, b.shape[1]
         if a.is_cuda:
+            # Zeros change no product; GPU kernels need dims in multiples of 16, and int8 more than 16 rows.
             a = torch.nn.functional.pad(a, (0, -inner % 16, 0, max(-rows % 16, 32 - rows)))
             b = torch.nn.functional.pad(b, (0, -columns % 16, 0, -inner % 16))
+        # Both kernels take a row-major first and a column-major second factor.
         a, b = a.to(kinds[0]).contiguous(), b.t().to(kinds[1]).contiguous().t()
         if self.name == "int8":
             y = torch._int_mm(a, b).float()
@@ -124,7 +126,7 @@ class Multiply:
         return y[:rows, :columns]
 
     def _dtype(self, format: Format) -> torch.dtype | None:
-        """In which the codes are multiplied; None where it does not hold them."""
+        """Return the dtype in which codes of a format are multiplied; None if it cannot hold them."""
         if self.name == "int8":
             return torch.int8 if isinstance(format, IntFormat) and format.bits <= 8 else None
         if not isinstance(format, FloatFormat):
@@ -168,6 +170,8 @@ class _Product(torch.autograd.Function):
                 of_weight = grad.t() @ (codes_x.float() * scale_x).to(grad.dtype)
         else:
             if ctx.needs_input_grad[0]:
+                # The scales of the other factor's summed dim go into the gradient before rounding; see the module
+                # docstring.
                 one = gradients.encode(grad.float() * scale_weight.t())
                 of_x = multiply.of_codes(one.codes, codes_weight, (gradients.format, formats[1])) * one.scale
             if ctx.needs_input_grad[1]:
@@ -184,14 +188,14 @@ class _Product(torch.autograd.Function):
 
 
 def check_device(compute: str, device: torch.device) -> None:
-    """See that a device has the products of a format.
+    """Raise unless a device has hardware products of a format.
 
     Args:
-        compute: any; those of fp8 are not everywhere.
-        device: where the model is to be.
+        compute: name of the format; only fp8 products are missing on some GPUs.
+        device: device that the model will run on.
 
     Raises:
-        UserError: it has not.
+        UserError: if the device has no such products.
     """
     if compute == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(

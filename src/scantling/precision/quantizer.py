@@ -1,20 +1,20 @@
-"""Scale numbers to a format, round them, and scale them back.
+"""Quantizers: scale values to a format, round them, and scale them back.
 
     s = max|x| / largest,    q(x) = s * round(x / s)
 
-with one s for a whole tensor, for each channel, each token, or each group of neighbours (Kumar et al., "Scaling Laws
-for Precision", arXiv 2411.04330, section 2 and appendix D.1, which writes 1/s for s). Floats of 16 bits are dtypes of
-their own and not scaled, s = 1. `fake_quantize` returns numbers that a model can go on computing with;
-`Quantizer.encode` keeps the codes and the scales apart.
+with one s per tensor, channel, token, or group of neighbors (Kumar et al., "Scaling Laws for Precision", arXiv
+2411.04330, section 2 and appendix D.1, which writes 1/s for our s). 16-bit floats have their own dtypes and are not
+scaled, s = 1. `fake_quantize` returns dequantized values that a model can compute with; `Quantizer.encode` returns
+codes and scales separately.
 
-Block formats scale groups by scales that are themselves of few bits: `mx<format>` (OCP Microscaling: groups of 32,
-powers of 2 that take the exponent of the largest magnitude to that of the format) and `nvfp4` (groups of 16, scales of
-fp8_e4m3 under one fp32 scale for the tensor, or for each token).
+Block formats have low-precision group scales: `mx<format>` (OCP Microscaling: groups of 32; the scales are powers of 2
+that shift the exponent of the largest magnitude to the largest exponent of the format) and `nvfp4` (groups of 16;
+fp8_e4m3 scales under one fp32 scale for the tensor or for each token).
 
-The gradient of `fake_quantize` is that of the identity, at values that were clipped too (straight-through). NaN and Inf
-are not hidden: what shares a scale with them becomes NaN, in `nvfp4` what shares the fp32 scale.
+The gradient of `fake_quantize` is that of the identity, also for clipped values (straight-through). NaN and Inf are
+not hidden: all values that share a scale with them become NaN; in `nvfp4`, all values that share the fp32 scale.
 
-Cost: a few passes over the numbers; with `clip="mse"` a few for each of the 31 places it looks at.
+Cost: a few passes over the values; with `clip="mse"` a few passes for each of the 31 clipping points that it tries.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from scantling.numerics.words import Clip, Granularity, Rounding
 Scales: TypeAlias = Literal["fp32", "power2", "fp8", "fp8_token"]
 
 _RATIOS = tuple(0.8**power for power in range(25))
-"""Of the largest magnitude, from 1 to 0.005: where `clip="mse"` looks for the end of the format at first."""
+"""Shares of the largest magnitude, from 1 to 0.005, that `clip="mse"` tries first as clipping points."""
 _NEARER = tuple(0.8 ** (power / 4) for power in (-3, -2, -1, 1, 2, 3))
-"""Of the best of those: where it looks then."""
+"""Factors on the best first share, tried in a second, finer search."""
 MX_GROUP, NV_GROUP = 32, 16
 _BLOCK_FORMATS = ("mxfp4_e2m1", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8", "nvfp4")
 
 
 _PLAIN = {"granularity": "tensor", "group_size": None, "rounding": "nearest", "clip": "absmax"}
-"""Settings of `fake_quantize` that say nothing."""
+"""Default settings of `fake_quantize`."""
 
 
 class Encoded(NamedTuple):
-    """A quantised tensor.
+    """A quantized tensor.
 
     Attributes:
-        codes: values of the format, in the dtype they were computed in; (..., groups, group) where groups have scales.
-        scale: what they are multiplied by, broadcasts over codes.
-        shape: of the tensor.
+        codes: values of the format, in the dtype of the computation; (..., groups, group) if groups have scales.
+        scale: factors of the codes; broadcast over codes.
+        shape: shape of the original tensor.
     """
 
     codes: Tensor
@@ -60,7 +60,7 @@ class Encoded(NamedTuple):
     shape: torch.Size
 
     def decode(self) -> Tensor:
-        """The numbers that the codes stand for, in their shape."""
+        """Return the dequantized values in the original shape."""
         values = self.codes * self.scale
         if values.shape == self.shape:
             return values
@@ -69,22 +69,23 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How a tensor is quantised.
+    """Settings that say how to quantize a tensor.
 
     Args:
-        format: the grid of values.
-        granularity: what shares a scale: the `tensor`; a `channel`, all with one index of an axis; a `token`, all of
-            one vector along the last dim; a `group` of neighbours along the last dim, of which the last may be shorter.
-        group_size: of granularity `group`.
-        rounding: to the `nearest` value, or `stochastic`, by chance, so that the mean is kept; draws from the global
-            generator.
-        clip: the largest value of the format stands for the largest magnitude (`absmax`), or for the share of it,
-            down to 0.005, with the least mean squared error (`mse`).
-        scales: format of the scales. `fp8` are fp8_e4m3 under one fp32 scale for the tensor, `fp8_token` under one for
-            each token.
+        format: number format.
+        granularity: part of a tensor that shares a scale: the whole `tensor`; a `channel`, all values with one index
+            of an axis; a `token`, one vector along the last dim; a `group` of neighbors along the last dim, of which
+            the last may be shorter.
+        group_size: size of a group, for granularity `group` only.
+        rounding: `nearest` rounds to the nearest value. `stochastic` rounds up or down at random so that the mean is
+            preserved; it draws from the global generator.
+        clip: magnitude that is mapped to the largest value of the format: the largest magnitude (`absmax`), or the
+            share of it, down to 0.005, with the least mean squared error (`mse`).
+        scales: format of the scales. `fp8` means fp8_e4m3 scales under one fp32 scale for the tensor, `fp8_token`
+            under one fp32 scale for each token.
 
     Raises:
-        UserError: settings that do not go together.
+        UserError: if settings contradict each other.
     """
 
     format: Format
@@ -110,22 +111,22 @@ class Quantizer:
         if size is not None:
             if isinstance(size, bool) or not isinstance(size, SupportsIndex) or index(size) < 1:
                 raise UserError(f"group_size must be an integer from 1 on; given {size!r}")
-            object.__setattr__(self, "group_size", index(size))  # JSON takes no integers of NumPy
+            object.__setattr__(self, "group_size", index(size))  # JSON cannot write NumPy integers
         if self.scales != "fp32" and (self.granularity != "group" or self.clip != "absmax"):
             raise UserError(f"scales={self.scales!r} are of groups and of absmax; given {self}")
 
     @classmethod
     def of(cls, given: Quantizer | str | Mapping[str, Any], granularity: Granularity = "tensor") -> Quantizer:
-        """The quantizer that a user means.
+        """Return the quantizer for a user's specification.
 
         Args:
-            given: one; or the name of a format, a block format (`mxfp4_e2m1`, `nvfp4`) among them; or the arguments of
-                a quantizer with the format by name, such as {"format": "int8", "granularity": "token"}. With `nvfp4`,
-                granularity `tensor` or `token` says what shares the fp32 scale.
-            granularity: where none is given.
+            given: a quantizer; the name of a format or block format (`mxfp4_e2m1`, `nvfp4`); or the arguments of a
+                quantizer with the format by name, such as {"format": "int8", "granularity": "token"}. With `nvfp4`,
+                granularity `tensor` or `token` says which part shares the fp32 scale.
+            granularity: default granularity.
 
         Raises:
-            UserError: anything else.
+            UserError: if the specification is invalid.
         """
         if isinstance(given, Quantizer):
             return given
@@ -164,16 +165,16 @@ class Quantizer:
         return cls(parse_format(name), granularity)
 
     def by(self, granularity: Granularity) -> Quantizer:
-        """The same with scales shared by something else than a group."""
+        """Return a copy with another granularity than `group`, and fp32 scales."""
         return self.but(granularity=granularity, group_size=None, scales="fp32")
 
     def but(self, **settings: Any) -> Quantizer:
-        """The same with other settings; as `dataclasses.replace`, which `torch.compile` does not take."""
+        """Return a copy with other settings. `torch.compile` does not support `dataclasses.replace`."""
         return Quantizer(**{name: getattr(self, name) for name in type(self).__dataclass_fields__} | settings)
 
     @property
     def bits(self) -> float:
-        """Bits a number takes, with its share of the scale of its group."""
+        """Bits per value, including its share of the group's scale."""
         of_scale = 32 if self.scales == "fp32" else 8
         shared = of_scale / self.group_size if self.group_size else 0.0
         return self.format.bits + shared
@@ -192,14 +193,14 @@ class Quantizer:
         return ", ".join([f"{self.format.name} by {self.granularity}{group}", *more])
 
     def encode(self, x: Tensor, *, axis: int = 0) -> Encoded:
-        """Codes and scales of a tensor, computed in fp32, of fp64 tensors in fp64.
+        """Return codes and scales of a tensor, computed in fp32 (fp64 for fp64 tensors).
 
         Args:
             x: any shape and float dtype.
-            axis: whose indices are the channels of granularity `channel`.
+            axis: channel dim, for granularity `channel`.
 
         Raises:
-            UserError: an axis that x has not.
+            UserError: if x has no such axis.
         """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         blocks, shared = self._blocks(wide, axis)
@@ -209,11 +210,11 @@ class Quantizer:
         return Encoded(self.format.round(scaled, noise), scale, x.shape)
 
     def __call__(self, x: Tensor, *, axis: int = 0) -> Tensor:
-        """`fake_quantize` of a tensor."""
+        """Return the tensor after fake quantization."""
         return _FakeQuantize.apply(x, self, axis)  # type: ignore[no-any-return,no-untyped-call]
 
     def _blocks(self, x: Tensor, axis: int) -> tuple[Tensor, tuple[int, ...]]:
-        """x so that what shares a scale can be reduced over, and the dims to reduce."""
+        """Return x reshaped so that each scale is a reduction, and the dims to reduce."""
         if self.granularity == "tensor" or x.ndim == 0:
             return x, tuple(range(x.ndim))
         if self.granularity == "token":
@@ -243,7 +244,7 @@ class Quantizer:
         return _scale_of(largest, self.format)
 
     def _best_ratio(self, blocks: Tensor, largest: Tensor, shared: tuple[int, ...]) -> Tensor:
-        """For each scale the share of the largest magnitude with the least squared error, to the nearest value."""
+        """Return for each scale the share of the largest magnitude with the least squared error."""
         best, error = torch.ones_like(largest), torch.full_like(largest, torch.inf)
         for factors in (_RATIOS, _NEARER):
             begin = best
@@ -266,20 +267,20 @@ def fake_quantize(
     rounding: Rounding = "nearest",
     clip: Clip = "absmax",
 ) -> Tensor:
-    """Round a tensor to a format of few bits, and let gradients pass as if nothing had happened.
+    """Round a tensor to a low-precision format; gradients pass as if it had not been rounded.
 
     Args:
-        x: any shape and float dtype; what comes back has both.
+        x: any shape and float dtype; the result has the same.
         format: name of a format, such as `int4`, `fp8_e4m3`, `mxfp4_e2m1`, `nvfp4`; or a mapping or a `Quantizer`,
-            which bring all but the axis with them.
-        granularity: what shares a scale, see `Quantizer`.
-        axis: whose indices are the channels of granularity `channel`.
-        group_size: of granularity `group`.
+            which contain all other settings except the axis.
+        granularity: part of the tensor that shares a scale, see `Quantizer`.
+        axis: channel dim, for granularity `channel`.
+        group_size: size of a group, for granularity `group`.
         rounding: `nearest` or `stochastic`.
         clip: `absmax` or `mse`.
 
     Raises:
-        UserError: settings that do not exist or do not go together.
+        UserError: if a setting does not exist or settings contradict each other.
 
     Example:
         >>> fake_quantize(torch.tensor([0.1, -0.4, 0.7]), "int3")
@@ -301,14 +302,14 @@ def fake_quantize(
 
 
 def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded numbers in the dtype of those before; fp16's largest for the larger ones that `bf16` rounds it to."""
+    """Cast rounded values to a dtype; values that overflow fp16 (`bf16` values can) become fp16's largest."""
     if dtype == torch.float16:
         values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     return values.to(dtype)
 
 
 class _FakeQuantize(torch.autograd.Function):
-    """Rounded, with the derivatives of the identity."""
+    """Rounding with the derivative of the identity."""
 
     generate_vmap_rule = True
 
@@ -326,30 +327,32 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def _scale_of(largest: Tensor, format: Format) -> Tensor:
-    """What takes the largest magnitude to the largest value, a normal number; 1 for what is all 0."""
+    """Return the scale that maps the largest magnitude to the format's largest value; a normal number, 1 for all
+    zeros.
+    """
     scale = (largest / format.largest).clamp(min=torch.finfo(largest.dtype).tiny)
     return scale.where(largest != 0.0, 1.0)
 
 
 def _power_scale(largest: Tensor, format: Format) -> Tensor:
-    """2 to the exponent of the largest magnitude less that of the format (OCP Microscaling 1.0, section 6.3)."""
+    """Return the power-of-2 scale from the exponents of both largest values (OCP Microscaling 1.0, section 6.3)."""
     exponent = torch.frexp(largest).exponent - 1 - floor(log2(format.largest))
     scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))
     return scale.where(largest.isfinite(), largest).where(largest != 0.0, 1.0)
 
 
 def _two_level_scale(largest: Tensor, format: Format, *, by_token: bool) -> Tensor:
-    """Return fp8_e4m3 scales under the fp32 scale that takes the largest of them to 448.
+    """Return fp8_e4m3 scales times an fp32 scale that maps the largest fp8 scale to 448.
 
     Args:
         largest: largest magnitude of each group, (..., groups, 1).
-        format: of the values.
-        by_token: one fp32 scale for each vector of groups, else one for the tensor.
+        format: format of the values.
+        by_token: True for one fp32 scale per vector of groups, False for one per tensor.
     """
     of_scales = FloatFormat(4, 3)
     top = largest.amax(-2, keepdim=True) if by_token else largest.max()
     whole = (top / (format.largest * of_scales.largest)).clamp(min=torch.finfo(largest.dtype).tiny)
-    rounded = of_scales.round(largest / format.largest / whole).clamp(min=2.0**-9)  # the smallest of e4m3 above 0
+    rounded = of_scales.round(largest / format.largest / whole).clamp(min=2.0**-9)  # the smallest positive e4m3 value
     return (rounded * whole).where(largest != 0.0, 1.0)
 
 

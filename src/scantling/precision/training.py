@@ -1,21 +1,20 @@
-"""`quantize_training`: train a model whose weights, activations, keys and values are rounded to few bits.
+"""`quantize_training`: train a model with low-precision weights, activations, keys and values.
 
 Source: Kumar et al., "Scaling Laws for Precision", arXiv 2411.04330, section 2: the forward pass is rounded, weights
-with a scale for each output, activations with one for the tensor; gradients pass as if nothing had been rounded. We
-add formats other than integers, other granularities, the rounding of gradients, layers of cores, and products of the
-hardware.
+with one scale per output, activations with one scale per tensor; gradients pass as if nothing had been rounded. We add
+formats other than integers, other granularities, gradient rounding, TT layers, and hardware int8 and fp8 products.
 
-By default we differ from the paper in one point: activations, keys, values and queries have a scale for each token, not
-one for the tensor. With one scale for the tensor, the logits of a token depend on later tokens and on the other
-sequences of the batch, so that a causal model is not causal, and generation with a cache differs from one without.
+Our default differs from the paper in one point: activations, keys, values and queries have one scale per token, not
+one per tensor. With one scale per tensor, the logits of a token depend on later tokens and on the other sequences of
+the batch. A causal model is then not causal, and generation with a cache differs from generation without one.
 Granularity `tensor` gives the paper's setting.
 
-A layer of cores (`scantling.tensorize`) rounds its cores, each with a scale for every index of its last bond, and its
-input; the products in between are not rounded. With products of the hardware it rounds them, too, and merged blocks of
-cores, to int8 or fp8_e4m3 by row and column, which is what these multiply.
+A TT layer (`scantling.tensorize`) rounds its cores, with one scale for every index of the last bond, and its input.
+Intermediate products are not rounded. Hardware products also round the intermediate results and merged blocks of
+cores, to int8 or fp8_e4m3 by row and column, since these products only multiply such codes.
 
-Cost: nothing is stored in few bits while the model trains, and rounding takes passes over weights and activations. The
-autograd graph holds the rounded weights and activations beside the master weights.
+Cost: training stores nothing in low precision, and rounding takes passes over weights and activations. The autograd
+graph holds the rounded weights and activations in addition to the master weights.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _FAST_PATHS: dict[type, tuple[str, Any]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
-"""Modules of torch that may pass over their submodules: what says so, and the value with which they do not."""
+"""PyTorch modules that may bypass their submodules: the attribute that controls it, and the value that forbids it."""
 
 
 def quantize_training(
@@ -76,33 +75,34 @@ def quantize_training(
     compute: Compute | None = None,
     filter_fn: Filter | None = None,
 ) -> nn.Module:
-    """Round what a model computes with to few bits while it trains, in place.
+    """Round what a model computes with to low precision while it trains, in place.
 
-    Layers that are quantized are `nn.Linear`, the Conv1D of transformers, their subclasses, and TT layers; the output
-    layer that `get_output_embeddings()` names and embeddings within a model are left alone, unless `filter_fn` takes
-    them. A weight is rounded wherever the model reads it, also if the layer that holds it is never called; the input
-    of such a product is not rounded. Parameters, their names, ties and hooks stay as they are, so that optimizers and
-    checkpoints know nothing of it: they hold the weights that are not rounded.
+    Quantized layers are `nn.Linear`, the Conv1D of transformers, their subclasses, and TT layers. The output layer
+    that `get_output_embeddings()` returns and embeddings inside a model are left unquantized, unless `filter_fn` takes
+    them. A weight is rounded wherever the model reads it, even if the layer that holds it is never called; the input
+    of such a product is not rounded. Parameters keep their names, ties and hooks, so that optimizers and checkpoints
+    are unaffected: they hold the unrounded weights.
 
     Args:
-        model: any module; of transformers for `kv_cache` and `queries`.
+        model: any module; for `kv_cache` and `queries`, a model of transformers.
         weights: a format by name (`int8`, `fp8_e4m3`, `mxfp4_e2m1`, ...), a mapping such as {"format": "int4",
-            "group_size": 64}, or a `Quantizer`; by name with a scale for each output.
-        activations: of the inputs of layers; by name with a scale for each token.
-        kv_cache: of keys and values within the attention; by name with a scale for each token and head.
-        queries: of queries there; the same.
-        gradients: of the results of layers, in both products of the backward pass; by name with a scale for each
-            token, with `compute` one for each row of what is multiplied.
-        compute: None simulates the formats; `int8` and `fp8` multiply such numbers by the hardware's own instructions.
-            Formats of weights and activations are needed then.
-        filter_fn: says of the name of a layer and the layer whether to quantize it.
+            "group_size": 64}, or a `Quantizer`. A format by name has one scale per output.
+        activations: format of the inputs of layers; by name with one scale per token.
+        kv_cache: format of keys and values in the attention; by name with one scale per token and head.
+        queries: format of queries in the attention; by name with one scale per token and head.
+        gradients: format of the output gradients of layers, in both products of the backward pass. By name with one
+            scale per token; with `compute`, one per row of each factor.
+        compute: None simulates the formats. `int8` and `fp8` use hardware products, and need formats of weights and
+            activations.
+        filter_fn: function of a layer's name and the layer; True to quantize the layer.
 
     Returns:
         The model.
 
     Raises:
-        UserError: nothing to quantize, formats that do not exist, do not go together or that the hardware lacks, or a
-            model that is quantized already. In forward passes later, an attention that would round nothing.
+        UserError: if there is nothing to quantize, a format does not exist, formats contradict each other or are not
+            supported by the hardware, or the model is already quantized. Later forward passes raise it if an
+            unsupported attention has been set, which would round nothing.
 
     Source: Kumar et al., arXiv 2411.04330, sections 2 and 4.
 
@@ -132,7 +132,7 @@ def quantize_training(
     chosen = _chosen(model, filter_fn, with_embeddings=formats.weights is not None) if of_layers else {}
     if of_layers and not chosen:
         raise UserError(_nothing(model, filter_fn))
-    if not any(parameter.is_meta for parameter in model.parameters()):  # a plan computes nothing
+    if not any(parameter.is_meta for parameter in model.parameters()):  # skip for planning on the meta device
         _warn_of_mixed_tokens(
             {"activations": formats.activations, "kv_cache": of_attention[0], "queries": of_attention[1]}
         )
@@ -157,18 +157,18 @@ def quantize_training(
 
 
 def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
-    """Give a model back the layers and the attention it had before `quantize_training`, in place.
+    """Restore the layers and the attention that a model had before `quantize_training`, in place.
 
     Args:
         model: quantized or not.
-        weights: `master` leaves the parameters as they are; `rounded` writes into them what the model computed with
-            (of cores, before products of the hardware rounded the merged blocks).
+        weights: `master` leaves the parameters unchanged. `rounded` writes the rounded weights into them (for TT
+            layers the rounded cores, before hardware products round merged blocks).
 
     Returns:
         The model.
 
     Raises:
-        UserError: another word for the weights.
+        UserError: if `weights` is neither.
     """
     check_module(model, "restore")
     if weights not in get_args(Weights):
@@ -196,13 +196,13 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
     layer: Any = module
     if is_of_cores(module):
         rounded = list(zip(layer.cores, layer.gated(), strict=True))
-        if layer.controls is not None:  # they are in the cores now
+        if layer.controls is not None:  # the rounded cores include the gates
             lives = zip(layer.controls, layer.live(), strict=True)
             rounded += [(control, torch.where(live, 1.0, control)) for control, live in lives]
     else:
         rounded = [(layer.master_weight(), layer.rounded_weight())]
     for parameter, value in rounded:
-        if id(parameter) not in done:  # a head that is tied to its embedding
+        if id(parameter) not in done:  # tied weights are written once
             done.add(id(parameter))
             parameter.copy_(value)
 
@@ -212,12 +212,12 @@ def _quantize(module: nn.Module, formats: LayerFormats) -> None:
         kind: type = type(module)
         module.__class__ = quantized_class(kind)
     elif is_table(module):
-        formats = replace(formats, multiply=None)  # rows are looked up
+        formats = replace(formats, multiply=None)  # row lookups multiply nothing
     module.formats = formats  # type: ignore[assignment]
 
 
 def _chosen(model: nn.Module, filter_fn: Filter | None, *, with_embeddings: bool) -> dict[str, nn.Module]:
-    """The layers to quantize, by name; embeddings have nothing but weights to quantize."""
+    """Return the layers to quantize by name; embeddings only if weights are quantized."""
     found = find_layers(model, filter_fn)
     if with_embeddings:
         return found
@@ -225,7 +225,7 @@ def _chosen(model: nn.Module, filter_fn: Filter | None, *, with_embeddings: bool
 
 
 def _watch_forwards(model: nn.Module, *, on: bool = True) -> None:
-    """Note the forward passes of the modules around quantized layers, in which weights are read rounded."""
+    """Add or remove hooks that mark forward passes of modules around quantized layers, which read rounded weights."""
     for module in model.modules():
         if not on:
             leave_forward(module)
@@ -246,7 +246,7 @@ def _is_around_rounded_weights(module: nn.Module) -> bool:
 def _check_products(model: nn.Module, formats: LayerFormats, multiply: Multiply) -> None:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     check_device(multiply.name, device)
-    if not torch.cuda.is_available():  # else the model may be moved
+    if not torch.cuda.is_available():  # with a GPU, the model may still be moved there
         warn_of_slow_products(multiply.name, device, f"leave out compute: {multiply.name} to simulate them")
     multiply.check(formats.weights, "weights")
     multiply.check(formats.activations, "activations")
@@ -273,7 +273,7 @@ def _is_quantized_layer(module: nn.Module) -> bool:
 
 
 def _plain_class(kind: type) -> type:
-    """The class of a layer before it was quantized, sharded (`fully_shard`) where it is now."""
+    """Return the class of a layer before quantization; a class sharded since (`fully_shard`) stays sharded."""
     if "plain" in vars(kind):
         return vars(kind)["plain"]  # type: ignore[no-any-return]
     bases = tuple(_plain_class(base) if issubclass(base, nn.Module) else base for base in kind.__bases__)
@@ -282,9 +282,9 @@ def _plain_class(kind: type) -> type:
 
 
 def _set_fast_path(module: nn.Module, *, on: bool) -> None:
-    """Whether torch may compute layers in one go, without their submodules: it would take the weights as they are.
+    """Allow or forbid PyTorch's fused path, which bypasses submodules and would use the unrounded weights.
 
-    Encoders of them pack what is padded into nested tensors for it, which nothing else takes.
+    For this path, `nn.TransformerEncoder` packs padded inputs into nested tensors, which other code cannot handle.
     """
     known: dict[str, Any] = vars(module)
     name, off = next(way for kind, way in _FAST_PATHS.items() if isinstance(module, kind))

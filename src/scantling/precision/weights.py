@@ -1,14 +1,14 @@
-"""`quantize_weights`: the weights of a trained model in few bits.
+"""`quantize_weights`: low-precision weights for a trained model.
 
-The model goes on computing in its own dtype, with parameters that hold what the codes stand for. The codes are kept
-beside them, packed and on the CPU, so that `save_quantized` writes those and not the numbers.
+The model keeps computing in its own dtype; its parameters hold the dequantized values. The codes are kept as well,
+packed and on the CPU, so that `save_quantized` writes codes instead of dequantized values.
 
-In a model of `quantize_training` the master weights are quantised, and their layers round them no more, so that they
-compute with what was found here; activations, keys and values are rounded as they were.
+In a model of `quantize_training`, the master weights are quantized and their layers stop rounding them, so that the
+layers compute with the values found here. Activations, keys and values are still rounded.
 
-Layers of cores are quantised core by core, to the nearest whatever the method: GPTQ rests on outputs that are linear in
-each column apart, which those of a chain of cores are not. Tables that are looked up are rounded to the nearest, too,
-since a row is read alone.
+TT layers are quantized core by core, always rounding to nearest: GPTQ assumes that outputs are linear in each column
+separately, which does not hold for a chain of cores. Embedding tables are rounded to nearest, too, since each row is
+read separately.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class QuantizedWeight:
     """One weight of a model after `quantize_weights`.
 
     Attributes:
-        packed: its codes and scales.
-        channels_last: whether the last dim of the parameter is that of the rows of `packed`.
-        quantizer: how it was quantised, in words.
+        packed: codes and scales.
+        channels_last: True if the last dim of the parameter is the row dim of `packed`.
+        quantizer: description of the quantizer.
         method: rtn or gptq.
-        weight_error: Frobenius norm of what was lost, as a share of that of the weight.
-        output_error: of the layer's outputs on the calibration data, root mean square as a share of theirs; None where
-            there was none, or the weight does not multiply.
+        weight_error: Frobenius norm of the weight's error, relative to that of the weight.
+        output_error: RMS error of the layer's outputs on the calibration data, relative to their RMS; None without
+            calibration data, or if no layer multiplies by the weight.
     """
 
     packed: PackedMatrix
@@ -66,7 +66,7 @@ class QuantizedWeight:
     output_error: float | None = None
 
     def values(self, like: Tensor) -> Tensor:
-        """What the parameter holds, in the shape and dtype of `like`, on the CPU."""
+        """Return the quantized parameter, in the shape and dtype of `like`, on the CPU."""
         return in_dtype(from_matrix(self.packed.decode(), like.shape, self.channels_last), like.dtype)
 
 
@@ -81,34 +81,34 @@ def quantize_weights(
     damping: float = 0.01,
     act_order: bool = False,
 ) -> nn.Module:
-    """Quantise the weights of a trained model, in place.
+    """Quantize the weights of a trained model, in place.
 
-    Linear layers (`nn.Linear`, the Conv1D of GPT-2) and layers of cores are quantised, the output layer that
-    `get_output_embeddings()` names and embeddings are not, unless `filter_fn` takes them. A second call may give other
-    layers another format.
+    Linear layers (`nn.Linear`, the Conv1D of GPT-2) and TT layers are quantized. The output layer that
+    `get_output_embeddings()` returns and embeddings are not, unless `filter_fn` takes them. A second call can quantize
+    other layers to another format.
 
     Args:
         model: any module, of transformers or not; on any device.
-        format: of the weights, by name (`int4`, `fp6_e3m2`, `mxfp4_e2m1`), with a scale for each output; a mapping such
-            as {"format": "int4", "group_size": 64}; or a `Quantizer`.
-        method: `rtn` rounds to the nearest. `gptq` rounds so that the outputs on the calibration data change least.
-        calibration: batches of what the model will read: mappings of its arguments, tensors of token ids (alone in a
-            tuple or list, too), or functions that put one through the model. A few hundred sequences are usual. GPTQ
-            needs it; with `rtn` it only measures the errors of outputs. All positions count, those of padding too.
-            Weights whose layers see none of it are rounded to the nearest; a warning names them.
-        filter_fn: says of the name of a layer and the layer whether to quantise it.
-        damping: of GPTQ, added to the diagonal of the Hessian as a share of its mean.
-        act_order: of GPTQ, go from the columns of the largest inputs to those of the smallest.
+        format: format of the weights by name (`int4`, `fp6_e3m2`, `mxfp4_e2m1`), with one scale per output; a mapping
+            such as {"format": "int4", "group_size": 64}; or a `Quantizer`.
+        method: `rtn` rounds to nearest. `gptq` minimizes the change of the outputs on the calibration data.
+        calibration: batches of typical input: mappings of the model's arguments, tensors of token ids (also alone in a
+            tuple or list), or functions that run the model on a batch. A few hundred sequences are usual. GPTQ needs
+            them; with `rtn` they only measure output errors. All positions count, padding included. Weights of layers
+            that see no input are rounded to nearest; a warning names them.
+        filter_fn: function of a layer's name and the layer; True to quantize the layer.
+        damping: GPTQ: value added to the diagonal of the Hessian, as a share of the diagonal's mean.
+        act_order: GPTQ: True to process columns by decreasing input magnitude.
 
     Returns:
-        The model. `scantling.precision.quantized_weights` tells its errors layer by layer.
+        The model. `scantling.precision.quantized_weights` returns the errors of each layer.
 
     Raises:
-        UserError: settings that do not exist or go together, no layer to quantise, weights with NaN, or calibration
-            without batches or that calls none of the layers. What fails in the middle of the work says in a note how
-            many weights hold few bits by then.
+        UserError: if a setting does not exist, settings contradict each other, there is no layer to quantize, weights
+            hold NaN, or the calibration has no batches or calls none of the layers. An error during quantization gets
+            a note with the number of weights already quantized.
 
-    Source: arXiv 2210.17323 for GPTQ; see `scantling.precision.gptq` for its cost, `calibration` for that of passes.
+    Source: arXiv 2210.17323 for GPTQ. For the costs see `scantling.precision.gptq` and `calibration`.
 
     Example:
         >>> model = sc.quantize_weights(model, "int4", method="gptq", calibration=batches)
@@ -135,7 +135,7 @@ def quantize_weights(
         matrix.write(packed.decode())
         lost = torch.linalg.vector_norm(matrix.read() - before, dtype=torch.float64)
         norm = torch.linalg.vector_norm(before, dtype=torch.float64)
-        for name in names[id(matrix.parameter)]:  # one that is tied may have been quantised by another name
+        for name in names[id(matrix.parameter)]:  # a tied weight may have been quantized by another name
             kept.pop(name, None)
         kept[matrix.name] = QuantizedWeight(
             packed,
@@ -176,7 +176,7 @@ def quantize_weights(
 
 
 def _warn_of_calibration(calibrated: Calibration, matrices: list[Matrix], unseen: list[str]) -> None:
-    """Log one line for the weights that no calibration input reached, and one for those that few reached."""
+    """Log one line for weights that no calibration input reached, and one for weights with fewer tokens than inputs."""
     if unseen:
         logger.warning(
             "%d of %d weights are rounded to the nearest, since the calibration calls no layer that holds them: %s",
@@ -196,13 +196,13 @@ def _warn_of_calibration(calibrated: Calibration, matrices: list[Matrix], unseen
 
 
 def _first(names: list[str]) -> str:
-    """Return the first names of many in words."""
+    """Return the first three names and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextmanager
 def _telling_what_is_done(kept: Mapping[str, QuantizedWeight]) -> Iterator[None]:
-    """Add to an error that some weights hold few bits already: to keep them all twice would take twice the memory."""
+    """Add to an error how many weights are already quantized; undoing them would need a second copy of all weights."""
     before = dict(kept)
     try:
         yield
@@ -214,10 +214,10 @@ def _telling_what_is_done(kept: Mapping[str, QuantizedWeight]) -> Iterator[None]
 
 
 def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """The weights of a model that `quantize_weights` quantised, by the name of the parameter.
+    """Return the weights of a model that `quantize_weights` quantized, by parameter name.
 
     Raises:
-        UserError: one that holds something else by now.
+        UserError: if a weight has changed since or is missing.
     """
     kept: dict[str, QuantizedWeight] = vars(model).get(_ATTRIBUTE, {})
     for name, what in _not_any_more(model, kept):
@@ -226,7 +226,7 @@ def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 
 def _not_any_more(model: nn.Module, kept: Mapping[str, QuantizedWeight]) -> Iterator[tuple[str, str]]:
-    """The names of weights that were quantised and hold something else by now, and what happened to them."""
+    """Yield the names of quantized weights that have changed or are missing, and what happened to them."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in kept.items():
         parameter = parameters.get(name)
@@ -239,7 +239,7 @@ def _not_any_more(model: nn.Module, kept: Mapping[str, QuantizedWeight]) -> Iter
 
 
 def _stop_rounding(model: nn.Module, matrices: list[Matrix]) -> None:
-    """Let layers of `quantize_training` take these weights as they are."""
+    """Stop layers of `quantize_training` from rounding these weights."""
     taken = {id(matrix.parameter) for matrix in matrices}
     for module in model.modules():
         formats = getattr(module, "formats", None)
@@ -248,10 +248,10 @@ def _stop_rounding(model: nn.Module, matrices: list[Matrix]) -> None:
 
 
 def check_method(method: str) -> Method:
-    """The method of this name.
+    """Return the method of this name.
 
     Raises:
-        UserError: there is none.
+        UserError: if there is no such method.
     """
     if method not in get_args(Method):
         raise UserError(hinted(f"method must be rtn or gptq; given {method!r}", method, get_args(Method)))

@@ -1,1 +1,1 @@
-"""Grids of recipes: what a sweep says, how it is run, and the table of its runs."""
+"""Sweeps: grids of recipes, their schema, runner and result table."""

@@ -1,8 +1,8 @@
-"""What is evaluated after a run has come to its end, each in further columns of the sweep's table.
+"""Evaluations of finished runs; each adds columns to the sweep's table.
 
-`python -m scantling.sweeping.after RUN SETTINGS` does so in a process of its own, and leaves `after.json` in the folder
-of the run: for each evaluation what it was given and its figures. A further evaluation is an entry in `EVALUATIONS` and
-a key of the section `after`.
+`python -m scantling.sweeping.after RUN SETTINGS` runs them in a separate process and writes `after.json` to the run's
+folder: the settings and metrics of each evaluation. To add an evaluation, add an entry to `EVALUATIONS` and a key to
+the section `after`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation; what the sweep's key holds is given to each function.
+    """One evaluation; each function gets the value of its key in the sweep.
 
     Attributes:
-        columns: the names of its figures.
-        check: raises a UserError where it cannot be done, before any run.
-        evaluate: its figures, of the run in a folder.
-        reads: whether what is checked is files, which may not be here yet.
+        columns: returns the names of its metrics.
+        check: raises a UserError before any run if the evaluation is impossible.
+        evaluate: returns the metrics of the run in a folder.
+        reads: True if `check` reads files, which may not exist yet.
     """
 
     columns: Callable[[Any], list[str]]
@@ -59,7 +59,7 @@ def _evaluate_pairs(run_dir: Path, given: Any) -> Figures:
 
 
 def _ways(given: Any) -> list[tuple[str, Any]]:
-    """Formats with their methods: `int3.gptq`, or the method of all."""
+    """Return formats with their methods: `int3.gptq` names its own; others use the method of the section."""
     parts = [name.partition(".") for name in given["formats"]]
     return [(name, method or given["method"]) for name, _, method in parts]
 
@@ -93,24 +93,24 @@ EVALUATIONS = {
 
 
 def given_settings(after: After) -> dict[str, Any]:
-    """The evaluations that a sweep asks for, by name."""
+    """Return the evaluations that a sweep requests, by name."""
     return after.model_dump(mode="json", exclude_none=True)
 
 
 def columns(settings: Mapping[str, Any]) -> list[str]:
-    """The columns of all of these evaluations."""
+    """Return the columns of all of these evaluations."""
     return [column for name, given in settings.items() for column in EVALUATIONS[name].columns(given)]
 
 
 def known_figures(run_dir: Path, settings: Mapping[str, Any]) -> Figures:
-    """The figures that the folder of a run holds already, of evaluations that were given the same."""
+    """Return the metrics already stored in a run's folder, of evaluations with the same settings."""
     stored = _stored(run_dir)
     known = (stored[name]["figures"] for name in settings if _is_done(stored, name, settings[name]))
     return {column: value for figures in known for column, value in figures.items()}
 
 
 def missing(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The evaluations that are still to be done."""
+    """Return the evaluations that are still missing."""
     stored = _stored(run_dir)
     return {name: given for name, given in settings.items() if not _is_done(stored, name, given)}
 
@@ -130,14 +130,14 @@ def _stored(run_dir: Path) -> dict[str, Any]:
 
 
 def _is_whole(done: Any) -> bool:
-    """True if a stored evaluation has its settings and figures; a damaged one is done again."""
+    """True if a stored evaluation has its settings and metrics; a damaged one is repeated."""
     if not isinstance(done, dict) or "given" not in done or not isinstance(done.get("figures"), dict):
         return False
     return all(number(value) is not None for value in done["figures"].values())
 
 
 def main(run_dir: str, settings: str) -> int:
-    """Do the evaluations that are missing, each recorded when it is done."""
+    """Run the missing evaluations and store each as soon as it is done."""
     folder = RunDir(Path(run_dir))
     try:
         folder.lock()

@@ -1,4 +1,4 @@
-"""From a sweep to its runs: every combination as a checked recipe, or a list of all that is wrong with them."""
+"""Expand a sweep into runs: a checked recipe for every combination, or a list of all faults in them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from scantling.training.rundir import MAY_DIFFER
 logger = logging.getLogger(__name__)
 
 MOST_COMBINATIONS = 10_000
-"""Most combinations in one sweep, those in `leave_out` included."""
+"""Most combinations in one sweep, including those in `leave_out`."""
 _SAME_RUN = MAY_DIFFER - {"train.eval_samples"}
-"""Keys without an effect on a run's row in the table."""
+"""Keys that do not affect a run's row in the table."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Case:
     """One run of a sweep.
 
     Attributes:
-        key: what it is known by, a hash of its recipe.
-        label: what tells it from the others, for people.
-        values: of the sweep's keys, in their order; None for a key that its recipe does not have.
+        key: identifier of the run, a hash of its recipe.
+        label: readable text that distinguishes the run from others.
+        values: values of the sweep's keys, in order; None for a key that the recipe does not have.
         recipe: the checked recipe.
         num_parameters: N, outside of embeddings and the output layer.
         num_tokens: D.
@@ -49,21 +49,21 @@ class Case:
 
     @property
     def work(self) -> float:
-        """How long the run takes, in a unit of its own: N D."""
+        """Relative duration of the run, without a unit: N D."""
         return float(max(1, self.num_parameters) * self.num_tokens)
 
 
 def cases(sweep: Sweep, base: Mapping[str, Any], source: str = "sweep") -> list[Case]:
-    """The runs of a sweep in the order of its axes, the last one fastest; equal recipes are one run.
+    """Return the runs of a sweep in the order of its axes, the last one fastest; equal recipes become one run.
 
     Args:
         sweep: as read.
-        base: the recipe that all begin from, not checked.
-        source: what the sweep is called in messages.
+        base: the base recipe, unchecked.
+        source: name of the sweep in messages.
 
     Raises:
-        RecipeError: a recipe of the grid is wrong; all faults are listed, each with the settings that have it.
-        UserError: every combination is left out, or there are too many.
+        RecipeError: a recipe of the grid is invalid; lists all faults, each with the settings that cause it.
+        UserError: all combinations are left out, or there are too many.
     """
     number = math.prod(map(len, [*sweep.axes.values(), *sweep.linked.values()]))
     if number > MOST_COMBINATIONS:
@@ -98,7 +98,7 @@ def cases(sweep: Sweep, base: Mapping[str, Any], source: str = "sweep") -> list[
 
 
 def select(chosen: Sequence[Case], where: Mapping[str, str]) -> list[Case]:
-    """The runs whose values, written as in the table, are these.
+    """Return the runs that have these values, written as in the table.
 
     Raises:
         UserError: a key that is not swept, or a value that no run has.
@@ -116,14 +116,14 @@ def select(chosen: Sequence[Case], where: Mapping[str, str]) -> list[Case]:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in the table: empty for null, JSON for lists, mappings and truth values."""
+    """Return a value as text for the table: empty for null, JSON for lists, mappings and booleans."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def names_of(sweep: Sweep) -> dict[str, str]:
-    """Short names of the keys that tell runs apart: of linked settings the first one, where that is enough."""
+    """Return short names of the keys that distinguish runs: only the first key of linked settings, if it suffices."""
     keys = list(sweep.axes)
     for group in sweep.linked.values():
         first = next(iter(group[0]))
@@ -142,7 +142,7 @@ def _product(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def _matches(pattern: Mapping[str, Any], given: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
-    """Whether settings on top of a base have the value, or one of the values, of every key of a pattern."""
+    """True if settings on top of a base match every key of a pattern; a list in the pattern allows several values."""
     values = {key: given[key] if key in given else _at(base, key.split(".")) for key in pattern}
     return all(
         values[key] == wanted or (isinstance(wanted, list) and values[key] in wanted) for key, wanted in pattern.items()
@@ -153,7 +153,7 @@ def _case(sweep: Sweep, given: Mapping[str, Any], content: dict[str, Any], sizes
     label = " ".join(f"{name}={shown(given[key]) or 'null'}" for key, name in names_of(sweep).items() if key in given)
     content["name"] = "".join(c if c.isprintable() and c != "/" else "_" for c in label)[:120]
     recipe = check_recipe(content)
-    # paths as they are written, and no defaults: a run is the same one on another machine and in a later version
+    # hash paths as written and omit defaults: the key must be the same on another machine and in a later version
     written = Recipe.model_validate(content).model_dump(mode="json", exclude_defaults=True)
     for path in _SAME_RUN:
         _drop(written, path.split("."))
@@ -168,7 +168,7 @@ def _case(sweep: Sweep, given: Mapping[str, Any], content: dict[str, Any], sizes
 
 
 def _placed(fault: Fault, numbers: Sequence[int], settings: Sequence[Mapping[str, Any]]) -> Fault:
-    """The fault with the one setting that all runs with it share and no others have, or with one of these runs."""
+    """Return the fault with the one setting that exactly its runs share, or else with an example run."""
     where = None
     if len(numbers) < len(settings):
         first = settings[numbers[0]]

@@ -1,13 +1,13 @@
-"""Runs the runs of a sweep, one after the other or several at once, each a process of its own.
+"""Run a sweep: each run in its own process, one after another or several at once.
 
-A run's folder is named by the hash of its recipe, so that a sweep can be stopped at any time and started again: what is
-done stays, what was in the middle goes on from its checkpoint, what is new is run. The table is written anew after each
-run. A row that says `done` counts also where the folder is not here, such as a table that came from another machine.
-Rows of other grids stay where they say `done`, or where their folders are not here, since the table is all there is of
-them.
+A run's folder is named by the hash of its recipe, so a sweep can be stopped at any time and started again. Finished
+runs are kept, interrupted ones resume from their checkpoint, and new ones are run. The table is rewritten after each
+run. A row that says `done` also counts if the folder is missing, for example if the table came from another machine.
+Rows of other grids are kept if they say `done`, or if their folders are missing, since the table is then the only
+record.
 
     OUT/recipes/KEY.yaml   the recipe
-    OUT/runs/KEY/          the run, with log.txt: what it printed
+    OUT/runs/KEY/          the run, with log.txt: its output
     OUT/runs.csv           the table
 """
 
@@ -40,39 +40,39 @@ from scantling.training.signals import StopSignal, interrupt
 POLL_S = 0.2
 _MOST_ERROR = 500
 _TAIL = 1 << 16
-"""Bytes at the end of a file of records that hold its last line."""
+"""Bytes to read at the end of a metrics file to get its last line."""
 
 
 class Watcher:
-    """Is told how a sweep goes on; every method does nothing unless it is needed."""
+    """Callback interface for the progress of a sweep; every method does nothing by default."""
 
     def start(self, settled: Sequence[Case], waiting: Sequence[Case]) -> None:
-        """So many runs are settled already, so many are to be run."""
+        """Report how many runs are settled already and how many are to be run."""
 
     def begin(self, case: Case, what: str) -> None:
-        """A run begins, goes on, or is evaluated."""
+        """Report that a run begins, resumes, or is evaluated."""
 
     def progress(self, case: Case, record: Mapping[str, Any]) -> None:
-        """A run has come to a step; `record` as in `metrics.jsonl`."""
+        """Report that a run has completed a step; `record` as in `metrics.jsonl`."""
 
     def end(self, case: Case, row: Row) -> None:
-        """A run has ended."""
+        """Report that a run has ended."""
 
     def message(self, text: str) -> None:
-        """Something worth a line happened."""
+        """Report a message."""
 
     def close(self) -> None:
-        """The sweep is over, however it ended."""
+        """Report that the sweep has ended, normally or not."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a sweep ended.
+    """Result of a sweep.
 
     Attributes:
-        rows: the rows of the grid's runs that there are, by their keys.
-        stopped: whether a signal ended it.
-        busy: runs that were left out, since another process is at them.
+        rows: the available rows of the grid's runs, by key.
+        stopped: True if a signal ended the sweep.
+        busy: runs that were skipped because another process is running them.
     """
 
     rows: Mapping[str, Row]
@@ -87,21 +87,21 @@ class _Job:
     log: Path
     begins: int
     slot: int
-    """Which of the jobs at once it is; with several GPUs, which of them it computes on."""
+    """Index of the job among concurrent ones; with several GPUs, also selects its GPU."""
     row: Row | None
-    """Of the finished run whose evaluations these are; None for a training."""
+    """Row of the finished run that this job evaluates; None for a training job."""
 
 
 @dataclass
 class Runner:
-    """Runs what a sweep has not run yet.
+    """Runner of the runs of a sweep that are not settled yet.
 
     Args:
         sweep: as read.
         grid: all of its runs.
-        jobs: runs at once, which share the cores.
-        retry: whether runs that failed are tried again.
-        watcher: is told of what happens.
+        jobs: number of concurrent runs, which share the cores.
+        retry: True to run failed runs again.
+        watcher: callback interface.
     """
 
     sweep: Sweep
@@ -117,7 +117,7 @@ class Runner:
         self._busy: list[Case] = []
 
     def states(self) -> dict[str, Row]:
-        """The rows of the runs that are there, from the table and the folders, by their keys; nothing is changed."""
+        """Return the existing rows of the runs, from the table and the folders, by key; changes nothing."""
         table = read_table(self.sweep.table_path)
         rows = {}
         for case in self.grid:
@@ -125,16 +125,17 @@ class Runner:
             found = row if row is not None and row["state"] == "done" else done_row(case, folder) or row
             if found is not None:
                 fresh = row_of(case, folder, found["state"])
-                known = FIGURES if self._is_here(case) else found.keys()  # of evaluations the folder tells what counts
+                # if the folder exists, the metrics of evaluations come from it and not from the table
+                known = FIGURES if self._is_here(case) else found.keys()
                 kept = {k: cell for k, cell in found.items() if k == "error" or (k in known and k not in fresh)}
                 rows[case.key] = with_figures({**fresh, **kept}, after.known_figures(folder, self._settings))
         return rows
 
     def lacking(self) -> list[UserError]:
-        """What the evaluations after the runs will not find.
+        """Return the errors of evaluations whose files do not exist yet.
 
         Raises:
-            UserError: one of them cannot be done whatever is there.
+            UserError: an evaluation is impossible regardless of files.
         """
         found = []
         for name, given in self._settings.items():
@@ -148,10 +149,10 @@ class Runner:
         return found
 
     def run(self, chosen: Sequence[Case]) -> Outcome:
-        """Run those of the chosen runs that are not settled, to their end or to a signal.
+        """Run the selected runs that are not settled, until all end or a signal arrives.
 
         Raises:
-            UserError: another sweep is in this folder, or an evaluation cannot be done.
+            UserError: another sweep uses this folder, or an evaluation is impossible.
             RunError: the table cannot be written.
         """
         if lacking := self.lacking():
@@ -183,14 +184,14 @@ class Runner:
         return not self._missing(case)
 
     def _missing(self, case: Case) -> dict[str, Any]:
-        """The evaluations of a finished run that are still to be done, where its folder is here."""
+        """Return the missing evaluations of a finished run; none if its folder is missing."""
         return after.missing(self._folder(case), self._settings) if self._is_here(case) else {}
 
     def _work(self, waiting: Sequence[Case]) -> bool:
-        """Whether a signal came before all was done."""
+        """Run the waiting runs; return True if a signal stopped them."""
         queue, running = list(waiting), list[_Job]()
         told = False
-        with StopSignal(again=interrupt) as stop:  # which raises: what runs is told, and waited for
+        with StopSignal(again=interrupt) as stop:  # a second signal raises; running jobs get it, too
             try:
                 while queue or running:
                     if stop.received and not told:
@@ -209,13 +210,13 @@ class Runner:
                             self.watcher.progress(job.case, record)
                     time.sleep(POLL_S)
             finally:
-                _signal(running)  # a second one ends a run at once
+                _signal(running)  # a second signal ends a run at once
                 for job in running:
                     job.process.wait()
         return told
 
     def _start(self, case: Case, slot: int) -> list[_Job]:
-        """Begin a run or go on with it; nothing where another process is at it."""
+        """Start or resume a run; return nothing if another process is running it."""
         row = self._rows.get(case.key)
         folder = self._folder(case)
         held = RunDir(folder)
@@ -230,7 +231,7 @@ class Runner:
             return self._evaluate(case, row, slot)
         recipe = self.sweep.folder / "recipes" / f"{case.key}.yaml"
         write_whole(recipe, dump_recipe(case.recipe))
-        # where all checkpoints are damaged, the run refuses and stays as it is: what of it is wanted, its user knows
+        # if all checkpoints are damaged, the run refuses to start and changes nothing: the user has to decide
         resumes = bool(Checkpointer(held.checkpoints, ALONE).steps())
         how = "--resume" if resumes else "--force"
         self.watcher.begin(case, "goes on" if resumes else "begins")
@@ -254,7 +255,7 @@ class Runner:
         log = self._folder(case) / "log.txt"
         with open(log, "ab", opener=no_follow) as file:
             begins = file.tell()
-            # in a session of its own: a Ctrl-C reaches the sweep alone, which passes on one signal, not two
+            # a new session: Ctrl-C then reaches only the sweep, which forwards one signal, not two
             process = subprocess.Popen(
                 [sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -270,7 +271,7 @@ class Runner:
         return visible_gpus()
 
     def _end(self, job: _Job, *, stopping: bool) -> list[_Job]:
-        """Record how a process ended; its evaluations follow a training that came to its end."""
+        """Record how a process ended; return the evaluations that follow a finished training."""
         case, folder, code = job.case, self._folder(job.case), job.process.returncode
         if job.row is not None:
             problem = "" if code == 0 or stopping else f"after the run: {_error(job, code)}"
@@ -294,7 +295,7 @@ class Runner:
         write_table(self.sweep.table_path, self.sweep.keys, self._columns, [*rows, *self._of_other_grids()])
 
     def _of_other_grids(self) -> list[Row]:
-        """The rows of other grids that have a result, or whose folders are not in this sweep's."""
+        """Return the rows of other grids that are done, or whose folders are not in this sweep's folder."""
         own = {case.key for case in self.grid}
         table = read_table(self.sweep.table_path)
         folder = self.sweep.folder / "runs"
@@ -309,12 +310,12 @@ class Runner:
 
 
 def threads_a_job(jobs: int) -> int:
-    """How many threads a run has when several run at once."""
+    """Return the number of threads of each of several concurrent runs."""
     return max(1, len(os.sched_getaffinity(0)) // jobs)
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that a process started from here would see, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs visible to a child process, named as in CUDA_VISIBLE_DEVICES."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
@@ -330,7 +331,7 @@ def _signal(running: Sequence[_Job]) -> None:
 
 
 def _error(job: _Job, code: int) -> str:
-    """Why a process failed, in one line: its own message, or the last line that it printed."""
+    """Return the cause of a failure in one line: the process's error message, or the last line it printed."""
     if code < 0:
         hint = ": out of memory?" if code == -signal.SIGKILL else ""
         return f"ended by {signal.Signals(-code).name}{hint}, see {job.log}"
@@ -343,7 +344,7 @@ def _error(job: _Job, code: int) -> str:
 
 
 def _last_record(metrics: Path) -> dict[str, Any] | None:
-    """The last whole line of a file of records that is being written."""
+    """Return the last complete line of a metrics file that is being written."""
     try:
         with open(metrics, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))

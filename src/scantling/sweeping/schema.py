@@ -1,4 +1,4 @@
-"""The file of a sweep: its schema, and how it is read. Every fault of it is reported at once, as of a recipe."""
+"""Schema of a sweep file, and its loader. All faults are reported at once, as for a recipe."""
 
 from __future__ import annotations
 
@@ -19,85 +19,85 @@ Group = Annotated[list[Annotated[Settings, Field(min_length=1)]], Field(min_leng
 
 
 class Quantized(Section):
-    """Held-out losses after the weights of a run are quantised."""
+    """Held-out losses after the weights of a run are quantized."""
 
     formats: Annotated[list[Text], Field(min_length=1)]
-    """Names of formats, such as `[int3, int4]`; each is a column, `post.int3`, or with GPTQ `post.int3.gptq`. A format
-    may name its method itself, `[int3, int3.gptq]`."""
+    """Names of formats, such as `[int3, int4]`. Each is a column, `post.int3`, or with GPTQ `post.int3.gptq`. A
+    format may name its own method, `[int3, int3.gptq]`."""
     method: Literal["rtn", "gptq"] = "rtn"
-    """Round to the nearest, or GPTQ with the run's own training data; a scale for each output."""
+    """Rounding to nearest, or GPTQ with the run's own training data; one scale per output channel."""
 
 
 class Pairs(Section):
-    """Minimal pairs that are scored."""
+    """Minimal pairs to score."""
 
     files: Paths
-    """Files or folders, as of `scantling eval --minimal-pairs`."""
+    """Files or folders, as in `scantling eval --minimal-pairs`."""
     limit: int | None = Field(default=None, ge=1)
-    """Of pairs, evenly spread over the files. Default: all."""
+    """Number of pairs, spread evenly over the files. Default: all."""
 
 
 class After(Section):
-    """What each finished run is evaluated on; its figures are further columns of the table."""
+    """Evaluations of each finished run; their metrics are additional columns of the table."""
 
     quantize: Quantized | None = None
-    """Formats of weights whose loss is measured, as of `scantling quantize`."""
+    """Weight formats whose loss is measured, as in `scantling quantize`."""
 
     minimal_pairs: Paths | Pairs | None = None
-    """Files or folders of minimal pairs, as of `scantling eval --minimal-pairs`, or `{files: ..., limit: 5000}`; the
+    """Files or folders of minimal pairs, as in `scantling eval --minimal-pairs`, or `{files: ..., limit: 5000}`; the
     column is the accuracy."""
 
 
 class Sweep(Section):
-    """A grid of recipes: the product of all axes and of all groups of linked settings."""
+    """Grid of recipes: the product of all axes and of all groups of linked settings."""
 
     name: Text | None = None
     """Name of the sweep. Default: the file's name."""
     base: Text | dict[str, Any]
-    """The recipe that all runs begin from: the path of a file, or the recipe itself."""
+    """The base recipe of all runs: the path of a file, or the recipe itself."""
     axes: dict[Text, Several] = Field(default_factory=dict)
     """Dotted keys of the recipe, and the values that each takes: `{train.steps: [100, 200]}`."""
     linked: dict[Text, Group] = Field(default_factory=dict)
-    """Settings that change together: by the name of a group, a list of mappings from keys to one value each."""
+    """Settings that change together: for each group name, a list of mappings from keys to values."""
     leave_out: list[Annotated[Settings, Field(min_length=1)]] = Field(default_factory=list)
-    """Combinations that are not run: where all keys of one mapping have the value, or one of a list of values. A key
-    that a combination does not set has the value that is written in the base, or null."""
+    """Combinations that are not run: those that match all keys of a mapping. A list in the mapping allows several
+    values. A key that a combination does not set has its value in the base, or null."""
     after: After = Field(default_factory=After)
-    """What each finished run is evaluated on."""
+    """Evaluations of each finished run."""
     out: Text | None = None
     """Folder of the runs. Default: `runs/<name>`."""
     table: Text | None = None
-    """The table of the runs, CSV. Default: `runs.csv` in that folder."""
+    """CSV file of the table of runs. Default: `runs.csv` in that folder."""
 
     @property
     def keys(self) -> list[str]:
-        """The keys that the sweep sets, in order: the columns of the table that tell runs apart."""
+        """Keys that the sweep sets, in order: the columns of the table that distinguish runs."""
         linked = [key for group in self.linked.values() for settings in group for key in settings]
         return list(dict.fromkeys([*self.axes, *linked]))
 
     @property
     def folder(self) -> Path:
-        """Where the runs go."""
+        """Folder of the sweep's runs."""
         return local(self.out or f"runs/{self.name or 'sweep'}")
 
     @property
     def table_path(self) -> Path:
-        """The file of the table."""
+        """Path of the table."""
         return local(self.table) if self.table else self.folder / "runs.csv"
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, dict[str, Any]]:
-    """Read a sweep, and the recipe that it begins from.
+    """Read a sweep and its base recipe.
 
     Args:
         path: of a YAML file.
         overrides: texts `a.b=c` that change the base recipe.
 
     Returns:
-        The sweep, and its base as a mapping that is not checked yet.
+        The sweep, and its base as an unchecked mapping.
 
     Raises:
-        RecipeError: anything is wrong with the sweep's own keys; all faults are listed.
+        RecipeError: keys of the sweep itself are invalid; all faults are listed.
         UserError: a file cannot be read.
     """
     path = Path(path)
@@ -132,7 +132,7 @@ def _faults(sweep: Sweep) -> Iterator[Fault]:
             if not all(key.split(".")) or key == "name":
                 yield Fault(path, "is no key of a recipe that could be swept; give one such as train.steps")
             for other, where in seen.items():
-                apart = place == where != "axes"  # settings of one group, of which a run has one
+                apart = place == where != "axes"  # a run has only one of a group's settings
                 if not apart and (key == other or key.startswith(other + ".") or other.startswith(key + ".")):
                     yield Fault(path, f"sets what {where}.{other} sets, too; give one of them")
             seen[key] = place

@@ -1,8 +1,8 @@
-"""The table of a sweep: one row a run, CSV, whole at any time. `scantling fit` reads it as it is.
+"""Table of a sweep: a CSV file with one row per run, complete at any time. `scantling fit` reads it directly.
 
-Columns: the keys that the sweep sets; `N`, parameters outside of embeddings and the output layer, before any ranks come
-down; `D`, tokens trained on; `loss`, held out, in nats; `state`: done, stopped or failed; `seconds` of all steps; those
-of the evaluations after the run; `run`, its folder; `error`, why it failed.
+Columns: the keys that the sweep sets; `N`, parameters outside of embeddings and the output layer, before ranks are
+pruned; `D`, training tokens; `loss`, held-out loss in nats; `state`: done, stopped or failed; `seconds` of all steps;
+the columns of the evaluations after the run; `run`, its folder; `error`, the cause of a failure.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LAST = ("run", "error")
 
 
 def read_table(path: Path) -> dict[str, Row]:
-    """The rows of a table by the keys of their runs; none where there is no table yet.
+    """Return the rows of a table by the keys of their runs; empty if the table does not exist yet.
 
     Raises:
-        UserError: the file cannot be read, or is another table.
+        UserError: the file cannot be read, or is a different table.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -52,13 +52,13 @@ def read_table(path: Path) -> dict[str, Row]:
 
 
 def write_table(path: Path, keys: Sequence[str], further: Sequence[str], rows: Iterable[Row]) -> None:
-    """Write the table anew, whole or not at all.
+    """Replace the table atomically.
 
     Args:
         path: the file.
-        keys: that the sweep sets.
+        keys: the keys that the sweep sets.
         further: columns of the evaluations after the runs.
-        rows: in their order; a column that one lacks is empty, and what they hold besides is a column of its own.
+        rows: in order; a missing cell is empty, and additional cells get their own columns.
 
     Raises:
         RunError: it cannot be written.
@@ -74,7 +74,7 @@ def write_table(path: Path, keys: Sequence[str], further: Sequence[str], rows: I
 
 
 def done_row(case: Case, run_dir: Path) -> Row | None:
-    """The row of a finished run, from its folder; None where it has not come to its end."""
+    """Return the row of a finished run, from its folder; None if it is not finished."""
     if not (run_dir / "result.json").is_file():
         return None
     run = read_run(run_dir)
@@ -87,11 +87,11 @@ def done_row(case: Case, run_dir: Path) -> Row | None:
 
 
 def row_of(case: Case, run_dir: Path, state: str, error: str = "") -> Row:
-    """A row without a result."""
+    """Return a row without a result."""
     values = {key: shown(value) for key, value in case.values.items()}
     return {**values, "N": str(case.num_parameters), "state": state, "run": str(run_dir), "error": error}
 
 
 def with_figures(row: Row, figures: Mapping[str, float]) -> Row:
-    """The row with figures of an evaluation."""
+    """Return the row with the metrics of an evaluation added."""
     return {**row, **{name: shown(value) for name, value in figures.items()}}

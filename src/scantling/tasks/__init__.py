@@ -1,4 +1,4 @@
-"""What models are trained to do. A task is one file with one class, and one line here."""
+"""Training tasks. A task is one file with one class, and one line in this module."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TASKS: dict[str, type[Task]] = {
 
 
 def get_task(name: str) -> Task:
-    """The task of a name.
+    """Return the task with this name.
 
     Raises:
-        UserError: there is none.
+        UserError: no such task.
     """
     if name not in TASKS:
         raise UserError(hinted(f"model.task: must be one of {', '.join(TASKS)}; given '{name}'", name, TASKS))

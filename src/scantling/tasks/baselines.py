@@ -1,7 +1,7 @@
-"""What trivial answers reach in classification, so that an accuracy can be judged.
+"""Baselines for classification: accuracy of trivial predictors, to judge a model's accuracy.
 
-A model of pairs that does no better than a linear model on the second sentence alone has not learned to compare them
-(Gururangan et al., "Annotation artifacts in natural language inference data", NAACL 2018).
+A model of text pairs that is no better than a linear model on the second sentence alone has not learned to compare
+them (Gururangan et al., "Annotation artifacts in natural language inference data", NAACL 2018).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from scantling.tasks.classification import LabelledDataset
 
 FEATURES = 1 << 17
-"""Most buckets that words and pairs of words are hashed into."""
+"""Most hash buckets for words and bigrams."""
 WEIGHTS = 1 << 24
 """Most weights, buckets times labels, unless there are very many labels."""
 TRAIN_DOCUMENTS = 50_000
-"""Most training documents used, chosen by hash."""
+"""Most training documents used, selected by hash."""
 PIXELS = 1 << 24
-"""Most numbers of held-out images that are compared at a time, unless a single one has more."""
+"""Most elements of held-out images compared at a time, unless a single image has more."""
 EPOCHS = 3
 BATCH = 256
 LR = 0.1
@@ -38,7 +38,7 @@ WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def majority_accuracy(train: npt.NDArray[np.int64], heldout: npt.NDArray[np.int64]) -> float:
-    """Accuracy of always answering the most frequent training label; both arguments are label ids."""
+    """Return the accuracy of always predicting the most frequent training label; both arguments are label ids."""
     return float((heldout == np.bincount(train).argmax()).mean())
 
 
@@ -51,15 +51,15 @@ def bag_accuracy(
     chosen: npt.NDArray[np.int64],
     seed: int = 0,
 ) -> float:
-    """Accuracy of logistic regression on the hashed words and bigrams of one text, of pairs the second; by Adagrad.
+    """Return the accuracy of logistic regression on hashed words and bigrams; for pairs, of the second text only.
 
     Args:
         train: documents to learn from.
-        heldout: documents to answer.
-        tokenizer: what made their ids.
+        heldout: documents to classify.
+        tokenizer: the tokenizer of their ids.
         num_labels: size of the label set.
-        chosen: numbers of the held-out documents that are answered.
-        seed: decides the order of learning.
+        chosen: indices of the held-out documents to classify.
+        seed: determines the order of training.
     """
     size = min(FEATURES, max(1 << 10, WEIGHTS // num_labels))
     order = permutation(len(train), key64("bag", seed))[:TRAIN_DOCUMENTS]
@@ -75,7 +75,7 @@ def bag_accuracy(
             error = softmax(batch.scores(weights, bias), axis=1)
             error[np.arange(len(part)), targets[part]] -= 1
             error /= len(part)
-            rows, gradient = batch.gradient(error)  # Adagrad changes only the rows that have a gradient
+            rows, gradient = batch.gradient(error)  # Adagrad updates only the rows that have a gradient
             squares[rows] += gradient**2
             weights[rows] -= LR * gradient / np.sqrt(squares[rows])
             bias_squares += error.sum(0) ** 2
@@ -89,15 +89,15 @@ def bag_accuracy(
 
 
 def class_mean_accuracy(train: ImageSet, heldout: ImageSet, *, num_labels: int, seed: int = 0) -> float:
-    """Accuracy of answering the class whose mean training image is the closest, by the squares of the differences.
+    """Return the accuracy of predicting the class whose mean training image is closest in squared distance.
 
-    Of |p - m|^2 = |p|^2 - 2 p m + |m|^2 the first term is the same for all classes.
+    In |p - m|^2 = |p|^2 - 2 p m + |m|^2, the first term is the same for all classes.
 
     Args:
-        train: images to take the means of.
-        heldout: images to answer.
+        train: images to average.
+        heldout: images to classify.
         num_labels: size of the label set.
-        seed: decides which training images are used where there are many.
+        seed: determines which training images are used if there are many.
     """
     chosen = permutation(len(train), key64("means", seed))[:TRAIN_DOCUMENTS]
     means, counts = np.zeros((num_labels, prod(train.shape))), np.zeros(num_labels)
@@ -116,7 +116,7 @@ def class_mean_accuracy(train: ImageSet, heldout: ImageSet, *, num_labels: int, 
 
 
 def _features(dataset: LabelledDataset, index: int, tokenizer: Tokenizer, size: int) -> npt.NDArray[np.int64]:
-    """The distinct features of a document, numbers below `size`; there is at least one."""
+    """Return the distinct features of a document, integers below `size`; there is at least one."""
     example = dataset[index]
     ids = example.ids if example.pair_ids is None else example.pair_ids
     words = WORD.findall(tokenizer.decode(ids).lower())
@@ -126,7 +126,7 @@ def _features(dataset: LabelledDataset, index: int, tokenizer: Tokenizer, size: 
 
 
 class _Bags:
-    """Sets of features, none empty. Each counts as a vector of length 1, or long ones would be learned by heart."""
+    """Nonempty sets of features. Each is a vector of length 1; otherwise the model would memorize long documents."""
 
     def __init__(self, bags: list[npt.NDArray[np.int64]]) -> None:
         counts = np.array([len(bag) for bag in bags])
@@ -134,12 +134,12 @@ class _Bags:
         self._documents, self._scale = np.repeat(np.arange(len(bags)), counts), counts[:, None] ** -0.5
 
     def scores(self, weights: Floats, bias: Floats) -> Floats:
-        """Logits, (documents, labels)."""
+        """Return the logits, (documents, labels)."""
         sums: Floats = np.add.reduceat(weights[self._features], self._begins, axis=0)
         return sums * self._scale + bias
 
     def gradient(self, error: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
-        """The features that occur, (rows,), and the gradient of their weights, (rows, labels)."""
+        """Return the features that occur, (rows,), and the gradient of their weights, (rows, labels)."""
         rows, places = np.unique(self._features, return_inverse=True)
         gradient = np.zeros((len(rows), error.shape[1]))
         np.add.at(gradient, places, (error * self._scale)[self._documents])

@@ -1,4 +1,4 @@
-"""Causal language modelling: every token from those before it."""
+"""Causal language modeling: predict every token from those before it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from scantling.tasks.streams import bin_data, prepared_windows, refuse_pairs
 
 @dataclass(frozen=True)
 class ShiftedWindows:
-    """Collates windows of seq_len + 1 tokens: inputs are all but the last token, labels all but the first.
+    """Collate function for windows of seq_len + 1 tokens: inputs omit the last token, labels the first.
 
     Args:
-        document_mask: also give `position_ids` that begin again at each document.
+        document_mask: also return `position_ids` that restart at each document.
         marks: ids around documents.
     """
 
@@ -47,14 +47,14 @@ class ShiftedWindows:
         return Batch(named, labels, num_targets=targets, num_tokens=tokens)
 
     def num_targets(self, stream: MappedArray) -> int:
-        """Count the targets in a stream; all but its first token and the given ones."""
+        """Count the targets in a stream: all tokens except the first and the given ones."""
         chunks = range(1, len(stream), CHUNK) if self.marks.given else ()
         given = sum(int(np.isin(stream[begin : begin + CHUNK], self.marks.given).sum()) for begin in chunks)
         return len(stream) - 1 - given
 
 
 def _builds(auto_class: Any, config: Any) -> bool:
-    """True if an Auto class has a model of this configuration, not only of the text part of it."""
+    """Return True if an Auto class has a model of this configuration itself, not only of its text part."""
     if type(config) not in auto_class._model_mapping:
         return False
     found = auto_class._model_mapping[type(config)]
@@ -63,21 +63,21 @@ def _builds(auto_class: Any, config: Any) -> bool:
 
 
 class CausalLM(Task):
-    """Windows of packed documents; the loss is the mean over all tokens, end-of-text included.
+    """Causal language modeling on windows of packed documents; the loss averages all tokens, also end-of-text.
 
-    A document has around it what the tokenizer puts around a text. The tokens with which it begins are given, as they
-    are to a model in use, and are no targets. A tokenizer that adds nothing has end-of-text between documents, and the
-    stream begins with one. So every token of the held-out text is predicted exactly once, the last, shorter window
-    included. Hence bits per byte = eval_loss / ln 2 * targets / bytes, exactly.
+    Each document is surrounded by the tokens that the tokenizer adds to a text. The tokens that begin a document are
+    given to the model, as at inference, and are not targets. A tokenizer that adds none gets end-of-text between
+    documents, and the stream begins with one. Every token of the held-out text is therefore predicted exactly once,
+    including the last, shorter window. Hence bits per byte = eval_loss / ln 2 * targets / bytes, exactly.
     """
 
     name: ClassVar[str] = "causal-lm"
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
 
     def find_auto_class(self, config: Any) -> Any:
-        """Also find decoders that read images or sound next to text.
+        """Return the Auto class; also finds decoders that read images or sound in addition to text.
 
-        Such a model is built whole, with what reads images: its folder is then one that serves images and text, too.
+        Such a model is built with its image or sound encoder, so that its saved folder also serves images and text.
         """
         import transformers
 
@@ -108,7 +108,7 @@ class CausalLM(Task):
         )
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
-        # without use_cache=False transformers would not look for packed documents in position_ids
+        # without use_cache=False, transformers does not look for packed documents in position_ids
         logits = model(**batch.inputs, use_cache=False).logits
         return LossSums(cross_entropy_sum(logits, batch.labels))
 

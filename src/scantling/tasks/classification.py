@@ -47,11 +47,11 @@ class Labelled(NamedTuple):
 
 
 class LabelledDataset:
-    """Documents with labels, or pairs without (their label is -1), by index.
+    """Dataset of labeled documents, or of pairs without labels (their label is -1).
 
     Args:
-        store: the tokenised documents.
-        has_pairs: whether they have a second text.
+        store: the tokenized documents.
+        has_pairs: True if documents have a second text.
     """
 
     def __init__(self, store: TokenStore, *, has_pairs: bool) -> None:
@@ -74,11 +74,11 @@ class LabelledDataset:
         return Labelled(self._tokens[begin:middle], pair, int(self._labels[index]))
 
     def labels(self) -> npt.NDArray[np.int64]:
-        """The label ids of all documents, (documents,)."""
+        """Return the label ids of all documents, (documents,)."""
         return np.asarray(self._labels[:], dtype=np.int64)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each document without special ones, (documents,)."""
+        """Return the tokens of each document without special tokens, (documents,)."""
         ends: npt.NDArray[np.int64] = self._ends[:]
         lengths: npt.NDArray[np.int64] = np.diff(ends, prepend=0)
         return lengths
@@ -86,7 +86,7 @@ class LabelledDataset:
 
 @dataclass(frozen=True)
 class PaddedTexts:
-    """Collates examples: special tokens around each, cut to `seq_len`, padded to the longest of the batch or more."""
+    """Collate function: add special tokens to each example, truncate to `seq_len`, pad to a common length."""
 
     tokenizer: Tokenizer
     seq_len: int
@@ -109,10 +109,10 @@ class PaddedTexts:
 
 
 class Classification(Task):
-    """One label for a text or a pair; `token_type_ids` go to models with more than one type.
+    """Classification of a text or a pair; models with more than one token type also get `token_type_ids`.
 
-    Special tokens are those of the tokenizer, which needs none. A decoder answers at the last token of a text: what
-    pads batches is in the configuration, and is end-of-text (or another special token) for a tokenizer without padding.
+    Special tokens are the tokenizer's, if any. A decoder predicts at the last token of a text. The padding token is
+    in the configuration; for a tokenizer without one, it is end-of-text or another special token.
     """
 
     name: ClassVar[str] = "classification"
@@ -172,7 +172,7 @@ class Classification(Task):
 
     @torch.no_grad()
     def _sees_padding(self, model: torch.nn.Module, data: TaskData) -> bool:
-        """Return whether the logits of a text are others if it is padded."""
+        """Return True if padding changes the logits of a text."""
         ids, pair_ids, _ = data.train[0]
         short = Labelled(ids[:8], None if pair_ids is None else pair_ids[:8], 0)
         long = short._replace(ids=np.concatenate([short.ids, short.ids]))
@@ -182,7 +182,7 @@ class Classification(Task):
             with evaluating(model), torch.random.fork_rng([]):
                 for rows in ([short], [short, long]):
                     self.loss(model, data.collate([(0, number, row) for number, row in enumerate(rows)]))
-        except Exception:  # models that need further inputs say so in training
+        except Exception:  # a model that needs other inputs raises in training
             return False
         finally:
             hook.remove()
@@ -190,7 +190,7 @@ class Classification(Task):
         return bool((alone - padded).abs().max() > 1e-3 * alone.abs().max())
 
     def probe(self, config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Random inputs; those of an encoder and decoder, which answers at the end of a text, have one end."""
+        """Return random inputs; an encoder-decoder predicts at the end token, so its texts have one end token."""
         ids = super().probe(config, generator)["input_ids"]
         if config.is_encoder_decoder:
             ids[:, -1] = config.eos_token_id
@@ -213,7 +213,7 @@ class Classification(Task):
         return loss_and_accuracy(sums)
 
     def baselines(self, data: TaskData, *, max_samples: int | None = None) -> dict[str, float]:
-        """`majority_accuracy`, and `hypothesis_only_accuracy` for pairs or `bag_of_words_accuracy` for single texts."""
+        """Return `majority_accuracy`, and `hypothesis_only_accuracy` (pairs) or `bag_of_words_accuracy` (texts)."""
         from scantling.tasks.baselines import bag_accuracy, majority_accuracy
 
         train, heldout = data.train, data.heldout

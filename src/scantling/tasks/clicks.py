@@ -1,4 +1,4 @@
-"""Click prediction: whether a row of features leads to a click (or any other event of two outcomes)."""
+"""Click prediction: whether a row of features leads to a click, or another binary event."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from scantling.recipe.schema import Clicks, DataSection
 from scantling.tasks.base import LossSums, Task, TaskData, loss_and_accuracy
 
 ASSUMED_ROWS = 1000
-"""Rows that the plan gives a table whose size the data decides."""
+"""Table size that the plan assumes if the data determines it."""
 
 
 @dataclass(frozen=True)
 class ClickBatches:
-    """Collates row numbers: all rows of a batch are read at once.
+    """Collate function for row indices; reads all rows of a batch at once.
 
     Args:
-        features: makes rows into inputs.
+        features: converts rows to inputs.
         store: rows from 0 on.
         held_store: rows from `len(store)` on, or None.
     """
@@ -54,7 +54,7 @@ class ClickBatches:
 
 
 class ClickPrediction(Task):
-    """The probability of a click; a row counts as one token."""
+    """Prediction of the probability of a click; a row counts as one token."""
 
     name: ClassVar[str] = "clicks"
     auto_class: ClassVar[str] = "AutoModel"
@@ -132,7 +132,7 @@ class ClickPrediction(Task):
         return {} if area is None else {"auc": area}
 
     def baselines(self, data: TaskData, *, max_samples: int | None = None) -> dict[str, float]:
-        """Of the one probability that is the share of clicks in the training rows: `base_rate_loss`, accuracy."""
+        """Return `base_rate_loss` and `majority_accuracy` of always predicting the training click rate."""
         train, held = data.info["train"], data.info["heldout"]
         if held is None:
             return {}
@@ -144,26 +144,26 @@ class ClickPrediction(Task):
 
 
 def binary_entropy(share: float) -> float:
-    """Entropy of an event with this probability in nats.
+    """Return the entropy of an event with this probability in nats.
 
-    The cross entropy of predictions over that of the data's own share of clicks is the normalized entropy of He et al.,
-    "Practical lessons from predicting clicks on ads at Facebook" (ADKDD 2014), section 3: 1 for knowing that share
-    alone, less for better.
+    The cross entropy of predictions, divided by that of the data's own click rate, is the normalized entropy of He et
+    al., "Practical lessons from predicting clicks on ads at Facebook" (ADKDD 2014), section 3. It is 1 for always
+    predicting the click rate, and lower for better predictions.
     """
     return -sum(p * math.log(p) for p in (share, 1 - share) if p > 0)
 
 
 def auc(scores: npt.NDArray[Any], labels: npt.NDArray[Any]) -> float | None:
-    """Area under the ROC curve: how often a click has a higher score than what is none, ties counted by half.
+    """Return the area under the ROC curve: how often a click has a higher score than a non-click; ties count half.
 
-    Exact, by the rank sum of Mann and Whitney; ties have the mean of their ranks.
+    The result is exact, from the Mann-Whitney rank sum; ties get the mean of their ranks.
 
     Args:
-        scores: (examples,), higher for what is more likely a click.
+        scores: (examples,), higher for a more likely click.
         labels: (examples,), 0 or 1.
 
     Returns:
-        The area, or None where all labels are equal.
+        The area, or None if all labels are equal.
     """
     from scipy.stats import rankdata
 

@@ -1,4 +1,4 @@
-"""Image classification: one label for an image."""
+"""Image classification: one label per image."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from scantling.tasks.base import (
 )
 
 MIDDLE = 127.5
-"""Pixels of 0 to 255 go to the model as -1 to 1, as those of ViT."""
+"""Half of the pixel range: pixels from 0 to 255 are scaled to -1 to 1, as for ViT."""
 
 
 @dataclass(frozen=True)
 class PixelBatches:
-    """Collates images: moved and mirrored in training, and brought to -1 ... 1.
+    """Collate function for images: random shifts and flips in training, pixels scaled to -1 ... 1.
 
     Args:
-        shift: most pixels that a training image is moved by along each side.
-        flip: whether half of the training images are mirrored.
-        seed: decides the choices, with the epoch and the image.
+        shift: largest shift of a training image in pixels, along each side.
+        flip: True to flip half of the training images.
+        seed: determines the augmentation, together with the epoch and the image.
     """
 
     shift: int
@@ -53,7 +53,7 @@ class PixelBatches:
         return Batch({"pixel_values": pixels}, labels, num_targets=len(examples), num_tokens=len(examples))
 
     def changed(self, epoch: int, index: int, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """An image as one epoch sees it, (channels, height, width); unchanged in evaluation."""
+        """Return an image as augmented in this epoch, (channels, height, width); unchanged in evaluation."""
         if epoch == EVALUATION or not (self.shift or self.flip):
             return pixels
         down, right, side = uniform(np.arange(3), key64("image", self.seed, epoch, index))
@@ -66,7 +66,7 @@ class PixelBatches:
 
 
 class ImageClassification(Task):
-    """One label for an image; an image counts as one token."""
+    """Classification of images; an image counts as one token."""
 
     name: ClassVar[str] = "image-classification"
     auto_class: ClassVar[str] = "AutoModelForImageClassification"
@@ -115,7 +115,7 @@ class ImageClassification(Task):
         return {"pixel_values": torch.randn(shape, generator=generator)}
 
     def save_inputs(self, folder: Path, data: TaskData, config: Any) -> None:
-        """Write the settings of transformers' image processor, which then does what was done here."""
+        """Write the settings of transformers' image processor, which then does the same preprocessing."""
         channels, height, width = data.info["shape"]
         settings = {
             "image_processor_type": "ViTImageProcessor",
@@ -135,7 +135,7 @@ class ImageClassification(Task):
         return loss_and_accuracy(sums)
 
     def baselines(self, data: TaskData, *, max_samples: int | None = None) -> dict[str, float]:
-        """`majority_accuracy`, and `class_mean_accuracy`: that of the class whose mean image is the closest."""
+        """Return `majority_accuracy`, and `class_mean_accuracy`: predict the class whose mean image is closest."""
         from scantling.tasks.baselines import class_mean_accuracy, majority_accuracy
 
         train, heldout = data.train, data.heldout

@@ -1,4 +1,4 @@
-"""Masked language modelling: some tokens from all others."""
+"""Masked language modeling: predict some tokens from all others."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from scantling.tasks.streams import bin_data, bin_tokenizer, prepared_windows, r
 
 
 class MaskedWindows:
-    """Collates windows: puts special tokens around each, chooses targets and hides them.
+    """Collate function for windows: add special tokens to each, select targets and mask them.
 
-    A target becomes the mask token in 80 % of the cases, a random token in 10 %, and stays in 10 % (BERT, arXiv
-    1810.04805, section 3.1). Special tokens are never targets, and each window has a target. The choice depends on
-    (seed, epoch, index) alone.
+    A target becomes the mask token in 80 % of cases, a random token in 10 %, and is unchanged in 10 % (BERT, arXiv
+    1810.04805, section 3.1). Special tokens are never targets, and each window has at least one target. The selection
+    depends on (seed, epoch, index) only.
 
     Args:
-        tokenizer: its special tokens are used.
-        seq_len: tokens in a sequence, special ones included.
+        tokenizer: provides the special tokens.
+        seq_len: tokens in a sequence, including special tokens.
         probability: share of the tokens that are targets.
-        seed: decides the choices.
+        seed: determines the selection.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, seq_len: int, probability: float, seed: int) -> None:
@@ -64,15 +64,17 @@ class MaskedWindows:
     def hide(
         self, epoch: int, index: int, window: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The input ids and the labels of one window, both of shape (length,)."""
+        """Return the input ids and the labels of one window, both of shape (length,)."""
         ids = np.asarray(self.template.fill(window)[0], dtype=np.int64)
         key = key64("mask", self.seed, epoch, index)
+        # stateless draws: each position has four counters, of which three are used
         place = np.arange(len(ids), dtype=np.uint64) * np.uint64(4)
         draw = np.where(self.is_special[ids], 1.0, uniform(place, key))
         chosen = draw < self.probability
         if not chosen.any() and (draw < 1.0).any():
             chosen[draw.argmin()] = True
         labels = np.where(chosen, ids, IGNORED)
+        # of the targets: 80 % mask token, 10 % random token, 10 % unchanged
         kind = uniform(place + np.uint64(1), key)
         other = self.words[(mix64(place + np.uint64(2), key) % np.uint64(len(self.words))).astype(np.int64)]
         hidden = np.where(kind < 0.8, self.mask_id, np.where(kind < 0.9, other, ids))
@@ -80,7 +82,7 @@ class MaskedWindows:
 
 
 class MaskedLM(Task):
-    """Windows of packed documents, special tokens around each where the tokenizer has them."""
+    """Masked language modeling on windows of packed documents, each with the tokenizer's special tokens."""
 
     name: ClassVar[str] = "masked-lm"
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
@@ -112,7 +114,7 @@ class MaskedLM(Task):
         return MaskedWindows(tokenizer, seq_len=data.seq_len, probability=data.mask_probability, seed=seed)
 
     def _window(self, tokenizer: Tokenizer, seq_len: int) -> int:
-        """Tokens of the stream in a sequence."""
+        """Return the number of stream tokens in a sequence."""
         room = seq_len - tokenizer.single.num_specials
         if room < 1:
             raise UserError(f"data.seq_len = {seq_len} leaves no room beside {seq_len - room} special tokens")

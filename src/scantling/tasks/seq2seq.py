@@ -1,4 +1,4 @@
-"""Sequence to sequence: a target from an input, by an encoder and a decoder such as T5."""
+"""Sequence to sequence: predict a target from an input, with an encoder-decoder such as T5."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from scantling.tasks.spans import Spans
 from scantling.tasks.streams import bin_data, bin_tokenizer, prepared_windows
 
 NUM_SENTINELS = 100
-"""As T5's tokenizer has."""
+"""Number of sentinels of T5's tokenizer."""
 NEEDS = ("eos", "pad")
-"""The special tokens without which nothing works."""
+"""Special tokens that the task always needs."""
 
 
 @dataclass(frozen=True)
 class CorruptedWindows:
-    """Collates windows of a stream: hides spans of each, which are the targets.
+    """Collate function for windows of a stream: hide spans of each window; the hidden spans are the target.
 
-    The spans depend on (seed, epoch, index) alone. The input gets what the tokenizer puts around a text. The
+    The spans depend on (seed, epoch, index) only. The input gets the tokens that the tokenizer adds to a text. The
     tokens between documents are kept or hidden like any other.
     """
 
@@ -63,9 +63,9 @@ class CorruptedWindows:
 
 @dataclass(frozen=True)
 class TextPairs:
-    """Collates pairs of an input and a target, each cut to its length and padded to the longest of the batch.
+    """Collate function for pairs of an input and a target, each truncated to its length and padded to the longest.
 
-    The input gets what the tokenizer puts around a text, the target what it puts around a target.
+    The input gets the tokens that the tokenizer adds to a text; the target gets those that it adds to a target.
     """
 
     tokenizer: Tokenizer
@@ -78,7 +78,7 @@ class TextPairs:
         room = max(0, self.target_len - len(before) - len(after))
         end = np.array([required(self.tokenizer.eos_id)])
         inputs = [self.tokenizer.join(item.ids, None, self.seq_len)[0] for _, _, item in examples]
-        inputs = [ids if len(ids) else end for ids in inputs]  # an encoder cannot read nothing
+        inputs = [ids if len(ids) else end for ids in inputs]  # an encoder cannot read an empty input
         targets = [np.concatenate([before, item.pair_ids[:room], after]).astype(np.int64) for _, _, item in examples]
         longest = [
             0 if self.multiple is None else padded_length([*map(len, rows)], self.multiple, limit)
@@ -88,15 +88,16 @@ class TextPairs:
 
 
 class Seq2Seq(Task):
-    """Pairs of an input and a target where the source has them (`fields.pair`), else T5's span corruption of a stream.
+    """Pairs of an input and a target if the source has them (`fields.pair`), else T5's span corruption of a stream.
 
-    The loss is the mean over the tokens of the targets. Tokens of a run are those of the inputs, as T5's authors count.
+    The loss is the mean over the tokens of the targets. The tokens of a run are those of the inputs, as in the T5
+    paper.
 
-    A span is marked by a sentinel: `<extra_id_0>`, `<extra_id_1>`, ... of a tokenizer that has them, as T5's has. For
-    one that has not, such as `bytes` and `bpe`, 100 ids above its vocabulary are the sentinels: sentinel k has the id
-    `vocab_size + k`, the model has so many more ids, and the tokenizer that is exported with it knows no text for them.
-
-    The decoder starts with the padding token, as T5's does, or with what weights that are read were trained with.
+    A sentinel marks each span: `<extra_id_0>`, `<extra_id_1>`, ... if the tokenizer has them, as T5's does. For a
+    tokenizer without sentinels, such as `bytes` and `bpe`, the 100 ids above its vocabulary are the sentinels:
+    sentinel k has the id `vocab_size + k`, the model has 100 more ids, and the exported tokenizer has no text for
+    them. The decoder starts with the padding token, as in T5, or with the token that loaded weights were trained
+    with.
     """
 
     name: ClassVar[str] = "seq2seq"
@@ -141,7 +142,7 @@ class Seq2Seq(Task):
         return NUM_SENTINELS
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
-        # given labels, transformers would also compute a loss of its own, over all logits once more
+        # given labels, transformers would also compute its own loss, a second pass over all logits
         shift: Any = getattr(unwrapped(model), "prepare_decoder_input_ids_from_labels", None)
         target = {"labels": batch.labels} if shift is None else {"decoder_input_ids": shift(batch.labels)}
         logits = model(**batch.inputs, **target, use_cache=False).logits
@@ -163,16 +164,16 @@ class Seq2Seq(Task):
 
 
 def sentinel_ids(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """The ids that stand for hidden spans, the first span's first."""
+    """Return the ids of the sentinels that replace hidden spans, in the order of the spans."""
     own = tokenizer.sentinel_ids or range(tokenizer.vocab_size, tokenizer.vocab_size + NUM_SENTINELS)
     return np.array(own, dtype=np.int64)
 
 
 def window_length(data: DataSection, tokenizer: Tokenizer) -> int:
-    """Tokens of the stream in a window: as many as fill the input once spans are hidden.
+    """Return the length of a window of the stream, which fills the input after spans are hidden.
 
     Raises:
-        UserError: there is no room, or there are more spans than sentinels.
+        UserError: no room for text, or more spans than sentinels.
     """
     specials = tokenizer.single.num_specials
     length = _spans(data).window(data.seq_len - specials, target_length(data))
@@ -191,7 +192,7 @@ def window_length(data: DataSection, tokenizer: Tokenizer) -> int:
 
 
 def target_length(data: DataSection) -> int:
-    """Most tokens of a target, its end included."""
+    """Return the largest length of a target, including its end token."""
     return data.target_len or data.seq_len
 
 
@@ -216,7 +217,7 @@ def _spans(data: DataSection) -> Spans:
 def _batch(
     inputs: Sequence[Ids], targets: Sequence[Ids], pad_id: int, input_length: int = 0, target_length: int = 0
 ) -> Batch:
-    """Inputs and targets padded, with a mask for the inputs where it is needed."""
+    """Return padded inputs and targets, with an attention mask if inputs are padded."""
     lengths = [len(ids) for ids in inputs]
     named = {"input_ids": pad_rows(inputs, pad_id, input_length)}
     if min(lengths) < max(input_length, *lengths):

@@ -1,4 +1,4 @@
-"""Span corruption: the objective of T5, which hides some spans of a text and asks for them.
+"""Span corruption: the objective of T5, which hides some spans of a text and predicts them.
 
 Source: Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer", JMLR 2020,
 arXiv 1910.10683, section 3.1.4 and figure 2: 15 % of the tokens, in spans of 3 tokens on average.
@@ -7,8 +7,9 @@ arXiv 1910.10683, section 3.1.4 and figure 2: 15 % of the tokens, in spans of 3 
     input    Thank you <0> me to your party <1> week
     target   <0> for inviting <1> last </s>
 
-Kept and hidden parts take turns, a kept one first, and each is cut at random places, all equally likely, as in the
-authors' code. So the share of hidden tokens and the number of spans are the same in all windows of a length.
+Kept and hidden parts alternate, starting with a kept part. The boundaries of each are random and uniformly
+distributed, as in the authors' code. All windows of the same length have the same number of hidden tokens and of
+spans.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Spans:
-    """How much is hidden.
+    """Amount of text to hide.
 
     Attributes:
-        share: of the tokens, between 0 and 1; at least one token is hidden, and one kept where there are two.
-        mean: tokens in a span on average, at least 1.
+        share: share of the tokens to hide, between 0 and 1; at least one token is hidden and, of two or more, one kept.
+        mean: average tokens per span, at least 1.
     """
 
     share: float
     mean: float
 
     def counts(self, length: int) -> tuple[int, int]:
-        """The number of hidden tokens and of spans in a window of `length` tokens."""
+        """Return the number of hidden tokens and of spans in a window of `length` tokens."""
         hidden = max(1, min(round(length * self.share), length - 1))
         return hidden, max(1, min(round(hidden / self.mean), length - hidden))
 
     def lengths(self, length: int) -> tuple[int, int]:
-        """Tokens of the input, without what a tokenizer adds, and of the target, its end included."""
+        """Return the lengths of the input, without special tokens, and of the target, including its end token."""
         hidden, spans = self.counts(length)
         return length - hidden + spans, hidden + spans + 1
 
     def window(self, input_len: int, target_len: int) -> int:
-        """Tokens of the longest window whose input and target have at most these lengths; 0 where none has."""
+        """Return the longest window whose input and target have at most these lengths; 0 if none fits."""
         length = 0
         while True:
             inputs, targets = self.lengths(length + 1)
@@ -59,9 +60,9 @@ class Spans:
 
         Args:
             window: ids, (length,).
-            sentinels: the id that stands for each span, in order; as many as there are spans, or more.
+            sentinels: the id that replaces each span, in order; at least as many as spans.
             end: the id that ends the target.
-            key: numbers that decide where the spans are, and nothing else does.
+            key: integers that determine the spans; nothing else does.
 
         Returns:
             The input and the target.
@@ -78,6 +79,6 @@ class Spans:
 
 
 def _cut(total: int, parts: int, key: int) -> Tokens:
-    """Lengths of at least 1 that add up to `total`, (parts,); one part may be empty where `total` is 0."""
+    """Return random lengths of at least 1 that sum to `total`, (parts,); with `total` 0, one part may be empty."""
     places = np.sort(permutation(max(total - 1, 0), key)[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], places, [total]])).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What the language-model tasks share: streams that were tokenised elsewhere, and what they refuse."""
+"""Helpers of the language-model tasks: windows over token streams, pre-tokenized files and shared checks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from scantling.tasks.base import TaskData
 
 
 def refuse_pairs(data: DataSection, task: str) -> None:
-    """Refuse a second text, which a stream has no place for."""
+    """Raise a UserError if the recipe names a second text, which a stream cannot hold."""
     if data.fields.pair is not None:
         raise UserError(f"data.fields.pair: has no meaning for the task '{task}'; given '{data.fields.pair}'")
 
 
 def bin_tokenizer(data: DataSection) -> Tokenizer | None:
-    """The tokenizer of `bin` files, if it is given: they hold ids already, so `bytes`, the default, stands for none."""
+    """Return the tokenizer of `bin` files, or None: they hold ids, so the default `bytes` means no tokenizer."""
     if isinstance(data.tokenizer, BpeTokenizer):
         raise UserError("data.tokenizer: bin files hold ids already; name the tokenizer that made them")
     return None if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)
@@ -35,17 +35,17 @@ def bin_tokenizer(data: DataSection) -> Tokenizer | None:
 def windows_of(
     data: DataSection, train: Sequence[Any], heldout: Sequence[Any], *, length: int, stride: int
 ) -> tuple[WindowDataset, WindowDataset | None]:
-    """Windows over streams of tokens to train on, and over those held out, the last ones as short as they are.
+    """Return windows over the training streams and over the held-out streams, which keep shorter last windows.
 
     Args:
         data: the recipe's section.
-        train: the streams.
-        heldout: the streams held out, or none.
+        train: the training streams.
+        heldout: the held-out streams, or none.
         length: tokens in a window.
         stride: distance between windows.
 
     Raises:
-        UserError: no window fits into the streams to train on.
+        UserError: the training streams are shorter than one window.
     """
     held = WindowDataset(heldout, length=length, stride=stride, partial=True) if heldout else None
     return training_windows(train, length=length, stride=stride, seq_len=data.seq_len), held
@@ -54,7 +54,7 @@ def windows_of(
 def prepared_windows(
     data: DataSection, prepared: Prepared, *, length: int, stride: int
 ) -> tuple[WindowDataset, WindowDataset | None]:
-    """`windows_of` the streams of prepared documents."""
+    """Return `windows_of` the streams of prepared documents."""
     heldout = [] if prepared.heldout is None else [prepared.heldout.tokens]
     return windows_of(data, [prepared.train.tokens], heldout, length=length, stride=stride)
 
@@ -68,18 +68,18 @@ def bin_data(
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
 ) -> TaskData:
-    """Windows over `bin` files.
+    """Return the windows over `bin` files.
 
     Args:
         data: the recipe's section.
         length: tokens in a window.
         stride: distance between windows.
-        collate: gives the collate function for the ids around documents, none if the tokenizer is not known.
-        tokenizer: what made the ids, if it was loaded before.
-        progress: is told of long work.
+        collate: returns the collate function for the ids around documents; they are empty if the tokenizer is unknown.
+        tokenizer: the tokenizer of the ids, if already loaded.
+        progress: receives the progress of long work.
 
     Raises:
-        UserError: the files cannot be used, or hold ids that their tokenizer has not.
+        UserError: the files cannot be used, or hold ids that the tokenizer does not have.
     """
     tokenizer = tokenizer or bin_tokenizer(data)
     marks = NO_MARKS if tokenizer is None else document_marks(tokenizer)

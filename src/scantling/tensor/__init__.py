@@ -1,4 +1,4 @@
-"""TT layers: weights as chains of small tensors."""
+"""TT layers: weights as chains of small tensors (tensor trains)."""
 
 from scantling.tensor.peft_support import support_peft
 

@@ -1,4 +1,4 @@
-"""Cutting a parameter along a dim together with its gradient and what an optimizer keeps of it."""
+"""Slicing of a parameter along a dim, together with its gradient and optimizer state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class StateHolder(Protocol):
-    """What keeps something of the shape of a parameter, such as a residual."""
+    """Object that keeps state of the shape of a parameter, such as a residual."""
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         """Keep only some positions of one dim, 1-D int64."""
@@ -26,16 +26,17 @@ def cut_parameter(
     optimizer: torch.optim.Optimizer | None,
     *holders: StateHolder | torch.optim.Optimizer,
 ) -> None:
-    """Keep only some positions of one dim of a parameter, in place: the optimizer and the module keep their object.
+    """Keep only some positions of one dim of a parameter, in place: optimizer and module keep the same parameter
+    object.
 
-    One of which nothing is left takes no more steps.
+    A parameter that becomes empty is frozen.
 
     Args:
-        param: that is cut.
-        dim: of the parameter.
-        index: positions that stay, 1-D int64.
-        optimizer: whose state of the parameter is cut along; None for none.
-        holders: of more that belongs to the parameter.
+        param: parameter to slice.
+        dim: dim of the parameter.
+        index: positions to keep, 1-D int64.
+        optimizer: optimizer whose state of the parameter is sliced as well, or None.
+        holders: objects with more state of the parameter.
     """
     for holder in holders:
         if isinstance(holder, torch.optim.Optimizer):
@@ -47,7 +48,7 @@ def cut_parameter(
     grad = param.grad
     param.grad = None
     kept = param.data.index_select(dim, index)
-    # autograd remembers the shape of a leaf while an old graph is alive; another dtype makes it forget
+    # While an old graph is alive, autograd remembers the shape of a leaf; assigning another dtype makes it forget.
     param.data = kept.to(torch.float32 if kept.dtype == torch.float64 else torch.float64)
     param.data = kept
     if grad is not None:
@@ -56,7 +57,7 @@ def cut_parameter(
 
 
 def retire_if_empty(param: nn.Parameter) -> None:
-    """Let a parameter without numbers take no steps: some optimizers divide by how many there are."""
+    """Freeze a parameter without elements: some optimizers divide by the number of elements."""
     if not param.numel():
         param.requires_grad_(False)
         param.grad = None
@@ -85,7 +86,7 @@ def _cut_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, dim: int, 
 
 
 def _cut_value(value: Any, param: Tensor, dim: int, index: Tensor) -> Any:
-    """What is left of one entry of a state: None where it is not clear what belongs to which position."""
+    """Return the slice of one state entry; None if it is not clear which values belong to which position."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | bool | str) else None
     if type(value) is Tensor and value.ndim == param.ndim > 0 and value.shape[dim] == param.shape[dim]:
@@ -95,7 +96,9 @@ def _cut_value(value: Any, param: Tensor, dim: int, index: Tensor) -> Any:
 
 
 def _owner(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.optim.Optimizer | None:
-    """The optimizer that steps a parameter: one of several that form one, or the one given; None for neither."""
+    """Return the optimizer that steps a parameter: a member of a combined optimizer, or the given one; None if
+    neither.
+    """
     for member in getattr(optimizer, "members", ()):
         found = _owner(member, param)
         if found is not None:
@@ -103,7 +106,7 @@ def _owner(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.optim
     if hasattr(optimizer, "members"):
         return None
     inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, torch.optim.Optimizer):  # that of a wrapper, such as accelerate's
+    if isinstance(inner, torch.optim.Optimizer):  # wrapped, such as accelerate's
         return _owner(inner, param)
     held = any(other is param for group in optimizer.param_groups for other in group["params"])
     return optimizer if held else None

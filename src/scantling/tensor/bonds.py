@@ -1,9 +1,9 @@
-"""The inner bonds of many layers of cores in one row: which of their ranks are live, how large the layers are with
-those, and which ranks to keep for a size.
+"""Inner bonds of many TT layers as one vector: which ranks are active, how large the layers are with these, and which
+ranks to keep for a given size.
 
-Which ranks to keep is said by scores: the importance of a rank for the loss (`importance.py`) or, where nothing is
-known of that, what it contributes to the weight. That is its share of the squared norm, from the Gram matrices of the
-chain on either side: a function of the parameters alone, so that replicas decide alike.
+Scores decide which ranks to keep: the importance of a rank for the loss (`importance.py`) or, without gradients, its
+contribution to the weight. The contribution is the rank's share of the squared norm, from the Gram matrices of the
+chain on either side. It depends on the parameters alone, so all replicas make the same decision.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from scantling.tensor.sizes import SizePolynomial, Term, byte_terms, number_term
 from scantling.tensor.uses import Uses
 
 BytesOf: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Role, MatrixDims], float]
-"""Bytes that training keeps for a core, by its shape, dtype, role and matrix dims."""
+"""Bytes of training state of a core, from its shape, dtype, role and matrix dims."""
 
 _MARGIN = 5.0
-"""How far from the threshold, in thresholds, a control is put that is shut or opened: not to flip back at once."""
+"""Size of a rank gate, in thresholds, after its rank is pruned or activated, so that it does not flip straight back."""
 _MOST_ORDERS = 8
-"""Of contraction that are tried to bring FLOPs to a size."""
+"""Contraction orders to try before giving up on bringing FLOPs to a size."""
 _MOST_HALVINGS = 20
-"""Of the FLOPs asked for, where the orders do not lead to the size."""
+"""Bisections of the requested FLOPs if trying orders does not reach the size."""
 
 
 class Bonds:
-    """The inner bonds of layers that have rank controls.
+    """Inner bonds of TT layers that have rank gates (`controls`).
 
     Args:
-        layers: by their names, each with controls.
+        layers: layers with rank gates, by name.
         options: unit of the size, threshold and tolerance.
-        uses: of the layers in a step, for the unit `flops`.
-        bytes_of: of a core, for the unit `bytes`.
+        uses: use of each layer in a step, for the unit `flops`.
+        bytes_of: training bytes of a core, for the unit `bytes`.
 
     Attributes:
-        controls: of all bonds, layer by layer; none once they are folded into the cores.
-        device: of the controls.
+        controls: rank gates of all bonds, layer by layer; empty once they are folded into the cores.
+        device: device of the rank gates.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Bonds:
         self.refresh()
 
     def refresh(self) -> None:
-        """After shapes or device have changed: the controls in one row, and the size as a function of the ranks."""
+        """Rebuild the vector of rank gates and the size polynomial after shapes or device have changed."""
         self.controls = list(self._controls_now())
         if self.controls:
             self.device = self.controls[0].device
@@ -71,11 +71,11 @@ class Bonds:
             terms += self._terms(layer, first)
             first += len(layer.cores) - 1
         self._counted = SizePolynomial.of(terms, len(self.controls))  # on the CPU
-        self._size = self._counted.to(self.device)  # what a captured graph reads, so that it stays until shapes change
+        self._size = self._counted.to(self.device)  # fixed until shapes change, since captured graphs read it
 
     @property
     def has_moved(self) -> bool:
-        """Whether the model has gone to another device, or got other controls, since the last `refresh`."""
+        """True if the device or the rank gates of the model have changed since the last `refresh`."""
         if not self.controls:
             return False
         return self.controls[0].device != self.device or any(
@@ -83,11 +83,11 @@ class Bonds:
         )
 
     def cores(self) -> list[Tensor]:
-        """Of all layers."""
+        """Return the cores of all layers."""
         return [core for layer in self._layers.values() for core in layer.cores]
 
     def ranks(self) -> dict[str, tuple[int, ...]]:
-        """Live ranks of all bonds of each layer, the outer ones (1) included; all 0 in between where one is."""
+        """Return the active ranks of each layer, outer bonds (1) included; all inner ranks are 0 if one of them is."""
         counts = iter(self._per_bond((self._flat().detach() > self._options.threshold).long()).tolist())
         found = {}
         for name, layer in self._layers.items():
@@ -96,10 +96,10 @@ class Bonds:
         return found
 
     def size(self) -> float:
-        """The size at the live ranks.
+        """Return the size at the active ranks.
 
         Raises:
-            UserError: the controls are on the meta device.
+            UserError: if the rank gates are on the meta device.
         """
         if self.controls and self.device.type == "meta":
             raise UserError("which ranks are live is not known on the meta device; load the cores and controls first")
@@ -107,40 +107,43 @@ class Bonds:
         return float(self._counted_at(live)(live))
 
     def size_of_all(self) -> float:
-        """The size at all ranks, live or not."""
+        """Return the size at all ranks, active or pruned."""
         return float(self._counted(torch.tensor([len(control) for control in self.controls], dtype=torch.float64)))
 
     def least_size(self) -> float:
-        """The size with one rank on every bond."""
+        """Return the size with one rank on every bond."""
         ones = torch.ones(len(self.controls), dtype=torch.float64)
         return float(self._counted_at(ones)(ones))
 
     def live_size(self) -> Tensor:
-        """The size at the live ranks, 0-D, on the device and without a question to it: for captured graphs."""
+        """Return the size at the active ranks, 0-D, computed on the device without synchronization, for captured
+        graphs.
+        """
         return self._size(self._live())
 
     def relaxed_size(self) -> Tensor:
-        """The size with the l1 norms of the controls for the ranks, 0-D, with a gradient."""
+        """Return the size with the l1 norms of the rank gates instead of ranks, 0-D, with a gradient."""
         return self._size(self._per_bond(self._flat().clamp(min=0.0)))
 
     def squared_norm(self) -> Tensor:
-        """Of all cores, 0-D, with a gradient."""
+        """Return the squared norm of all cores, 0-D, with a gradient."""
         return torch.stack(list(torch._foreach_norm(self.cores()))).square().sum()
 
     @torch.no_grad()
     def bring_to(self, wanted: float, scores: Tensor | None = None) -> None:
-        """Shut the ranks of the lowest scores for what they cost, or open those of the highest.
+        """Prune the ranks with the lowest score per cost, or activate those with the highest, until the size is
+        reached.
 
-        One rank stays on every bond; where none is live, the one of the largest control is opened. Where one rank is
-        more than the tolerance, ranks are exchanged for smaller ones. Bonds whose ranks were all removed stay as they
-        are.
+        Every bond keeps one rank; if none is active, the one with the largest gate is activated. If single ranks are
+        coarser than the tolerance, ranks are exchanged for ranks of other bonds. Bonds whose ranks were all removed
+        are skipped.
 
         Args:
-            wanted: the size, in the unit of the target.
-            scores: of the ranks of all bonds in order, at least 0; default what each contributes.
+            wanted: size to reach, in the unit of the target.
+            scores: score of each rank of all bonds in order, at least 0; default: contribution to the weight.
 
         Raises:
-            UserError: a control is not finite; nothing has changed.
+            UserError: if a rank gate is not finite; nothing has changed then.
         """
         self.check_finite()
         threshold, tolerance = self._options.threshold, self._options.tolerance
@@ -165,7 +168,7 @@ class Bonds:
             return ranks().clamp(min=1.0)
 
         def valued() -> tuple[SizePolynomial, Tensor]:
-            """The size as a function of the ranks near those that are tried, and what each rank is worth there."""
+            """Return the size polynomial near the ranks under trial, and the value per cost of each rank there."""
             counted = self._counted_at(alive())
             return counted, share / counted.slopes(alive())[bond_of].clamp(min=1e-30)
 
@@ -177,10 +180,10 @@ class Bonds:
             if off >= least_off:
                 break
             live, least_off = tried, off
-            if off <= tolerance * wanted or counted is self._counted:  # which does not change with ranks
+            if off <= tolerance * wanted or counted is self._counted:  # the same polynomial at all ranks
                 break
         if least_off > tolerance * wanted and counted is not self._counted:
-            # the best order changes on the way: halve the size that is asked for in the order there is now
+            # The best contraction order changes on the way: bisect on the requested size, in the current order.
             tried = before
             counted, value = valued()
             low, high = 0.0, max(2.0 * wanted, float(counted(alive())))
@@ -197,7 +200,7 @@ class Bonds:
             control.masked_fill_(wide.to(control.device), margin).masked_fill_(closed.to(control.device), -margin)
 
     def check_finite(self) -> None:
-        """Raise a UserError where a control is NaN or Inf."""
+        """Raise a UserError if a rank gate is NaN or Inf."""
         for name, layer in self._layers.items():
             if not all(bool(torch.isfinite(control).all()) for control in layer.controls or ()):
                 raise UserError(
@@ -207,7 +210,7 @@ class Bonds:
 
     @torch.no_grad()
     def contributions(self) -> Iterator[Tensor]:
-        """Bond by bond the share of each rank in the squared norm of the weight; of one that is shut, if it opened."""
+        """Yield for each bond the share of each rank in the weight's squared norm; pruned ranks count as active."""
         threshold = self._options.threshold
         for layer in self._layers.values():
             if layer.controls is None:
@@ -217,6 +220,8 @@ class Bonds:
             left = right = cores[0].new_ones(1, 1)
             lefts: list[Tensor] = []
             rights: list[Tensor] = []
+            # Gram matrices (r, r) of the chain before (lefts[t]) and after (rights[t]) bond t, without the gate of
+            # bond t.
             for core, one in zip(cores, gates, strict=False):
                 half = (left @ core.flatten(1)).view(core.shape[0] * core.shape[1], core.shape[2])
                 lefts.append(core.flatten(0, 1).t() @ half)
@@ -231,11 +236,13 @@ class Bonds:
                 yield before.diagonal() * behind.diagonal() * opened.square() / total
 
     def values(self) -> Tensor:
-        """The controls of all bonds in a row; of ranks that are shut what they would be if they opened."""
+        """Return the rank gates of all bonds as one vector; pruned gates count as if activated, at the threshold."""
         return self._flat().detach().clamp(min=self._options.threshold)
 
     def _controls_now(self) -> Iterator[Tensor]:
-        """Those that the layers have, in order: in every step, so not by way of `ParameterList`, which is slow."""
+        """Yield the layers' current rank gates in order, bypassing the slow `ParameterList`, since this runs every
+        step.
+        """
         for layer in self._layers.values():
             if layer.controls is not None:
                 yield from (control for control in layer.controls._parameters.values() if control is not None)
@@ -244,19 +251,20 @@ class Bonds:
         return torch.cat(list(self.controls))
 
     def _per_bond(self, values: Tensor) -> Tensor:
-        """Sums of what each rank has, bond by bond: (bonds)."""
+        """Return sums over the ranks of each bond: (bonds)."""
         return values.new_zeros(len(self.controls)).index_add(0, self._bond_of, values)
 
     def _live(self) -> Tensor:
-        """Live ranks of the bonds, float64; where one bond of a layer has none, neither have the others."""
+        """Return the active ranks of the bonds, float64; all bonds of a layer have 0 if one has."""
         live = self._per_bond((self._flat().detach() > self._options.threshold).double())
         alive = live.new_ones(len(self._layers)).scatter_reduce(0, self._layer_of, live.clamp(max=1.0), "amin")
         return live * alive[self._layer_of]
 
     def _counted_at(self, ranks: Tensor) -> SizePolynomial:
-        """The size as a function of the ranks near some live ones, (bonds): of FLOPs, in the order that is best there.
+        """Return the size polynomial near given ranks, (bonds); for FLOPs, in the contraction order that is best
+        there.
 
-        With fewer ranks another order may be the best, so that `_counted` says too much of them.
+        With fewer ranks another order may be best, and then `_counted` overestimates the size.
         """
         if self._options.unit != "flops":
             return self._counted
@@ -271,7 +279,7 @@ class Bonds:
         return SizePolynomial.of(terms, len(self.controls))
 
     def _terms(self, layer: CoreLayer, first: int) -> list[Term]:
-        """Terms of the size of a layer, in the unit of the target; `first` is the place of its first inner bond."""
+        """Return the size terms of a layer in the target's unit; `first` is the index of its first inner bond."""
         options, bytes_of = self._options, self._bytes_of
         if options.unit == "flops":
             return self._uses[layer].flop_terms(layer, layer.ranks, first)

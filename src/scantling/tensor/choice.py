@@ -1,4 +1,4 @@
-"""Which layers become cores, and with what ranks and modes: the `rank` and `filter_fn` of `tensorize`."""
+"""Selection of layers, ranks and modes: the `rank` and `filter_fn` arguments of `tensorize`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TABLE_OPTIONS = ("rank", "num_modes", "row_modes", "col_modes")
 
 
 class Choice:
-    """What the user wants of each layer.
+    """User's options for each layer.
 
     Args:
-        rank: for all layers, or by pattern; see `scantling.tensorize`.
-        filter_fn: says of a name and its module whether it is to be replaced; None for all.
+        rank: rank for all layers, or a mapping of patterns; see `scantling.tensorize`.
+        filter_fn: function of a layer's name and the layer; True to replace the layer. None selects all.
 
     Raises:
-        UserError: a rank, a pattern or options of the wrong form.
+        UserError: if a rank, a pattern or options have the wrong form.
     """
 
     def __init__(self, rank: Ranks, filter_fn: Filter | None = None) -> None:
@@ -41,7 +41,9 @@ class Choice:
         self._met: set[str] = set()
 
     def options(self, names: Iterable[str], module: nn.Module) -> dict[str, Any] | None:
-        """Arguments for a layer that has these names, of the first pattern that matches one; None: leave it alone."""
+        """Return the options of the first pattern that matches one of a layer's names; None to leave the layer
+        unchanged.
+        """
         wanted = [name for name in names if self._filter is None or self._filter(name, module)]
         for pattern, options in self._options.items():
             if any(fnmatchcase(name, pattern) for name in wanted):
@@ -50,15 +52,15 @@ class Choice:
         return None
 
     def unmet(self) -> list[str]:
-        """Patterns that decided nothing."""
+        """Return the patterns that selected no layer."""
         return [pattern for pattern in self._options if pattern not in self._met]
 
 
 def check_options(options: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    """Refuse arguments that a layer does not take.
+    """Raise if a layer does not accept an option.
 
     Raises:
-        UserError: with what was meant, where that is clear.
+        UserError: with the closest known option, if there is one.
     """
     for key in options:
         if key not in allowed:

@@ -1,4 +1,4 @@
-"""Which ranks to keep for a size: the ones of most value, as near to the size as whole ranks allow."""
+"""Choice of ranks for a given size: the most valuable ranks, as near to the size as integer ranks allow."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from scantling.tensor.sizes import SizePolynomial
 
 _MOST_EXCHANGES = 20
 _MOST_MOVES = 60
-"""With more single moves than these, pairs of them are not tried: a rank is then a small part of the size."""
+"""With more single moves than this, pairs of moves are not tried, since one rank is then a small part of the size."""
 
 
 def nearest(
     size: SizePolynomial, live: Tensor, bond_of: Tensor, value: Tensor, wanted: float, tolerance: float
 ) -> Tensor:
-    """Change which ranks are live so that the size is the wanted one.
+    """Change which ranks are active so that the size comes closest to the wanted one.
 
-    The size falls (or grows) with every rank, so that the number of ranks to shut (or open), least (or most) value
-    first, is found by halving. While it is off by more than the tolerance, one rank of a bond is then opened, shut, or
-    exchanged for one of another bond, whatever brings it nearest.
+    The size is monotonic in the number of ranks. Bisection finds how many ranks to prune (or activate), those of least
+    (or most) value first. While the size is off by more than the tolerance, the best single move follows: activate or
+    prune one rank of a bond, or exchange it for one of another bond.
 
     Args:
-        size: of the ranks of all bonds, some of which may have none.
-        live: which ranks are, bool, all bonds in a row.
-        bond_of: the bond of each rank.
-        value: of each rank for what it costs.
-        wanted: size.
-        tolerance: relative.
+        size: size as a function of the ranks of all bonds, which may be 0.
+        live: mask of active ranks, bool, all bonds in a row.
+        bond_of: bond index of each rank.
+        value: value per cost of each rank.
+        wanted: size to reach.
+        tolerance: relative tolerance.
 
     Returns:
-        Which ranks are to be live; at least one of every bond that has one.
+        New mask of active ranks; every bond that has an active rank keeps one.
     """
     num_bonds = size.num_bonds
     live = live.clone()
@@ -44,7 +44,7 @@ def nearest(
     start = counts()
     shuts = float(size(start)) > wanted
     if shuts:
-        # the best of its bond stays, one where several are alike
+        # The best rank of each bond stays; exactly one in case of ties.
         by_value = value.masked_fill(~live, -torch.inf).argsort(descending=True, stable=True)
         by_bond = by_value[bond_of[by_value].argsort(stable=True)]
         is_first = torch.ones_like(live)
@@ -74,7 +74,7 @@ def nearest(
 
 
 def _exchange(size: SizePolynomial, live: Tensor, bond_of: Tensor, value: Tensor, now: Tensor, wanted: float) -> bool:
-    """Make the one move, of at most two ranks, that brings the size nearest; False where none does."""
+    """Make the move of at most two ranks that brings the size nearest; return False if no move helps."""
     dead = torch.zeros_like(now).index_add(0, bond_of, (~live).double())
     singles = [(bond, 1) for bond in range(len(now)) if dead[bond] > 0]
     singles += [(bond, -1) for bond in range(len(now)) if now[bond] > 1]

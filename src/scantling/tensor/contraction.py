@@ -1,26 +1,26 @@
-"""In which order tokens are contracted with a chain of cores: the cheapest, for this many tokens.
+"""Contraction order of tokens with a chain of cores: the cheapest one for the number of tokens.
 
-y = x W, with W a chain of cores whose first ones hold the modes of the input and whose last ones those of the output. x
-is contracted with blocks of neighbouring cores, from the first core to the last, each block merged beforehand. The two
-extremes are known: x through core after core (best for few tokens) and W built whole (never good, but for one); in
-between lies y = (x A) B, A and B the merged cores of input and output (best for many tokens; CoMERA, arXiv 2405.14377).
-What is best depends on tokens, modes and ranks, so all 2^(n-1) ways to cut n <= 10 cores into blocks are compared, each
-block merged in the cheapest order, which does not depend on the rest:
+y = x W, where W is a chain of cores: first the input cores, then the output cores. x is contracted with blocks of
+neighboring cores, from the first core to the last; each block is merged beforehand. Two extremes are well known: x
+through core after core (best for few tokens) and W built in full (rarely good). In between lies y = (x A) B, where A
+and B are the merged input and output cores (best for many tokens; CoMERA, arXiv 2405.14377). The best order depends on
+tokens, modes and ranks. So all 2^(n-1) ways to split n <= 10 cores into blocks are compared. Each block is merged in
+its cheapest order, which does not depend on the other blocks:
 
     C[i, j] = min over k of  C[i, k] + C[k+1, j] + r_{i-1} S_i..S_k r_k S_{k+1}..S_j r_j          merge cores i..j
 
-Every step is one matrix product: the block is a matrix of K x Q, the state of x seen as P x K x S with S what is
-contiguous behind, and the result P x Q x S. A backward pass costs twice the forward in every step. To begin at another
-core never helps where all bonds are 2 and more, and hardly where some are 1.
+Every step is one matrix product: the block is a K x Q matrix, the state of x is viewed as P x K x S, where S are the
+contiguous trailing elements, and the result is P x Q x S. In every step the backward pass costs twice as much as the
+forward pass. Starting at another core never helps if all bonds have rank 2 or more, and hardly if some have rank 1.
 
-The cost of a way is its multiplications plus `ELEMENT` for every number it reads or writes, so that none wins that
-saves multiplications by moving more than they are worth; but no way may take over `MOST_OVER` times the multiplications
-of the best among core after core, y = (x A) B, W built whole, and a dense layer.
+The cost of an order is its multiplications plus `ELEMENT` for every element that it reads or writes, so that no order
+wins by saving multiplications at the price of more memory traffic. But no order may take more than `MOST_OVER` times
+the multiplications of the best among core after core, y = (x A) B, W built in full, and a dense layer.
 
-Blocks may be merged once for several passes, or for all there will be. That is free only in multiplications: with
-merging free, W built whole would always be best, and a table of any size would be held dense. So merging counts less
-only in the ways whose blocks hold at most `MOST_KEPT` times the numbers of the cores; in others it counts in full, and
-their blocks are merged for each pass and dropped.
+Blocks may be merged once for several passes, or for all future passes. This saves multiplications but costs memory: if
+merging were always free, W built in full would always be best, and a table of any size would be held dense. So merging
+is discounted only for orders whose blocks hold at most `MOST_KEPT` times the elements of the cores. For other orders
+it counts fully, and their blocks are merged for each pass and dropped.
 """
 
 from __future__ import annotations
@@ -40,30 +40,32 @@ from torch import Tensor
 Tree: TypeAlias = "int | tuple[Tree, Tree]"
 
 ELEMENT = 8.0
-"""Multiplications that take as long as it takes a CPU to read or write a number."""
+"""Multiplications that take as long as a CPU needs to read or write one element."""
 MOST_OVER = 1.05
 MOST_KEPT = 4.0
-"""Numbers in the blocks of an order that may be kept for the next pass, for each number in the cores.
+"""Elements of kept blocks per element of the cores, at most.
 
-As many as AdamW keeps for it (weight, gradient, two moments). A and B of a linear layer are that small wherever cores
-are much smaller than W and yet not tiny (2.3 times the cores at 768 x 768 and rank 30, 4.0 at 768 x 3072, 0.9 at
-4096 x 4096 and rank 256); W is where cores save little; all rows of a large table never are.
+Equal to what AdamW keeps per element (weight, gradient, two moments). A and B of a linear layer fit if the cores are
+much smaller than W and not tiny (2.3 times the cores at 768 x 768 and rank 30, 4.0 at 768 x 3072, 0.9 at 4096 x 4096
+and rank 256). W fits if the cores save little. All rows of a large table never fit.
 """
 MOST_ORDERS = 2
-"""Whose blocks are kept of one layer: of a table for lookups and for a head, of others for many tokens and for few."""
+"""Orders per layer whose blocks are kept: a table's for lookups and for a head, other layers' for many and for few
+tokens.
+"""
 MOST_TOKENS = 1 << 22
-"""Beyond these the order does not change any more."""
+"""Number of tokens beyond which the order no longer changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """x (tokens, inputs) with a chain of cores, the first of which belong to the input and the rest to the output.
+    """Chain of cores that x (tokens, inputs) is contracted with: first the input cores, then the output cores.
 
     Attributes:
-        modes: of all cores.
-        ranks: of all bonds, the outer ones included.
-        num_inputs: how many of the cores belong to the input.
-        is_bent: whether something that is not linear stands between input and output; no block reaches across it.
+        modes: modes of all cores.
+        ranks: ranks of all bonds, including the outer ones.
+        num_inputs: number of input cores.
+        is_bent: True if a nonlinear activation stands between input and output cores; no block spans it.
     """
 
     modes: tuple[int, ...]
@@ -72,20 +74,22 @@ class Chain:
     is_bent: bool = False
 
     def inputs(self, first: int, last: int) -> int:
-        """Product of the input modes among cores first..last; 1 for none."""
+        """Return the product of the input modes among cores first..last; 1 if there are none."""
         return prod(self.modes[first : min(last + 1, self.num_inputs)])
 
     def outputs(self, first: int, last: int) -> int:
-        """Product of the output modes among cores first..last; 1 for none."""
+        """Return the product of the output modes among cores first..last; 1 if there are none."""
         return prod(self.modes[max(first, self.num_inputs) : last + 1])
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each core beside its bonds."""
+        """Elements of each core without its bonds."""
         return self.modes
 
     def absorb(self, first: int, last: int) -> tuple[int, int, int, int]:
-        """P, K, S, Q of the step that absorbs cores first..last: the state is (outputs, rank, inputs that are left)."""
+        """Return P, K, S, Q of the step that absorbs cores first..last; the state is (outputs, rank, remaining
+        inputs).
+        """
         before, behind = self.outputs(0, first - 1), self.inputs(last + 1, len(self.modes))
         inner = self.ranks[first] * self.inputs(first, last)
         return before, inner, behind, self.outputs(first, last) * self.ranks[last + 1]
@@ -93,11 +97,11 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Rows of a table of cores with a row mode and a column mode each: the state is (columns, rank) for each id.
+    """Lookup of rows in a TTM table, one row mode and one column mode per core; the state of an id is (columns, rank).
 
     Attributes:
-        row_modes, col_modes: of all cores.
-        ranks: of all bonds, the outer ones included.
+        row_modes, col_modes: modes of all cores.
+        ranks: ranks of all bonds, including the outer ones.
     """
 
     row_modes: tuple[int, ...]
@@ -115,10 +119,10 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """h (tokens, columns) with a table, for its products with all rows: the state is (rows, rank, columns left).
+    """Product of h (tokens, columns) with all rows of a table; the state is (rows, rank, remaining columns).
 
     Attributes:
-        table: of the rows.
+        table: the table.
     """
 
     table: Lookup
@@ -138,15 +142,15 @@ class Head:
 
 
 Network: TypeAlias = Chain | Lookup | Head
-"""What tokens are contracted with: cores in a row, and what each step of it costs."""
+"""Tensor network that tokens are contracted with: cores in a row, and the shape of each contraction step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Absorb one merged block of cores: (b P, K, S) with a matrix of K x Q gives (b P, Q, S), for b tokens.
+    """Absorption of one merged block: (b P, K, S) times a K x Q matrix gives (b P, Q, S), for b tokens.
 
     Attributes:
-        tree: how the block is merged: the number of a core, or a pair of trees.
+        tree: merge order of the block: the index of a core, or a pair of trees.
         before: P.
         inner: K.
         behind: S.
@@ -161,26 +165,26 @@ class Step:
 
     @property
     def macs(self) -> int:
-        """Multiplications for each token."""
+        """Multiplications per token."""
         return self.before * self.inner * self.behind * self.width
 
     @property
     def elements(self) -> int:
-        """Numbers read and written for each token; what is contiguous behind makes a product of many small ones."""
+        """Elements read and written per token; counted twice if S > 1, which makes many small batched products."""
         return self.before * self.behind * (self.inner + self.width) * (1 if self.behind == 1 else 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An order of contraction, and what it costs.
+    """Contraction order and its costs.
 
     Attributes:
-        steps: in order.
-        num_tokens: what the plan was made for.
-        merge_macs: multiplications that merge the blocks; they do not depend on tokens and need be done once a step.
-        token_macs: multiplications with tokens in them.
-        naive_macs: those of tokens with core after core, nothing merged.
-        dense_macs: those of a dense layer.
+        steps: steps in order.
+        num_tokens: number of tokens that the plan was made for.
+        merge_macs: multiplications for merging the blocks; independent of tokens, needed once per optimizer step.
+        token_macs: multiplications with tokens.
+        naive_macs: multiplications of core after core, without merging.
+        dense_macs: multiplications of a dense layer.
     """
 
     steps: tuple[Step, ...]
@@ -195,7 +199,7 @@ class Plan:
         return self.merge_macs + self.token_macs
 
     def __str__(self) -> str:
-        """The order in words, and its cost beside that of the naive one and of a dense layer."""
+        """Return the order as text, with its cost next to those of the naive order and of a dense layer."""
         blocks = ", then ".join(_spelled(step.tree) for step in self.steps)
         lines = [
             f"{self.num_tokens} tokens with cores {blocks}",
@@ -209,14 +213,14 @@ class Plan:
 
 
 def best_plan(chain: Network, num_tokens: int, merges: float = 1.0, element: float = ELEMENT) -> Plan:
-    """The cheapest order.
+    """Return the cheapest order.
 
     Args:
         chain: modes and ranks.
         num_tokens: rows of x.
-        merges: how often merging counts: less than 1 where a merged block serves several passes, 0 where it serves all
-            there will be; in full where the blocks are too large to be kept.
-        element: multiplications that a number read or written counts for; 0 finds the fewest multiplications.
+        merges: weight of merging costs: below 1 if a merged block serves several passes, 0 if it serves all future
+            ones. Blocks that are too large to keep count fully.
+        element: multiplications that reading or writing one element counts for; 0 finds the fewest multiplications.
     """
     ways = _ways(chain)
     return plan_of(chain, num_tokens, ways.steps[ways.best(num_tokens, merges, element)])
@@ -224,14 +228,14 @@ def best_plan(chain: Network, num_tokens: int, merges: float = 1.0, element: flo
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """All ways to cut a chain into blocks, and what each costs.
+    """All ways to split a chain into blocks, and their costs.
 
     Attributes:
-        steps: of each way.
-        macs, elements: (2, ways): of merging its blocks, and for each token.
-        can_keep: which ways have blocks small enough to be kept.
-        known: places of the ways that everybody knows.
-        dense: multiplications of a dense layer for each token; infinite where there is none.
+        steps: steps of each way.
+        macs, elements: (2, ways): for merging the blocks, and per token.
+        can_keep: True for ways whose blocks are small enough to keep.
+        known: indices of the standard ways: W in full, (x A) B, core after core.
+        dense: multiplications of a dense layer per token; infinite without one.
     """
 
     steps: tuple[tuple[Step, ...], ...]
@@ -242,7 +246,7 @@ class _Ways:
     dense: float
 
     def best(self, num_tokens: int, merges: float, element: float = ELEMENT) -> int:
-        """The place of the cheapest way among those that are allowed."""
+        """Return the index of the cheapest allowed way."""
         times = np.stack([np.where(self.can_keep, merges, max(1.0, merges)), np.full(len(self.steps), num_tokens)])
         macs = (times * self.macs).sum(0)
         most = max(macs.min(), MOST_OVER * min(*macs[list(self.known)], num_tokens * self.dense))
@@ -273,20 +277,20 @@ Orders: TypeAlias = tuple[tuple[int, tuple[Step, ...]], ...]
 
 @lru_cache(maxsize=4096)
 def orders(chain: Network, merges: float = 1.0) -> Orders:
-    """The best order for every number of tokens: (up to how many tokens, steps), ascending.
+    """Return the best order for every number of tokens: (largest number of tokens, steps), ascending.
 
     Args:
         chain: modes and ranks.
-        merges: as of `best_plan`.
+        merges: see `best_plan`.
 
-    The powers of 2 are tried, and where two neighbours differ, what lies between them is halved. Which ways are allowed
-    depends on the tokens, so that one may be best between two powers alone: it is not looked for, and the one that
-    stands there is allowed, too.
+    Powers of 2 are tried; between two neighbors with different orders, bisection finds the change. Which ways are
+    allowed depends on the tokens, so an order may be best only between two powers. That one is missed; the order used
+    there instead is allowed, too.
     """
     ways = _ways(chain)
 
     def changes(low: int, high: int) -> Iterator[tuple[int, int]]:
-        """(up to how many tokens, way) for every change between two numbers of tokens."""
+        """Yield (largest number of tokens, way) for every change between two numbers of tokens."""
         first, last = ways.best(low, merges), ways.best(high, merges)
         if first != last and high - low > 1:
             yield from changes(low, (low + high) // 2)
@@ -301,7 +305,7 @@ def orders(chain: Network, merges: float = 1.0) -> Orders:
 
 
 def plan_of(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
-    """A plan with its costs."""
+    """Return a plan with its costs for given steps."""
     return Plan(
         tuple(steps),
         num_tokens,
@@ -313,7 +317,7 @@ def plan_of(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
 
 
 def factors_of(chain: Network, plan: Plan) -> list[tuple[float, tuple[int, ...]]]:
-    """The multiplications of a plan as products: (what does not depend on ranks, the bonds whose ranks multiply it)."""
+    """Return the multiplications of a plan as products: (rank-independent factor, bonds whose ranks multiply it)."""
     found: list[tuple[float, tuple[int, ...]]] = []
     ranks = chain.ranks
 
@@ -334,16 +338,16 @@ def factors_of(chain: Network, plan: Plan) -> list[tuple[float, tuple[int, ...]]
 
 
 def _dense_macs(chain: Network) -> int:
-    """Multiplications for each token with the whole matrix; a lookup takes none."""
+    """Return the multiplications per token with the full matrix; 0 for a lookup."""
     return 0 if isinstance(chain, Lookup) else prod(chain.sizes)
 
 
 def in_blocks(chain: Network, cuts: Sequence[int]) -> tuple[Step, ...]:
-    """The steps that absorb blocks from the left to the right.
+    """Return the steps that absorb blocks from left to right.
 
     Args:
         chain: modes and ranks.
-        cuts: numbers of the cores, after the first, at which a block begins.
+        cuts: indices of the cores, after the first, at which a block begins.
     """
     firsts = [0, *cuts]
     lasts = [*(cut - 1 for cut in cuts), len(chain.sizes) - 1]
@@ -351,17 +355,17 @@ def in_blocks(chain: Network, cuts: Sequence[int]) -> tuple[Step, ...]:
 
 
 def cores_of(tree: Tree) -> list[int]:
-    """The numbers of the cores of a block, in order."""
+    """Return the core indices of a block, in order."""
     return [tree] if isinstance(tree, int) else cores_of(tree[0]) + cores_of(tree[1])
 
 
 def can_keep(chain: Network, trees: Iterable[Tree], num_orders: int = 1) -> bool:
-    """Whether blocks are small enough, all together, to be kept for the next pass.
+    """True if all blocks together are small enough to be kept for later passes.
 
     Args:
         chain: modes and ranks.
-        trees: how the blocks are merged.
-        num_orders: of so many orders.
+        trees: merge orders of the blocks.
+        num_orders: number of orders that the blocks belong to.
     """
     blocks = [cores_of(tree) for tree in trees]
     in_cores = sum(_numbers(chain, place, place) for place in range(len(chain.sizes)))
@@ -369,24 +373,24 @@ def can_keep(chain: Network, trees: Iterable[Tree], num_orders: int = 1) -> bool
 
 
 def _numbers(chain: Network, first: int, last: int) -> int:
-    """Numbers in the block of cores first..last."""
+    """Return the number of elements in the block of cores first..last."""
     return chain.ranks[first] * prod(chain.sizes[first : last + 1]) * chain.ranks[last + 1]
 
 
 def _ends(step: Step) -> tuple[int, int]:
-    """The first and the last core of a step's block."""
+    """Return the first and last core of a step's block."""
     block = cores_of(step.tree)
     return block[0], block[-1]
 
 
 def _merge_macs(chain: Network, steps: Sequence[Step]) -> int:
-    """Multiplications that merge the blocks of an order."""
+    """Return the multiplications for merging the blocks of an order."""
     return sum(_merging(chain, *_ends(step))[0] for step in steps)
 
 
 @lru_cache(maxsize=65536)
 def _merging(chain: Network, first: int, last: int) -> tuple[int, int, Tree]:
-    """Fewest multiplications that merge cores first..last, the numbers they read and write, and their order."""
+    """Return the fewest multiplications that merge cores first..last, their reads and writes, and the merge order."""
     if first == last:
         return 0, 0, first
 
@@ -406,7 +410,7 @@ def _absorb(chain: Network, first: int, last: int) -> Step:
 
 
 def merged(cores: Sequence[Tensor], tree: Tree) -> Tensor:
-    """A block of cores as one: (r, modes, r'), or (r, row modes, column modes, r')."""
+    """Merge a block of cores into one core: (r, modes, r'), or (r, row modes, column modes, r')."""
     if isinstance(tree, int):
         return cores[tree]
     left, right = merged(cores, tree[0]), merged(cores, tree[1])
@@ -425,15 +429,15 @@ def contract(
     bias: Tensor | None = None,
     multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Tensor:
-    """x with the blocks, in order.
+    """Contract x with the blocks, in order.
 
     Args:
         x: (tokens, in_size).
-        blocks: of the steps, merged.
-        steps: of the plan.
-        out_size: product of the modes of the output.
-        bias: (out_size,), added in the last product where that can be, which saves a pass over the result.
-        multiply: of two matrices; products with modes on both sides of those contracted are batched ones of torch.
+        blocks: merged blocks of the steps.
+        steps: steps of the plan.
+        out_size: product of the output modes.
+        bias: (out_size,); added within the last product if possible, which saves a pass over the result.
+        multiply: product of two matrices; steps with S > 1 use torch's batched product instead.
 
     Returns:
         (tokens, out_size).

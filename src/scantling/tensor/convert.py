@@ -1,12 +1,12 @@
-"""A model's layers become cores, and back: `tensorize` and `densify`.
+"""Conversion of a model's layers to TT layers, and back: `tensorize` and `densify`.
 
     nn.Linear, GPT-2's Conv1D        TTLinear
     nn.Embedding, nn.EmbeddingBag    TTMEmbedding, TTMEmbeddingBag
     experts of transformers 5        TTExperts: a TTLinear for each expert and projection
     heads tied to an embedding       TTMHead, which has no weight of its own
 
-All layers are built before the first is replaced: what fails leaves the model as it was. A weight that several modules
-share stays shared; biases stay the parameters they were.
+All layers are built before the first is replaced, so that an error leaves the model unchanged. A weight shared by
+several modules stays shared; biases stay the same parameters.
 """
 
 from __future__ import annotations
@@ -44,46 +44,47 @@ def tensorize(
     filter_fn: Filter | None = None,
     report: list[LayerReport] | None = None,
 ) -> nn.Module:
-    """Replace the linear layers, embeddings and experts of a model by layers of cores, in place.
+    """Replace the linear layers, embeddings and experts of a model by TT layers, in place.
 
-    This is for training from scratch. Trained weights are seldom of low rank: `init="random"` discards them, with a
-    warning, and `init="svd"` changes them by as much as `report` says.
+    Use it to train from scratch. Trained weights seldom have low rank: `init="random"` discards them, with a warning,
+    and `init="svd"` changes them by the errors that `report` lists.
 
-    Left alone are subclasses of the layers named above, since they may compute more than the layer does, and, unless
-    `filter_fn` is given, layers whose cores would hold at least as many numbers as the dense weight.
+    Subclasses of the layers named above are not replaced, since they may compute more than the layer does. Unless
+    `filter_fn` is given, layers whose cores would have at least as many parameters as the dense weight are not
+    replaced either.
 
-    Layers that share an input by their names in transformers, such as Q, K and V, multiply it in one product with the
-    cores of all (`joint.py`).
+    Layers that share an input, recognized by their names in transformers, such as Q, K and V, multiply it in one
+    product with the cores of all (`joint.py`).
 
-    dtype, device, `requires_grad`, hooks and `padding_idx` stay; on the meta device the cores are there, too. A head
-    that is tied to an embedding becomes cores with it and only with it: name the embedding.
+    dtype, device, `requires_grad`, hooks and `padding_idx` are preserved; on the meta device the cores are meta
+    tensors, too. A head that is tied to an embedding is converted together with it and never alone: select the
+    embedding.
 
     Args:
-        model: any module that holds layers; of transformers or not.
-        rank: of all bonds: an integer; a sequence, one for each bond of every layer; or a mapping of patterns over the
-            names of layers (`fnmatch`, the first that matches decides, layers that none matches are left alone) to
-            either, or to a mapping of arguments: `rank`, `num_modes`, and `in_modes`, `out_modes`, `activation` of
-            linear layers or `row_modes`, `col_modes` of embeddings. The projections of experts have the names of the
-            experts with `.up` and `.down`. Ranks are clipped to what the modes can carry.
-        format: of linear layers and experts. `tt`: tensor trains, as in CoMERA. `low-rank`: y = (x A) B, two thin
-            matrices. `cola`: y = silu(x A) B. `tt-silu`: the same with A and B as chains, so that the input modes
-            narrow x and the output modes widen what silu gives. Layers with silu are no matrices any more: no
-            `init="svd"`, no `densify`.
-        num_modes: of the inputs and outputs of linear layers, 1 to 5; 3 for chains unless given, 1 for thin matrices.
-            Embeddings have 4 cores, where a pattern does not say otherwise.
-        init: `random`: cores are drawn from torch's generator and scaled to the norm of the weight they replace. `svd`:
-            the closest cores that TT-SVD finds; a warning gives the errors of the weights if one of them is 10 % or
-            more.
-        filter_fn: says of the name of a layer and the layer whether to replace it, whatever its size.
-        report: a list that gets a `LayerReport` for each replaced layer: its name, its size before and after, and with
-            `init="svd"` the relative error of its weight.
+        model: any module that contains layers; of transformers or not.
+        rank: rank of all bonds: an integer; a sequence, one for each bond of every layer; or a mapping from name
+            patterns to either, or to a mapping of arguments. Patterns use `fnmatch`; the first match decides, and
+            layers without a match are not replaced. Arguments are `rank`, `num_modes`, and `in_modes`, `out_modes`,
+            `activation` for linear layers or `row_modes`, `col_modes` for embeddings. The projections of experts have
+            the names of the experts plus `.up` and `.down`. Ranks are clipped to the largest that the modes allow.
+        format: format of linear layers and experts. `tt`: tensor trains, as in CoMERA. `low-rank`: y = (x A) B, two
+            thin matrices. `cola`: y = silu(x A) B. `tt-silu`: the same with A and B as chains, so that the input modes
+            reduce x and the output modes expand the output of silu. Layers with silu are not linear: they support
+            neither `init="svd"` nor `densify`.
+        num_modes: modes of the inputs and of the outputs of linear layers, 1 to 5; default 3 for chains and 1 for thin
+            matrices. Embeddings have 4 cores unless a pattern says otherwise.
+        init: `random`: draw the cores from torch's generator and scale them to the norm of the replaced weight. `svd`:
+            use the closest cores that TT-SVD finds; a warning lists the weight errors if one of them is 10 % or more.
+        filter_fn: function of a layer's name and the layer; True to replace the layer, whatever its size.
+        report: a list to which a `LayerReport` is appended for each replaced layer: its name, its size before and
+            after, and with `init="svd"` the relative error of its weight.
 
     Returns:
         The model.
 
     Raises:
-        UserError: nothing to replace, cores that are there already, ranks or modes that do not fit a layer, a weight
-            with NaN, `svd` of weights on the meta device or in a format with silu, no such format.
+        UserError: if there is nothing to replace, the model already has TT layers, ranks or modes do not fit a layer,
+            a weight holds NaN, `svd` is used with meta weights or a format with silu, or the format does not exist.
 
     Source: CoMERA, arXiv 2405.14377; CoLA, arXiv 2502.10940.
 
@@ -139,20 +140,20 @@ def tensorize(
 
 
 def densify(model: nn.Module) -> nn.Module:
-    """Replace layers of cores by the dense layers that compute the same, in place: the way back from `tensorize`.
+    """Replace TT layers by equivalent dense layers, in place: the inverse of `tensorize`.
 
-    Modules have the classes they had, so that the model's own format of checkpoints is what it was. A model without
-    cores stays as it is.
+    Modules get their original classes back, so that the model's own checkpoint format is unchanged. A model without TT
+    layers is unchanged.
 
     Args:
-        model: with layers of cores, on any device but meta.
+        model: model with TT layers, on any device except meta.
 
     Returns:
         The model.
 
     Raises:
-        UserError: the model is itself a layer; it has `to_dense()`. A `RankAdapter` is attached to it. A layer has an
-            activation between its cores.
+        UserError: if the model is itself a TT layer (call its `to_dense()`), a `RankAdapter` is attached to it, or a
+            layer has an activation between its cores.
     """
     found = layers_of_cores(model)
     if model in found:
@@ -183,7 +184,7 @@ def densify(model: nn.Module) -> nn.Module:
 
 
 def _options(site: Site, choice: Choice, linear: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Arguments of a layer for this place; None where it is to be left alone."""
+    """Return the arguments of the layer for a site; None to leave the site unchanged."""
     if is_fused_experts(site.module):
         parts: dict[str, Any] = {}
         for part in ("up", "down"):
@@ -197,7 +198,7 @@ def _options(site: Site, choice: Choice, linear: Mapping[str, Any]) -> dict[str,
 
 
 def _nothing(model: nn.Module, sites: list[Site], refused: Mapping[str, str], larger: Mapping[str, str]) -> str:
-    """Why there is nothing to replace, and what to do."""
+    """Return why there is nothing to replace, and what to do."""
     text = f"tensorize: nothing to replace in this {type(model).__name__}"
     if larger:
         return f"{text}: {_some(larger)}; lower the rank, or choose layers with filter_fn, whatever their size"

@@ -1,7 +1,7 @@
-"""Chains of cores: a tensor of many modes as a product of small ones, its ranks on the bonds between them.
+"""Chains of cores (tensor trains): a tensor of many modes as a product of small tensors, with ranks on the bonds.
 
-A core t has the shape (r_{t-1}, mode sizes..., r_t), with r_0 = r_n = 1. A tensor train has one mode a core, a TTM
-(tensor-train matrix) two: a row mode and a column mode. What follows takes any number of modes a core.
+Core t has the shape (r_{t-1}, mode sizes..., r_t), with r_0 = r_n = 1. A tensor train has one mode per core; a TTM
+(tensor-train matrix) has two, a row mode and a column mode. The functions here accept any number of modes per core.
 
     W[i_1, ..., i_n] = G_1[:, i_1, :] G_2[:, i_2, :] ... G_n[:, i_n, :]
 
@@ -26,18 +26,18 @@ Box: TypeAlias = tuple[slice, ...]
 
 
 def clip_ranks(rank: int | Sequence[int], sizes: Sequence[int], what: str = "rank") -> Sizes:
-    """Ranks of all bonds, none above what the modes on its left or right can carry.
+    """Return the ranks of all bonds, clipped to the product of the modes on their left and right.
 
     Args:
-        rank: of every inner bond, or one for each of them.
-        sizes: numbers of elements a core has beside its bonds: of its mode, or of its modes together.
+        rank: rank of every inner bond, or one rank for each of them.
+        sizes: elements of each core without its bonds: the product of its modes.
         what: name of the argument, for the message.
 
     Returns:
-        `len(sizes) + 1` ranks, the first and the last of them 1.
+        `len(sizes) + 1` ranks; the first and the last are 1.
 
     Raises:
-        UserError: ranks that are not positive integers, or not one for each inner bond.
+        UserError: if ranks are not positive integers, or not one for each inner bond.
 
     Example:
         >>> clip_ranks(30, (12, 8, 8, 8, 8, 12))
@@ -60,17 +60,17 @@ def clip_ranks(rank: int | Sequence[int], sizes: Sequence[int], what: str = "ran
 
 
 def num_parameters(sizes: Sequence[int], ranks: Sequence[int]) -> int:
-    """Numbers in the cores: the sum of r_{t-1} * size_t * r_t.
+    """Return the number of parameters in the cores: the sum of r_{t-1} * size_t * r_t.
 
     Args:
-        sizes: elements of each core beside its bonds.
-        ranks: of all bonds, the outer ones included.
+        sizes: elements of each core without its bonds.
+        ranks: ranks of all bonds, including the outer ones.
     """
     return sum(left * size * right for left, size, right in zip(ranks[:-1], sizes, ranks[1:], strict=True))
 
 
 def merge(cores: Sequence[Tensor]) -> Tensor:
-    """Contract neighbouring cores, from the left: (r, all modes as one, r')."""
+    """Contract neighboring cores from the left: (r, all modes as one, r')."""
     merged = cores[0].flatten(1, -2)
     for core in cores[1:]:
         flat = core.flatten(1, -2)
@@ -80,19 +80,19 @@ def merge(cores: Sequence[Tensor]) -> Tensor:
 
 
 def dense(cores: Sequence[Tensor]) -> Tensor:
-    """The whole tensor, its modes in the order of the cores: (modes of core 1..., modes of core 2..., ...)."""
+    """Return the full tensor, its modes in the order of the cores: (modes of core 1..., modes of core 2..., ...)."""
     return merge(cores).view([size for core in cores for size in core.shape[1:-1]])
 
 
 def gram(cores: Sequence[Tensor], box: Sequence[Box] | None = None) -> Tensor:
-    """Sum of squares of the tensor, from the cores alone: 0-D.
+    """Return the sum of squares of the tensor, computed from the cores: 0-D.
 
     Args:
-        cores: of one chain.
-        box: for each core the slices of its modes that count; default all.
+        cores: cores of one chain.
+        box: for each core the slices of its modes to include; default all.
 
-    A triangular factor of the chain so far is carried from core to core, not its Gram matrix, which would square what
-    is lost where the terms of the tensor cancel.
+    Carries a triangular factor from core to core instead of its Gram matrix, which would square the loss of precision
+    when the terms of the tensor cancel.
     """
     factor = cores[0].new_ones(1, 1)
     for place, core in enumerate(cores):
@@ -112,20 +112,21 @@ def random_cores(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> list[Tensor]:
-    """Random cores whose tensor has exactly the given norm over what is not padding.
+    """Return random cores whose tensor has exactly the given norm outside of the padding.
 
-    The cores left of the center are isometries from the left, (r * modes) x r' with orthonormal columns, those right of
-    it from the right: every merged part of the chain is one, too, and the matrix that the chain is at its center has
-    equal singular values. Products of Gaussian cores are badly conditioned instead, the worse the longer the chain, and
-    train slower for it. The scale is the same in every core.
+    Cores left of the center are isometries from the left, (r * modes) x r' with orthonormal columns, and those right
+    of it from the right. So every merged part of the chain is an isometry, too, and the matrix at the center of the
+    chain has equal singular values. Products of Gaussian cores are badly conditioned instead, increasingly so for
+    longer chains, and train more slowly. All cores have the same scale.
 
     Args:
-        shapes: the mode sizes of each core.
-        ranks: of all bonds, the outer ones included; none above what the modes can carry.
+        shapes: mode sizes of each core.
+        ranks: ranks of all bonds, including the outer ones; at most what the modes allow.
         norm: Frobenius norm of the tensor.
-        boxes: disjoint, each with the slices of the modes of every core: what counts for the norm.
-        center: how many of the cores are on the left.
-        dtype, device, generator: of the draw.
+        boxes: disjoint boxes, each with one slice per mode of every core: the part of the tensor that is not padding.
+        center: number of cores on the left.
+        dtype, device: dtype and device of the cores.
+        generator: random generator.
     """
     cores = []
     for place, (left, shape, right) in enumerate(zip(ranks[:-1], shapes, ranks[1:], strict=True)):
@@ -141,7 +142,7 @@ def random_cores(
 
 
 def _orthonormal(gaussian: Tensor) -> Tensor:
-    """Orthonormal columns, uniform among all such; orthonormal rows where there are more columns than rows."""
+    """Return orthonormal columns, uniformly distributed; orthonormal rows if there are more columns than rows."""
     if gaussian.shape[0] < gaussian.shape[1]:
         return _orthonormal(gaussian.t()).t()
     q, r = torch.linalg.qr(gaussian)
@@ -150,20 +151,20 @@ def _orthonormal(gaussian: Tensor) -> Tensor:
 
 
 def tt_svd(tensor: Tensor, shapes: Sequence[Sizes], ranks: Sequence[int] | None, error: float = 0.0) -> list[Tensor]:
-    """The cores of a tensor, by one singular value decomposition a bond, from the left.
+    """Return the cores of a tensor, by one singular value decomposition per bond, from the left.
 
-    The squared errors of the bonds add up to that of the whole: each bond may make an equal share of what is left of
-    it, so that what one does not need goes to those after it.
+    The squared errors of the bonds add up to that of the tensor. Each bond may use an equal share of the remaining
+    budget, so that later bonds can use what earlier bonds leave over.
 
     Args:
-        tensor: its dims are the modes of all cores in order.
-        shapes: the mode sizes of each core.
-        ranks: most ranks of all bonds, the outer ones included; None for what the error needs.
-        error: relative Frobenius error of the whole that may be made; 0 keeps all that `ranks` allow.
+        tensor: tensor whose dims are the modes of all cores in order.
+        shapes: mode sizes of each core.
+        ranks: maximum ranks of all bonds, including the outer ones; None for as many as the error needs.
+        error: allowed relative Frobenius error of the tensor; 0 keeps all that `ranks` allow.
 
     Returns:
-        Cores of the dtype of `tensor`. The error is at most `error` where `ranks` are None or do not bind; where they
-        do, it is at most sqrt(n - 1) times the best possible at these ranks (Oseledets, corollary 2.4).
+        Cores in the dtype of `tensor`. The error is at most `error` if `ranks` are None or do not bind. Otherwise it
+        is at most sqrt(n - 1) times the best possible at these ranks (Oseledets, corollary 2.4).
     """
     rest = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
     budget = (float(rest.norm()) * error) ** 2
@@ -175,14 +176,14 @@ def tt_svd(tensor: Tensor, shapes: Sequence[Sizes], ranks: Sequence[int] | None,
         if ranks is not None:
             kept = min(kept, ranks[place + 1])
         if error > 0.0:
-            tail = s.square().flip(0).cumsum(0).flip(0)  # tail[k]: what is lost when k values are kept
+            tail = s.square().flip(0).cumsum(0).flip(0)  # tail[k]: squared error if k values are kept
             kept = min(kept, max(1, int((tail > budget / (len(shapes) - 1 - place)).sum())))
             budget = max(0.0, budget - float(tail[kept:][:1].sum()))
         cores.append(u[:, :kept].reshape(left, *shape, kept))
         values.append(s[:kept].clamp(min=torch.finfo(s.dtype).tiny))
         rest, left = s[:kept, None] * v[:kept], kept
     cores.append(rest.reshape(left, *shapes[-1], 1))
-    for bond, value in enumerate(values):  # the root of each singular value to either side: cores of one magnitude
+    for bond, value in enumerate(values):  # split each singular value evenly, to balance the magnitude of cores
         cores[bond] = cores[bond] * value.sqrt()
         cores[bond + 1] = cores[bond + 1] / value.sqrt().view(-1, *[1] * (cores[bond + 1].ndim - 1))
     return [core.to(tensor.dtype) for core in cores]

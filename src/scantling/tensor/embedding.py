@@ -1,14 +1,14 @@
-"""TTMEmbedding and TTMEmbeddingBag: tables of rows as tensor-train matrices.
+"""TTMEmbedding and TTMEmbeddingBag: embedding tables as tensor-train matrices.
 
     E[(i_1..i_d), (e_1..e_d)] = F_1[:, i_1, e_1, :] F_2[:, i_2, e_2, :] ... F_d[:, i_d, e_d, :]
 
-A core F_t has the shape (r_{t-1}, m_t, n_t, r_t), m_t the modes of the rows, n_t those of the columns (CoMERA, arXiv
-2405.14377, section 3). The digits of an id come from divisions, no index tables are kept; an id that occurs more than
-once is looked up once. Neighbouring cores are merged into tables as far as that is cheaper than multiplying row by row,
-which depends on the number of distinct ids: `contraction.py` decides.
+Core F_t has the shape (r_{t-1}, m_t, n_t, r_t), with row mode m_t and column mode n_t (CoMERA, arXiv 2405.14377,
+section 3). The digits of an id are computed by division, without index tables; repeated ids are looked up once.
+Neighboring cores are merged into tables if that is cheaper than multiplying row by row, which depends on the number of
+unique ids: `contraction.py` decides.
 
-Cost: `num_parameters()` numbers; `plan(n)` says what n distinct ids take. The output layer of a language model that is
-tied to such a table takes `logits`, which never holds the table.
+Cost: `num_parameters()` parameters; `plan(n)` returns the cost of n unique ids. The output layer of a language model
+that is tied to such a table uses `logits`, which never holds the full table.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from scantling.tensor.modes import boxes, check_modes, check_size, split
 
 
 class TTMEmbedding(CoreLayer):
-    """`nn.Embedding` with its table as cores.
+    """`nn.Embedding` with its table as TT cores.
 
     Args:
-        num_embeddings, embedding_dim: as of `nn.Embedding`.
-        rank: of every bond between cores, or one for each; clipped to what the modes can carry.
-        num_modes: how many cores, where modes are not given.
-        row_modes, col_modes: of the rows and columns, as many of either; their products may be larger than the
-            dimensions.
-        padding_idx: the row of this id is zero and stays so.
-        capacity: most distinct ids of one call, for compiled code and captured graphs, whose shapes do not depend on
-            data: ids are told apart within this many rows. Default: as many as there are, where that may be known; in
-            compiled code and captured graphs every id by itself, or all rows where they are fewer.
-        device, dtype: of the parameters.
+        num_embeddings, embedding_dim: as in `nn.Embedding`.
+        rank: rank of every bond between cores, or one for each; clipped to what the modes allow.
+        num_modes: number of cores if modes are not given.
+        row_modes, col_modes: modes of the rows and columns, equally many; their products may exceed the dimensions.
+        padding_idx: id whose row is and stays zero.
+        capacity: maximum number of unique ids per call, for compiled code and captured graphs, whose shapes cannot
+            depend on data: unique ids are collected in this many rows. Default: the actual number of unique ids.
+            Compiled code and captured graphs then look up every id separately, or all rows if there are fewer rows
+            than ids.
+        device, dtype: device and dtype of the parameters.
 
     Attributes:
         cores: `nn.ParameterList` of (r, row mode, column mode, r') tensors.
 
     Raises:
-        UserError: ranks, modes or a padding_idx that do not fit.
+        UserError: if ranks, modes or padding_idx do not fit.
 
     Example:
         >>> table = sc.TTMEmbedding(30522, 768, rank=32, row_modes=(16, 20, 10, 10), col_modes=(4, 4, 8, 6))
@@ -90,7 +90,7 @@ class TTMEmbedding(CoreLayer):
             else check_modes(row_modes, num_embeddings, "row_modes")
         )
         self.col_modes = (
-            split(embedding_dim, num_modes)[::-1]  # the large ones beside the small ones of the rows
+            split(embedding_dim, num_modes)[::-1]  # pairs large column modes with small row modes
             if col_modes is None
             else check_modes(col_modes, embedding_dim, "col_modes")
         )
@@ -110,11 +110,11 @@ class TTMEmbedding(CoreLayer):
             self.reset_parameters()
 
     def reset_parameters(self, norm: float | None = None, generator: torch.Generator | None = None) -> None:
-        """Draw the cores anew.
+        """Draw new random cores.
 
         Args:
-            norm: Frobenius norm of the table, exact; default that of `nn.Embedding`, whose entries have variance 1.
-            generator: of the draw.
+            norm: exact Frobenius norm of the table; default that of `nn.Embedding`, whose entries have variance 1.
+            generator: random generator.
         """
         norm = sqrt(self.num_embeddings * self.embedding_dim) if norm is None else norm
         valid = [
@@ -137,16 +137,16 @@ class TTMEmbedding(CoreLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The table, (num_embeddings, embedding_dim), as of `nn.Embedding`.
+        """Table as in `nn.Embedding`, (num_embeddings, embedding_dim).
 
-        To ask for its dtype, device or shape costs nothing; any operation on it builds the table.
+        Reading its dtype, device or shape costs nothing; any operation on it builds the table.
         """
         if torch.compiler.is_compiling():
-            return self.dense_weight()  # dropped by the compiler where only the dtype is read
+            return self.dense_weight()  # the compiler drops it if only the dtype is read
         return LazyWeight(self.dense_weight, (self.num_embeddings, self.embedding_dim), self.cores[0])
 
     def dense_weight(self) -> Tensor:
-        """The table, built from the cores: (num_embeddings, embedding_dim), the row of `padding_idx` zero."""
+        """Build the table from the cores: (num_embeddings, embedding_dim), with a zero row at `padding_idx`."""
         num = len(self.cores)
         order = [*range(0, 2 * num, 2), *range(1, 2 * num, 2)]
         whole = dense(self.gated()).permute(order).reshape(prod(self.row_modes), prod(self.col_modes))
@@ -158,15 +158,15 @@ class TTMEmbedding(CoreLayer):
         return table * kept
 
     def plan(self, num_ids: int) -> Plan:
-        """How so many distinct ids are looked up; print it.
+        """Return the contraction order for a number of unique ids; print it to see the costs.
 
         Args:
-            num_ids: distinct ids of a call.
+            num_ids: unique ids of a call.
         """
         return best_plan(self.network, num_ids)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the table: (n) ids to (n, embedding_dim), each id looked up by itself."""
+        """Return rows of the table: (n) ids to (n, embedding_dim), each id looked up separately."""
         strides = [prod(self.row_modes[place + 1 :]) for place in range(len(self.cores))]
         num_ids = ids.numel()
         found: Tensor | None = None
@@ -182,21 +182,21 @@ class TTMEmbedding(CoreLayer):
             found = found.view(num_ids, step.before * table.shape[2], table.shape[3])
         assert found is not None
         values = found.reshape(num_ids, prod(self.col_modes))[:, : self.embedding_dim]
-        values = values.to(self.chain[0].dtype)  # as those of a dense table, also under autocast
+        values = values.to(self.chain[0].dtype)  # the dtype of a dense table, also under autocast
         if self.padding_idx is None:
             return values
         return values.masked_fill((ids == self.padding_idx).unsqueeze(1), 0.0)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Rows of the table: (...) integer ids to (..., embedding_dim).
+        """Return rows of the table: (...) integer ids to (..., embedding_dim).
 
         Raises:
-            IndexError: an id below 0 or not below `num_embeddings`; a RuntimeError in compiled code, and on a GPU a
-                device-side assertion.
-            RuntimeError: more distinct ids than the capacity.
-            UserError: what `check_input` refuses.
+            IndexError: if an id is below 0 or not below `num_embeddings`. Compiled code raises a RuntimeError instead,
+                and a GPU a device-side assertion.
+            RuntimeError: if there are more unique ids than the capacity.
+            UserError: if `check_input` raises it.
         """
-        ids = input  # which is its name where `nn.Embedding` is called by keyword
+        ids = input  # `nn.Embedding`'s keyword is `input`
         self.check_input(ids)
         _check_ids(ids, self.num_embeddings)
         distinct, inverse = self._distinct(ids)
@@ -206,7 +206,7 @@ class TTMEmbedding(CoreLayer):
         return nn.functional.embedding(inverse, rows)
 
     def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Ids to look up, 1-D, and for each id given its place among them; None where they are all of them in order."""
+        """Return the 1-D ids to look up, and each id's index among them; None if these are all ids in order."""
         if self.capacity is not None:
             return _within(ids, self.capacity)
         if _is_unknown(ids):
@@ -217,20 +217,21 @@ class TTMEmbedding(CoreLayer):
         return distinct, inverse
 
     def logits(self, hidden: Tensor, most_numbers: int = 1 << 24) -> Tensor:
-        """h E^T without the table: (..., embedding_dim) to (..., num_embeddings).
+        """Return h E^T without building the table: (..., embedding_dim) to (..., num_embeddings).
 
-        Where it takes the fewest multiplications to multiply rows as they are, they are built a part of the table at a
-        time, and built again in the backward pass.
+        If multiplying by dense rows takes the fewest multiplications, the rows are built part by part, and rebuilt in
+        the backward pass.
 
         Args:
-            hidden: what is multiplied with every row.
-            most_numbers: of what is held at once beside the result; tokens are taken in parts to keep to it.
+            hidden: vectors to multiply by every row.
+            most_numbers: maximum number of elements of intermediate results; tokens are processed in parts to respect
+                it.
 
         Returns:
             The logits, (..., num_embeddings).
 
         Raises:
-            UserError: what `check_input` refuses.
+            UserError: if `check_input` raises it.
         """
         self.check_input(hidden)
         flat = hidden.reshape(-1, self.embedding_dim)
@@ -254,7 +255,7 @@ class TTMEmbedding(CoreLayer):
         return self._finished(torch.cat(parts) if len(parts) > 1 else parts[0], hidden)
 
     def _finished(self, values: Tensor, hidden: Tensor) -> Tensor:
-        """Logits of all rows, (tokens, padded rows), as those of the rows there are."""
+        """Return the logits of the actual rows from those of all rows, (tokens, padded rows)."""
         values = values[:, : self.num_embeddings].contiguous()
         if self.padding_idx is not None:
             padding = torch.arange(self.padding_idx, self.padding_idx + 1, device=values.device)
@@ -274,24 +275,25 @@ class TTMEmbedding(CoreLayer):
         col_modes: Sequence[int] | None = None,
         **options: Any,
     ) -> TTMEmbedding:
-        """The closest table of cores that TT-SVD finds.
+        """Return the closest TT table that TT-SVD finds.
 
         Args:
-            embedding: its weight is split.
-            rank: most ranks, as of the constructor; None for as much as the error needs.
-            error: relative Frobenius error of the table that may be made, from 0 to 1.
-            allow_larger: allow cores that hold more numbers than the dense weight. Unless given, such a result of
-                `error` alone is refused, and one of a `rank` is a warning.
-            num_modes, row_modes, col_modes: as of the constructor.
+            embedding: layer whose weight is decomposed.
+            rank: maximum ranks, as in the constructor; None for as many as the error needs.
+            error: allowed relative Frobenius error of the table, from 0 to 1.
+            allow_larger: True to allow cores with more parameters than the dense weight. Otherwise such a result
+                raises if only `error` is given, and logs a warning if `rank` is given.
+            num_modes, row_modes, col_modes: as in the constructor.
             options: further arguments of the constructor.
 
         Returns:
-            The layer, in the dtype and on the device of `embedding`. A row of `padding_idx` that is not zero, as of a
-            table that was loaded, is given out as it is.
+            The layer, in the dtype and on the device of `embedding`. If the row of `padding_idx` is not zero, as in a
+            loaded table, it is returned by lookups like any other row.
 
         Raises:
-            UserError: another kind of layer, neither a rank nor an error, an error that needs more numbers than the
-                dense weight has, a table that cores cannot stand for, or what the constructor refuses.
+            UserError: if the layer is of another kind, neither a rank nor an error is given, the error needs more
+                parameters than the dense weight has, TT cores cannot represent the table, or the constructor raises
+                it.
         """
         if not isinstance(embedding, nn.Embedding | nn.EmbeddingBag):
             raise UserError(
@@ -336,13 +338,13 @@ class TTMEmbedding(CoreLayer):
         return made.train(embedding.training)
 
     def to_dense(self) -> nn.Embedding:
-        """An `nn.Embedding` with the same rows."""
+        """Return an `nn.Embedding` with the same rows."""
         made = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
         made.weight = nn.Parameter(self.dense_weight().detach().contiguous(), self.is_trainable)
         return made.train(self.training)
 
     def flops(self, tokens: int) -> int:
-        """Floating-point operations of a lookup of so many ids, all of them different as far as there are so many."""
+        """Return the floating-point operations of looking up this many ids, as many of them unique as possible."""
         return 2 * self.plan(min(tokens, self.num_embeddings)).macs
 
     def extra_repr(self) -> str:
@@ -357,17 +359,17 @@ class TTMEmbedding(CoreLayer):
 
 
 class TTMEmbeddingBag(TTMEmbedding):
-    """`nn.EmbeddingBag` with its table as cores: sums or means of rows, bag by bag.
+    """`nn.EmbeddingBag` with its table as TT cores: sums or means of rows per bag.
 
-    Like `nn.EmbeddingBag` it has no second derivatives: they would take every row of every bag by itself.
+    Like `nn.EmbeddingBag` it has no second derivatives, which would need every row of every bag separately.
 
     Args:
-        num_embeddings, embedding_dim, rank: as of `TTMEmbedding`, and what it takes by keyword.
+        num_embeddings, embedding_dim, rank: as in `TTMEmbedding`, whose keyword arguments are accepted, too.
         mode: "sum" or "mean".
-        include_last_offset: whether `offsets` ends with the number of ids.
+        include_last_offset: True if `offsets` ends with the number of ids.
 
     Raises:
-        UserError: another mode, or what `TTMEmbedding` refuses.
+        UserError: if the mode is neither, or `TTMEmbedding` raises it.
     """
 
     def __init__(
@@ -386,12 +388,12 @@ class TTMEmbeddingBag(TTMEmbedding):
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Bags of rows, as of `nn.EmbeddingBag`.
+        """Return sums or means of rows per bag, as `nn.EmbeddingBag` does.
 
         Args:
             input: ids, (bags, length), or (n) with offsets.
-            offsets: (bags), where each bag begins.
-            per_sample_weights: of the shape of `input`, for sums.
+            offsets: (bags), start of each bag.
+            per_sample_weights: weights of the shape of `input`, for sums.
 
         Returns:
             (bags, embedding_dim).
@@ -404,7 +406,7 @@ class TTMEmbeddingBag(TTMEmbedding):
         if inverse is None:
             inverse = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         padding = None
-        if self.padding_idx is not None:  # a bag's mean is not over padding: give it a row of its own
+        if self.padding_idx is not None:  # means exclude padding: give it a separate row
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
             padding = rows.shape[0] - 1
             inverse = inverse.masked_fill(ids == self.padding_idx, padding)
@@ -419,7 +421,7 @@ class TTMEmbeddingBag(TTMEmbedding):
         )
 
     def to_dense(self) -> nn.EmbeddingBag:  # type: ignore[override]
-        """An `nn.EmbeddingBag` with the same rows."""
+        """Return an `nn.EmbeddingBag` with the same rows."""
         made = nn.EmbeddingBag(
             self.num_embeddings,
             self.embedding_dim,
@@ -433,16 +435,19 @@ class TTMEmbeddingBag(TTMEmbedding):
 
 
 def _absorbed(found: Tensor, flat: Tensor, digits: Tensor, step: Step) -> Tensor:
-    """What was found of each id, (ids, P, K), with its row of a merged block, (rows, K Q): (ids, P, Q)."""
+    """Multiply the state of each id, (ids, P, K), by its row of a merged block, (rows, K Q): (ids, P, Q)."""
     device = found.device.type
-    if torch.is_autocast_enabled(device):  # which a function of its own does not know of in its backward pass
+    if torch.is_autocast_enabled(device):  # custom autograd functions ignore it in the backward pass
         found, flat = (value.to(torch.get_autocast_dtype(device)) for value in (found, flat))
     result: Tensor = _Absorb.apply(found, flat, digits, step.inner, step.width)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Absorb(torch.autograd.Function):
-    """Rows of a block are wider than what is found by r: they are looked up again in the backward pass, not kept."""
+    """Product of each id's state with its looked-up row of a block.
+
+    The rows are r times larger than the state, so the backward pass looks them up again instead of saving them.
+    """
 
     generate_vmap_rule = True
 
@@ -463,13 +468,13 @@ class _Absorb(torch.autograd.Function):
             of_flat = of_rows.new_zeros(flat.shape).index_add(0, digits, of_rows)
         else:
             of_flat = torch.ops.aten.embedding_dense_backward(of_rows, digits, flat.shape[0], -1, False)
-        del of_rows  # as large as the rows
+        del of_rows  # free it, since it is as large as the rows
         block = nn.functional.embedding(digits, flat).view(digits.numel(), *ctx.sides)
         return grad @ block.transpose(1, 2), of_flat, None, None, None
 
 
 def why_no_cores(table: nn.Embedding | nn.EmbeddingBag) -> str | None:
-    """What keeps a table from becoming cores; None for nothing."""
+    """Return why a table cannot become TT cores; None if it can."""
     if table.max_norm or table.scale_grad_by_freq:
         return "max_norm and scale_grad_by_freq need the rows of a dense table"
     if isinstance(table, nn.EmbeddingBag) and table.mode == "max":
@@ -478,7 +483,7 @@ def why_no_cores(table: nn.Embedding | nn.EmbeddingBag) -> str | None:
 
 
 def _products(flat: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], num_rows: int) -> Tensor:
-    """Like `contract`, but that what a step adds to the result lies before what is left: (tokens, rows)."""
+    """Contract like `contract`, but put each step's new dims before the remaining ones: (tokens, rows)."""
     state = flat
     for step, matrix in zip(steps, matrices, strict=True):
         state = matrix.t() @ state.reshape(flat.shape[0] * step.before, step.inner, step.behind)
@@ -486,13 +491,13 @@ def _products(flat: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], n
 
 
 def _products_by_rows(flat: Tensor, left: Tensor, right: Tensor, most_numbers: int) -> Tensor:
-    """x with all rows of a table in two blocks, a part of the rows at a time: (tokens, rows).
+    """Multiply x by all rows of a table in two blocks, some rows at a time: (tokens, rows).
 
     Args:
         flat: (tokens, columns).
         left: (row modes, column modes, r).
         right: (r, row modes, column modes).
-        most_numbers: of a part, which is a quarter of the table at most.
+        most_numbers: maximum number of elements of a part, which is at most a quarter of the table.
     """
     numbers = flat.shape[1] * right.shape[1]
     rows = max(1, min(most_numbers // numbers, -(-left.shape[0] // 4)))
@@ -512,7 +517,7 @@ def _products_by_rows(flat: Tensor, left: Tensor, right: Tensor, most_numbers: i
 
 
 def _within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """The distinct ids in `capacity` places, 0 in those that are not needed, and the place of each id given."""
+    """Return the unique ids in a vector of length `capacity`, padded with 0, and the index of each id in it."""
     ordered, order = ids.reshape(-1).sort()
     is_new = torch.cat([ordered.new_zeros(min(1, len(ordered))), (ordered[1:] != ordered[:-1]).to(ordered.dtype)])
     place = is_new.cumsum(0)
@@ -523,14 +528,14 @@ def _within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def _is_unknown(ids: Tensor) -> bool:
-    """Whether the number of distinct ids is not to be had: while compiling or capturing, or without memory."""
+    """True if the number of unique ids is data-dependent and unavailable (compile, graph capture, meta, vmap)."""
     if torch.compiler.is_compiling() or ids.is_meta or isinstance(ids, FakeTensor) or _is_batched(ids):
         return True
     return ids.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _is_batched(values: Tensor) -> bool:
-    """Whether these are of one example within `torch.func.vmap`, so that nobody may ask for a number of them."""
+    """True if the values belong to one example inside `torch.func.vmap`, so that their values cannot be read."""
     while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(values):
         if torch._C._functorch.is_batchedtensor(values):
             return True
@@ -539,7 +544,7 @@ def _is_batched(values: Tensor) -> bool:
 
 
 def _is_transformed() -> bool:
-    """Whether this is within a transform of `torch.func`, in which nothing can be checkpointed."""
+    """True inside a `torch.func` transform, which does not support checkpointing."""
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
@@ -549,7 +554,7 @@ def _check_ids(ids: Tensor, num_embeddings: int) -> None:
     if isinstance(ids, FakeTensor) or ids.is_meta or _is_batched(ids):
         return
     if ids.device.type != "cpu" or torch.compiler.is_compiling():
-        # with a message, or compiled code drops it
+        # The assertion needs a message; compiled code drops it otherwise.
         torch._assert_async(
             ((ids >= 0) & (ids < num_embeddings)).all(), f"id out of range: rows 0 to {num_embeddings - 1}"
         )

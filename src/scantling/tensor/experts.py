@@ -1,13 +1,12 @@
-"""TTExperts: the fused experts of a mixture, one tensor train for each expert and projection.
+"""TTExperts: the fused experts of a mixture-of-experts layer, one tensor train per expert and projection.
 
 In transformers 5 the experts of a layer are one module with 3-D parameters, `gate_up_proj` (or `up_proj`) and
 `down_proj`, and a forward pass over (tokens, chosen experts, their weights):
 
     y_t = sum over the chosen e of  w_{t,e} down_e(gate(up_e(x_t)))
 
-TTExperts takes the place of such a module: it keeps whatever the module held but those two parameters (biases,
-activation, gate function), and routes in the same way. An expert that no token chose takes no part in a step, so that
-its cores have no gradient then.
+TTExperts replaces such a module. It keeps everything else that the module held (biases, activation, gate function) and
+routes in the same way. If no token chooses an expert in a step, its cores get no gradient in that step.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ _MARKS = ("num_experts", "has_gate", "has_bias", "is_transposed")
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether this is a module of experts in the form of transformers."""
+    """True for a module of fused experts in the form of transformers."""
     weights = [module._parameters.get(name) for name in (up_name(module), DOWN)]
     marked = all(hasattr(module, mark) for mark in _MARKS)
     return marked and all(weight is not None and weight.ndim == 3 for weight in weights)
 
 
 def up_name(module: nn.Module) -> str:
-    """Name of the first projection."""
+    """Return the name of the first projection."""
     return next((name for name in _UPS if module._parameters.get(name) is not None), _UPS[0])
 
 
 def as_linears(experts: nn.Module, name: str) -> Iterator[nn.Linear]:
-    """One projection of each expert as a layer without a bias, which shares its memory."""
+    """Yield one projection of each expert as a linear layer without bias that shares its memory."""
     for weight in experts.get_parameter(name):
         matrix = weight.t() if experts.is_transposed else weight
         linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
@@ -50,13 +49,13 @@ class TTExperts(nn.Module):
     """Experts as tensor trains.
 
     Args:
-        experts: the module whose place it takes; it is not changed.
-        up: (in, gate and up) of each expert, without a bias.
-        down: (inner, out) of each expert, without a bias.
+        experts: module to replace; it is not changed.
+        up: (in, gate and up) TT layer of each expert, without bias.
+        down: (inner, out) TT layer of each expert, without bias.
 
     Attributes:
         up, down: `nn.ModuleList` of `TTLinear`.
-        dense_class: the class of `experts`.
+        dense_class: class of `experts`.
     """
 
     up: nn.ModuleList
@@ -77,11 +76,11 @@ class TTExperts(nn.Module):
         self.train(experts.training)
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of the chosen experts.
+        """Return the weighted sum of the chosen experts.
 
         Args:
             hidden: (tokens, width).
-            chosen: (tokens, k) numbers of experts; one that is not below `num_experts` is none.
+            chosen: (tokens, k) expert indices; indices from `num_experts` on are ignored.
             weights: (tokens, k).
 
         Returns:
@@ -100,7 +99,7 @@ class TTExperts(nn.Module):
         return result
 
     def to_dense(self) -> nn.Module:
-        """A module of the class that was replaced; it shares with this one what is no tensor train."""
+        """Return a module of the replaced class; it shares everything except the projections with this one."""
         made: nn.Module = self.dense_class.__new__(self.dense_class)
         nn.Module.__init__(made)
         _share(self, made, without=("up", "down"))
@@ -114,13 +113,13 @@ class TTExperts(nn.Module):
 
     @property
     def num_chosen(self) -> int | None:
-        """Experts that a token chooses, as the configuration of the model has it; None where that is not known."""
+        """Number of experts per token, from the model's configuration; None if unknown."""
         config = getattr(self, "config", None)
         names = ("num_experts_per_tok", "top_k_experts")
         return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
 
     def num_parameters(self) -> int:
-        """Numbers in the cores of all experts."""
+        """Return the number of parameters in the cores of all experts."""
         return sum(part.num_parameters() for part in (*self.up, *self.down) if isinstance(part, TTLinear))
 
     def _biased(self, values: Tensor, name: str, number: int) -> Tensor:
@@ -135,7 +134,7 @@ _OF_A_MODULE = frozenset(vars(nn.Module()))
 
 
 def _share(source: nn.Module, target: nn.Module, without: tuple[str, ...]) -> None:
-    """Give a module what another one holds: attributes, parameters, buffers and modules, but for some."""
+    """Share attributes, parameters, buffers and submodules of one module with another, with exceptions."""
     for name, value in vars(source).items():
         if name not in _OF_A_MODULE:
             target.__dict__[name] = value

@@ -1,4 +1,4 @@
-"""The formats of a linear layer: the `format` of `tensorize`, as arguments of `TTLinear`."""
+"""Formats of linear layers: the `format` argument of `tensorize` as arguments of `TTLinear`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FORMATS: dict[str, dict[str, Any]] = {
     "low-rank": {"num_modes": 1},
     "cola": {"num_modes": 1, "activation": "silu"},
 }
-"""Arguments of its linear layers."""
+"""Arguments of the linear layers of each format."""
 
 
 def linear_options(format: str, num_modes: int | None) -> dict[str, Any]:
-    """Arguments of linear layers where no pattern says otherwise.
+    """Return the default arguments of linear layers of a format.
 
     Raises:
-        UserError: no such format, or several modes for one that has one.
+        UserError: if the format does not exist, or takes one mode and several are given.
     """
     if format not in FORMATS:
         names = get_args(Format)

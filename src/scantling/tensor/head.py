@@ -1,10 +1,10 @@
-"""TTMHead: the output layer of a language model whose weight is the table of its embedding.
+"""TTMHead: output layer of a language model that is tied to a TT embedding.
 
     logits = h E^T + bias
 
-The dense table is never built (`TTMEmbedding.logits`). The head holds the table without registering it: the cores
-belong to the embedding and are in a state dict once. Whatever copies or moves the model treats both as one, since the
-head holds the module and no tensors of it.
+The dense table is never built (`TTMEmbedding.logits`). The head references the table without registering it: the cores
+belong to the embedding and appear once in a state dict. Copying or moving the model keeps both tied, since the head
+references the module instead of its tensors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from scantling.tensor.embedding import TTMEmbedding
 
 
 class TTMHead(nn.Module):
-    """A linear layer without parameters but a bias, tied to a `TTMEmbedding`.
+    """Linear layer tied to a `TTMEmbedding`; its only parameter is a bias.
 
     Args:
-        table: the embedding, registered somewhere else in the model.
-        bias: (num_embeddings,), taken as it is, so that it stays tied to what it is tied to; None for none.
+        table: the embedding, registered elsewhere in the model.
+        bias: (num_embeddings,), used without copying, so that it stays tied; or None.
 
     Attributes:
         bias: as given.
@@ -39,7 +39,7 @@ class TTMHead(nn.Module):
 
     @property
     def table(self) -> TTMEmbedding:
-        """The embedding it is tied to."""
+        """The embedding that the head is tied to."""
         return self._tied[0]
 
     @property
@@ -52,23 +52,23 @@ class TTMHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The table, (out_features, in_features); see `TTMEmbedding.weight`."""
+        """Table, (out_features, in_features); see `TTMEmbedding.weight`."""
         return self.table.weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features)."""
+        """Return the logits, (..., in_features) to (..., out_features)."""
         logits = self.table.logits(input)
         return logits if self.bias is None else logits + self.bias.to(logits.dtype)
 
     def flops(self, tokens: int) -> int:
-        """Floating-point operations of a forward pass over so many tokens, cores merged for it alone."""
+        """Return the floating-point operations of a forward pass over this many tokens, merging of cores included."""
         return 2 * best_plan(Head(self.table.network), tokens).macs
 
     def to_dense(self, weight: nn.Parameter | None = None) -> nn.Linear:
-        """An `nn.Linear` that computes the same.
+        """Return an equivalent `nn.Linear`.
 
         Args:
-            weight: of the dense embedding, to be tied to it; default a copy of the table.
+            weight: weight of the dense embedding, to tie to it; default a copy of the table.
         """
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         linear.weight = nn.Parameter(self.table.dense_weight().detach()) if weight is None else weight

@@ -1,11 +1,11 @@
-"""How much the loss depends on each rank: what it changes by, to first order, if the control of the rank becomes 0.
+"""Importance of each rank: the first-order change of the loss if the rank's gate becomes 0.
 
     I_j = mean over recent steps of (d_j dL/dd_j)^2
 
-with the control as the gate of what it lets through (the first-order Taylor criterion of Molchanov et al., arXiv
-1906.10771). Unlike the norm of a weight it tells layers that the loss does without from those it needs. It costs one
-number for each rank of a bond and reads the gradients that the optimizer steps with: replicas that average them decide
-alike.
+where d_j is the gate of rank j (the first-order Taylor criterion of Molchanov et al., arXiv 1906.10771). Unlike the
+norm of a weight, it distinguishes layers that the loss needs from layers that it does not. It costs one scalar per
+rank of a bond and reads the gradients that the optimizer steps with. Replicas that average gradients therefore make
+the same decisions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 
 class Importance:
-    """The mean squares of the gradients of rank controls.
+    """Running mean squares of the gradients of rank gates.
 
-    What cuts parameters cuts it along, as one more holder of their state.
+    Functions that slice parameters slice it as well, since it is a `StateHolder`.
 
     Args:
-        memory: share of the mean that is kept from one step to the next.
+        memory: decay of the mean per step.
     """
 
     def __init__(self, memory: float) -> None:
@@ -34,7 +34,7 @@ class Importance:
         self._kept: dict[int, Tensor | None] = {}  # gradients of the step that is not counted yet
 
     def follow(self, controls: Sequence[Tensor]) -> None:
-        """Take the controls of all bonds, in order; those that were cut since have been cut here, too."""
+        """Set the rank gates of all bonds, in order; call `slice_state` whenever a gate is sliced."""
         self._controls = list(controls)
         self._places = {id(control): place for place, control in enumerate(controls)}
 
@@ -43,29 +43,29 @@ class Importance:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.follow(self._controls)  # a copy has controls of its own
+        self.follow(self._controls)  # a copy has other gate parameters
 
     @torch.no_grad()
     def keep(self, control: Tensor) -> None:
-        """Keep the gradient of a control until the step is counted; other parameters are ignored."""
+        """Keep the gradient of a rank gate until the step is counted; other parameters are ignored."""
         place = self._places.get(id(control))
         if place is not None and place not in self._kept and control.grad is not None:
             self._kept[place] = control.grad.detach().clone()
 
     def leave_out(self, control: Tensor) -> None:
-        """Ignore the gradient of a control that was not stepped, unless it was kept before."""
+        """Ignore the gradient of a rank gate that was not stepped, unless it was kept before."""
         self._kept.setdefault(self._places[id(control)], None)
 
     def forget(self) -> None:
-        """Drop the gradients that were kept: there was no step."""
+        """Drop the kept gradients, if no step was taken."""
         self._kept.clear()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the gradients of a step: the kept ones, and the current ones of all other controls.
+        """Add the gradients of a step: the kept ones, and the current ones of all other rank gates.
 
-        A control without a gradient had no effect on the loss if other controls have gradients. If no control has
-        one, or all are 0, they were freed, and the importance stays as it is. Non-finite gradients are left out, as no
+        A gate without a gradient had no effect on the loss if other gates have gradients. If no gate has one, or all
+        are 0, the gradients were freed, and the importance does not change. Non-finite gradients are left out, as no
         optimizer steps with them.
         """
         gradients = [self._kept.get(place, control.grad) for place, control in enumerate(self._controls)]
@@ -83,14 +83,14 @@ class Importance:
         self._squares = torch.where(found.any(), known.lerp(found, 1.0 - self._memory), known)
 
     def of(self, values: Tensor) -> Tensor | None:
-        """The importance of all ranks at these values of the controls, (ranks of all bonds); None without any step.
+        """Return the importance of all ranks at these values of the gates, (ranks of all bonds); None before any step.
 
-        All are too small by one factor, as means that began at 0 are; only how they compare matters.
+        All are too small by one factor, since the mean starts at 0; only their order matters.
         """
         return None if self._squares is None else self._squares.to(values) * values.square()
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
-        """Keep only some ranks of a bond, 1-D int64, before its control is cut; of other parameters nothing is kept."""
+        """Keep only some ranks of a bond, 1-D int64, before its gate is sliced; no effect for other parameters."""
         place = self._places.get(id(param))
         if place is None:
             return
@@ -103,16 +103,16 @@ class Importance:
             self._squares = torch.cat(parts)
 
     def values(self) -> list[float] | None:
-        """What a resumed run needs."""
+        """Return the state that a resumed run needs."""
         return None if self._squares is None else self._squares.tolist()
 
     def load_values(self, values: Sequence[float] | None) -> None:
-        """Go on from the values, one for each rank there is."""
+        """Load the state, one value per current rank."""
         self.forget()
         self._squares = None if values is None else self._controls[0].new_tensor(values)
 
     def kept_values(self) -> dict[str, list[float]]:
-        """Return the kept gradients by the positions of their controls, as plain values."""
+        """Return the kept gradients by the indices of their gates, as plain values."""
         return {str(place): kept.tolist() for place, kept in self._kept.items() if kept is not None}
 
     def load_kept_values(self, values: dict[str, list[float]]) -> None:

@@ -1,15 +1,15 @@
-"""Layers of one input, such as Q, K and V, in one wide product.
+"""One wide product for layers that share an input, such as Q, K and V.
 
     [t_q t_k t_v] = x [A_q A_k A_v]        then        y_q = t_q B_q,   y_k = t_k B_k,   y_v = t_v B_v
 
-with A and B the merged cores of input and output. Each A is only a rank wide: alone it reads all of x for little work.
-And in the backward pass the gradient of x is one product in place of three and their sum. It is done where all of the
-layers would begin with A anyway, which is where there are many tokens; under `torch.compile` it is not.
+where A and B are the merged input and output cores. Each A is only one rank wide, so a separate product reads all of x
+for little work. In the backward pass, the gradient of x is one product instead of three and a sum. This is used if all
+layers would start with A anyway, that is for many tokens; not under `torch.compile`.
 
-Within a forward pass of the module they are in, the layer that is called first with a tensor computes the first product
-of all, and the others find theirs if they are given the same tensor, unchanged. What is computed is gone when that
-forward pass ends. Layers that leave something over are taken not to share their input from the next pass on, but where
-it is checkpointed.
+Within a forward pass of the parent module, the first layer called with a tensor computes the first product of all
+layers. The others use it if they get the same unchanged tensor. The products are dropped at the end of that forward
+pass. If some product was not used, the layers are assumed not to share their input from then on, unless the pass is
+checkpointed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from scantling.tensor.linear import TTLinear
 
 Rest: TypeAlias = tuple[Tensor, Sequence[Tensor], Sequence[Step]]
-"""The state after the first step of an order, (tokens, rank), with the blocks and steps that follow."""
+"""State after the first step of an order, (tokens, rank), with the remaining blocks and steps."""
 
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -42,7 +42,7 @@ SIBLINGS = (
     ("wi_0", "wi_1"),
     ("w1", "w3"),
 )
-"""Names that transformers gives to layers of one input, inside one module."""
+"""Names that transformers gives to layers that share an input, inside one module."""
 _CROSS = re.compile(r"cross|encdec|encoder_attn", re.IGNORECASE)
 
 
@@ -51,10 +51,10 @@ class _Pass:
     """One forward pass of the parent.
 
     Attributes:
-        layers: that may share their input, by name.
-        hooks: of saved tensors, such as those of a checkpoint, when it began.
-        x: the tensor whose products wait, and what must be as it was for them to be right.
-        products: for the layers that have not been called yet.
+        layers: layers that may share their input, by name.
+        hooks: hooks of saved tensors at the start of the pass, such as those of a checkpoint.
+        x: shared input tensor, and the state that must not change for its products to be valid.
+        products: products of layers not called yet.
     """
 
     layers: dict[str, TTLinear]
@@ -64,11 +64,11 @@ class _Pass:
 
 
 class Joint:
-    """Linear layers of one module that are given the same tensor.
+    """Linear layers of one module that receive the same tensor.
 
     Args:
         parent: the module.
-        names: of its `TTLinear` layers, which have the same modes of the input.
+        names: names of its `TTLinear` layers, which have the same input modes.
     """
 
     def __init__(self, parent: nn.Module, names: Sequence[str]) -> None:
@@ -84,21 +84,21 @@ class Joint:
         return {**self.__dict__, "_passes": {}}
 
     def remove(self) -> None:
-        """Take the hooks off the module."""
+        """Remove the hooks from the module."""
         for handle in self._handles:
             handle.remove()
 
     def first_product(self, layer: TTLinear, x: Tensor, flat: Tensor, steps: Sequence[Step]) -> Rest | None:
-        """x with the input cores of a layer, computed for all layers of this input at once.
+        """Return x times the input cores of a layer, computed for all layers of this input at once.
 
         Args:
-            layer: one of them.
-            x: what it was called with, by which the others know it.
-            flat: the same, (tokens, product of the input modes).
-            steps: the best order of this layer.
+            layer: one of the layers.
+            x: input of the layer, which identifies the shared tensor.
+            flat: the same values, (tokens, product of the input modes).
+            steps: best order of this layer.
 
         Returns:
-            The product and what is left to do; None where the layer is to go its own way.
+            The product and the remaining steps; None if the layer has to compute it itself.
         """
         now = self._passes.get(get_ident())
         if now is None or not _begins_with_input(layer, steps) or x.is_inference() or _saving_hooks() is not now.hooks:
@@ -109,7 +109,7 @@ class Joint:
         if now.x is not None and now.x[0] is x and now.x[1] == _state(x) and name in now.products:
             return now.products.pop(name)
         if now.products:
-            return None  # another input than that of the layer before
+            return None  # not the input of the previous layer
         found = _products(now.layers, flat)
         if name not in found:
             return None
@@ -129,19 +129,19 @@ class Joint:
         if torch.compiler.is_compiling():
             return
         done = self._passes.pop(get_ident(), None)
-        # a pass that failed says nothing; one that is checkpointed has to be repeated as it was
+        # A failed pass proves nothing; a checkpointed pass must be repeated in the same way.
         if done is not None and done.products and output is not None and done.hooks is None:
             self.is_refuted = True
 
 
 def _are_alike(layers: Sequence[TTLinear]) -> bool:
-    """Whether one product can serve all layers."""
+    """True if one product can serve all layers."""
     kinds = {(core.dtype, core.device, each.is_trainable, each.formats) for each in layers for core in each.chain[:1]}
     return len(kinds) == 1 and not any(isinstance(core, DTensor) for each in layers for core in each.cores)
 
 
 def _products(layers: dict[str, TTLinear], flat: Tensor) -> dict[str, Rest]:
-    """The first product of all layers; of none where one of them begins otherwise."""
+    """Return the first product of all layers; empty if one of them starts differently."""
     orders = {name: layer._order(flat.shape[0]) for name, layer in layers.items()}
     if not all(_begins_with_input(layers[name], steps) for name, steps in orders.items()):
         return {}
@@ -152,25 +152,25 @@ def _products(layers: dict[str, TTLinear], flat: Tensor) -> dict[str, Rest]:
 
 
 def _state(x: Tensor) -> tuple[Any, ...]:
-    """What must be as it was for a product with x to be right."""
+    """Return the state that must not change for a product with x to stay valid."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return version_of(x), x.requires_grad, torch.is_grad_enabled(), autocast
 
 
 def _saving_hooks() -> Any:
-    """The innermost hooks of saved tensors; what is saved under some must not be looked for under others."""
+    """Return the innermost saved-tensor hooks: a tensor saved under some hooks must not be used under others."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
 
 def _begins_with_input(layer: TTLinear, steps: Sequence[Step]) -> bool:
-    """Whether the first step takes all cores of the input, and no others."""
+    """True if the first step contracts all input cores, and no others."""
     return len(cores_of(steps[0].tree)) == len(layer.in_modes)
 
 
 def join_siblings(model: nn.Module) -> None:
-    """Let the layers of cores in a model that share an input by their names compute its first product together."""
+    """Let TT layers that share an input, recognized by their names, compute the first product together."""
     from scantling.tensor.linear import TTLinear
 
     for path, module in model.named_modules():

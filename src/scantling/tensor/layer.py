@@ -1,17 +1,18 @@
-"""What all layers of cores share: ranks, controls on the bonds, and their physical removal.
+"""Base class of TT layers: ranks, rank gates on the bonds, and the removal of pruned ranks.
 
-A control is one number for each rank of a bond, a gate on the core at its left (CoMERA, arXiv 2405.14377, section 4):
+A rank gate is one scalar per rank of a bond that scales the core on its left (CoMERA, arXiv 2405.14377, section 4).
+Its trained values d_t are the parameters `controls`:
 
-    W = G_1 D_1 G_2 D_2 ... D_{n-1} G_n,    D_t = diag(gate(d_t)),    gate(d) = d where d > threshold, else 0
+    W = G_1 D_1 G_2 D_2 ... D_{n-1} G_n,    D_t = diag(gate(d_t)),    gate(d) = d if d > threshold, else 0
 
-so that W does not change when a rank whose gate is 0 is cut out of both of its cores. The gradient passes the gate as
-if it were open: a rank that is shut may come back, until it is removed. There are no controls unless a `RankAdapter`
-attaches them.
+A rank whose gate is 0 is pruned: removing it from both of its cores does not change W. The gradient passes as if the
+gate were active (straight-through), so a pruned rank may become active again until it is removed. Only a `RankAdapter`
+attaches rank gates.
 
-Blocks of neighbouring cores are merged before anything is contracted with them. What is merged does not depend on the
-tokens: within `merge_once` it is done once for several passes of training, within `keep_merged` for all passes without
-gradients. Nowhere else is anything kept, since not every change of a core can be seen: one that is written through
-`.data` raises no counter.
+Blocks of neighboring cores are merged before the contraction. Merging does not depend on tokens: inside `merge_once`
+it is done once for several training passes, inside `keep_merged` once for all passes without gradients. Nothing is
+cached elsewhere, since some changes of a core cannot be detected: writing through `.data` does not raise the version
+counter.
 """
 
 from __future__ import annotations
@@ -44,34 +45,34 @@ from scantling.tensor.cores import num_parameters, tt_svd
 logger = logging.getLogger(__name__)
 
 Cut: TypeAlias = tuple[nn.Parameter, int, Tensor]
-"""A parameter, one of its dims, and the positions of it that stay."""
+"""A parameter, one of its dims, and the positions to keep."""
 
 
 class Formats(Protocol):
-    """What rounds the numbers a layer computes with."""
+    """Rounding of the values that a TT layer computes with."""
 
     def input(self, x: Tensor) -> Tensor:
-        """In place of what comes in."""
+        """Quantize the input."""
 
     def core(self, core: Tensor) -> Tensor:
-        """In place of a core."""
+        """Quantize a core."""
 
     def output(self, y: Tensor) -> Tensor:
-        """In place of the product."""
+        """Quantize the gradient of the output."""
 
     @property
     def matmul(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """In place of the products of the input with merged blocks of cores; None leaves them to torch."""
+        """Product of the input and merged blocks of cores; None uses torch."""
 
 
 class CoreLayer(nn.Module):
-    """A layer whose weight is a chain of cores.
+    """Layer whose weight is a chain of TT cores.
 
     Attributes:
         cores: (r, modes..., r') parameters.
-        controls: (r) parameters, one for each inner bond, in fp32 or wider; None where no adapter is attached.
-        threshold: under which a control counts as 0.
-        formats: rounds cores, input and output; None where nothing does.
+        controls: rank gates, (r) parameters, one for each inner bond, in fp32 or wider; None without an adapter.
+        threshold: gates at or below it count as 0.
+        formats: rounding of cores, input and output; None without rounding.
     """
 
     core_role: Role
@@ -83,45 +84,45 @@ class CoreLayer(nn.Module):
         self.controls: nn.ParameterList | None = None
         self.threshold = 0.0
         self.formats: Formats | None = None
-        self._shared: dict[Tree, tuple[Tensor, Tensor]] | None = None  # while `merge_once` is in force
-        self._kept: dict[Tree, Tensor] | None = None  # while `keep_merged` is in force
+        self._shared: dict[Tree, tuple[Tensor, Tensor]] | None = None  # a dict inside `merge_once`
+        self._kept: dict[Tree, Tensor] | None = None  # a dict inside `keep_merged`
         self._passes = 1
 
     @property
     def chain(self) -> list[Tensor]:
-        """The cores in order; `ParameterList` takes longer to go through."""
+        """Cores in order, read without the slow `ParameterList`."""
         return [core for core in self.cores._parameters.values() if core is not None]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of all bonds, the outer ones (1) included."""
+        """Ranks of all bonds, including the outer ones (1)."""
         cores = self.chain
         return (cores[0].shape[0], *[core.shape[-1] for core in cores])
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, which is built only where an operation needs it."""
+        """Dense weight, built only if an operation needs it."""
         raise NotImplementedError
 
     @property
     def network(self) -> Network:
-        """Modes and ranks, as the search for an order of contraction takes them."""
+        """Modes and ranks, for the search of a contraction order."""
         return self.network_at(self.ranks)
 
     def network_at(self, ranks: tuple[int, ...]) -> Network:
-        """The same at other ranks, of all bonds, the outer ones included."""
+        """Return the network with other ranks of all bonds, including the outer ones."""
         raise NotImplementedError
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each core beside its bonds."""
+        """Elements of each core without its bonds."""
         return tuple(core.shape[1:-1].numel() for core in self.cores)
 
     def check_input(self, x: Tensor) -> None:
-        """See that there are cores, and where the input is.
+        """Raise unless the layer has cores and the input is on their device.
 
         Raises:
-            UserError: the layer is a copy of `nn.DataParallel`, or x is on another device than the cores.
+            UserError: if the layer is a replica of `nn.DataParallel`, or x is on another device than the cores.
         """
         cores = self.chain
         if not cores:
@@ -137,14 +138,14 @@ class CoreLayer(nn.Module):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the cores take steps, or did until a bond died and nothing was left of them."""
+        """True if the cores are trained, or were until all ranks of a bond were removed."""
         return any(core.requires_grad or not core.numel() for core in self.chain)
 
     def gated(self) -> list[Tensor]:
-        """The cores as they are computed with: the controls in them, and rounded.
+        """Return the cores as used in the computation: with rank gates, and rounded.
 
-        Ranks whose gates are 0 have no part in scales: rounding does not change when they are removed, but where groups
-        of neighbours share a scale.
+        Pruned ranks do not affect scales, so removing them does not change the rounding, unless groups of neighbors
+        share a scale.
         """
         cores = self._with_controls(self.chain)
         if self.formats is None:
@@ -155,10 +156,11 @@ class CoreLayer(nn.Module):
         return [self.formats.core(first), *map(self._rounded_where_open, others, self.controls)]
 
     def _rounded_where_open(self, core: Tensor, control: Tensor) -> Tensor:
-        """A core (r, modes..., r') behind a bond with controls (r); what is behind a shut gate stays as it is."""
+        """Round a core (r, modes..., r') behind a bond with gates (r), except the slices of pruned ranks."""
         assert self.formats is not None
         is_open = (control.detach() > self.threshold).to(core.dtype)
         behind = core * is_open.view(-1, *[1] * (core.ndim - 1))
+        # Pruned slices pass unrounded: they must not set scales, but still get a gradient.
         return self.formats.core(behind) + (core - behind)
 
     def _with_controls(self, cores: list[Tensor]) -> list[Tensor]:
@@ -168,14 +170,14 @@ class CoreLayer(nn.Module):
         return [*(core * one.to(core.dtype) for core, one in zip(cores, gates, strict=False)), cores[-1]]
 
     def blocks(self, steps: Sequence[Step]) -> list[Tensor]:
-        """The blocks of an order of contraction, merged in the dtype of the cores even under autocast.
+        """Return the merged blocks of a contraction order, in the dtype of the cores even under autocast.
 
         Each is (r, modes as one, r'), or (r, row modes, column modes, r').
         """
         return self.merged_blocks([step.tree for step in steps])
 
     def merged_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
-        """Blocks of neighbouring cores, see `blocks`."""
+        """Return merged blocks of neighboring cores, see `blocks`."""
         with without_autocast(self.chain[0].device):
             if torch.compiler.is_compiling():
                 return self._merged(trees)
@@ -204,18 +206,18 @@ class CoreLayer(nn.Module):
         if missing and not self._has_room(kept, trees):
             if not self._has_room({}, trees):
                 return self._merged(trees)
-            kept.clear()  # of orders for other numbers of tokens
+            kept.clear()  # drop orders for other numbers of tokens
             missing = list(trees)
         kept.update(zip(missing, self._merged(missing) if missing else [], strict=True))
         return [kept[tree] for tree in trees]
 
     def _has_room(self, held: Iterable[Tree], trees: Sequence[Tree]) -> bool:
-        """Whether the blocks of an order may be held beside those that are."""
+        """True if the blocks of an order may be kept in addition to those already held."""
         network = self.network
         return can_keep(network, trees) and can_keep(network, {*held, *trees}, MOST_ORDERS)
 
     def _order(self, num_tokens: int, *, of_head: bool = False) -> tuple[Step, ...]:
-        """The best order, by comparisons alone, which a compiled graph holds for a range of tokens."""
+        """Return the best order, found by comparisons only, so that a compiled graph is valid for a range of tokens."""
         merges: Literal["once", "kept", "shared"] = "once"
         if not torch.compiler.is_compiling():
             if torch.is_grad_enabled() and self._shared is not None:
@@ -247,7 +249,7 @@ class CoreLayer(nn.Module):
         return self
 
     def attach_controls(self, threshold: float) -> None:
-        """Put a control of 1 on every rank of every inner bond that has none; the layer computes what it did."""
+        """Attach a gate of 1 to every rank of every inner bond unless gates exist; the output does not change."""
         self.threshold = threshold
         if self.controls is not None:
             return
@@ -257,17 +259,17 @@ class CoreLayer(nn.Module):
         )
 
     def live(self) -> list[Tensor]:
-        """For each inner bond which of its ranks count: bool (r)."""
+        """Return the mask of active ranks of each inner bond: bool (r)."""
         if self.controls is None:
             return [torch.ones(rank, dtype=torch.bool, device=self.cores[0].device) for rank in self.ranks[1:-1]]
         return [control.detach() > self.threshold for control in self.controls]
 
     def cuts(self, kept: Sequence[Tensor]) -> list[Cut]:
-        """What must be cut so that only some ranks are left.
+        """Return the slices that remove all other ranks.
 
         Args:
-            kept: for each inner bond the positions that stay, 1-D int64. Where one bond keeps none the weight is 0, and
-                nothing is kept of any other either.
+            kept: for each inner bond the positions to keep, 1-D int64. If one bond keeps none, the weight is 0, and
+                the other bonds keep none either.
         """
         if any(len(index) == 0 for index in kept):
             kept = [index[:0] for index in kept]
@@ -282,14 +284,14 @@ class CoreLayer(nn.Module):
 
     @torch.no_grad()
     def fold_controls(self) -> None:
-        """Multiply the controls into the cores and drop them; the layer computes what it did."""
+        """Multiply the rank gates into the cores and drop them; the output does not change."""
         if self.controls is not None:
             for core, value in zip(self.cores, self._with_controls(self.chain), strict=True):
                 core.copy_(value)
             self.controls = None
 
     def num_parameters(self) -> int:
-        """Numbers in the cores."""
+        """Return the number of parameters in the cores."""
         return num_parameters(self.sizes, self.ranks)
 
     def _become_closest(
@@ -302,18 +304,18 @@ class CoreLayer(nn.Module):
         numel: int,
         allow_larger: bool,
     ) -> None:
-        """Take the cores that TT-SVD finds for a tensor.
+        """Replace the cores by those that TT-SVD finds for a tensor.
 
         Args:
-            whole: its dims are the modes of all cores in order.
-            shapes: the mode sizes of each core.
-            held: whether the ranks of this layer are the most there may be; else as many as the error needs.
-            error: relative Frobenius error that may be made.
-            numel: numbers in the dense weight.
-            allow_larger: whether cores that an error asks for may hold more numbers than that.
+            whole: tensor whose dims are the modes of all cores in order.
+            shapes: mode sizes of each core.
+            held: True if the ranks of this layer are upper bounds; False for as many ranks as the error needs.
+            error: allowed relative Frobenius error.
+            numel: number of parameters in the dense weight.
+            allow_larger: True to allow cores with more parameters than the dense weight.
 
         Raises:
-            UserError: neither ranks nor an error, or cores that are larger than the dense weight.
+            UserError: if neither ranks nor an error are given, or the cores are larger than the dense weight.
         """
         if not (held or error > 0.0) or not 0.0 <= error <= 1.0:
             raise UserError(f"from_dense needs a rank, an error above 0 and up to 1, or both; given error={error!r}")
@@ -337,7 +339,9 @@ class CoreLayer(nn.Module):
         self.cores = nn.ParameterList(core.clone(memory_format=torch.contiguous_format) for core in found)
 
     def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
-        """A core is a matrix whose rows are its left bond and first mode, see `scantling.param_groups`."""
+        """Return the roles: a core is a matrix whose rows are its left bond and first mode, see
+        `scantling.param_groups`.
+        """
         roles: dict[str, tuple[Role, MatrixDims | None]] = {
             f"cores.{place}": (self.core_role, self.core_dims) for place in range(len(self.cores))
         }
@@ -369,17 +373,17 @@ class CoreLayer(nn.Module):
 def merge_once(model: nn.Module, passes: int) -> Iterator[None]:
     """Merge the cores of a model once for several forward and backward passes, such as the micro-batches of a step.
 
-    The gradients of the cores, and of their controls, are there when the context ends, in one pass back through what
-    was merged, where `backward` was called: `torch.autograd.grad` does not reach them. Gradients of everything else
-    come as ever. Nothing may change the cores meanwhile.
+    The gradients of cores and rank gates are complete when the context ends: one backward pass then runs through the
+    merging. This works with `backward`, not with `torch.autograd.grad`. All other gradients are computed as usual. The
+    cores must not change inside the context.
 
     Args:
-        model: with any number of layers of cores.
-        passes: how many there will be; orders of contraction that merge more pay off with more passes.
+        model: model with any number of TT layers.
+        passes: number of passes; orders that merge more pay off with more passes.
 
     Raises:
-        UserError: no pass at all.
-        RuntimeError: within another such context on the same model.
+        UserError: if `passes` is below 1.
+        RuntimeError: if the model is already inside such a context.
     """
     if passes < 1:
         raise UserError(f"merge_once: passes must be at least 1; given {passes}")
@@ -400,13 +404,13 @@ def merge_once(model: nn.Module, passes: int) -> Iterator[None]:
 
 @contextmanager
 def keep_merged(model: nn.Module) -> Iterator[None]:
-    """Merge the cores of a model once for all passes without gradients, such as those of an evaluation or a generation.
+    """Merge the cores of a model once for all passes without gradients, such as an evaluation or generation.
 
-    Nothing may change the cores meanwhile; passes with gradients merge as ever. What is kept is a small multiple of the
-    cores, see `contraction.MOST_KEPT`.
+    The cores must not change inside the context; passes with gradients merge as usual. The memory of the kept blocks
+    is a small multiple of that of the cores, see `contraction.MOST_KEPT`.
 
     Args:
-        model: with any number of layers of cores.
+        model: model with any number of TT layers.
 
     Example:
         >>> model = nn.Sequential(sc.TTLinear(64, 64, rank=8))
@@ -425,14 +429,14 @@ def keep_merged(model: nn.Module) -> Iterator[None]:
 
 
 def saved_as_ever() -> AbstractContextManager[object]:
-    """The context in which tensors are saved for the backward pass itself, whatever hooks are in force.
+    """Return a context that saves tensors for the backward pass unchanged, whatever hooks are active.
 
-    What is merged for several passes belongs to none of them. A checkpoint would find less to be saved when it repeats
-    its pass, in which everything is merged already.
+    Blocks merged for several passes belong to none of them. A checkpoint would find fewer saved tensors when it
+    repeats its pass, in which everything is already merged.
     """
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
 def gate(control: Tensor, threshold: float) -> Tensor:
-    """The control where it is above the threshold, else 0; its gradient is that of the control itself."""
+    """Return the control if it is above the threshold, else 0; the gradient passes unchanged (straight-through)."""
     return control + (control.where(control > threshold, 0.0) - control).detach()

@@ -1,14 +1,15 @@
-"""What a model's layers of cores are, as JSON, and the same layers again on a dense skeleton without values.
+"""TT layers of a model as JSON entries, and their reconstruction on a dense skeleton without values.
 
-One entry for each layer, by its first name in the model:
+One entry per layer, keyed by its first name in the model:
 
     {"in_modes": [8, 4], "out_modes": [4, 8], "ranks": [1, 8, 16, 8, 1]}                    a linear layer
     {"row_modes": [...], "col_modes": [...], "ranks": [...], "padding_idx": 0,
-     "names": [...], "heads": [...]}                                                        a table, what shares it
-    {"up": [...], "down": [...]}                                                            experts, an entry for each
+     "names": [...], "heads": [...]}                                                        a table, and its tied
+     modules
+    {"up": [...], "down": [...]}                                                            experts, one entry for each
 
-Ranks are taken as they are, also where a truncation left more on a bond than its neighbours can carry. A layer whose
-ranks adapt has "threshold", that of its controls; one with an activation between its cores has its name.
+Ranks are not clipped, even if a truncation left more on a bond than its neighbors can carry. A layer with rank gates
+has "threshold", that of its gates; a layer with an activation between its cores has "activation".
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Entry: TypeAlias = dict[str, Any]
 
 
 def describe(model: nn.Module) -> dict[str, Entry]:
-    """The entries of all layers of cores, by name."""
+    """Return the entries of all TT layers, by name."""
     found = layers_of_cores(model)
     entries: dict[str, Entry] = {}
     for layer, names in found.items():
@@ -66,15 +67,15 @@ def _bonds(layer: CoreLayer) -> Entry:
 
 
 def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
-    """Put layers of the given shapes into a model of dense layers.
+    """Replace dense layers of a model by TT layers of the given shapes.
 
     Args:
-        model: whose parameters are on the meta device.
-        entries: from `describe`, of this model or of one that has other parts in common with it; what this model has
-            not is left out.
+        model: model whose parameters are on the meta device.
+        entries: entries from `describe`, of this model or of a model that shares parts with it; entries of layers that
+            this model lacks are skipped.
 
     Raises:
-        UserError: an entry that does not fit its layer, or not one layer that is there.
+        UserError: if an entry does not fit its layer, or the model has none of the layers.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     tied = _noted(model)
@@ -98,7 +99,7 @@ def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
 
 
 def _noted(model: nn.Module) -> dict[str, list[str]]:
-    """Modules that transformers ties to another one, by that one's name; on a skeleton they are not tied yet."""
+    """Return the modules that transformers will tie to each module, by name; a skeleton is not tied yet."""
     pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     found: dict[str, list[str]] = {}
     for target, source in pairs.items():
@@ -145,7 +146,7 @@ def _options(entry: Entry) -> Entry:
 
 
 def _set_bonds(layer: TTLinear | TTMEmbedding, entry: Entry) -> None:
-    """Cores of these ranks, without values, and controls where there were any; a rank of 0 is a bond that is dead."""
+    """Set empty cores of these ranks, and rank gates if the entry has them; rank 0: all ranks were removed."""
     ranks = entry["ranks"]
     shapes: list[tuple[int, ...]]
     if isinstance(layer, TTLinear):

@@ -1,4 +1,4 @@
-"""A weight that is not there until somebody computes with it."""
+"""Weight that is built only when an operation needs its values."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _IN_PLACE = {f"{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv"
 
 
 class LazyWeight(Tensor):
-    """Stands for a matrix: what is asked of its shape, dtype or device is known, every operation builds it.
+    """Placeholder of a matrix: shape, dtype and device are known, and every operation builds the matrix.
 
-    Models read `layer.weight.dtype` in their forward passes; a layer of cores has no matrix to be asked, and building
-    one for that would cost more than the layer.
+    Models read `layer.weight.dtype` in their forward passes. A TT layer has no such matrix, and building one for its
+    dtype would cost more than the layer.
 
-    What writes into it is an error, since the cores would not hear of it.
+    Writing into it raises an error, since the cores would not change.
 
     Args:
-        build: returns the matrix.
-        shape: of the matrix.
-        like: its dtype and device are the matrix's, and whether it is trained.
+        build: function that returns the matrix.
+        shape: shape of the matrix.
+        like: tensor with the dtype, device and `requires_grad` of the matrix.
     """
 
     _build: Callable[[], Tensor]
     _is_hf_initialized = True
-    """Tells transformers to draw no values into it: they would go into a matrix that is dropped at once."""
+    """Tells transformers not to initialize it: the values would go into a temporary matrix."""
 
     @staticmethod
     def __new__(cls, build: Callable[[], Tensor], shape: tuple[int, ...], like: Tensor) -> LazyWeight:
@@ -65,7 +65,7 @@ class LazyWeight(Tensor):
         return self._build().detach().clone().requires_grad_(self.requires_grad)
 
     def _empty(self) -> Tensor:
-        """An empty tensor of the same dtype and device, not trained."""
+        """Return an empty tensor of the same dtype and device, not trained."""
         return torch.empty((), dtype=self.dtype, device=self.device)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -73,7 +73,7 @@ class LazyWeight(Tensor):
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function changes its first argument: `normal_`, `__setitem__`, `__iadd__`, a setter, or `out=`."""
+    """True if a function changes its first argument: `normal_`, `__setitem__`, `__iadd__`, a setter, or `out=`."""
     name = getattr(func, "__name__", "")
     if name in ("__set__", "__setitem__") or kwargs.get("out") is not None:
         return True

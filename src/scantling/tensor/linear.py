@@ -2,17 +2,17 @@
 
     y = x W + bias,   W[(i_1..i_d), (o_1..o_e)] = G_1[:, i_1, :] ... G_d[:, i_d, :] H_1[:, o_1, :] ... H_e[:, o_e, :]
 
-Input modes before output modes (CoMERA, arXiv 2405.14377, section 3). The matrix rank of W is at most the rank of the
-bond between the last input and the first output core: with many tokens the layer is x A B with A: (in, r), B: (r, out),
-with few it is cheaper to contract x with the cores one by one; `contraction.py` picks the order. Where the product of
-the modes is larger than the dimension, x is padded with zeros and y cut.
+Input modes come before output modes (CoMERA, arXiv 2405.14377, section 3). The matrix rank of W is at most the rank of
+the bond between the last input core and the first output core. For many tokens the layer is x A B with A: (in, r), B:
+(r, out); for few tokens it is cheaper to contract x with the cores one by one. `contraction.py` picks the order. If
+the product of the modes exceeds the dimension, x is padded with zeros and y is sliced.
 
-With an activation f between input and output cores y = f(x A) B + bias, which is no matrix any more: with one mode on
-either side that is CoLA (arXiv 2502.10940, section 3).
+With an activation f between input and output cores, y = f(x A) B + bias, which is not linear. With one input mode and
+one output mode this is CoLA (arXiv 2502.10940, section 3).
 
-Cost: `num_parameters(...)` numbers; multiplications as `TTLinear.plan(tokens)` says, twice that in the backward pass;
-saved for it are x, the merged cores, and what lies between the steps: r numbers a token in x A B, more of them where
-cores are taken one by one, which is done with few tokens only.
+Cost: `num_parameters(...)` parameters; the multiplications of `TTLinear.plan(tokens)`, and twice as many in the
+backward pass. Saved for the backward pass are x, the merged cores, and the intermediate results: r elements per token
+for x A B, and more if cores are contracted one by one, which only happens for few tokens.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from scantling.tensor.lazy import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, check_num_modes, check_size, split
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {"silu": (nn.functional.silu, 0.3558)}
-"""By name, with the mean of f(z)^2 for a standard normal z."""
+"""Activations by name, with the mean of f(z)^2 for standard normal z."""
 
 
 class TTLinear(CoreLayer):
     """`nn.Linear` with its weight as tensor-train cores.
 
     Args:
-        in_features, out_features: as of `nn.Linear`.
-        rank: of every bond between cores, or one for each; clipped to what the modes can carry.
-        num_modes: into how many modes input and output are split where these are not given.
-        in_modes, out_modes: modes of input and output; their product may be larger than the dimension.
-        bias: whether there is one.
-        activation: `silu`, between input and output cores; None, as in CoMERA, for a layer that is linear.
-        device, dtype: of the parameters.
+        in_features, out_features: as in `nn.Linear`.
+        rank: rank of every bond between cores, or one for each; clipped to what the modes allow.
+        num_modes: number of input modes and of output modes if these are not given.
+        in_modes, out_modes: modes of input and output; their products may exceed the dimensions.
+        bias: True to add a bias.
+        activation: `silu`, between input and output cores; None, as in CoMERA, for a linear layer.
+        device, dtype: device and dtype of the parameters.
 
     Attributes:
         cores: `nn.ParameterList` of (r, mode, r') tensors, input modes first.
         bias: (out_features,) or None.
-        joint: the layers it shares its input with; None where it shares none.
+        joint: layers that share the input of this layer, or None.
 
     Raises:
-        UserError: ranks or modes that do not fit.
+        UserError: if ranks or modes do not fit.
 
     Example:
         >>> layer = sc.TTLinear(768, 768, rank=30, in_modes=(12, 8, 8), out_modes=(8, 8, 12))
@@ -89,7 +89,7 @@ class TTLinear(CoreLayer):
         self.in_modes = _modes(in_features, num_modes, in_modes, "in_modes")
         self.out_modes = _modes(out_features, num_modes, out_modes, "out_modes")
         if out_modes is None:
-            self.out_modes = self.out_modes[::-1]  # the largest modes outermost: their bonds carry most
+            self.out_modes = self.out_modes[::-1]  # largest modes outermost, where bonds are limited most
         modes = (*self.in_modes, *self.out_modes)
         ranks = clip_ranks(rank, modes)
         self.cores = nn.ParameterList(
@@ -101,12 +101,12 @@ class TTLinear(CoreLayer):
             self.reset_parameters()
 
     def reset_parameters(self, norm: float | None = None, generator: torch.Generator | None = None) -> None:
-        """Draw the cores anew.
+        """Draw new random cores.
 
         Args:
-            norm: Frobenius norm of W, exact; default that of `nn.Linear`, whose entries have the variance 1 / (3 in).
-                With an activation: of the W whose outputs would be as large, for inputs of independent normal numbers.
-            generator: of the draw.
+            norm: exact Frobenius norm of W; default that of `nn.Linear`, whose entries have variance 1 / (3 in). With
+                an activation: norm of the linear W whose outputs would be as large, for independent normal inputs.
+            generator: random generator.
         """
         norm = sqrt(self.out_features / 3.0) if norm is None else norm
         valid = [
@@ -137,22 +137,22 @@ class TTLinear(CoreLayer):
 
     @property
     def weight(self) -> Tensor:
-        """W transposed, (out_features, in_features), as of `nn.Linear`.
+        """Transpose of W, (out_features, in_features), as in `nn.Linear`.
 
-        To ask for its dtype, device or shape costs nothing; any operation on it builds the matrix, and its gradient is
-        one of the cores.
+        Reading its dtype, device or shape costs nothing. Any operation on it builds the matrix, and its gradient flows
+        to the cores.
         """
         if torch.compiler.is_compiling():
-            if self.activation is not None:  # there is none, which shows where more than the dtype is read
+            if self.activation is not None:  # no such matrix: NaN if more than the dtype is read
                 return self.chain[0].new_full((self.out_features, self.in_features), nan)
-            return self.dense_weight()  # dropped by the compiler where only the dtype is read
+            return self.dense_weight()  # the compiler drops it if only the dtype is read
         return LazyWeight(self.dense_weight, (self.out_features, self.in_features), self.cores[0])
 
     def dense_weight(self) -> Tensor:
-        """W transposed, built from the cores: (out_features, in_features).
+        """Build the transpose of W from the cores: (out_features, in_features).
 
         Raises:
-            UserError: there is none, since an activation stands between the cores.
+            UserError: if an activation stands between the cores, so that there is no such matrix.
         """
         if self.activation is not None:
             raise UserError(f"this layer has no dense weight: {self.activation} stands between its cores")
@@ -160,10 +160,10 @@ class TTLinear(CoreLayer):
         return whole[: self.in_features, : self.out_features].t()
 
     def plan(self, num_tokens: int) -> Plan:
-        """The order in which so many tokens are contracted with the cores; print it.
+        """Return the contraction order for a number of tokens; print it to see the costs.
 
-        Products of the hardware (`compute` of `sc.quantize_training`) round their factors. They take one order for any
-        number of tokens, so that what a token gives does not depend on how many others there are.
+        Hardware products (`compute` of `sc.quantize_training`) round their factors. They use one order for any number
+        of tokens, so that the output of a token does not depend on the number of other tokens.
 
         Args:
             num_tokens: rows of the input.
@@ -173,12 +173,12 @@ class TTLinear(CoreLayer):
         return best_plan(self.network, num_tokens)
 
     def forward(self, input: Tensor) -> Tensor:
-        """y = x W + bias: (..., in_features) to (..., out_features).
+        """Return y = x W + bias: (..., in_features) to (..., out_features).
 
         Raises:
-            UserError: another width of x, or what `check_input` refuses.
+            UserError: if x has another number of features, or `check_input` raises it.
         """
-        x = input  # which is its name where `nn.Linear` is called by keyword
+        x = input  # `nn.Linear`'s keyword is `input`
         if x.shape[-1] != self.in_features:
             raise UserError(f"this layer takes {self.in_features} features; given x of the shape {tuple(x.shape)}")
         self.check_input(x)
@@ -193,7 +193,7 @@ class TTLinear(CoreLayer):
             bias = nn.functional.pad(bias, (0, out_size - self.out_features))
         rest: Rest | None = None
         multiply = None if self.formats is None else self.formats.matmul
-        # rounded products depend on the order: one for any number of tokens, so that a token does not depend on others
+        # Rounded products depend on the order: one order for any number of tokens keeps tokens independent.
         steps: Sequence[Step] = self._order(flat.shape[0]) if multiply is None else self._order_of_many_tokens
         if self.joint is not None and multiply is None and not torch.compiler.is_compiling():
             rest = self.joint.first_product(self, x, flat, steps)
@@ -212,7 +212,7 @@ class TTLinear(CoreLayer):
 
     @property
     def _order_of_many_tokens(self) -> tuple[Step, ...]:
-        """The best order for many tokens, which merge the cores once."""
+        """Best order for many tokens with one merge of the cores."""
         steps: tuple[Step, ...] = self._orders("once", False)[-1][1]
         return steps
 
@@ -232,22 +232,22 @@ class TTLinear(CoreLayer):
         in_modes: Sequence[int] | None = None,
         out_modes: Sequence[int] | None = None,
     ) -> TTLinear:
-        """The closest tensor train that TT-SVD finds.
+        """Return the closest tensor train that TT-SVD finds.
 
         Args:
-            linear: its weight is split, its bias copied.
-            rank: most ranks, as of the constructor; None for as much as the error needs.
-            error: relative Frobenius error of the weight that may be made, from 0 to 1.
-            allow_larger: allow cores that hold more numbers than the dense weight. Unless given, such a result of
-                `error` alone is refused, and one of a `rank` is a warning.
-            num_modes, in_modes, out_modes: as of the constructor.
+            linear: layer whose weight is decomposed and whose bias is copied.
+            rank: maximum ranks, as in the constructor; None for as many as the error needs.
+            error: allowed relative Frobenius error of the weight, from 0 to 1.
+            allow_larger: True to allow cores with more parameters than the dense weight. Otherwise such a result
+                raises if only `error` is given, and logs a warning if `rank` is given.
+            num_modes, in_modes, out_modes: as in the constructor.
 
         Returns:
             The layer, in the dtype and on the device of `linear`.
 
         Raises:
-            UserError: another kind of layer, neither a rank nor an error, an error that needs more numbers than the
-                dense weight has, or what the constructor refuses.
+            UserError: if the layer is of another kind, neither a rank nor an error is given, the error needs more
+                parameters than the dense weight has, or the constructor raises it.
         """
         if not isinstance(linear, nn.Linear):
             raise UserError(
@@ -283,10 +283,10 @@ class TTLinear(CoreLayer):
         return made.train(linear.training)
 
     def to_dense(self) -> nn.Linear:
-        """An `nn.Linear` that computes the same.
+        """Return an equivalent `nn.Linear`.
 
         Raises:
-            UserError: a layer with an activation between its cores, which no matrix stands for.
+            UserError: if an activation stands between the cores, so that no matrix is equivalent.
         """
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         linear.weight = nn.Parameter(self.dense_weight().detach().contiguous(), requires_grad=self.is_trainable)
@@ -295,11 +295,11 @@ class TTLinear(CoreLayer):
         return linear.train(self.training)
 
     def flops(self, tokens: int) -> int:
-        """Floating-point operations of a forward pass over so many tokens, cores merged for it alone."""
+        """Return the floating-point operations of a forward pass over this many tokens, merging of cores included."""
         return 2 * self.plan(tokens).macs
 
     def num_parameters(self) -> int:
-        """Numbers in cores and bias."""
+        """Return the number of parameters in cores and bias."""
         return super().num_parameters() + (0 if self.bias is None else self.out_features)
 
     def extra_repr(self) -> str:
@@ -317,7 +317,7 @@ def _modes(size: int, num_modes: int, modes: Sequence[int] | None, what: str) ->
 
 
 def _scale_outputs_alone(cores: list[Tensor], num_inputs: int) -> None:
-    """Make isometries of the input cores and give their scale to those of the output, so that x A is as large as x."""
+    """Turn the input cores into isometries and move their scale to the output cores, so that x A is as large as x."""
     first = cores[0].flatten(0, -2)
     factor = float(first.norm()) / sqrt(min(first.shape))
     for place, core in enumerate(cores):

@@ -1,7 +1,7 @@
 """LoRA on TT layers: y = TT(x) + B A x, with the adapters of peft.
 
-peft knows the layers of PyTorch only. LoRA adapters learn TT layers here; all other kinds of adapters are refused with
-a message that names the way out. To import this module imports peft, see `peft_support`.
+peft only knows the layers of PyTorch. This module teaches its LoRA adapters TT layers. Adapters of other kinds are
+refused with a message that names the alternatives. Importing this module imports peft, see `peft_support`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class _OnTT:
 
 
 class LoraTTLinear(_OnTT, Linear):  # type: ignore[misc]
-    """LoRA beside a `TTLinear`, or beside a head that is tied to a TT embedding."""
+    """LoRA next to a `TTLinear`, or next to a head that is tied to a TT embedding."""
 
     def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
         super().__init__(base_layer, adapter_name, config, **kwargs)
         origin = getattr(_inner(base_layer), "origin", None)
-        self.fan_in_fan_out = origin is not None and issubclass(origin.layer, Conv1D)  # the layer that densify gives
+        self.fan_in_fan_out = origin is not None and issubclass(origin.layer, Conv1D)  # layout after densify
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.in_features, module.out_features
 
 
 class LoraTTMEmbedding(_OnTT, Embedding):  # type: ignore[misc]
-    """LoRA beside a `TTMEmbedding`."""
+    """LoRA next to a `TTMEmbedding`."""
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.num_embeddings, module.embedding_dim
@@ -60,15 +60,15 @@ class LoraTTMEmbedding(_OnTT, Embedding):  # type: ignore[misc]
 
 
 def _inner(layer: Any) -> Any:
-    """The layer under all adapters."""
+    """Return the layer under all adapters."""
     return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
 
 
 def prepare(tuner: Any, model: nn.Module, config: Any) -> None:
-    """Make a configuration of adapters ready for the TT layers of a model.
+    """Prepare an adapter configuration for the TT layers of a model.
 
     Raises:
-        UserError: adapters that TT layers cannot have.
+        UserError: if TT layers do not support these adapters.
     """
     layers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, TT_LAYERS)
@@ -76,7 +76,7 @@ def prepare(tuner: Any, model: nn.Module, config: Any) -> None:
     if not layers:
         return
     if hasattr(config, "target_modules"):
-        tuner._prepare_adapter_config(config, tuner.get_model_config(model))  # the default targets of the architecture
+        tuner._prepare_adapter_config(config, tuner.get_model_config(model))  # sets the architecture's default targets
     if str(getattr(config, "target_modules", None)).lower() == "all-linear":
         config.target_modules = _all_linear(model)
     targets = {name: layer for name, layer in layers.items() if _is_target(tuner, config, name)}
@@ -118,7 +118,9 @@ def _check(config: LoraConfig, targets: dict[str, nn.Module]) -> None:
 
 
 def _all_linear(model: nn.Module) -> list[str]:
-    """Names of all linear layers, TT or dense, but the output layer and those inside experts or adapters."""
+    """Return the names of all linear layers, TT or dense, except the output layer and those inside experts or
+    adapters.
+    """
     find_head = getattr(model, "get_output_embeddings", None)
     head = find_head() if callable(find_head) else None
     inside = [

@@ -1,8 +1,8 @@
-"""How a dimension is split into modes, and which indices of a padded split are real.
+"""Splitting of a dimension into modes, and the valid indices of a padded split.
 
-A dimension of size n becomes d modes m_1 ... m_d with m_1 * ... * m_d >= n, an index i its digits in that mixed radix,
-the first mode the most significant. Where the product is larger, indices from n on are padding: they exist in the cores
-and nowhere else.
+A dimension of size n becomes d modes m_1 ... m_d with m_1 * ... * m_d >= n. An index i becomes its digits in that
+mixed radix; the first mode is the most significant. If the product exceeds n, indices from n on are padding: they
+exist only in the cores.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from scantling.errors import UserError
 
 MAX_MODES = 5
 _PADDING_PRICE = 2.0
-"""One percent of padding may buy two percent fewer numbers in the cores: it is paid in every product, too."""
+"""Weight of padding, relative to parameters: 1 % of padding must save 2 % of them, as it also costs in every product.
+"""
 _COPY_PRICE = 0.15
-"""Any padding at all is worth this share of the numbers, for what must be copied to pad and to cut."""
+"""Fixed cost of any padding, as a share of the parameters, for the copies that pad and slice."""
 
 
 @lru_cache(maxsize=4096)
 def split(size: int, num_modes: int) -> tuple[int, ...]:
-    """Modes for a dimension, largest first: near each other and with little padding.
+    """Return modes for a dimension, largest first, of similar size and with little padding.
 
-    The parameters of a tensor train grow with the sum of its modes, its products with the padded size; the split has
-    the smallest sum of both excesses, that of the padding counted twice, and pads only where that saves a good deal.
+    The parameters of a tensor train grow with the sum of its modes, its products with the padded size. The split
+    minimizes the sum of both excesses, with padding counted twice, and pads only if that saves enough.
 
     Args:
-        size: of the dimension, at least 1.
-        num_modes: from 1 to 5.
+        size: size of the dimension, at least 1.
+        num_modes: number of modes, from 1 to 5.
 
     Returns:
         `num_modes` integers whose product is at least `size`.
 
     Raises:
-        UserError: a size or number of modes out of range.
+        UserError: if the size or the number of modes is out of range.
 
     Example:
         >>> split(768, 3), split(3072, 3), split(30522, 4)
@@ -56,14 +57,14 @@ def split(size: int, num_modes: int) -> tuple[int, ...]:
 
 
 def check_num_modes(num_modes: Any) -> None:
-    """Raise a UserError for what is no number of modes."""
+    """Raise a UserError if this is not a valid number of modes."""
     found = integers([num_modes])
     if found is None or found[0] > MAX_MODES:
         raise UserError(f"num_modes must be from 1 to {MAX_MODES}; given {num_modes!r}")
 
 
 def _candidates(size: int, num_modes: int, largest: int) -> Iterator[tuple[int, ...]]:
-    """Non-increasing modes, none above `largest`, whose product is at least `size` and no more than is needed."""
+    """Yield non-increasing modes, none above `largest`, whose product is at least `size` and as small as necessary."""
     if num_modes == 1:
         if size <= largest:
             yield (size,)
@@ -75,7 +76,7 @@ def _candidates(size: int, num_modes: int, largest: int) -> Iterator[tuple[int, 
 
 
 def integers(values: Any) -> tuple[int, ...] | None:
-    """Positive integers, those of NumPy too, as a tuple; None where it is anything else, such as True."""
+    """Return positive integers, NumPy's included, as a tuple; None for anything else, such as True."""
     try:
         found = tuple(values)
         numbers = tuple(index(value) for value in found)
@@ -85,10 +86,10 @@ def integers(values: Any) -> tuple[int, ...] | None:
 
 
 def check_size(value: Any, what: str) -> int:
-    """A size given by the user.
+    """Return a size given by the user as an int.
 
     Raises:
-        UserError: anything but a positive integer.
+        UserError: unless it is a positive integer.
     """
     found = integers([value])
     if found is None:
@@ -97,15 +98,15 @@ def check_size(value: Any, what: str) -> int:
 
 
 def check_modes(modes: Sequence[int], size: int, what: str) -> tuple[int, ...]:
-    """Modes given by the user, as a tuple.
+    """Return modes given by the user as a tuple.
 
     Args:
         modes: as given.
-        size: of the dimension they stand for.
+        size: size of the dimension that they split.
         what: name of the argument, for the message.
 
     Raises:
-        UserError: not 1 to 5 positive integers, or a product under `size`.
+        UserError: unless they are 1 to 5 positive integers whose product is at least `size`.
     """
     given = integers(modes)
     if given is None or not 1 <= len(given) <= MAX_MODES:
@@ -116,10 +117,10 @@ def check_modes(modes: Sequence[int], size: int, what: str) -> tuple[int, ...]:
 
 
 def boxes(size: int, modes: Sequence[int]) -> list[tuple[slice, ...]]:
-    """The digits of all indices below `size`, as disjoint boxes: one slice a mode.
+    """Return the digits of all indices below `size` as disjoint boxes: one slice per mode.
 
-    Indices whose first k digits are those of `size` and whose next digit is smaller have all further digits free, so
-    that at most one box a mode is needed.
+    Indices whose first k digits are those of `size` and whose next digit is smaller have free remaining digits. So at
+    most one box per mode is needed.
     """
     if size >= prod(modes):
         return [tuple(slice(0, mode) for mode in modes)]
@@ -134,7 +135,7 @@ def boxes(size: int, modes: Sequence[int]) -> list[tuple[slice, ...]]:
 
 
 def digits_of(index: int, modes: Sequence[int]) -> tuple[int, ...]:
-    """The digits of an index, the first mode the most significant."""
+    """Return the digits of an index; the first mode is the most significant."""
     digits = []
     for mode in reversed(modes):
         index, digit = divmod(index, mode)

@@ -1,4 +1,4 @@
-"""How a `RankAdapter` adapts. Knows nothing of torch, so that recipes can be checked without it."""
+"""Options of a `RankAdapter`. Does not import torch, so that recipes can be checked without it."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ _NUMBERS: dict[str, tuple[float, bool]] = {
     **dict.fromkeys(("loss_weight", "size_weight", "rho"), (0.0, True)),
     "loss_target": (-inf, True),
 }
-"""The least that a value may be, and whether it may be that."""
+"""Lower bound of each value, and True if the value may equal it."""
 _WHOLE = ("steps", "interval", "tokens", "begin", "early_steps")
 _OPTIONAL = ("early_steps", "loss_target")
 
 
 @dataclass(frozen=True)
 class RankOptions:
-    """How a `RankAdapter` adapts; all but the first six are for those who want to change the method.
+    """Options of a `RankAdapter`; most users only need the first six.
 
     Attributes:
-        size_target: up to 1 a fraction of the size at the start, above 1 a size in the unit.
-        unit: `parameters` (numbers in the cores), `flops` (a token, forward and backward) or `bytes` (of training
-            state: what the recipe's optimizer keeps in `scantling train`, else `bytes_per_parameter` a number).
-        steps: over how many optimizer steps the size comes down to the target; half a run is a good choice.
-        begin: steps before it starts to.
-        schedule: `importance`: the ranks go that the loss needs least for what they cost. `controlled`: those go that
-            do not hold up against a price on the size, which is controlled. `paper`: the paper's price and late stage.
-        tolerance: by how much the size at the end may be off the target, relative.
-        slack: by how much the size may be off its path before ranks are shut or opened for it, relative (`controlled`).
-        threshold: under which a control is shut.
+        size_target: up to 1 a fraction of the initial size, above 1 a size in the unit.
+        unit: `parameters` (in the cores), `flops` (per token, forward and backward) or `bytes` (of training state:
+            what the recipe's optimizer keeps in `scantling train`, otherwise `bytes_per_parameter` per parameter).
+        steps: number of optimizer steps in which the size decreases to the target; half a run is a good choice.
+        begin: steps before the decrease starts.
+        schedule: `importance`: prune the ranks that the loss needs least for their cost. `controlled`: prune the ranks
+            that do not withstand a controlled price on the size. `paper`: price and late stage of the paper.
+        tolerance: allowed relative deviation of the final size from the target.
+        slack: allowed relative deviation of the size from its path before ranks are pruned or activated for it
+            (`controlled`).
+        threshold: rank gates at or below it are pruned.
         beta: weight of the squared norm of the cores.
-        price: at the start, and the least, of the whole size in units of the loss (`controlled`); a thousand times as
-            much is the most.
-        price_rate: growth of the price over all of `steps` if the size were twice what it should be, in natural
+        price: initial and minimum price of the whole size in units of the loss (`controlled`); the maximum is a
+            thousand times as much.
+        price_rate: growth of the price over all of `steps` if the size were twice the wanted size, in natural
             logarithms.
-        interval: steps between two looks at the ranks.
-        tokens: of a step, for `flops`.
-        bytes_per_parameter: of weight, gradient and optimizer state, for `bytes`; 16 is AdamW in fp32.
+        interval: steps between two updates of the ranks.
+        tokens: tokens per step, for `flops`.
+        bytes_per_parameter: bytes of weight, gradient and optimizer state, for `bytes`; 16 is AdamW in fp32.
         gamma: price of the early stage (`paper`).
-        early_steps: of the early stage (`paper`); default all of `steps`, which means no late stage.
+        early_steps: steps of the early stage (`paper`); default all of `steps`, which means no late stage.
         loss_target: L_0; default the mean loss when the late stage begins.
         loss_weight, size_weight, rho: w1, w2 and rho of the late stage.
-        memory: of the mean importance of a rank (`importance`) and of the mean loss (`paper`), as the share kept from
-            one step to the next.
-        hold: whether the size is held to the target from `steps` on (`paper`; the others always do).
+        memory: decay per step of the mean importance of a rank (`importance`) and of the mean loss (`paper`).
+        hold: True to hold the size at the target from `steps` on (`paper`; the others always do).
     """
 
     size_target: float = 0.2
@@ -83,10 +83,10 @@ class RankOptions:
 
     @classmethod
     def of(cls, **values: Any) -> RankOptions:
-        """From values by name.
+        """Return options from values by name.
 
         Raises:
-            UserError: a name that is not known, or a value out of range.
+            UserError: if a name is unknown or a value is out of range.
         """
         for problem in cls.problems(values):
             raise UserError(f"RankAdapter: {problem[0]} {problem[1]}; given {problem[2]}")
@@ -94,7 +94,7 @@ class RankOptions:
 
     @classmethod
     def problems(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-        """(name, what is wrong, what was given) for each value that cannot be."""
+        """Yield (name, problem, given value) for each invalid value."""
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:

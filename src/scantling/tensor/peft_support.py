@@ -1,4 +1,4 @@
-"""Register LoRA for TT layers with peft, in any order of imports; nothing here imports peft."""
+"""Registration of LoRA for TT layers with peft, in any order of imports; nothing here imports peft."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 OLDEST = (0, 21)
-"""The first version of peft whose layers take a configuration, as `lora` builds on."""
+"""First version of peft whose layers take a configuration, which `lora` relies on."""
 
 
 def support_peft() -> None:
@@ -27,7 +27,7 @@ def support_peft() -> None:
 
 
 def _register() -> None:
-    """Let the adapters of peft look at TT layers first; what that takes is imported when adapters are made."""
+    """Patch peft to prepare TT layers before it adds adapters; `lora` is imported only then."""
     found = importlib.metadata.version("peft")
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         logger.info("peft %s is too old to put adapters on TT layers; upgrade it", found)
@@ -54,9 +54,9 @@ def _register() -> None:
 
 
 class _AfterPeft(importlib.abc.MetaPathFinder):
-    """Import peft as usual, then register what it needs for TT layers.
+    """Import hook that imports peft as usual, then registers TT layers.
 
-    It stays until peft is imported: transformers asks for the spec of peft without importing it.
+    It stays until peft is imported, since transformers asks for the spec of peft without importing it.
     """
 
     def find_spec(

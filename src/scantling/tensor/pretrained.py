@@ -1,14 +1,14 @@
-"""Models of cores in `save_pretrained` and `from_pretrained` of transformers.
+"""TT models in `save_pretrained` and `from_pretrained` of transformers.
 
-transformers lets a quantization method replace layers of the skeleton before weights are loaded into it by name; the
-cores use that door. `config.quantization_config` holds what the layers are (`layout.py`), written anew at every save,
-so that it is right after ranks have changed. To import this module registers the method.
+transformers lets a quantization method replace layers of the skeleton before it loads weights into them by name; TT
+layers use this mechanism. `config.quantization_config` holds a description of the layers (`layout.py`). It is updated
+at every save, so that it stays right after ranks have changed. Importing this module registers the method.
 
-A process that has not imported it must not take such a checkpoint for a dense one: transformers would warn and start
-with new weights. So the file also holds a guard, one number under the name of a dense weight: transformers refuses it
-for its shape.
+A process that has not imported this module must not take such a checkpoint for a dense one: transformers would warn
+and continue with random weights. So the file also holds a guard, a tensor of one element under the name of a dense
+weight: transformers rejects its shape.
 
-Limit: where the Trainer gathers sharded parameters itself before it saves (FSDP), what it gathered is not used; keep
+Limit: if the Trainer gathers sharded parameters itself before saving (FSDP), the gathered state is not used; keep
 cores replicated.
 """
 
@@ -55,12 +55,12 @@ support_resizing()
 
 @register_quantization_config(METHOD)
 class CoresConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """What `config.quantization_config` says of a model of cores.
+    """Description of a TT model in `config.quantization_config`.
 
     Args:
-        layers: from `layout.describe`.
-        guard: name of the tensor that stops who does not know the method, for the reader of the file.
-        format: of all this, for later.
+        layers: entries from `layout.describe`.
+        guard: name of the guard tensor, for readers of the file; loading ignores a tensor of this name.
+        format: version of this description.
     """
 
     def __init__(self, layers: dict[str, Entry] | None = None, guard: str = "", format: int = FORMAT, **_: Any) -> None:
@@ -72,7 +72,7 @@ class CoresConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Builds layers of cores before transformers loads their values, and describes them before it saves them."""
+    """Quantization method of transformers that builds TT layers before loading and describes them before saving."""
 
     quantization_config: CoresConfig
     is_trainable = True
@@ -87,7 +87,7 @@ class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The state with a guard in it; the configuration is brought up to date on the way."""
+        """Return the state with a guard; also updates the model's configuration."""
         layers = describe(model)
         guard = _guard_of(model, layers)
         model.config.quantization_config = self.quantization_config = CoresConfig(layers, guard)
@@ -116,8 +116,8 @@ class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
                     if parameter.is_meta:
                         raise UserError(f"{names[0]} is made of cores, which cannot be offloaded to disk by device_map")
                     raise UserError(f"the checkpoint holds no values for {names[0]}.{name}")
-                nn.init.zeros_(parameter)  # of a head that is new, on a base model
-        model.is_quantized = False  # nothing is: .half() and the like stay possible
+                nn.init.zeros_(parameter)  # a new head on a base model
+        model.is_quantized = False  # weights are not quantized: .half() etc. must work
         attach(model)
         return model
 
@@ -126,7 +126,7 @@ class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def attach(model: nn.Module) -> None:
-    """Let models of transformers in here save their cores."""
+    """Let the transformers models inside `model` save their TT layers."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and layers_of_cores(module):
             if not isinstance(getattr(module, "hf_quantizer", None), CoresQuantizer):
@@ -135,7 +135,7 @@ def attach(model: nn.Module) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`, where there are no cores left."""
+    """Undo `attach` after all TT layers have been removed."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and isinstance(getattr(module, "hf_quantizer", None), CoresQuantizer):
             module.hf_quantizer.remove_quantization_config(module)
@@ -151,14 +151,14 @@ def load(
     device_map: Any = None,
     state: dict[str, Tensor] | None = None,
 ) -> Any:
-    """Load a model that `save_pretrained` wrote, of a class of transformers or one that `AutoModel` has been told of.
+    """Load a model that `save_pretrained` wrote, of a transformers class or one registered with `AutoModel`.
 
     Args:
-        folder, dtype, device_map: as of `scantling.load`.
-        state: the tensors, where they are not in the folder as transformers writes them.
+        folder, dtype, device_map: as in `scantling.load`.
+        state: tensors of the model, if the folder does not hold them in transformers' format.
 
     Raises:
-        UserError: no such folder, a class that is not known, weights that are missing, or in a model of cores some that
+        UserError: if the folder does not exist, the class is unknown, weights are missing, or tensors of a TT model
             have no place in it.
     """
     import transformers
@@ -236,7 +236,7 @@ def _is_beyond(model: nn.Module, name: str) -> bool:
 
 
 def _model_class(name: str | None, config: dict[str, Any]) -> Any:
-    """Return the class of a saved model: of transformers, or one that `AutoModel` has been told of. None if unknown."""
+    """Return the class of a saved model: of transformers, or registered with `AutoModel`. None if unknown."""
     import transformers
 
     found: Any = getattr(transformers, str(name), None)
@@ -246,7 +246,7 @@ def _model_class(name: str | None, config: dict[str, Any]) -> Any:
 
 
 def _skeleton(made_by: Any, config: Any) -> Any:
-    """Return the model of a configuration on the meta device, with its layers of cores."""
+    """Return the model of a configuration on the meta device, including its TT layers."""
     with torch.device("meta"):
         model = made_by(copy.deepcopy(config))
     cores = getattr(config, "quantization_config", None)
@@ -256,7 +256,7 @@ def _skeleton(made_by: Any, config: Any) -> Any:
 
 
 def _registered(config: dict[str, Any]) -> list[Any]:
-    """The class that `AutoModel` takes for such a configuration, if there is one."""
+    """Return the class that `AutoModel` uses for such a configuration, as a list of at most one."""
     kind = config.get("model_type")
     try:
         return [AutoModel._model_mapping[type(AutoConfig.for_model(kind))]]
@@ -265,7 +265,7 @@ def _registered(config: dict[str, Any]) -> list[Any]:
 
 
 def _guard_of(model: Any, layers: dict[str, Entry]) -> str:
-    """A dense weight that is not there any more: of the base model if possible, which all architectures share."""
+    """Return the name of a replaced dense weight, in the base model if possible, since all architectures share it."""
     prefix = f"{model.base_model_prefix}."
     first = min(layers, key=lambda name: ("up" in layers[name], not name.startswith(prefix), name))
     return f"{first}.down_proj" if "up" in layers[first] else f"{first}.weight"
@@ -279,7 +279,7 @@ def _without_guard(module: nn.Module, state: dict[str, Tensor], prefix: str, *_:
 
 
 def _names_here(model: Any) -> Callable[[str], str]:
-    """Names of the saved model as they are in this one, which may be the base of it or be built on it."""
+    """Return a function from names in the saved model to names in this one, which may be its base or contain it."""
     prefix = f"{model.base_model_prefix}."
     own = {name for name, _ in model.named_modules(remove_duplicate=False)}
 

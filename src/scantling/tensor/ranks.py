@@ -1,8 +1,8 @@
-"""RankAdapter: ranks that come down to a size target while the model trains.
+"""RankAdapter: reduce ranks to a size target while the model trains.
 
-Every inner bond gets controls, one number a rank (`layer.py`). A schedule shuts or opens ranks, and may put a price on
-the size they span (`schedules.py`); what the size is and which ranks are worth least, `bonds.py` knows. Here is what
-ties them to a training loop: the objective, the count of steps, the removal of ranks, and going on from a state.
+Every inner bond gets rank gates, one scalar per rank (`layer.py`). A schedule prunes or activates ranks, and may put a
+price on their size (`schedules.py`). `bonds.py` computes sizes and finds the least valuable ranks. This module
+connects them to a training loop: the objective, the step count, the removal of ranks, and resuming from a state.
 """
 
 from __future__ import annotations
@@ -29,44 +29,46 @@ from scantling.tensor.uses import uses_in
 logger = logging.getLogger(__name__)
 
 _OWNERS: weakref.WeakKeyDictionary[CoreLayer, weakref.ref[RankAdapter]] = weakref.WeakKeyDictionary()
-"""Whose the controls of a layer are."""
+"""Adapter that owns the rank gates of a layer."""
 _AGREED = ("unit", "schedule", "size_target", "steps", "begin")
-"""Options in which a state and the adapter that goes on from it are alike."""
+"""Options that must be equal in a state and the adapter that loads it."""
 
 
 def adapter_of(layer: CoreLayer) -> RankAdapter | None:
-    """The adapter that is attached to a layer."""
+    """Return the adapter that is attached to a layer, or None."""
     owner = _OWNERS.get(layer, lambda: None)()
     return owner if layer.controls is not None and owner is not None and owner.is_attached else None
 
 
 class RankAdapter:
-    """Adapt the ranks of all layers of cores in a model to a size target.
+    """Adapt the ranks of all TT layers in a model to a size target.
 
-    Attach it before the optimizer is built, so that the optimizer steps the controls, too. In the training loop:
+    Attach it before the optimizer is built, so that the optimizer also steps the rank gates. In the training loop:
 
         loss = adapter.loss(task_loss)
         loss.backward()
         optimizer.step()
-        adapter.truncate(optimizer)       # now and then, and at the end
+        adapter.truncate(optimizer)       # from time to time, and at the end
 
-    Controls that are there already, of a checkpoint that was saved while ranks adapted, are gone on with as they are.
+    Existing rank gates, from a checkpoint saved during adaptation, are used as they are.
 
     Args:
-        model: with at least one layer of cores, and no other adapter.
-        size_target: up to 1 a fraction of the numbers in the cores now, above 1 their number; see `RankOptions.unit`.
-        bytes_of: bytes that training keeps for a core of this shape, dtype, role and `matrix_dims` (as of
-            `scantling.optim.ParameterSpec`), for the unit `bytes`; default `RankOptions.bytes_per_parameter` a number.
+        model: model with at least one TT layer, and no other adapter.
+        size_target: up to 1 a fraction of the current number of parameters in the cores, above 1 an absolute number;
+            see `RankOptions.unit`.
+        bytes_of: function that returns the bytes of training state of a core from its shape, dtype, role and
+            `matrix_dims` (as in `scantling.optim.ParameterSpec`), for the unit `bytes`; default
+            `RankOptions.bytes_per_parameter` per parameter.
         options: further fields of `RankOptions`.
 
     Attributes:
         options: a `RankOptions`.
-        layers: the layers of cores by their names in the model, those of a single core and frozen ones left out.
-        step: optimizer steps so far.
+        layers: TT layers by their names in the model, without frozen layers and layers with a single core.
+        step: number of optimizer steps so far.
 
     Raises:
-        UserError: no such layer, an adapter there already, an option out of range, a target below what one rank on
-            every bond gives.
+        UserError: if there is no such layer, another adapter is attached, an option is out of range, or the target is
+            below the size with one rank on every bond.
 
     Example:
         >>> adapter = sc.RankAdapter(model, size_target=0.2, steps=1000)
@@ -78,7 +80,7 @@ class RankAdapter:
     ) -> None:
         self.options = RankOptions.of(size_target=size_target, **options)
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CoreLayer)}
-        layers = {name: layer for name, layer in layers.items() if len(layer.cores) > 1}  # one core has no bond
+        layers = {name: layer for name, layer in layers.items() if len(layer.cores) > 1}  # a single core has no bond
         self.layers = {name: layer for name, layer in layers.items() if layer.is_trainable}
         if not self.layers:
             what = "layer of cores that is trained" if layers else "layer of cores whose ranks could adapt"
@@ -92,7 +94,7 @@ class RankAdapter:
         self._dense_numbers = sum(layer.weight.numel() for layer in self.layers.values())
         self._seen: tuple[int, ...] | None = None
         self._is_fresh = False
-        self._stepped: set[int] = set()  # ids of controls that optimizers have stepped in the step not counted yet
+        self._stepped: set[int] = set()  # ids of gates stepped in the uncounted step
         self._awaits_cores = False
         self._passed_by = 0
         self._knows_decay = False
@@ -129,14 +131,14 @@ class RankAdapter:
             )
 
     def loss(self, task_loss: Tensor, share: float = 1.0) -> Tensor:
-        """The objective: the loss of the task and what the schedule adds to it.
+        """Return the objective: the task loss plus the term that the schedule adds.
 
-        Call it for every micro-batch; a new step is counted once the optimizer has changed the controls.
+        Call it for every micro-batch; a new step is counted once the optimizer has changed the rank gates.
 
         Args:
             task_loss: 0-D.
-            share: of a micro-batch in the loss of its step, 1 / k where the losses of k are added up; what is added is
-                this share of it.
+            share: weight of this micro-batch in the loss of its step, 1 / k if the losses of k micro-batches are added
+                up; the schedule's term is scaled by it.
         """
         if not torch.is_grad_enabled():
             return task_loss
@@ -146,10 +148,10 @@ class RankAdapter:
         return self.objective(task_loss, share)
 
     def objective(self, task_loss: Tensor, share: float = 1.0) -> Tensor:
-        """The loss of the task and what the schedule adds to it, for CUDA graphs; `observe` is then called once a step.
+        """Return the objective for CUDA graphs; call `observe` once per step then.
 
         Args:
-            task_loss, share: as of `loss`.
+            task_loss, share: as in `loss`.
         """
         self._follow()
         if not self.is_attached:
@@ -158,9 +160,9 @@ class RankAdapter:
         return self._schedule.objective(task_loss, share)
 
     def observe(self) -> None:
-        """Count a step where controls have changed since the last look, and let the schedule act on it.
+        """Count a step if rank gates have changed since the last call, and let the schedule act on it.
 
-        Steps of an optimizer of torch are counted as they are taken. This is for those that nothing tells of: replayed
+        Steps of PyTorch optimizers are counted when they happen. Call this for steps without such an event: replayed
         by a CUDA graph, or taken parameter by parameter within the backward pass. `loss` calls it, too.
         """
         if self._has_uncounted_step():
@@ -169,36 +171,37 @@ class RankAdapter:
             self._begin()
 
     def _has_uncounted_step(self) -> bool:
-        """True if controls have changed since the last objective, by a step that `_count` has not seen."""
+        """True if rank gates have changed since the last objective, by a step that `_count` has not seen."""
         return self._is_fresh and (bool(self._stepped) or (self._seen is not None and self._versions() != self._seen))
 
     def _begin(self) -> None:
-        """Forget what came before the next step."""
+        """Forget all observations before the next step."""
         self._seen = self._versions()
         self._stepped.clear()
         if self._schedule.importance is not None:
             self._schedule.importance.forget()
 
     def see_gradient(self, parameter: Tensor) -> None:
-        """Look at a gradient that is freed before the step is over; of parameters that are no controls it does nothing.
+        """Read a gradient that is freed before the step is complete; no effect for parameters that are not rank gates.
 
-        For `release_gradients(model, optimizer, before_step=adapter.see_gradient)`: without it ranks would be chosen by
-        what they contribute to the weights.
+        Pass it as `release_gradients(model, optimizer, before_step=adapter.see_gradient)`. Without it, ranks are
+        chosen by their contribution to the weights.
         """
         if self._schedule.importance is not None:
             self._schedule.importance.keep(parameter)
 
     def begin_step(self) -> None:
-        """Say that what has changed so far was no step, and that one is to come, even if nothing asks for the loss."""
+        """Declare that changes so far were no step, and that the next change is one, even if the loss is not called."""
         self._begin()
         self._is_fresh = True
 
     def _controls_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a step of an optimizer that holds controls: count the step once all controls that train are stepped.
+        """Count a step after an optimizer has stepped rank gates, once all gates that train are stepped.
 
-        Where each parameter has an optimizer of its own, the others come later; those that never come, because their
-        layers were not used, do not hold up the step beyond `observe`. An optimizer that steps others fires this hook
-        again after them, when the step is counted already: no second step, and its gradients are not those of the next.
+        If each parameter has a separate optimizer, other gates are stepped later. Gates that are never stepped,
+        because their layers were not used, delay the count only until `observe`. An optimizer that wraps others fires
+        this hook again after them, when the step is already counted: that is not a second step, and its gradients do
+        not belong to the next one.
         """
         self._passed_by = 0
         if not self._knows_decay:
@@ -208,7 +211,7 @@ class RankAdapter:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if any(group.get("fused") for group in optimizer.param_groups) and getattr(optimizer, "found_inf", False):
-            return  # within GradScaler.step, which leaves it to a fused optimizer to skip the step
+            return  # GradScaler.step: a fused optimizer skips the step itself
         held = set(map(id, params))
         is_first, self._stepped = not self._stepped, self._stepped | held
         is_last = all(id(control) in self._stepped for control in self._bonds.controls if control.requires_grad)
@@ -219,7 +222,7 @@ class RankAdapter:
             self._count()
 
     def _look_for_decay(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say if an optimizer decays the controls, which is a price on ranks that no target knows of."""
+        """Warn if an optimizer decays the rank gates, which puts a price on ranks in addition to the schedule."""
         controls = set(map(id, self._bonds.controls))
         for group in optimizer.param_groups:
             if group.get("weight_decay") and any(id(param) in controls for param in group["params"]):
@@ -231,13 +234,13 @@ class RankAdapter:
                 return
 
     def _cores_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a step of an optimizer that holds cores; warn if a second one comes without one of the controls."""
+        """Warn after an optimizer's second step of cores without a step of rank gates."""
         controls = set(map(id, self._bonds.controls))
         if any(id(param) in controls for group in optimizer.param_groups for param in group["params"]):
             return
         self._has_core_optimizer = True
         if not self._awaits_cores:
-            return  # one optimizer within another, or several that take the step together
+            return  # nested optimizers, or several that share the step
         self._awaits_cores = False
         self._passed_by += 1
         if self._passed_by == 2 and self._bonds.controls:
@@ -247,7 +250,7 @@ class RankAdapter:
             )
 
     def _count(self) -> None:
-        """One more step; the schedule acts on it."""
+        """Count a step and let the schedule act on it."""
         self._is_fresh, self._passed_by = False, 0
         if not self._bonds.controls:
             return
@@ -261,12 +264,12 @@ class RankAdapter:
         self._begin()
 
     def _follow(self) -> None:
-        """Go where the model has gone since: to another device."""
+        """Refresh if the model has moved to another device."""
         if self._bonds.has_moved:
             self._refresh()
 
     def _refresh(self) -> None:
-        """After shapes or device have changed."""
+        """Refresh after shapes or device have changed."""
         self._bonds.refresh()
         self._schedule.refresh()
 
@@ -277,23 +280,23 @@ class RankAdapter:
     def truncate(
         self, optimizer: torch.optim.Optimizer | None = None, *holders: StateHolder | torch.optim.Optimizer
     ) -> int:
-        """Remove the ranks that are shut from cores, controls, gradients and the optimizer's state.
+        """Remove pruned ranks from cores, rank gates, gradients and optimizer state.
 
-        What the model computes changes by rounding alone. Parameters stay the objects they are, with new shapes: a
-        DistributedDataParallel around the model has to be made anew, compiled code and CUDA graphs are captured anew.
+        The output of the model changes only by rounding. Parameters stay the same objects with new shapes: wrap the
+        model in DistributedDataParallel again, and capture compiled code and CUDA graphs again.
 
         Args:
-            optimizer: that steps the model; anything with `slice_state(param, dim, index)`, or any other whose state
-                has the shape of its parameter.
-            holders: what else keeps something for each number of a parameter: a `MomentumExchange`, or further
-                optimizers where cores and controls have one each.
+            optimizer: optimizer of the model: one with `slice_state(param, dim, index)`, or any other whose state has
+                the shape of its parameter.
+            holders: further objects with state for each element of a parameter: a `MomentumExchange`, or more
+                optimizers if cores and rank gates have separate ones.
 
         Returns:
-            How many ranks were removed.
+            Number of removed ranks.
 
         Raises:
-            UserError: optimizers that hold no controls, or no cores where another one does, LBFGS, or a control that
-                is not finite; nothing has been removed.
+            UserError: if no optimizer steps the rank gates, the optimizer that steps the cores is missing, an
+                optimizer is LBFGS, or a rank gate is not finite; nothing has been removed then.
         """
         self._check_optimizers([each for each in (optimizer, *holders) if isinstance(each, torch.optim.Optimizer)])
         self._bonds.check_finite()
@@ -310,9 +313,10 @@ class RankAdapter:
         return removed
 
     def detach(self) -> None:
-        """Multiply the controls into the cores and drop them: the model computes what it did, and no adapter is left.
+        """Multiply the rank gates into the cores and drop them; the output does not change, and the adapter is
+        detached.
 
-        Truncate first. The optimizer must be built anew after it: its state is that of cores with controls beside them.
+        Truncate first. Build a new optimizer afterwards: the old state belongs to cores with separate rank gates.
         """
         self._last_size = self.size()
         for layer in self.layers.values():
@@ -322,11 +326,11 @@ class RankAdapter:
     def finish(
         self, optimizer: torch.optim.Optimizer | None = None, *holders: StateHolder | torch.optim.Optimizer
     ) -> None:
-        """Bring the size to the target, remove what is shut, and detach: the end of a run that is not to go on.
+        """Bring the size to the target, remove pruned ranks, and detach, at the end of training.
 
         Args:
-            optimizer, holders: as of `truncate`, where their state is still wanted. For more steps build new ones: the
-                controls are parameters that the model has no longer.
+            optimizer, holders: as in `truncate`, if their state is still needed. Build new ones for more steps: the
+                rank gates are no longer parameters of the model.
         """
         self._follow()
         self.observe()
@@ -338,28 +342,28 @@ class RankAdapter:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the layers have controls."""
+        """True if the layers have rank gates."""
         return bool(self._bonds.controls)
 
     @property
     def adds_to_loss(self) -> bool:
-        """Whether the schedule ever adds something to the loss of the task."""
+        """True if the schedule may add a term to the task loss."""
         return self._schedule.adds_to_loss
 
     @property
     def device(self) -> torch.device:
-        """Of the controls."""
+        """Device of the rank gates."""
         return self._bonds.device
 
     def num_parameters(self) -> int:
-        """Numbers in the cores at the ranks that are live: what is left after `truncate`."""
+        """Return the number of parameters in the cores at the active ranks, that is after `truncate`."""
         return self._numbers(self.ranks())
 
     def _numbers(self, ranks: Mapping[str, tuple[int, ...]]) -> int:
         return sum(num_parameters(self.layers[name].sizes, own) for name, own in ranks.items())
 
     def size(self) -> float:
-        """The size at the ranks that are live, in the unit of the target."""
+        """Return the size at the active ranks, in the unit of the target."""
         if not self.is_attached:
             return self._last_size
         self._follow()
@@ -367,18 +371,18 @@ class RankAdapter:
 
     @property
     def target(self) -> float:
-        """The size target, in its unit."""
+        """Size target, in its unit."""
         return self._schedule.target
 
     def ranks(self) -> dict[str, tuple[int, ...]]:
-        """Live ranks of all bonds of each layer, the outer ones (1) included; all 0 in between where one is."""
+        """Return the active ranks of each layer, outer bonds (1) included; all inner ranks are 0 if one of them is."""
         if not self.is_attached:
             return {name: layer.ranks for name, layer in self.layers.items()}
         self._follow()
         return self._bonds.ranks()
 
     def metrics(self) -> dict[str, float]:
-        """What a log of the run shows of it; `tensor_compression` is against the dense layers, biases left out."""
+        """Return metrics for logging; `tensor_compression` is relative to the dense layers, without biases."""
         ranks = self.ranks()
         inner = [rank for layer in ranks.values() for rank in layer[1:-1]]
         numbers = self._numbers(ranks)
@@ -393,8 +397,8 @@ class RankAdapter:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs in addition to the parameters, as plain values.
 
-        A step that is not counted yet, because its gradients were released or an optimizer is still to come, is saved
-        with the gradients of it that are known.
+        A step that is not counted yet, because its gradients were released or an optimizer has not stepped yet, is
+        saved with its known gradients.
         """
         importance = self._schedule.importance
         kept = {} if importance is None else importance.kept_values()
@@ -408,10 +412,10 @@ class RankAdapter:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; cores and controls get the shapes they had, so that the model's can be loaded next.
+        """Load a state; cores and rank gates get the shapes they had, so that the model's state can be loaded next.
 
         Raises:
-            UserError: the state of another model, target or schedule; nothing has changed.
+            UserError: if the state is of another model, target or schedule; nothing has changed then.
         """
         missing = sorted({*self.state_dict()} - {*state})
         if missing:
@@ -429,7 +433,7 @@ class RankAdapter:
             given, own = state[name], getattr(self.options, name)
             if given != own:
                 raise UserError(f"the state of the RankAdapter has {name}={given!r}, this one {name}={own!r}")
-        for name, layer in self.layers.items():  # all of them before one is changed
+        for name, layer in self.layers.items():  # check all before changing any
             wanted = state["ranks"][name]
             if len(wanted) != len(layer.ranks) or any(new > old for new, old in zip(wanted, layer.ranks, strict=True)):
                 raise UserError(
@@ -446,7 +450,7 @@ class RankAdapter:
         self._stepped.clear()
         self._seen, self._is_fresh = None, state["uncounted"] is not None
         if self._is_fresh:
-            self._seen = ()  # not what the versions are, so that the step is counted
+            self._seen = ()  # differs from all versions, so the step is counted
             if self._schedule.importance is not None:
                 self._schedule.importance.load_kept_values(state["uncounted"])
 

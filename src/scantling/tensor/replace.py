@@ -1,4 +1,4 @@
-"""One place in a model becomes a layer of cores, and back: shaped, filled with numbers, put into the model."""
+"""Replacement of one module by a TT layer, and back: create it, fill in values, put it into the model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LAYERS = (TTLinear, TTMEmbedding, TTExperts, TTMHead)
 
 @dataclass(frozen=True)
 class Origin:
-    """What a layer of cores took the place of, where its own attributes do not say it.
+    """Properties of the replaced module that the TT layer's attributes do not hold.
 
     Attributes:
-        layer: the class.
-        padding_idx, sparse: of an embedding.
+        layer: class of the module.
+        padding_idx, sparse: settings of an embedding.
     """
 
     layer: type[nn.Module]
@@ -38,7 +38,7 @@ class Origin:
 
 
 def layers_of_cores(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """All layers of cores with their names, those inside `TTExperts` left out."""
+    """Return all TT layers with their names, except those inside `TTExperts`."""
     found: dict[nn.Module, list[str]] = {}
     inside = {id(layer) for module in model.modules() if isinstance(module, TTExperts) for layer in module.modules()}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -48,14 +48,14 @@ def layers_of_cores(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def shaped(site: Site, options: Mapping[str, Any]) -> Layer:
-    """The layer for a place, on the meta device and without a bias.
+    """Return the TT layer for a site, on the meta device and without bias.
 
     Args:
-        site: where it goes.
-        options: `rank`, and the modes; of experts one such mapping for each projection.
+        site: modules to replace.
+        options: `rank`, and the modes; for experts one such mapping per projection.
 
     Raises:
-        UserError: ranks or modes that do not fit, with the name of the place.
+        UserError: if ranks or modes do not fit; the message names the site.
     """
     weight = site.weights[0]
     like: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
@@ -90,15 +90,15 @@ def _table_settings(module: nn.Module) -> dict[str, Any]:
 
 
 def filled(site: Site, layer: Layer, init: Init) -> Layer:
-    """Give a layer from `shaped` its numbers, and what it keeps of the module it replaces.
+    """Give a layer from `shaped` its values and the parts of the replaced module that it keeps.
 
     Args:
-        site: whose weights they follow.
-        layer: on the meta device; with weights there it stays there.
-        init: as of `scantling.tensorize`.
+        site: modules whose weights determine the values.
+        layer: on the meta device; it stays there if the weights are there.
+        init: as in `scantling.tensorize`.
 
     Raises:
-        UserError: a weight with NaN or Inf, or `svd` of one on the meta device.
+        UserError: if a weight holds NaN or Inf, or is on the meta device with `svd`.
     """
     module = site.module
     if isinstance(layer, TTExperts):
@@ -116,7 +116,7 @@ def filled(site: Site, layer: Layer, init: Init) -> Layer:
 
 
 def as_linear(module: nn.Module) -> nn.Linear:
-    """The layer itself, or GPT-2's with its weight transposed."""
+    """Return the layer itself, or for GPT-2's Conv1D a linear layer with the transposed weight."""
     if type(module) is nn.Linear:
         return module
     weight = module.get_parameter("weight")
@@ -126,7 +126,7 @@ def as_linear(module: nn.Module) -> nn.Linear:
 
 
 def _with_numbers(layer: Any, dense: Any, init: Init, name: str) -> Any:
-    """A layer like this one with numbers: drawn to the norm of the dense weight, or its closest cores."""
+    """Return such a layer with values: random with the norm of the dense weight, or the closest cores."""
     weight = dense.weight
     if weight.device.type == "meta":
         if init == "svd":
@@ -146,7 +146,7 @@ def _with_numbers(layer: Any, dense: Any, init: Init, name: str) -> Any:
 
 
 def _closest(layer: Any, dense: Any) -> Any:
-    ranks, asked = layer.ranks[1:-1], {"allow_larger": True}  # tensorize itself warns of layers that grow
+    ranks, asked = layer.ranks[1:-1], {"allow_larger": True}  # tensorize warns of larger layers itself
     if isinstance(layer, TTLinear):
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         plain.weight = dense.weight
@@ -155,7 +155,7 @@ def _closest(layer: Any, dense: Any) -> Any:
 
 
 def _draw(layer: Any, norm: float) -> None:
-    """Cores whose matrix has this norm; for a matrix of zeros the last core alone is zero, so that it can learn."""
+    """Draw cores whose matrix has this norm; for a zero matrix only the last core is zero, so that it can learn."""
     layer.reset_parameters(norm=norm or 1.0)
     with torch.no_grad():
         if norm == 0.0:
@@ -167,7 +167,7 @@ def _draw(layer: Any, norm: float) -> None:
 
 
 def _norm_without_padding(table: TTMEmbedding, norm: float) -> float:
-    """Norm of the rows that are given out, where all rows have this one."""
+    """Return the norm of the table without the padding row, if all rows together have the given norm."""
     padding, table.padding_idx = table.padding_idx, None
     row = table.rows(torch.tensor([padding], device=table.cores[0].device))
     table.padding_idx = padding
@@ -175,7 +175,7 @@ def _norm_without_padding(table: TTMEmbedding, norm: float) -> float:
 
 
 def install(model: nn.Module, site: Site, layer: Layer) -> None:
-    """Put a layer, and heads for what is tied to it, into the model."""
+    """Put a layer, and heads that are tied to it, into the model."""
     put(model, site.names, site.module, layer)
     for linear, names in site.heads:
         assert isinstance(layer, TTMEmbedding)
@@ -189,7 +189,7 @@ _HOOKS = (
 
 
 def put(model: nn.Module, names: list[str], old: nn.Module, new: nn.Module) -> None:
-    """Replace a module wherever it is, its hooks kept."""
+    """Replace a module under all its names, keeping its hooks."""
     for hooks in _HOOKS:
         if hooks in vars(old):
             vars(new)[hooks] = vars(old)[hooks]
@@ -199,7 +199,7 @@ def put(model: nn.Module, names: list[str], old: nn.Module, new: nn.Module) -> N
 
 
 def as_dense(layer: nn.Module) -> nn.Module:
-    """The dense module that computes the same, of the class that was replaced."""
+    """Return the equivalent dense module, of the replaced class."""
     if isinstance(layer, TTExperts):
         return layer.to_dense()
     assert isinstance(layer, TTLinear | TTMEmbedding)
@@ -213,7 +213,7 @@ def as_dense(layer: nn.Module) -> nn.Module:
         return dense
     assert isinstance(layer, TTLinear)
     weight = dense.get_parameter("weight")
-    with torch.device("meta"):  # draws nothing
+    with torch.device("meta"):  # draws no random numbers
         conv = origin.layer(layer.out_features, layer.in_features)
     conv.register_parameter("weight", nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad))
     conv.register_parameter("bias", layer.bias)

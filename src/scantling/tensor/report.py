@@ -1,4 +1,4 @@
-"""Report of a conversion to TT layers: sizes, errors of the weights, and whether trained weights are lost."""
+"""Report of a conversion to TT layers: sizes, weight errors, and a warning if trained weights are lost."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from scantling.tensor.sites import Site
 logger = logging.getLogger(__name__)
 
 LARGE_ERROR = 0.1
-"""Relative error of a weight from which on `tensorize` warns."""
+"""Relative error of a weight at or above which `tensorize` warns."""
 _OUTLIER = 1.2
-"""Largest singular value, relative to that of a random matrix, from which on a weight counts as trained.
+"""Largest singular value, relative to that of a random matrix, above which a weight counts as trained.
 
-Initialized layers of 14 architectures reach 1.05; after 50 steps of training the least of 16 weights is at 1.6.
+Initialized layers of 14 architectures reach 1.05; after 50 training steps the minimum of 16 weights is 1.6.
 """
 _SAMPLE = 1024
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Keep quiet about weights that a checkpoint replaces right after the conversion."""
+    """Silence warnings about weights that a checkpoint replaces right after the conversion."""
     before, logger.disabled = logger.disabled, True
     try:
         yield
@@ -44,11 +44,11 @@ class LayerReport:
     """One layer that `tensorize` has replaced.
 
     Attributes:
-        name: of the layer in the model.
-        dense_parameters: numbers in the weight that was replaced.
-        tt_parameters: numbers in the TT layer that replaced it.
-        weight_error: ‖W − W'‖ / ‖W‖ in Frobenius norm with `init="svd"`, which is also the relative error of the output
-            for inputs with independent features; None with `init="random"`, where W' has nothing of W.
+        name: name of the layer in the model.
+        dense_parameters: number of parameters in the replaced weight.
+        tt_parameters: number of parameters in the TT layer, without the bias.
+        weight_error: ‖W − W'‖ / ‖W‖ in Frobenius norm with `init="svd"`, which is also the relative error of the
+            output for inputs with independent features; None with `init="random"`, where W' is unrelated to W.
     """
 
     name: str
@@ -62,7 +62,7 @@ def layer_report(site: Site, layer: Layer, init: Init) -> LayerReport:
     numbers = sum(weight.numel() for weight in site.weights)
     size = layer.num_parameters()
     if isinstance(layer, TTLinear) and layer.bias is not None:
-        size -= layer.out_features  # stays as it was
+        size -= layer.out_features  # the bias is not replaced
     return LayerReport(site.name, numbers, size, _weight_error(site, layer) if init == "svd" else None)
 
 
@@ -85,7 +85,7 @@ def _pairs(module: nn.Module, layer: Layer) -> Iterator[tuple[Any, Any]]:
 
 
 def log_errors(reports: Sequence[LayerReport]) -> None:
-    """Log the errors of weights that TT-SVD has made: a line in all, a warning if one of them is large."""
+    """Log the weight errors of TT-SVD: one summary line, a warning if one of them is large."""
     errors = sorted((each.weight_error, each.name) for each in reports if each.weight_error is not None)
     if not errors:
         return
@@ -110,7 +110,7 @@ def warn_if_trained(sites: Sequence[Site], *, has_svd: bool) -> None:
     trained = [site.name for site in sites if any(_is_loaded(weight) for weight in site.weights)]
     if not trained:
         trained = [site.name for site in sites if any(_looks_trained(weight) for weight in site.weights)]
-        if 2 * len(trained) < len(sites):  # a table of sines or the like
+        if 2 * len(trained) < len(sites):  # such as a table of sines
             return
     way = "use init='svd' to approximate them" if has_svd else "formats with an activation cannot approximate them"
     logger.warning(
@@ -123,16 +123,16 @@ def warn_if_trained(sites: Sequence[Site], *, has_svd: bool) -> None:
 
 
 def _is_loaded(weight: Tensor) -> bool:
-    """True if transformers has read this parameter from a checkpoint; what it initializes itself has no such mark."""
+    """True if transformers has read this parameter from a checkpoint; parameters that it initializes lack the mark."""
     return bool(getattr(weight, "_is_hf_initialized", False))
 
 
 @torch.no_grad()
 def _looks_trained(weight: Tensor) -> bool:
-    """True if a weight has a singular value that a matrix of independent random numbers does not have.
+    """True if a weight has a singular value larger than those of a matrix of independent random entries.
 
-    Of an (m, n) matrix of independent numbers with deviation s the largest singular value is s (√m + √n); training adds
-    larger ones. A few steps of subspace iteration on at most 1024 rows and columns find them.
+    The largest singular value of an (m, n) matrix of independent entries with standard deviation s is s (√m + √n);
+    training adds larger ones. A few steps of subspace iteration on at most 1024 rows and columns find them.
     """
     if weight.is_meta:
         return False

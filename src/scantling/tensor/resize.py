@@ -1,8 +1,8 @@
 """`resize_token_embeddings` of transformers for embeddings and output layers that are TT layers.
 
-The first mode of the rows is the most significant digit of an id. So a table takes more ids by longer first modes, and
-none of its existing rows changes: the core (1, m, n, r) becomes (1, m', n, r). An output layer does the same with the
-first mode of its outputs.
+The first row mode is the most significant digit of an id. So a larger first mode adds ids to a table without changing
+its existing rows: the core (1, m, n, r) becomes (1, m', n, r). An output layer does the same with its first output
+mode.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _dense_head = PreTrainedModel._get_resized_lm_head
 
 
 def resize_table(table: TTMEmbedding, num_embeddings: int, *, mean: bool = True) -> None:
-    """Change the number of rows, in place; the parameter of the first core is a new one.
+    """Change the number of rows, in place; the first core becomes a new parameter.
 
-    New rows are those that the cores already have beyond the last id, as far as the modes go; after that, rows of new
+    New rows are first those that the cores already have beyond the last id (padding of the modes), then rows of new
     slices of the first core.
 
     Args:
-        table: its other rows stay as they are.
-        num_embeddings: rows afterwards.
-        mean: new slices are the mean of the old ones; else they are drawn, with the root mean square of the old ones.
+        table: table to resize; its other rows do not change.
+        num_embeddings: new number of rows.
+        mean: True to set new slices to the mean of the old ones; False to draw them with the RMS of the old ones.
 
     Raises:
-        UserError: ranks that a `RankAdapter` is adapting.
+        UserError: if a `RankAdapter` is attached.
     """
     size = check_size(num_embeddings, "new_num_tokens")
     _check_free(table)
@@ -55,7 +55,7 @@ def resize_table(table: TTMEmbedding, num_embeddings: int, *, mean: bool = True)
 
 
 def resize_outputs(layer: TTLinear, out_features: int, *, mean: bool = True) -> None:
-    """Change the number of outputs, in place; arguments as of `resize_table`."""
+    """Change the number of outputs, in place; arguments as in `resize_table`."""
     size = check_size(out_features, "new_num_tokens")
     _check_free(layer)
     first = -(-size // prod(layer.out_modes[1:]))
@@ -80,7 +80,7 @@ def _resize_core(layer: CoreLayer, place: int, dim: int, size: int, mean: bool) 
 
 
 def _resized(values: Tensor, dim: int, size: int, mean: bool) -> Tensor:
-    """Keep, drop or add positions at the end of one dim."""
+    """Drop or add positions at the end of one dim."""
     missing = size - values.shape[dim]
     if missing <= 0:
         return values.narrow(dim, 0, size).clone()
@@ -140,6 +140,6 @@ def _resized_head(
 
 
 def support_resizing() -> None:
-    """Let every model of transformers resize TT layers; dense layers are left to transformers."""
+    """Let every transformers model resize TT layers; dense layers are passed on to transformers."""
     PreTrainedModel._get_resized_embeddings = _resized_embeddings
     PreTrainedModel._get_resized_lm_head = _resized_head

@@ -1,11 +1,11 @@
-"""How ranks come down to a size: by what the loss needs least, by a price that is controlled, or as in the paper.
+"""Schedules that reduce ranks to a size: by importance for the loss, by a controlled price, or as in the paper.
 
-The last two add to the loss a price on the size that the controls span (CoMERA, arXiv 2405.14377, section 4):
+The last two add to the loss a price on the size that the rank gates span (CoMERA, arXiv 2405.14377, section 4):
 
     loss + price * P^ / P_0 + beta * sum |G|^2
 
-P is the size at the ranks whose controls are above the threshold, P_0 that at the start, P^ its relaxation with l1
-norms of the controls for the ranks; the beta term keeps the cores from growing while the controls shrink.
+P is the size at the ranks whose gates are above the threshold, P_0 the initial size, and P^ the relaxation of P with
+the l1 norms of the gates instead of ranks. The beta term keeps the cores from growing while the gates shrink.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from scantling.tensor.importance import Importance
 from scantling.tensor.options import RankOptions
 
 _SHUT = -1.0
-"""What the controls of ranks that are shut at the end are kept at."""
+"""Value of the gates of pruned ranks after the end."""
 _LITTLE = 1e-6
-"""Weight of what ranks contribute beside their importance: it decides between those that the loss does not need."""
+"""Weight of contributions relative to importance: it breaks ties between ranks that the loss does not need."""
 _MOST = 1000.0
-"""Times the price at the start that a price may be."""
+"""Upper bound of the price, relative to the initial price."""
 
 
 class Schedule(nn.Module):
-    """What a schedule adds to the loss, and what it does to the ranks after a step.
+    """Base class of schedules, which add a term to the loss and change the ranks after a step.
 
-    What changes from step to step lies in buffers, on the device of the controls, which a captured graph reads.
+    Values that change between steps are buffers on the device of the rank gates, which captured graphs read.
 
     Args:
-        options: of the adapter.
-        bonds: the size at all of their ranks is that at the start.
+        options: options of the adapter.
+        bonds: bonds; the size at all of their ranks is the initial size.
 
     Attributes:
-        initial: the size at the start.
-        target: the size that is wanted in the end.
+        initial: initial size.
+        target: final size.
     """
 
     held: Tensor
@@ -51,43 +51,43 @@ class Schedule(nn.Module):
         self.initial = bonds.size_of_all()
         self.target = options.size_target * (self.initial if options.size_target <= 1.0 else 1.0)
         self.register_buffer("held", torch.zeros((), dtype=torch.bool), persistent=False)
-        self._open: list[Tensor] | None = None  # which ranks stay so, bool (r) of each bond; None until the end
+        self._open: list[Tensor] | None = None  # mask of active ranks, bool (r) per bond, fixed at the end; None before
 
     @property
     def holds(self) -> bool:
-        """Whether the size is held to the target in the end."""
+        """True if the size is held at the target in the end."""
         raise NotImplementedError
 
     @property
     def current_price(self) -> float:
-        """Of the whole size in units of the loss."""
+        """Price of the whole size in units of the loss."""
         raise NotImplementedError
 
     @property
     def adds_to_loss(self) -> bool:
-        """Whether the objective ever is more than the loss of the task."""
+        """True if the objective may differ from the task loss."""
         return True
 
     def objective(self, task_loss: Tensor, share: float) -> Tensor:
-        """The loss of the task, 0-D, and what the schedule adds to it, of which this share is wanted."""
+        """Return the task loss, 0-D, plus this share of the schedule's term."""
         raise NotImplementedError
 
     @property
     def importance(self) -> Importance | None:
-        """What the schedule knows of how much the loss depends on each rank; None where it does not ask."""
+        """Importance of each rank for the loss; None if the schedule does not use it."""
         return None
 
     def meet(self, task_loss: Tensor, share: float) -> None:
-        """See the loss of a pass before its objective is asked for."""
+        """Read the loss of a pass before its objective is computed."""
 
     def refresh(self) -> None:
-        """See the controls anew, after shapes or device have changed."""
+        """Read the rank gates again after shapes or device have changed."""
         self.to(self._bonds.device)
         if self._open is not None:
             self._open = self._open_now()
 
     def stepped(self, step: int) -> None:
-        """Act on the ranks after a step, the `step`-th one."""
+        """Change the ranks after step number `step`."""
         if step % self.options.interval == 0 or step >= self.options.steps:
             if self.has_ended(step):
                 self._end()
@@ -95,24 +95,24 @@ class Schedule(nn.Module):
                 self._follow_path(step)
 
     def has_ended(self, step: int) -> bool:
-        """Whether the size is held to the target from this step on."""
+        """True if the size is held at the target from this step on."""
         return self.holds and step >= self.options.steps
 
     def bring_to_target(self) -> None:
-        """Bring the size to the target at once."""
+        """Bring the size to the target immediately."""
         self._keep_to(self.target)
 
     def values(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain values."""
+        """Return the state that a resumed run needs, as plain values."""
         buffers = {name: buffer.item() for name, buffer in self.state_dict().items()}
         is_open = None if self._open is None else torch.cat(self._open).tolist()
         return {"initial": self.initial, "target": self.target, "open": is_open, **buffers}
 
     def check_values(self, values: dict[str, Any], ranks: int) -> None:
-        """See that the values are those of such a schedule over so many ranks.
+        """Raise unless the values are the state of such a schedule with this number of ranks.
 
         Raises:
-            UserError: they are not.
+            UserError: if they are not.
         """
         missing = sorted({*self.values()} - {*values})
         if missing:
@@ -123,7 +123,7 @@ class Schedule(nn.Module):
 
     @torch.no_grad()
     def load_values(self, values: dict[str, Any]) -> None:
-        """Go on from the values, at the ranks there were."""
+        """Load the values, with the ranks already restored."""
         self.initial, self.target = values["initial"], values["target"]
         for name, buffer in self.state_dict().items():
             buffer.fill_(values[name])
@@ -134,52 +134,52 @@ class Schedule(nn.Module):
         self.held.fill_(self._open is not None)
 
     def _follow_path(self, step: int) -> None:
-        """Act on the ranks before the end."""
+        """Change the ranks before the end."""
 
     def _size_on_path(self, step: int) -> float:
-        """The size that falls evenly from the start to the target."""
+        """Return the size that decreases linearly from the initial size to the target."""
         options = self.options
         way = min(1.0, max(0.0, (step - options.begin) / (options.steps - options.begin)))
         return self.initial + (self.target - self.initial) * way
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Hold the size to the target, and from then on every rank to what it is; nothing asks for fewer any more."""
+        """Bring the size to the target once, then keep every rank active or pruned as it is."""
         if self._open is None:
             self.bring_to_target()
             self._open = self._open_now()
             self.held.fill_(True)
         for control, is_open in zip(self._bonds.controls, self._open, strict=True):
             kept = torch.where(is_open, control.clamp(min=2.0 * self.options.threshold), _SHUT)
-            control.copy_(torch.where(control.isnan(), control, kept))  # a NaN stays to be seen
+            control.copy_(torch.where(control.isnan(), control, kept))  # keep NaN visible
 
     def _open_now(self) -> list[Tensor]:
         return [control.detach() > self.options.threshold for control in self._bonds.controls]
 
     def _keep_to(self, wanted: float) -> None:
-        """Shut or open ranks where the size is off."""
+        """Prune or activate ranks if the size is off by more than the tolerance."""
         if abs(self._bonds.size() - wanted) > self.options.tolerance * wanted:
             self._bonds.bring_to(wanted, self._scores())
 
     def _scores(self) -> Tensor | None:
-        """Of the ranks of all bonds, when some have to go; None for what they contribute to the weights."""
+        """Return the scores of all ranks, for pruning; None to use contributions to the weights."""
         return None
 
     def _relaxed(self) -> Tensor:
-        """P^ / P_0."""
+        """Return P^ / P_0."""
         return self._bonds.relaxed_size() / self.initial
 
     def _norm(self) -> Tensor | float:
-        """The beta term."""
+        """Return the beta term."""
         return self.options.beta * self._bonds.squared_norm() if self.options.beta else 0.0
 
 
 class ImportanceSchedule(Schedule):
-    """The size follows a path that falls to the target, by the ranks that matter least to the loss for what they cost.
+    """Schedule that prunes the ranks of least importance per cost, along a size path that decreases to the target.
 
-    Nothing but the norm term is added to the loss. Ranks are shut, or opened again, wherever the size is off the path
-    by more than the tolerance. Until a gradient has been seen, and where none ever is, what a rank contributes to its
-    weight stands for its importance.
+    Only the norm term is added to the loss. Ranks are pruned, or activated again, whenever the size is off the path by
+    more than the tolerance. Before the first gradient, and without gradients, a rank's contribution to its weight
+    replaces its importance.
     """
 
     def __init__(self, options: RankOptions, bonds: Bonds) -> None:
@@ -234,12 +234,12 @@ class ImportanceSchedule(Schedule):
 
 
 class ControlledSchedule(Schedule):
-    """The size follows a path that falls to the target.
+    """Schedule with a controlled price, along a size path that decreases to the target.
 
-    The price is raised while the size is above the path and lowered while it is below, so that the ranks go whose
-    controls the loss does not hold up. What the price does not bring about in time is done: where the size leaves the
-    path by more than the slack, and at the end, the ranks that contribute least for what they cost are shut, or those
-    that would contribute most opened again.
+    The price rises while the size is above the path and falls while it is below. It prunes the ranks whose gates the
+    gradient of the loss does not sustain. If the size leaves the path by more than the slack, and at the end, the
+    schedule intervenes: it prunes the ranks that contribute least per cost, or activates those that would contribute
+    most.
     """
 
     price: Tensor
@@ -276,15 +276,15 @@ class ControlledSchedule(Schedule):
 
 
 class PaperSchedule(Schedule):
-    """`early_steps` steps with the fixed price gamma, then achievement scalarisation with a reference point.
+    """Schedule of the paper: `early_steps` steps with fixed price gamma, then achievement scalarization.
 
-    The reference point is (L_0, P_target):
+    The reference point of the scalarization is (L_0, P_target):
 
         w1 (L - L_0) >= w2 (P - P_target) / P_0:   w1 (L - L_0) + rho (L + P^ / P_0) + beta |G|^2
         else:                                      w2 (P^ - P_target) / P_0 + rho (L + P^ / P_0) + beta |G|^2
 
-    The test takes the true size and the mean loss of recent steps, so that one batch does not decide. It ends near the
-    target, not at it, unless the size is held to it at the end (`hold`).
+    The condition uses the true size and the mean loss of recent steps, so that a single batch does not decide. The
+    final size is near the target, but not exactly, unless the size is held at it (`hold`).
     """
 
     mean_loss: Tensor
@@ -299,7 +299,7 @@ class PaperSchedule(Schedule):
         for name in ("mean_loss", "weight", "reference", "recent", "recent_share"):
             self.register_buffer(name, torch.zeros(()))
         self.register_buffer("late", torch.zeros((), dtype=torch.bool))
-        self._is_late = False  # as `late`, without asking the device
+        self._is_late = False  # copy of `late` on the host
 
     @property
     def holds(self) -> bool:
@@ -339,7 +339,7 @@ class PaperSchedule(Schedule):
             self._remember(task_loss.detach() / share, 0)
 
     def stepped(self, step: int) -> None:
-        self._remember(self.recent / self.recent_share, step)  # of all passes since, also of those no step was made of
+        self._remember(self.recent / self.recent_share, step)  # all passes since the last step, also of skipped steps
         self.recent.zero_()
         self.recent_share.zero_()
         super().stepped(step)
@@ -349,9 +349,9 @@ class PaperSchedule(Schedule):
         self._is_late = bool(values["late"])
 
     def _remember(self, loss: Tensor, step: int) -> None:
-        """The mean loss of recent steps, over all replicas, and the reference once the early steps are over.
+        """Update the mean loss of recent steps over all replicas; set the reference once the early steps are over.
 
-        One that is not finite is left out.
+        Losses that are not finite are left out.
         """
         value = loss.to(self.mean_loss.device, torch.float32, copy=True)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -363,7 +363,7 @@ class PaperSchedule(Schedule):
         if step >= self._early_steps and not self._is_late:
             given = self.options.loss_target
             if given is None and not self.weight:
-                return  # no loss that could be the reference yet
+                return  # no finite loss yet to use as reference
             self.reference.copy_(self.mean_loss / self.weight if given is None else torch.tensor(given))
             self._is_late = True
             self.late.fill_(True)
@@ -374,4 +374,4 @@ SCHEDULES: dict[str, type[Schedule]] = {
     "controlled": ControlledSchedule,
     "paper": PaperSchedule,
 }
-"""By their names in the options."""
+"""Schedules by their names in the options."""

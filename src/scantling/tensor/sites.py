@@ -1,4 +1,4 @@
-"""Where a model holds layers that can become cores, with what shares their weights."""
+"""Search for layers that can become TT layers, and for modules that share their weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
 
 @dataclass
 class Site:
-    """Modules that become one layer of cores, and the heads that are tied to it.
+    """Modules that become one TT layer, and the heads that are tied to it.
 
     Attributes:
-        module: the first of the modules.
-        names: of these modules in the model.
-        heads: linear layers whose weight is that of `module`, with their names.
+        module: first of the modules.
+        names: names of these modules in the model.
+        heads: linear layers that share the weight of `module`, with their names.
     """
 
     module: nn.Module
@@ -35,19 +35,19 @@ class Site:
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """What the cores replace."""
+        """Weights that the cores replace."""
         if is_fused_experts(self.module):
             return [self.module.get_parameter(name) for name in (up_name(self.module), DOWN)]
         return [self.module.get_parameter("weight")]
 
 
 def find_sites(model: nn.Module) -> tuple[list[Site], dict[str, str]]:
-    """All layers that can become cores.
+    """Return all layers that can become TT layers.
 
-    Only the classes themselves count, since the forward pass of a subclass may do more.
+    Only exact classes count, since the forward pass of a subclass may compute more.
 
     Returns:
-        Sites in the order of the model, and for linear layers and tables that cannot become cores, why.
+        Sites in the order of the model, and reasons for linear layers and tables that cannot be converted.
     """
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -67,7 +67,7 @@ def find_sites(model: nn.Module) -> tuple[list[Site], dict[str, str]]:
         site = Site(module, names[module])
         sharing = [each for weight in site.weights for each in owners[id(weight)] if each is not module]
         if is_linear(module) and any(is_table(each) for each in sharing):
-            continue  # a head comes with its table, wherever that is
+            continue  # a head is converted with its table
         reason = _why_not(module, site.weights) or _why_not_tied(module, sharing)
         if reason:
             refused |= {name: reason for each in (module, *sharing) for name in names[each]}
@@ -91,12 +91,12 @@ def is_table(module: nn.Module) -> bool:
 
 
 def _has_weight(module: nn.Module) -> bool:
-    """Whether the weight is a parameter: the old `weight_norm` and the like compute it from others."""
+    """True if the weight is a parameter; the old `weight_norm` and others compute it from other parameters."""
     return module._parameters.get("weight") is not None
 
 
 def _why_not(module: nn.Module, weights: list[nn.Parameter]) -> str | None:
-    """What keeps a module from being replaced; None for nothing."""
+    """Return why a module cannot be replaced; None if it can."""
     if "forward" in vars(module):
         return "its forward was replaced, as offloading does; convert the model before that"
     for weight in weights:

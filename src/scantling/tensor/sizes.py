@@ -1,12 +1,12 @@
-"""How large layers of cores are, as a function of the ranks on their bonds: what a rank adapter brings down.
+"""Size of TT layers as a function of the ranks on their bonds, which a rank adapter reduces.
 
-Every size is a sum of products of at most three ranks with a constant:
+Every size is a sum of constants times products of at most three ranks:
 
-    numbers        r_{t-1} S_t r_t, a core
-    bytes          of weight, gradient and optimizer state, linear in the ranks beside each core
-    multiplications  those of each step and each merge of the order of contraction, a token
+    parameters       r_{t-1} S_t r_t for each core
+    bytes            of weight, gradient and optimizer state: linear in each of the two ranks of a core
+    multiplications  of each step and each merge of the contraction order, per token
 
-With the l0 norm of the controls for the ranks it is the true size, with their l1 norm its relaxation, which has a
+With the l0 norms of the rank gates as ranks it is the true size. With their l1 norms it is its relaxation, which has a
 gradient (CoMERA, arXiv 2405.14377, section 4).
 """
 
@@ -28,12 +28,12 @@ Term: TypeAlias = tuple[float, list[int]]
 
 @dataclass(frozen=True)
 class SizePolynomial:
-    """A sum of constants times the ranks of up to three bonds.
+    """Sum of constants times the ranks of up to three bonds.
 
     Attributes:
         coefficients: (terms), float64.
-        bonds: (terms, 3) places in the vector of ranks; its last entry, one past the bonds, stands for 1.
-        num_bonds: how many there are.
+        bonds: (terms, 3) indices into the vector of ranks; index `num_bonds` stands for the constant 1.
+        num_bonds: number of bonds.
     """
 
     coefficients: Tensor
@@ -42,7 +42,7 @@ class SizePolynomial:
 
     @classmethod
     def of(cls, terms: Iterable[tuple[float, Sequence[int]]], num_bonds: int) -> SizePolynomial:
-        """From (constant, bonds) pairs."""
+        """Return the polynomial of (constant, bonds) pairs."""
         listed = list(terms)
         bonds = [[*places, *[num_bonds] * (3 - len(places))] for _, places in listed]
         coefficients = torch.tensor([float(constant) for constant, _ in listed], dtype=torch.float64)
@@ -52,25 +52,25 @@ class SizePolynomial:
         return SizePolynomial(self.coefficients.to(device), self.bonds.to(device), self.num_bonds)
 
     def __call__(self, ranks: Tensor) -> Tensor:
-        """The size at these ranks, (bonds), as a 0-D tensor of their dtype."""
+        """Return the size at these ranks, (bonds), as a 0-D tensor of their dtype."""
         padded = torch.cat([ranks, ranks.new_ones(1)])
-        # not prod, whose gradient asks the device whether there are zeros, which cannot be captured in a graph
+        # Not prod: its gradient synchronizes to look for zeros, which graph capture does not allow.
         one, two, three = padded[self.bonds].unbind(1)
         return (one * two * three * self.coefficients.to(ranks.dtype)).sum()
 
     def slopes(self, ranks: Tensor) -> Tensor:
-        """What one rank more adds to the size, for each bond: (bonds), float64."""
+        """Return the size that one more rank adds, for each bond: (bonds), float64."""
         point = ranks.to(torch.float64).requires_grad_()
         with torch.enable_grad():
             return torch.autograd.grad(self(point), point)[0]
 
 
 def number_terms(sizes: Sequence[int], first_bond: int) -> list[Term]:
-    """Terms of the numbers in a chain of cores.
+    """Return the terms of the number of parameters in a chain of cores.
 
     Args:
-        sizes: elements of each core beside its bonds.
-        first_bond: place of the chain's first inner bond among all bonds.
+        sizes: elements of each core without its bonds.
+        first_bond: index of the chain's first inner bond among all bonds.
     """
     last = len(sizes) - 1
     return [
@@ -80,15 +80,16 @@ def number_terms(sizes: Sequence[int], first_bond: int) -> list[Term]:
 
 
 def byte_terms(ranks: Sequence[int], bytes_of: Callable[[int, int, int], float], first_bond: int) -> list[Term]:
-    """Terms of the bytes that training keeps for a chain: of each core linear in the rank on either side.
+    """Return the terms of the training bytes of a chain, linear in each of the two ranks of every core.
 
-    So are factored statistics, which are as many as rows and columns, beside what is kept for every number. The terms
-    are exact at the ranks there are and at their halves, and as near in between as blocks of quantized state allow.
+    Factored optimizer statistics, proportional to rows and columns, are linear in the ranks as well, in addition to
+    full state per parameter. The terms are exact at the current ranks and at half of them. In between, they are as
+    accurate as blocks of quantized state allow.
 
     Args:
-        ranks: of all bonds, the outer ones included; none is 0.
-        bytes_of: of a place in the chain and the ranks on its left and right.
-        first_bond: place of the chain's first inner bond among all bonds.
+        ranks: ranks of all bonds, including the outer ones; none is 0.
+        bytes_of: function of a core's index and its left and right ranks.
+        first_bond: index of the chain's first inner bond among all bonds.
     """
     last = len(ranks) - 2
     found: list[Term] = []
@@ -109,12 +110,12 @@ def byte_terms(ranks: Sequence[int], bytes_of: Callable[[int, int, int], float],
 
 
 def flop_terms(network: Network, num_tokens: int, first_bond: int) -> list[Term]:
-    """Terms of the floating-point operations a token, forward and backward, in the order that is best at these ranks.
+    """Return the terms of the FLOPs per token, forward and backward, in the best order at these ranks.
 
     Args:
         network: modes and ranks.
-        num_tokens: of a step; what merges cores is divided by them.
-        first_bond: place of the chain's first inner bond among all bonds.
+        num_tokens: tokens per step; the cost of merging is divided by it.
+        first_bond: index of the chain's first inner bond among all bonds.
     """
     last = len(network.sizes)
     plan = best_plan(network, num_tokens)

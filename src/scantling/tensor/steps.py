@@ -1,7 +1,8 @@
-"""When parameters have changed: by their version counters, and by the steps of optimizers.
+"""Detection of changed parameters: by version counters, and by optimizer steps.
 
-A fused optimizer, and one that writes through `.data`, changes parameters without raising their version counters; the
-steps of every `torch.optim.Optimizer` are seen here. A captured graph that replays one raises the counters itself.
+A fused optimizer, and one that writes through `.data`, changes parameters without raising their version counters, so
+steps of every `torch.optim.Optimizer` are observed as well. A captured graph that replays a step raises the counters
+itself.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ Owner = TypeVar("Owner")
 
 
 def version_of(tensor: Tensor) -> int:
-    """The version counter of a tensor; 0 of one of inference mode, which has none."""
+    """Return the version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def after_steps(
     owner: Owner, method: Callable[[Owner, Optimizer], None], parameters: Callable[[Owner], Iterable[Tensor]]
 ) -> None:
-    """Call a method after every step of an optimizer that holds one of some parameters, as long as its owner lives.
+    """Call a method after every step of an optimizer that holds one of the owner's parameters, until the owner dies.
 
-    Steps that are captured in a CUDA graph are left out: nothing has happened yet.
+    Steps captured in a CUDA graph are ignored, since nothing has been computed yet.
 
     Args:
-        owner: that the method belongs to; it is not kept alive.
-        method: of its class, which is given the optimizer.
-        parameters: gives those of the owner.
+        owner: object that the method belongs to; it is not kept alive.
+        method: method of its class; receives the optimizer.
+        parameters: function that returns the owner's parameters.
     """
     alive = weakref.ref(owner)
     known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()

@@ -1,9 +1,9 @@
-"""What transformers notes about tied weights, kept true when their modules become cores and when they come back.
+"""transformers' records of tied weights, updated when modules become TT layers and when they become dense again.
 
-A `PreTrainedModel` says in `_tied_weights_keys` and `all_tied_weights_keys` which parameter, by its name, is another
-one: {"lm_head.weight": "model.embed_tokens.weight"}. It ties by these names after loading, and leaves one of each pair
-out of what it saves. With cores the names are others: a head has no weight of its own, and two embeddings that are one
-share each core.
+A `PreTrainedModel` records in `_tied_weights_keys` and `all_tied_weights_keys` which parameter is tied to which other
+parameter, by name: {"lm_head.weight": "model.embed_tokens.weight"}. It ties by these names after loading, and leaves
+one of each pair out of saved files. With TT layers the names change: a head has no weight of its own, and two tied
+embeddings share each core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEPT = "_ties_of_dense_weights"
 
 
 def note_ties(model: nn.Module) -> dict[nn.Module, dict[str, dict[str, str]]]:
-    """Names of tied parameters, by the submodule that notes them; to be asked before anything is replaced."""
+    """Return the names of tied parameters, by the submodule that records them; call it before replacing anything."""
     noted = {}
     for module in model.modules():
         expand = getattr(module, "get_expanded_tied_weights_keys", None)
@@ -31,7 +31,7 @@ def note_ties(model: nn.Module) -> dict[nn.Module, dict[str, dict[str, str]]]:
 
 
 def carry_ties(noted: dict[nn.Module, dict[str, dict[str, str]]]) -> None:
-    """Write the names of the cores where those of tables were; the former notes are kept for `restore_ties`."""
+    """Replace the names of tables by those of their cores; the old records are kept for `restore_ties`."""
     for module, notes in noted.items():
         changed = {note: _renamed(module, pairs) for note, pairs in notes.items()}
         if changed == notes:
@@ -43,7 +43,7 @@ def carry_ties(noted: dict[nn.Module, dict[str, dict[str, str]]]) -> None:
 
 
 def restore_ties(model: nn.Module) -> None:
-    """Write back the names that `carry_ties` replaced."""
+    """Restore the names that `carry_ties` replaced."""
     for module in model.modules():
         own: dict[str, Any] | None = vars(module).pop(_KEPT, None)
         if own is not None:

@@ -1,4 +1,4 @@
-"""How often a step contracts with a layer of cores: what its floating-point operations depend on beside the ranks."""
+"""Number of contractions with each TT layer per step, on which FLOPs depend in addition to the ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Uses: TypeAlias = Mapping[CoreLayer, "Use"]
 
 @dataclass(frozen=True)
 class Use:
-    """What a step does with one layer.
+    """Use of one layer in a step.
 
     Attributes:
-        num_tokens: of the step.
-        num_rows: of them that this layer is given: of an expert those that choose it, of a table the distinct ids, as
-            far as there are so many.
-        num_heads: output layers that are tied to it.
+        num_tokens: tokens per step.
+        num_rows: rows that this layer receives: for an expert the tokens that choose it, for a table the unique ids,
+            at most its number of rows.
+        num_heads: number of output layers tied to it.
     """
 
     num_tokens: int
@@ -35,7 +35,7 @@ class Use:
     num_heads: int = 0
 
     def flop_terms(self, layer: CoreLayer, ranks: tuple[int, ...], first_bond: int) -> list[Term]:
-        """Terms of the floating-point operations a token at these ranks; see `scantling.tensor.sizes.flop_terms`."""
+        """Return the terms of the FLOPs per token at these ranks; see `scantling.tensor.sizes.flop_terms`."""
         network = layer.network_at(ranks)
         share = self.num_rows / self.num_tokens
         terms = [(value * share, bonds) for value, bonds in flop_terms(network, self.num_rows, first_bond)]
@@ -45,12 +45,12 @@ class Use:
 
 
 def uses_in(model: nn.Module, num_tokens: int) -> Uses:
-    """The use of every layer of cores in a model, in a step of so many tokens.
+    """Return the use of every TT layer in a model, for a step of `num_tokens` tokens.
 
-    Experts are taken to be chosen evenly.
+    Experts are assumed to be chosen evenly.
 
     Raises:
-        UserError: experts of which nothing says how many a token chooses.
+        UserError: if the number of experts per token is unknown.
     """
     found: dict[CoreLayer, Use] = {}
     modules = list(model.modules())

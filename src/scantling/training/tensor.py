@@ -35,6 +35,7 @@ class TensorMethod(Method):
         self._section, self._steps, self._bytes_of, self._merges = section, steps, bytes_of, merges
         self.adapter: RankAdapter | None = None
         self._recorded: dict[str, tuple[int, ...]] | None = None
+        self._is_resumed = False
 
     def attach(self, model: nn.Module) -> None:
         if self._section.size_target is not None:
@@ -48,8 +49,11 @@ class TensorMethod(Method):
             self.adapter = None
 
     def before_step(self, step: int) -> None:
-        if self.adapter is not None:
-            self.adapter.begin_step()
+        if self.adapter is None:
+            return
+        if self._is_resumed:  # the record of the step before holds the ranks, which the controls say by now
+            self._is_resumed, self._recorded = False, self.adapter.ranks()
+        self.adapter.begin_step()
 
     def passes(self, model: nn.Module, number: int) -> AbstractContextManager[None]:
         return merge_once(model, number) if self._merges and number > 1 else nullcontext()
@@ -89,4 +93,4 @@ class TensorMethod(Method):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.adapter is not None:
             self.adapter.load_state_dict(state)
-            self._recorded = self.adapter.ranks()  # the record of the step before holds them
+            self._is_resumed = True

@@ -1,4 +1,4 @@
-"""Addresses in tables as pointers, for kernels in Triton."""
+"""Addresses in tables as pointers, for Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def pointer(table, entry, kind: tl.constexpr, aligned: tl.constexpr):
-    """Where the tensor begins whose address is in an entry of a table, of numbers of this kind.
+    """Return a pointer to the tensor, of dtype `kind`, whose address is in an entry of a table.
 
-    As an offset from the table, whose own address the compiler knows to be aligned: it forgets what it was told of one
-    that is made of an integer, and then reads one number at a time.
+    The pointer is an offset from the table, whose address the compiler knows to be aligned. It drops alignment hints
+    for pointers made from integers, and would then load one element at a time.
     """
     bytes: tl.constexpr = kind.primitive_bitwidth // 8
     offset = tl.load(entry) - table.to(tl.int64)

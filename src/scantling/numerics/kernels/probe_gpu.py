@@ -1,4 +1,4 @@
-"""The smallest kernel: it shows whether any can be made and run."""
+"""Smallest possible kernel, to test whether kernels can be compiled and run."""
 
 from __future__ import annotations
 
