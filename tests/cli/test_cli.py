@@ -266,6 +266,9 @@ MISSING: dict[str, dict[str, object]] = {
         "model": {"preset": "dlrm"},
         "data": {"csv": "rows.csv", "clicks": {"label": "label", "categorical": ["text", "site"]}},
     },
+    "an empty text": {"data": {"text": "none.txt"}},
+    "an empty held-out text": {"data": {"text": "corpus.txt", "validation": "none.txt"}},
+    "blank documents": {"data": {"jsonl": "blank.jsonl"}},
 }
 
 
@@ -280,6 +283,8 @@ def test_dry_run_fails_like_the_run(
     (tmp_path / "rows.csv").write_text("text,label\n" + "a,1\n" * 9)
     (tmp_path / "none.jsonl").touch()
     (tmp_path / "none.csv").write_text("text,site,label\n")
+    (tmp_path / "none.txt").touch()
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 9)
     if "saved" in str(MISSING[case]):
         datasets.Dataset.from_dict({"text": ["a", "b"]}, split="train").save_to_disk(tmp_path / "saved")
@@ -290,7 +295,7 @@ def test_dry_run_fails_like_the_run(
     planned = capsys.readouterr()
     assert run(["train", path]) == 2
     assert planned.err == capsys.readouterr().err
-    assert re.search("nowhere|body|tarin|site|binary.txt|none.jsonl|none.csv", planned.err)
+    assert re.search("nowhere|body|tarin|site|binary.txt|none|blank", planned.err)
     assert "valid" not in planned.out
 
 

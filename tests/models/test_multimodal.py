@@ -1,4 +1,4 @@
-"""Decoders that read images or sound next to text: which task they are for, trained on text and exported."""
+"""Tests of decoders that read images or sound in addition to text: their task, training on text, and export."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4},
         **{f"{name}_token_id": 300 + number for number, name in enumerate(("image", "video", "vision_start"))},
     },
-    "Llama4ForConditionalGeneration": {  # whose text part alone has an entry among causal language models
+    "Llama4ForConditionalGeneration": {  # only its text model is listed among causal language models
         "model_type": "llama4",
         "text_config": {**TEXT, "num_local_experts": 2, "intermediate_size_mlp": 64},
         "vision_config": {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},

@@ -1,5 +1,4 @@
-"""Build a transformers model from the model section of a recipe, with random weights from a seed or those of a
-folder.
+"""Build a transformers model from a recipe's model section, with random weights or those of a folder.
 
 Weights are read from safetensors only, and code in a model folder is never executed. A name on the Hugging Face Hub
 refers to the model's folder in the local Hub cache.
