@@ -1,9 +1,9 @@
-# Everything is a target here; `make help` lists them. Each sets up .venv first and is quick when that is done.
+# `make help` lists the targets. Targets that need .venv set it up first; this is quick if it is up to date.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-# One thread per test process: the tests run side by side.
+# One thread per test process, because several test processes run in parallel.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 FAST := -m "not slow and not gpu" -n 2
 
@@ -15,13 +15,13 @@ export PYTHON TORCH_INDEX
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "  PYTHON=python3.12 picks the Python, TORCH_INDEX=URL the index that torch comes from"
+	@echo "  PYTHON=python3.12 picks the Python, TORCH_INDEX=URL a package index for torch"
 	@echo "  (https://download.pytorch.org/whl/cpu for the small CPU build)."
 
-setup: ## make .venv with the pinned packages and this package (quick when up to date)
+setup: ## create .venv with the pinned packages and this package (quick if up to date)
 	@sh scripts/setup.sh
 
-demo: setup ## train one small model dense, lean, and lean on two processes: the quickest way to see what this is
+demo: setup ## train a small model three ways (dense, lean, lean on two processes) and compare: a quick first look
 	@$(BIN)/scantling train recipes/demo-dense.yaml --run-dir runs/demo/dense --force
 	@$(BIN)/scantling train recipes/demo-lean.yaml --run-dir runs/demo/lean --force
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m scantling train recipes/demo-two.yaml \
@@ -31,15 +31,15 @@ demo: setup ## train one small model dense, lean, and lean on two processes: the
 test: lint ## lint, type-check and run the default test suite (what CI runs)
 	@$(TEST) $(FAST)
 
-test-slow: setup ## run the tests that the default suite leaves out for their length
+test-slow: setup ## run the slow tests, which the default suite skips
 	@$(TEST) -m "slow and not gpu"
 
-lint: setup ## ruff and mypy, changing nothing
+lint: setup ## check with ruff and mypy, without changes
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-format: setup ## let ruff format and fix what it can
+format: setup ## format and auto-fix the code with ruff
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
@@ -53,9 +53,9 @@ docs: setup ## build the documentation into docs/_build/html
 	@$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "docs: open docs/_build/html/index.html"
 
-constraints: ## rewrite constraints.txt with the newest versions allowed (TORCH=X.Y.Z also moves torch)
+constraints: ## update constraints.txt to the newest allowed versions (TORCH=X.Y.Z also changes torch)
 	@sh scripts/constraints.sh $(TORCH)
 
-clean: ## remove .venv, caches and built files; runs/ stays
+clean: ## remove .venv, caches and built files, but not runs/
 	rm -rf .venv build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Measure the codec of the momentum exchange on a GPU, and its share of a training step.
 
-    python benchmarks/comm_gpu.py                      a Llama of 1.3 billion parameters, 16,384 tokens a step
+    python benchmarks/comm_gpu.py                      a Llama of 1.3 billion parameters, 16,384 tokens per step
     python benchmarks/comm_gpu.py --tiny --device cpu  a tiny model, only to try the script
 
 The parts cover the parameters of the whole model. They run as in one of two processes, but no message is sent:

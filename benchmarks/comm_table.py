@@ -1,7 +1,7 @@
 """Print the tables of docs/network-measured.md in Markdown: loss, bytes and times of the communication methods.
 
     python benchmarks/comm_table.py --data novels benchmarks/results/network-*-novels-*.json
-    python benchmarks/comm_table.py --times benchmarks/results/network-2-10mbit-*.json      a column a link
+    python benchmarks/comm_table.py --times benchmarks/results/network-2-10mbit-*.json      one column per link
 
 The losses are lines of results/comm-quality.jsonl, at each method's best rate. Bytes and times come from the files of
 network.py, measured with the same model and batch. Differences are paired by seed, with 95 % intervals. The loss at

@@ -83,6 +83,7 @@ def made(name: str, linear: nn.Linear, share: float) -> nn.Module:
         return cores
     layer = BlockTensorTrain(*shape, rank)
     with torch.no_grad():
+        # initial entries of the product have variance 1 / (3 in), so its norm is sqrt(out / 3)
         layer.cores[-1].mul_(norm / (shape[1] / 3.0) ** 0.5)
     return layer
 

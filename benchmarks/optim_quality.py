@@ -9,7 +9,7 @@
     python benchmarks/optim_quality.py variants         other betas, clipping and weight decay, on all tokens, one seed
     python benchmarks/optim_quality.py batch            batches of 8, 32 and 128 sequences, a quarter of the tokens, and
                                                         then, at 128, three more seeds of each at its best rate
-    python benchmarks/optim_quality.py longer           3 million parameters, most of an hour a run, one grid of rates,
+    python benchmarks/optim_quality.py longer           3 million parameters, nearly an hour per run, one grid of rates,
                                                         with held-out curves
     python benchmarks/optim_quality.py report           the results, from the raw lines alone
 

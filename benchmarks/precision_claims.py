@@ -205,6 +205,7 @@ def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
         for name, law in laws.items():
             given = _given(row)
             foretold[name].append(float(law.loss(**given) - law.loss(**given | dict.fromkeys(PARTS, 16))))
+        # lower bound of a product of N_eff factors: each part scales the whole loss, not only its N-dependent term
         product = float(np.prod([1.0 + cost / beside["loss"] for cost in known]))
         foretold["the product, at least"].append(beside["loss"] * (product - 1.0))
         foretold["their sum"].append(sum(known))

@@ -12,11 +12,12 @@ The decoder is that of optim_quality.py with TT layers of rank 24. The ranks are
 ten times the rate of the run, about as in the code of the paper's authors; in `slow controls`, at the run's rate. Rows
 `with controls` prune nothing and show how such a fast-learning scale of each rank affects training. `no slack` keeps
 the size on its planned path at every step. Halfway through the run, `importance, all at once` prunes the ranks that
-matter least to the loss, and `one cut` prunes those that contribute least to the weights. `small from the start` trains
-with the same rank in every layer and as many parameters, or a few percent more. All schedules share one learning rate;
-those in MAIN and WHOLE have three seeds. `cut` uses a decoder of width 768 with 2 TT layers of rank 64: at the width of
-the other runs, overhead dominates the step time at any rank. Runs are stored as in optim_quality.py: one line each in
-benchmarks/results/tensor-ranks.jsonl; no run is repeated.
+matter least to the loss, and `one cut` prunes those that contribute least to the weights.
+
+`small from the start` trains with the same rank in every layer and as many parameters, or a few percent more. All
+schedules share one learning rate; those in MAIN and WHOLE have three seeds. `cut` uses a 2-layer decoder of width 768
+with TT layers of rank 64: at the width of the other runs, overhead dominates the step time at any rank. Runs are stored
+as in optim_quality.py: one line each in benchmarks/results/tensor-ranks.jsonl; no run is repeated.
 """
 
 from __future__ import annotations

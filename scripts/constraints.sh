@@ -1,5 +1,5 @@
 #!/bin/sh
-# Rewrites constraints.txt from a fresh environment: the newest versions that pyproject.toml allows, torch as pinned now.
+# Update constraints.txt from a fresh environment to the newest versions that pyproject.toml allows, torch as pinned.
 #
 #   scripts/constraints.sh [TORCH_VERSION]
 set -eu
@@ -18,7 +18,7 @@ echo "constraints: fresh environment with torch $torch in $folder"
 {
     echo "# The exact set that CI installs: everything that \`pip install .[test]\` brings, on $("$python" --version)."
     echo "# Regenerate with \`make constraints\`; torch stays as pinned here, TORCH=X.Y.Z moves it."
-    # Local tags (+cpu) name one build of a version; CUDA's own packages follow from the build of torch that is chosen.
+    # Drop local tags (+cpu), which name one build of a version, and the CUDA packages, which depend on torch's build.
     "$folder/venv/bin/python" -m pip freeze --exclude scantling --exclude setuptools |
         sed -E 's/ @ .*//; s/\+[a-z0-9.]+$//' | grep -v -E '^(nvidia-|triton==)'
 } >"$folder/constraints.txt"

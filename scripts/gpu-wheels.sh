@@ -1,12 +1,13 @@
 #!/bin/sh
-# Fetch as wheels what a GPU machine without a network may lack of our dependencies, at the versions of constraints.txt.
+# Download wheels of dependencies that an offline GPU machine may lack, at the versions of constraints.txt.
 #
 #     sh scripts/gpu-wheels.sh [DIR] [PYTHON_VERSION]        (default: build/wheels 3.12)
 #
-# There: python3 -m pip install --no-index --no-deps --target /tmp/site DIR/*.whl
+# On the GPU machine:
+#        python3 -m pip install --no-index --no-deps --target /tmp/site DIR/*.whl
 #        PYTHONPATH=/tmp/site:src python3 benchmarks/gpu.py
-# The names are those that images with PyTorch and transformers do not carry. pydantic-core is compiled, so that its
-# wheel must be of that machine's Python.
+# The list has the packages that images with PyTorch and transformers lack. pydantic-core is compiled, so its wheel must
+# match the Python version of that machine.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -19,7 +20,7 @@ for name in $names; do
     pins="$pins $pin"
 done
 mkdir -p "$folder"
-# shellcheck disable=SC2086  # one word a package
+# shellcheck disable=SC2086  # one word per package
 ${PYTHON:-python3} -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
     --python-version "${2:-3.12}" --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
     --dest "$folder" $pins

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes .venv with the pinned set of packages and this package in editable mode.
+# Create .venv with the pinned packages and this package in editable mode.
 #
-# Environment: PYTHON (default python3), TORCH_INDEX (a package index for torch alone, such as that of its CPU build);
+# Environment: PYTHON (default python3), TORCH_INDEX (a package index for torch alone, such as that of its CPU builds);
 # pip's own PIP_* variables and configuration apply as usual. A second call does nothing until pyproject.toml,
 # constraints.txt, this script, TORCH_INDEX or the Python changes.
 set -eu
@@ -20,7 +20,7 @@ version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     die "$python is Python $version; 3.11 or newer is needed: make setup PYTHON=/path/to/python3"
 
-# The environment holds absolute paths, so it belongs to one Python and one place.
+# The environment contains absolute paths, so it is valid for one Python and one folder only.
 home="$version $(pwd)"
 wanted="$(cat pyproject.toml constraints.txt scripts/setup.sh | cksum) ${TORCH_INDEX:-}"
 if [ "$(cat $venv/.home 2>/dev/null)" = "$home" ] && $venv/bin/python -c '' 2>/dev/null; then
@@ -34,7 +34,7 @@ else
     printf '%s\n' "$home" >$venv/.home
 fi
 
-# torch comes first and alone: with it in place, nothing later can pull another build of it.
+# Install torch first and alone, so that later packages cannot pull in another build of it.
 torch=$(grep '^torch==' constraints.txt)
 say "installing $torch${TORCH_INDEX:+ from $TORCH_INDEX} (a download of some minutes the first time)"
 $venv/bin/python -m pip install $quiet ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"

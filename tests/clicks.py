@@ -1,4 +1,4 @@
-"""Small click logs for tests, with something to learn."""
+"""Small learnable click logs for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("clicked", "price", "age", "user", "shop")
 
 
 def click_rows(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows whose label depends on user, shop and price; one price in ten is missing, and so is one shop in twenty."""
+    """Return rows whose label depends on user, shop and price; 10 % of prices and 5 % of shops are missing."""
     random = np.random.default_rng(seed)
     effects = np.random.default_rng(99).normal(0, 1.5, (2, 30))
     rows = []
@@ -40,7 +40,7 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def clicks_recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as a mapping: a tiny DLRM on 4,000 rows, 8 steps; `sections` are merged in."""
+    """Return a recipe as a mapping: a tiny DLRM on 4,000 rows, 8 steps; `sections` are merged in."""
     path = folder / "clicks.csv"
     if not path.exists():
         write_csv(path, click_rows(4000))

@@ -21,9 +21,9 @@ def damage(folder: Path, seed: int, files: list[str] | None = None) -> str:
     """Damage one file of a folder, and return a description.
 
     Args:
-        folder: to change.
-        seed: of the choice.
-        files: to choose from. Default: all.
+        folder: folder to change.
+        seed: seed of the choice.
+        files: files to choose from; all by default.
     """
     source = random.Random(seed)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -82,7 +82,7 @@ def _cut(path: Path, source: random.Random) -> str:
 
 def _flipped(path: Path, source: random.Random) -> str:
     content = bytearray(path.read_bytes())
-    limit = source.choice([len(content), min(len(content), 300)])  # headers, too
+    limit = source.choice([len(content), min(len(content), 300)])  # damages headers too
     place, value = source.randrange(limit), source.randrange(1, 256)
     content[place] ^= value
     path.write_bytes(content)
@@ -160,7 +160,7 @@ def _long_number(path: Path, source: random.Random) -> str:
 def check_damage(
     folder: Path, work: Path, seeds: range, read: Callable[[Path], Any], error: type[Exception], **options: Any
 ) -> list[str]:
-    """Damage copies of a folder, read each, and return a line for every exception that is not of the kind wanted."""
+    """Damage copies of a folder, read each, and return a line for every exception of an unexpected type."""
     found = []
     for seed in seeds:
         copy = work / f"damaged-{seed}"
@@ -172,7 +172,7 @@ def check_damage(
         except error as refused:
             if name not in str(refused):
                 found.append(f"{seed} {done}: the error does not name the file: {refused}")
-        except BaseException as other:  # a panic of Rust is no Exception
+        except BaseException as other:  # a Rust panic is not an Exception
             found.append(f"{seed} {done}: {type(other).__name__}: {str(other)[:200]}")
             if isinstance(other, KeyboardInterrupt):
                 raise

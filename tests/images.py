@@ -1,4 +1,4 @@
-"""Small labelled images for tests, with something to learn."""
+"""Small labeled images for tests, with something to learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("left", "right", "top")
 
 
 def image_arrays(count: int, *, seed: int = 0) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.str_]]:
-    """Grey noise whose left, right or upper part is brighter, (count, 8, 8), and which of them, (count,)."""
+    """Return gray noise images (count, 8, 8) with a brighter left, right or upper part, and its label (count,)."""
     random = np.random.default_rng(seed)
     images = random.integers(0, 90, (count, SIZE, SIZE))
     classes = random.integers(0, len(NAMES), count)
@@ -31,7 +31,7 @@ def write_npz(path: Path, count: int, *, seed: int = 0) -> Path:
 
 
 def images_recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as a mapping: a tiny ViT on 500 images, 8 steps; `sections` are merged in."""
+    """Return a recipe as a mapping: a tiny ViT on 500 images, 8 steps; `sections` are merged in."""
     path = folder / "images.npz"
     if not path.exists():
         write_npz(path, 500)

@@ -1,4 +1,4 @@
-"""Kernels in Triton compiled for GPUs that are not there, in a process of its own: elsewhere they are interpreted."""
+"""Compile Triton kernels for GPUs that this machine lacks, in a separate process; other tests interpret them."""
 
 from __future__ import annotations
 

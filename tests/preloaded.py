@@ -1,7 +1,7 @@
-"""What processes of tests need, imported once: `tests.processes` forks them from a server that has imported this.
+"""Import the modules that test processes need, once: `tests.processes` forks them from a server that imports this.
 
-CAME's step in C is compiled here too, which takes seconds: a forked process has the library already. Nothing here
-computes, since a server with threads of its own could not be forked safely.
+CAME's C code is compiled here too, which takes seconds, so that forked processes have the library. Nothing here runs
+computations, because a server with threads could not be forked safely.
 """
 
 from __future__ import annotations

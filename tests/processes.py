@@ -1,7 +1,7 @@
-"""Several processes of one gloo group, for tests, and the collectives they call.
+"""Run test processes in one gloo group, and count the collectives they call.
 
-Processes are forked from a server that has done nothing but import (`tests.preloaded`): a process that imports PyTorch
-and transformers for itself takes seconds to begin.
+Processes are forked from a server that has only imported modules (`tests.preloaded`), because importing PyTorch and
+transformers takes seconds in each new process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 
 def run(world: int, case: Callable[..., None], *args: Any) -> None:
-    """Call `case(*args)` in `world` processes of one gloo group; an error in any of them is raised here."""
+    """Call `case(*args)` in `world` processes of one gloo group; raise an error of any of them here."""
     with tempfile.TemporaryDirectory() as folder:
         if world == 1:
             _enter(0, {}, 1, f"file://{folder}/store", case, args)
@@ -28,17 +28,17 @@ def run(world: int, case: Callable[..., None], *args: Any) -> None:
 
 
 def start_all(target: Callable[..., None], args: tuple[Any, ...], count: int, *, join: bool = True) -> Any:
-    """Call `target(number, *args)` in so many processes.
+    """Call `target(number, *args)` in a number of processes.
 
     Returns:
-        What `torch.multiprocessing.start_processes` does.
+        The result of `torch.multiprocessing.start_processes`.
     """
     server()
     return mp.start_processes(target, args, nprocs=count, join=join, start_method="forkserver")
 
 
 def server() -> multiprocessing.context.ForkServerContext:
-    """The context of processes that are forked with everything imported; they have the environment of its first use."""
+    """Return the context that forks processes with all imports done; they have the environment of its first use."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     return context
@@ -62,12 +62,12 @@ def _enter(
 
 
 def quiet_exit() -> None:
-    """Leave at once: a gloo thread can abort while the interpreter shuts down, when all is done (PyTorch 2.13)."""
+    """Exit at once when all is done: a gloo thread can abort during interpreter shutdown (PyTorch 2.13)."""
     os._exit(0)
 
 
 def torchrun_names(rank: int, world: int, port: int = 0, machines: int = 1) -> dict[str, str]:
-    """What torchrun tells its processes by their environment, on machines with as many processes each."""
+    """Return the environment variables that torchrun sets, for machines with equally many processes."""
     local = world // machines
     places = {
         "RANK": rank,
@@ -81,7 +81,7 @@ def torchrun_names(rank: int, world: int, port: int = 0, machines: int = 1) -> d
 
 @contextmanager
 def counted() -> Iterator[list[tuple[str, Any]]]:
-    """The collectives that are called meanwhile, each with its process group."""
+    """Record the collectives that are called meanwhile, each with its process group."""
     calls: list[tuple[str, Any]] = []
     names = (
         *("all_reduce", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "broadcast", "barrier"),

@@ -1,4 +1,4 @@
-"""Tiny runs for tests: a recipe that trains in seconds, and the command line in processes of its own."""
+"""Tiny runs for tests: a recipe that trains in seconds, and the command line in child processes."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ TINY: dict[str, int] = {
 
 
 WIDE: dict[str, int] = {"hidden_size": 64, "intermediate_size": 128}
-"""Wide enough that DeMo sends matrices by blocks: 4,096 numbers each."""
+"""Sizes for which DeMo sends matrices as blocks of 4,096 elements."""
 
 
 NO_CHARTS = "SCANTLING_TESTS_WITHOUT_CHARTS"
-"""Set in the environment of tests whose runs draw none, for the processes that they start."""
+"""Environment variable that tells child processes of tests to draw no charts."""
 
 
 def no_charts(runs: Sequence[Any]) -> list[Any]:
-    """In place of what draws the charts of a report."""
+    """Replacement for the function that draws the charts of a report."""
     return []
 
 
 def write_corpus(path: Path, *, documents: int = 40, seed: int = 0) -> Path:
-    """A file of documents with a pattern to learn, each after a line that begins with `<doc>`."""
+    """Write a file of documents with a learnable pattern, each after a line that begins with `<doc>`."""
     words = [
         "the",
         "quick",
@@ -76,7 +76,7 @@ def write_corpus(path: Path, *, documents: int = 40, seed: int = 0) -> Path:
 
 
 def tiny_recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as a mapping: a 2-layer Llama on `write_corpus`, 8 steps; `sections` are merged in."""
+    """Return a recipe as a mapping: a 2-layer Llama on `write_corpus`, 8 steps; `sections` are merged in."""
     corpus = folder / "corpus.txt"
     if not corpus.exists():
         write_corpus(corpus)
@@ -97,7 +97,7 @@ def write_recipe(path: Path, recipe: dict[str, Any]) -> Path:
 
 
 def command(arguments: Sequence[str | Path], *, processes: int = 1, launcher: Sequence[str] = ()) -> list[str]:
-    """The command line, under torchrun for several processes; `launcher` are further options of it."""
+    """Return the command line, under torchrun for several processes; `launcher` has further options of torchrun."""
     words = [sys.executable]
     if processes > 1:
         words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *launcher]
@@ -112,10 +112,10 @@ def scantling(
     timeout: float = 240,
     before: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own, or in several as torchrun starts them, and return what it printed.
+    """Run the command line in one process, or in several as torchrun starts them, and return its output.
 
     Args:
-        before: called in each process before the command; a function of a module, since it is sent there by its name.
+        before: called in each process before the command; a module-level function, because it is pickled by name.
     """
     with tempfile.TemporaryDirectory() as folder:
         files = [(Path(folder) / f"out-{rank}", Path(folder) / f"err-{rank}") for rank in range(processes)]
@@ -130,11 +130,11 @@ def scantling(
 
 @dataclass(frozen=True)
 class Ended:
-    """What one of several processes left.
+    """Result of one of several processes.
 
     Attributes:
-        code: its exit code.
-        out, err: what it printed.
+        code: exit code.
+        out, err: output.
     """
 
     code: int | None
@@ -150,13 +150,13 @@ def on_machines(
     timeout: float = 240,
     before: Callable[[], None] | None = None,
 ) -> list[Ended]:
-    """Run the command line on machines that share no folder but what the arguments name, and return what each left.
+    """Run the command line on machines that share no folder except those in the arguments, and return each result.
 
     Args:
         folders: the working folder of each machine.
-        arguments: of the command line.
-        processes: on each machine.
-        before: called in each process before the command; a function of a module, since it is sent there by its name.
+        arguments: arguments of the command line.
+        processes: number of processes on each machine.
+        before: called in each process before the command; a module-level function, because it is pickled by name.
     """
     count = len(folders) * processes
     with tempfile.TemporaryDirectory() as folder:
@@ -170,17 +170,17 @@ def on_machines(
 
 
 class Started:
-    """`python -m` in a process, or in several as torchrun starts them, with what tests ask of a Popen.
+    """`python -m` in one process, or in several as torchrun starts them, with the parts of Popen that tests use.
 
-    The processes are forked by the server of `tests.processes`. Those of `start` begin from nothing, and under torchrun
+    The server of `tests.processes` forks the processes. In contrast, `start` starts a new interpreter and torchrun
     itself.
 
     Args:
         words: a module and its arguments.
-        files: what each process adds its output and its errors to; they may be one.
-        own_session: whether each leads a group of its own.
-        before: called in each before the module is run.
-        machines: working folders of machines, over which the processes are spread; without it one in `cwd`.
+        files: files for the output and the errors of each process; the two may be the same file.
+        own_session: True if each process leads its own process group.
+        before: called in each process before the module runs.
+        machines: working folders of machines, over which the processes are spread; by default one machine in `cwd`.
     """
 
     def __init__(
@@ -203,7 +203,8 @@ class Started:
             places = [torchrun_names(rank, len(files), port, len(folders)) for rank in range(len(files))]
         self._processes: list[BaseProcess] = []
         self._are_told = False
-        weakref.finalize(self, _kill, self._processes)  # at its exit this process would wait for all that is left
+        # otherwise this process would wait at exit for all processes left
+        weakref.finalize(self, _kill, self._processes)
         for rank, (place, paths) in enumerate(zip(places, files, strict=True)):
             whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **place}
             given = (words, folders[rank * len(folders) // len(files)], whole, paths, own_session, before)
@@ -220,14 +221,14 @@ class Started:
 
     @property
     def returncode(self) -> int | None:
-        """Of one process its exit code, of several 0 where all came to their end, and otherwise 1."""
+        """Exit code of a single process; for several, 0 if all succeeded and 1 otherwise."""
         codes = [process.exitcode for process in self._processes]
         if None in codes:
             return None
         return codes[0] if len(codes) == 1 else int(any(codes))
 
     def poll(self) -> int | None:
-        """The exit code once all have ended; where one has failed the others are told to end."""
+        """Return the exit code once all have ended; if one has failed, terminate the others."""
         if not self._are_told and any(process.exitcode for process in self._processes):
             self._are_told = True
             self.terminate()
@@ -242,7 +243,7 @@ class Started:
         return code
 
     def wait_for_each(self, timeout: float) -> list[int | None]:
-        """Wait until each has ended by itself, and return their exit codes."""
+        """Wait until each process has ended by itself, and return their exit codes."""
         until = time.monotonic() + timeout
         for process in self._processes:
             process.join(max(0.0, until - time.monotonic()))
@@ -252,7 +253,7 @@ class Started:
         return codes
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """What they printed until they all ended."""
+        """Return the output once all processes have ended."""
         self.wait(timeout)
         return self._log.read_text(), None
 
@@ -282,7 +283,7 @@ def _command(
     own_session: bool,
     before: Callable[[], None] | None,
 ) -> None:
-    """A module as `python -m` runs it, in a process that was forked."""
+    """Run a module as `python -m` does, in a forked process."""
     if own_session:
         os.setsid()
     os.environ.clear()
@@ -302,7 +303,7 @@ def _command(
 
 
 def start_scantling(*arguments: str | Path, processes: int = 1, **env: str) -> Started:
-    """Start the command line, each process in a group of its own, to be signalled."""
+    """Start the command line, each process in its own process group, so that tests can signal it."""
     folder = Path(tempfile.mkdtemp())
     log = folder / "log"
     log.touch()
@@ -319,14 +320,14 @@ def popen(
     start_new_session: bool = False,
     **_: int,
 ) -> Started:
-    """In place of `subprocess.Popen` where that starts `python -m`, with all that is printed in a file."""
+    """Replace `subprocess.Popen` for calls of `python -m`; all output goes to a file."""
     assert [*words[:2]] == [sys.executable, "-m"]
     log = Path(stdout.name).absolute()
     return Started(words[2:], [(log, log)], env=env, own_session=start_new_session)
 
 
 def start(words: Sequence[str], **env: str) -> subprocess.Popen[str]:
-    """Start a command from nothing, in a process group of its own, to be signalled."""
+    """Start a command in a new interpreter and its own process group, so that tests can signal it."""
     return subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -339,7 +340,7 @@ def start(words: Sequence[str], **env: str) -> subprocess.Popen[str]:
 
 
 def _heed_interrupts() -> None:
-    """A test suite in the background of a shell ignores SIGINT, one under nohup SIGHUP, and its children inherit it."""
+    """Restore the default SIGINT and SIGHUP handling, because children inherit ignored signals (shell jobs, nohup)."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
@@ -348,7 +349,7 @@ Running = subprocess.Popen[str] | Started
 
 
 def wait_for(condition: Callable[[], bool], process: Running, *, timeout: float = 180) -> None:
-    """Return once the condition holds; fail when the process ends first."""
+    """Return once the condition holds; fail if the process ends first."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         if condition():
@@ -372,7 +373,7 @@ def forget(run: Path, last: int) -> None:
 
 
 def kill_tree(process: Running) -> None:
-    """SIGKILL to the process and to all it started (torchrun gives its workers sessions of their own)."""
+    """Send SIGKILL to the process and all of its descendants (torchrun starts its workers in separate sessions)."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -387,7 +388,7 @@ def kill_tree(process: Running) -> None:
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of a run, the last line of each step."""
+    """Return the records of a run, the last line for each step."""
     by_step = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)

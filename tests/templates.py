@@ -1,4 +1,4 @@
-"""Tokenizers as Hugging Face saves them: byte-level BPE with the templates of well-known families."""
+"""Tokenizers as Hugging Face saves them: byte-level BPE with the templates of well-known model families."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ TEMPLATES: dict[str, tuple[str, str, dict[str, str]]] = {
         {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "<pad>", "mask_token": "<mask>"},
     ),
 }
-"""By family: the template of one text, that of a pair, and the tokens that the tokenizer names."""
+"""By family: the template of one text, the template of a pair, and the special tokens that the tokenizer names."""
 SPECIALS = ("<unused>", "<s>", "</s>", "<pad>", "<mask>", "[CLS]", "[SEP]")
-"""Every one of the tokenizers has all of these, after the 256 bytes."""
+"""Special tokens that all tokenizers have, after the 256 bytes."""
 IDS = {token: 256 + number for number, token in enumerate(SPECIALS)}
 
 
 def made_tokenizer(folder: Path, family: str, **names: Any) -> Path:
-    """A folder with a tokenizer of one id a byte, 0 to 255; `names` are further tokens that it names."""
+    """Write a folder with a tokenizer of one id per byte, 0 to 255; `names` are further named special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

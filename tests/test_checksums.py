@@ -1,4 +1,4 @@
-"""Every flipped bit of an exported folder is found when it is loaded."""
+"""Tests that loading an exported folder detects every flipped bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.runs import tiny_recipe, write_recipe
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Exports of a run in every form, and packed weights of a model."""
+    """Export a run in every form, and save packed weights of a model."""
     found = {}
     root = tmp_path_factory.mktemp("exports")
     for name, sections in (("dense", {}), ("tt", {"tensor": {"rank": 4}})):

@@ -1,4 +1,4 @@
-"""Damaged folders of `save_pretrained` are refused in one line that names the file, or load."""
+"""Tests that damaged `save_pretrained` folders load or are refused in one line that names the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scantling.precision import save_quantized
 from tests.damage import check_damage
 
 CASES = int(os.environ.get("SCANTLING_TESTS_DAMAGE", "60"))
-"""Damaged copies of each folder."""
+"""Number of damaged copies of each folder."""
 
 
 def _dense(folder: Path) -> None:
@@ -48,7 +48,7 @@ KINDS = {"dense": _dense, "sharded": _sharded, "tt": _tt, "packed": _packed, "pa
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Saved models without checksums, which would find all damage before anything is read."""
+    """Save models without checksums, which would detect all damage before anything else is read."""
     root = tmp_path_factory.mktemp("saved")
 
     def folder(kind: str) -> Path:
@@ -166,6 +166,6 @@ def test_layers_that_the_configuration_does_not_have_are_named(family: str, tmp_
 def test_tensors_that_no_layer_takes_are_left(tmp_path: Path) -> None:
     made("bert").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    weights["cls.seq_relationship.weight"] = torch.ones(2, 2)  # of a head for another task
+    weights["cls.seq_relationship.weight"] = torch.ones(2, 2)  # belongs to a head for another task
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     load(tmp_path)

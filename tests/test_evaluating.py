@@ -1,4 +1,4 @@
-"""Evaluation mode, and what puts it back."""
+"""Tests of evaluation mode and of restoring the previous mode."""
 
 from __future__ import annotations
 

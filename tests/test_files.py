@@ -1,4 +1,4 @@
-"""Files that are written whole, with no way through a planted link."""
+"""Tests of atomic file writes, which never follow a planted link."""
 
 from __future__ import annotations
 

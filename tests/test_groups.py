@@ -1,4 +1,4 @@
-"""What parameters are: roles, matrix dims, weight decay."""
+"""Tests of parameter properties: roles, matrix dims, weight decay."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_layers_of_torch(module: nn.Module, expected: dict[str, Any]) -> None:
 
 
 class Loose(nn.Module):
-    """Parameters of a module of its own kind."""
+    """Module of a custom type with its own parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_parameters_of_other_modules_go_by_their_shape() -> None:
 
 
 class Cores(nn.Module):
-    """A tensor train of two cores with a vector that controls its rank, as a module declares them."""
+    """Module that declares two TT cores and a vector of rank gates."""
 
     def __init__(self, roles: dict[str, Any] | None = None) -> None:
         super().__init__()

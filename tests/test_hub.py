@@ -1,4 +1,4 @@
-"""Models and tokenizers by name, from a cache of the Hub without a network."""
+"""Tests of models and tokenizers by name, from a Hub cache without a network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, 
 
 
 def fill(cache: Path, name: str, *, weights: bool = True) -> Path:
-    """Put a model into a cache, as a download leaves it."""
+    """Put a model into a cache, as a download does."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = cache / f"models--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What processes are told by torchrun."""
+"""Tests of the environment that torchrun sets for its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point one way, and the methods do not know each other."""
+"""Tests of the import layers: imports point in one direction, and the methods do not import each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METHODS = ("comm", "laws", "optim", "precision", "tensor")
 
 
 def layer(module: str) -> int:
-    """The layer of `models.build`; the most specific name decides."""
+    """Return the layer of a module such as `models.build`; the most specific name decides."""
     found = [
         (len(name), number)
         for number, names in enumerate(LAYERS)

@@ -1,4 +1,4 @@
-"""The public names are a contract, and importing the package costs nothing."""
+"""Tests that the public names are stable and that importing the package is cheap."""
 
 from __future__ import annotations
 

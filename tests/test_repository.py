@@ -1,4 +1,4 @@
-"""What the README, the docs, the Makefile and CI say of the project is true."""
+"""Tests that README, docs, Makefile and CI describe the project correctly."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The code blocks of one language on a page."""
+    """Return the code blocks of one language on a page."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def code(page: Path) -> list[str]:
-    """Every line of code on a page, from blocks and from inside sentences."""
+    """Return every line of code on a page, from blocks and from inline code."""
     text = page.read_text()
     fenced = re.findall(r"^```[a-z]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -86,7 +86,7 @@ def test_pages_name_existing_commands_and_options() -> None:
 
 
 def test_ci_is_make_test() -> None:
-    """The same command everywhere, and pytest last, so that its summary is the last thing printed."""
+    """The same command everywhere, with pytest last, so that its summary is the last output."""
     script = (ROOT / ".ci" / "run").read_text()
     assert script.splitlines()[-1] == "make test"
     assert "set -euo pipefail" in script
@@ -122,7 +122,7 @@ def test_constraints_pin_what_the_tests_need() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.y*ml")), ids=lambda path: path.stem)
 def test_every_recipe_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)  # a sweep names its base recipe from there
+    monkeypatch.chdir(ROOT)  # a sweep names its base recipe relative to this folder
     if is_sweep(read_yaml(path)):
         sweep, base = load_sweep(path)
         assert sweep.name == path.stem
@@ -152,7 +152,7 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize(("page", "number"), QUICK, ids=lambda value: getattr(value, "stem", str(value)))
 def test_python_on_the_pages_runs(page: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    monkeypatch.chdir(tmp_path)  # what an example writes is not left in the repository
+    monkeypatch.chdir(tmp_path)  # files that an example writes must not end up in the repository
     text = blocks(page, "python")[number]
     if "import torchft" in text:
         pytest.importorskip("torchft")

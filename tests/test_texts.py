@@ -1,4 +1,4 @@
-"""The text that tests train on."""
+"""Tests of the text that tests train on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that are frozen when groups are built: left alone as long as they are, trained once they are not."""
+"""Tests of parameters that are frozen when groups are built: untouched while frozen, trained once unfrozen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Made = Callable[[nn.Module], Any]
 
 
 def half_frozen() -> nn.Sequential:
-    """Two layers, of which the first is frozen: a matrix that is large enough for blocks of an exchange, and a bias."""
+    """Return two layers with the first one frozen: a matrix large enough for blocks of an exchange, and a bias."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     net[0].requires_grad_(False)
@@ -71,7 +71,7 @@ def test_unfrozen_parameters_are_trained(maker: str) -> None:
         take_step(net, optimizer)
     after = copy.deepcopy(net.state_dict())
     assert [name for name in before if torch.equal(before[name], after[name])] == ["0.weight", "0.bias"]
-    if maker not in ("diloco", "adagrad"):  # the one has no state of its own, the other makes all of it at once
+    if maker not in ("diloco", "adagrad"):  # diloco has no state of its own, adagrad creates all state at once
         assert not any(param in optimizer.state for param in net[0].parameters())
     net[0].requires_grad_(True)
     for _ in range(2):
@@ -148,7 +148,7 @@ def test_frozen_parameters_that_no_optimizer_takes_are_left_out() -> None:
     net[0].scales = nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
     names = {name for group in param_groups(net) for name, _ in group["params"]}
     assert names == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    net[0].half()  # of fp16, which stochastic rounding is not for
+    net[0].half()  # stochastic rounding does not support fp16
     net[2].bfloat16()
     optimizer = sc.CAME(param_groups(net), lr=1e-3, rounding="stochastic")
     net[0].weight.requires_grad_(True).grad = torch.ones_like(net[0].weight)

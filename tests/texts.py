@@ -1,4 +1,4 @@
-"""English-like text from a seed: the same on every machine and Python, unlike files that happen to be installed."""
+"""English-like text from a seed: the same on every machine and Python, unlike installed files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _INSIDE = (", and then ", "; ")
 def english_like(length: int, seed: int = 0) -> str:
     """Return sentences of invented words in English word order, as ASCII.
 
-    Words follow Zipf's law, and each noun has verbs and adjectives of its own, so that a model has letters, words,
-    grammar and pairs of words to learn.
+    Words follow Zipf's law, and each noun has its own verbs and adjectives, so that a model has letters, words, grammar
+    and pairs of words to learn.
 
     Args:
         length: number of characters.
         seed: decides the words and the sentences.
     """
-    draw = random.Random(seed).random  # the one method whose numbers Python promises to keep
+    draw = random.Random(seed).random  # the only method whose values Python guarantees to keep
 
     def choose(words: Sequence[str]) -> str:
         return words[int(draw() * len(words))]
@@ -33,7 +33,7 @@ def english_like(length: int, seed: int = 0) -> str:
         return words[int(len(words) ** draw()) - 1]
 
     def invent(count: int) -> list[str]:
-        """Distinct words of one to three syllables, short ones first."""
+        """Return distinct words of one to three syllables, short ones first."""
         words: dict[str, None] = {}
         while len(words) < count:
             syllables = 1 + len(words) * 3 // count

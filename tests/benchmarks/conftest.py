@@ -1,4 +1,4 @@
-"""Benchmarks are scripts beside each other; tests import them as such."""
+"""Make the benchmark scripts importable: they are modules in one folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in bf16 without instructions for them, beside those of PyTorch."""
+"""Tests of emulated bf16 products against PyTorch's own."""
 
 from __future__ import annotations
 

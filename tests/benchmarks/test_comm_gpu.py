@@ -1,4 +1,4 @@
-"""The benchmark of the codec on a GPU, in small on a CPU: every part runs, and what cannot be repeated is found."""
+"""Tests of the GPU codec benchmark, at a small size on a CPU: every part runs, and non-repeatable results are found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_all_of_it_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_parts_are_those_of_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two replicas that say the same decode what one alone makes of it; noise is noticed."""
+    """Two replicas with equal messages decode to the result of one replica alone; added noise is detected."""
     import comm_gpu
 
     shape = comm_gpu.SIZES["tiny"]

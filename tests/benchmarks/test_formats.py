@@ -1,4 +1,4 @@
-"""The formats that are compared with tensor trains, and what a comparison at equal time does."""
+"""Tests of the weight formats compared with tensor trains, and of the comparison at equal time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of layers in few bits: what a time limit leaves of it."""
+"""Tests of the low-precision layer benchmark and its time limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_stop_leaves_what_was_measured_before(tmp_path: Path, monkeypatch: pyt
 
 
 def test_bench_gpu_has_time_for_it() -> None:
-    """However long the parts before it take."""
+    """The time limits of all parts up to this one fit into the total."""
     import gpu
 
     boxes = {part.name: part.seconds for part in gpu.parts(Path("results"))}

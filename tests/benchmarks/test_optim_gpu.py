@@ -1,4 +1,4 @@
-"""The benchmark of optimizer steps on a GPU, in small on a CPU: every part runs."""
+"""Tests of the GPU optimizer benchmark, at a small size on a CPU: every part runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The claims of the precision experiment, on tables whose answers are known."""
+"""Tests of the claims of the precision experiment, on tables with known answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIGURES = ["N", "D", "loss", "state", "post.int3", "post.int4", "minimal_pairs",
 
 
 def table(path: Path) -> Path:
-    """Runs without noise from the published law, quantised after training by its own term of quantisation."""
+    """Return noise-free runs from the published law, quantized after training by its own post-training term."""
     combos = [(16, 16, 16), *((b, 16, 16) for b in (3, 4, 6)), *((16, b, 16) for b in (4, 5, 6))]
     combos += [(16, 16, b) for b in (4, 5, 6)] + [(4, 4, 4), (4, 5, 16), (6, 6, 6)]
     with open(path, "w", newline="") as file:

@@ -1,4 +1,4 @@
-"""The reports of the quality benchmarks say what the lines say, on lines with a known answer."""
+"""Tests of the quality benchmarks' reports, on lines with known answers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_fine_tuning_against_adamw(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_two_seeds_choose_between_the_two_best_rates() -> None:
-    """Seed 0 has the start of the grid first, and seed 9, by more, the rate above it."""
+    """With seed 0, the start of the grid is best; with seed 9, the next higher rate is better by more."""
     import optim_quality as quality
     from resumable import key_of
 
@@ -102,7 +102,7 @@ def test_two_seeds_choose_between_the_two_best_rates() -> None:
 
 
 def test_exchanges_on_novels_and_digits(capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines of both are told apart; those of novels are known as before there were digits."""
+    """The lines of both data sets are separate; novels keep the keys they had before digits were added."""
     import comm_quality as quality
     from resumable import key_of
 
@@ -123,7 +123,7 @@ def test_exchanges_on_novels_and_digits(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ours falls as fast by steps, and a step takes a quarter of the time; PowerSGD never gets there."""
+    """Ours needs as many steps and a quarter of the time per step; PowerSGD never reaches the loss."""
     import comm_quality as quality
     import time_to_loss
     from resumable import key_of
@@ -140,7 +140,7 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
                 lines[key_of(spec)] = {**spec, "eval_loss": last, "heldout": curve}
     found = time_to_loss.compared(lines, {"alone": 0.5, "ddp fp32": 4.0, "ours k2 owner": 1.0, "powersgd r4": 1.0})
     assert found.keys() == {"ddp fp32", "ours k2 owner", "powersgd r4"}
-    assert found["ours k2 owner"]["seeds"] == list(work.few_seeds)  # those of PowerSGD
+    assert found["ours k2 owner"]["seeds"] == list(work.few_seeds)  # the seeds of PowerSGD
     assert found["ours k2 owner"]["faster"] == pytest.approx({"exact": 4.0, "near": 4.0})
     assert found["ddp fp32"]["exact_s"] == pytest.approx(4.0 * steps)
     assert found["ours k2 owner"]["exact_s"] == pytest.approx(1.0 * steps)
@@ -158,7 +158,7 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     assert "diloco h30 at most (it was not trained) 5.00 x: MISSED" in printed
     time_to_loss.show({"ddp fp32": found["ddp fp32"]}, step_s, 4.5, 10)
     assert "bound" not in capsys.readouterr().out, "before there are runs of ours"
-    warm_up = 30  # in which PowerSGD averages everything
+    warm_up = 30  # PowerSGD averages everything in these steps
     step_s = {"ddp fp32": 4.0, "powersgd r4": 1.0}
     took = 4.0 * warm_up + steps - warm_up
     assert time_to_loss.seconds_of(time_to_loss.DATA, "powersgd r4", steps, step_s) == took
@@ -168,7 +168,7 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
         spec = next(quality.length_specs(time_to_loss.DATA, name, work.grid.rates[start], 0, [length]))
         lines[key_of(spec)] = {**spec, "eval_loss": end, "heldout": [[length, end]]}
 
-    add("ddp fp32", 208, 3.5)  # better after a quarter of the steps than a run that goes on
+    add("ddp fp32", 208, 3.5)  # better after a quarter of the steps than the unfinished long run
     add("powersgd r4", 2600, 2.0)
     found = time_to_loss.compared(lines, {"ddp fp32": 4.0, "ours k2 owner": 1.0, "powersgd r4": 1.0})
     assert found["ddp fp32"]["loss_at_equal_time"] == pytest.approx(3.5)
@@ -177,7 +177,7 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tables_of_the_exchanges() -> None:
-    """Ours loses 0.25 and sends a hundredth; a step of it takes a quarter of the time at 100 Mbit/s."""
+    """Ours loses 0.25, sends a hundredth of the bytes, and takes a quarter of the time at 100 Mbit/s."""
     import comm_quality as quality
     import comm_table
     from resumable import key_of

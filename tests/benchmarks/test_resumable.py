@@ -1,4 +1,4 @@
-"""Runs of the benchmarks: known by their specification, swept outwards, never run twice."""
+"""Tests of the benchmarks' runs: identified by their specification, swept outwards, never repeated."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ def test_a_run_is_done_once_and_a_failed_one_again(tmp_path: Path) -> None:
     assert not ledger.run(bad)
     assert ledger.run(good)
     assert ledger.lines() == {key_of(good): {"key": key_of(good), "lr": 1.0, "eval_loss": 2.0}}
-    script.unlink()  # what has its line is not run again
+    script.unlink()  # a run that has its line is not repeated
     assert ledger.run(good)
     assert not ledger.run(bad)
 
 
 def test_published_results_keep_their_keys() -> None:
-    """A change of what a specification holds would run every training again."""
+    """A change of the keys in a specification would repeat every training run."""
     import optim_quality as quality
     from resumable import key_of
 
@@ -157,7 +157,7 @@ def test_a_run_that_a_signal_stopped_is_no_result(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sc, "train", lambda *_, **__: RunResult(folder, "stopped", 3, {}))
     with pytest.raises(SystemExit, match="after step 3"):
         train_line({"lr": 1.0}, {}, run_dir=folder)
-    assert folder.exists()  # to go on from
+    assert folder.exists()  # kept to resume from
 
 
 def test_a_sweep_takes_as_many_rates_as_it_should() -> None:

@@ -1,4 +1,4 @@
-"""The benchmarks of cores in whole models: what they count, what their reports say, and that each phase runs."""
+"""Tests of the TT benchmarks on whole models: counts, reports, and every phase."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def count(model: nn.Module) -> int:
 
 
 def test_the_six_encoder_recipe_has_the_sizes_of_the_paper() -> None:
-    """The paper's count of 1,490,157 is that with rank controls; a BERT of transformers needs no change for it."""
+    """The paper's count of 1,490,157 includes rank gates; BERT from transformers matches it without changes."""
     import encoder_models
     from transformers import BertForSequenceClassification
 
@@ -60,7 +60,7 @@ def _options(**values: Any) -> argparse.Namespace:
 
 
 def test_accuracy_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each row best at the middle one of three rates; cores half a point below dense, at the last target two below."""
+    """Each row is best at the middle of three rates; cores are 0.5 points below dense, and 2 at the last target."""
     import encoder_accuracy as accuracy
     import six_encoder
     from resumable import key_of
@@ -72,7 +72,7 @@ def test_accuracy_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
         seeds = accuracy.SEEDS if row in accuracy.COMPARED else accuracy.SEEDS[:1]
         for index in (start - 1, start, start + 1):
             spec = accuracy.run_spec(row, accuracy.GRID.rates[index], 0, 5, dev=True)
-            right = 0.5 - max(0, index - start) / 10  # as many at the lower rate, with a higher loss
+            right = 0.5 - max(0, index - start) / 10  # the lower rate has as many right answers, but a higher loss
             lines[key_of(spec)] = {**spec, "eval_loss": float(index != start), "accuracy": [[2, 0.9], [5, right]]}
         for seed in seeds:
             spec = accuracy.run_spec(row, accuracy.GRID.rates[start], seed, 10, dev=False)

@@ -1,4 +1,4 @@
-"""The generator of click logs: its law, its labels, its files."""
+"""Tests of the click-log generator: its distribution, its labels, its files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def zipf_clicks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(("size", "exponent"), [(40, 1.05), (40, 1.0), (300, 1.5), (3, 0.8)])
 def test_ids_follow_the_law(zipf_clicks: Any, size: int, exponent: float) -> None:
-    """Evenly spread draws give each id its probability to one in 200,000; Zipf's own from the fourth on to 1 %."""
+    """Evenly spaced draws match each id's probability to 1/200,000, and Zipf's law to 1 % from the fourth id on."""
     draws = (np.arange(200_000) + 0.5) / 200_000
     shares = np.bincount(zipf_clicks.zipf(draws, size, exponent), minlength=size) / len(draws)
     edges = np.arange(size + 1) + 0.5
@@ -62,7 +62,7 @@ def test_there_is_something_to_learn(zipf_clicks: Any) -> None:
     best = auc(rows.logits, rows.labels)
     assert best is not None
     assert 0.8 < best < 0.95
-    # labels are drawn by their probabilities: the mean of either is the same to 4 deviations of 10,000 draws
+    # labels are drawn from their probabilities: both means agree to 4 standard deviations of 10,000 draws
     assert rows.labels.mean() == pytest.approx((1 / (1 + np.exp(-rows.logits))).mean(), abs=0.02)
 
 

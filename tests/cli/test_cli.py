@@ -1,4 +1,4 @@
-"""The commands, as a user types them."""
+"""Tests of the commands as a user types them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.runs import TINY, popen, records, scantling, tiny_recipe, write_corpu
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished tiny run."""
+    """Return a finished tiny run."""
     folder = tmp_path_factory.mktemp("trained")
     path = write_recipe(
         folder / "recipe.yaml", tiny_recipe(folder, optim={"name": "came", "lr": 0.003}, train={"eval_every": 4})
@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_help_is_quick() -> None:
-    """Under 0.5 s on a quiet machine; the best of five, because the machine may be busy."""
+    """It takes under 0.5 s on an idle machine; the best of five counts, because the machine may be busy."""
     best = 10.0
     for _ in range(5):
         began = time.perf_counter()
@@ -60,7 +60,7 @@ def test_shells_complete_commands_options_and_values() -> None:
     assert {"train", "plan", "eval", "sweep"} <= complete("scantling", "")
     assert complete("scantling", "train", "--dry") == {"--dry-run"}
     assert complete("scantling", "eval", "run", "--device", "c") == {"cpu", "cuda"}
-    assert complete("scantling", "train", "rec") == set()  # the shell then completes names of files
+    assert complete("scantling", "train", "rec") == set()  # the shell then completes file names
     for shell in ("bash", "zsh", "fish"):
         source = {**os.environ, "_SCANTLING_COMPLETE": f"source_{shell}"}
         done = subprocess.run([sys.executable, "-m", "scantling"], capture_output=True, text=True, env=source)
@@ -217,7 +217,7 @@ def test_plan_of_a_run_is_that_of_its_recipe_and_processes(
         ([1], (1, "cpu")),
     ]:
         (copy / "environment.json").write_text(json.dumps(content))
-        made = planned(copy)  # whose recipe says cpu
+        made = planned(copy)  # the recipe of the copy says cpu
         assert (made["world_size"], made["device"]) == expected
 
 
@@ -266,6 +266,9 @@ MISSING: dict[str, dict[str, object]] = {
         "model": {"preset": "dlrm"},
         "data": {"csv": "rows.csv", "clicks": {"label": "label", "categorical": ["text", "site"]}},
     },
+    "an empty text": {"data": {"text": "none.txt"}},
+    "an empty held-out text": {"data": {"text": "corpus.txt", "validation": "none.txt"}},
+    "blank documents": {"data": {"jsonl": "blank.jsonl"}},
 }
 
 
@@ -280,6 +283,8 @@ def test_dry_run_fails_like_the_run(
     (tmp_path / "rows.csv").write_text("text,label\n" + "a,1\n" * 9)
     (tmp_path / "none.jsonl").touch()
     (tmp_path / "none.csv").write_text("text,site,label\n")
+    (tmp_path / "none.txt").touch()
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 9)
     if "saved" in str(MISSING[case]):
         datasets.Dataset.from_dict({"text": ["a", "b"]}, split="train").save_to_disk(tmp_path / "saved")
@@ -290,7 +295,7 @@ def test_dry_run_fails_like_the_run(
     planned = capsys.readouterr()
     assert run(["train", path]) == 2
     assert planned.err == capsys.readouterr().err
-    assert re.search("nowhere|body|tarin|site|binary.txt|none.jsonl|none.csv", planned.err)
+    assert re.search("nowhere|body|tarin|site|binary.txt|none|blank", planned.err)
     assert "valid" not in planned.out
 
 
@@ -340,7 +345,7 @@ def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixt
 def test_compare_prints_and_writes_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The runs are forked; that they share the terminal, `test_a_signal_to_compare_is_passed_on_to_the_run` shows."""
+    """The runs are forked. `test_a_signal_to_compare_is_passed_on_to_the_run` covers the shared terminal."""
     for name, optim in (("dense", "adamw"), ("lean", "came")):
         recipe = tiny_recipe(tmp_path, optim={"name": optim}) | {"name": name}
         write_recipe(tmp_path / f"{name}.yaml", recipe)

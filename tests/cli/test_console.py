@@ -1,4 +1,4 @@
-"""What a run shows on a terminal while it goes on."""
+"""Tests of the terminal output of a running training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RECORD: dict[str, Any] = {
 
 @pytest.mark.parametrize("width", [40, 80, 120, 300])
 def test_every_figure_has_room(width: int) -> None:
-    """The optimizer's memory beside what was planned, too, after an evaluation as before it."""
+    """The optimizer memory next to its planned value fits too, before and after an evaluation."""
     shown = io.StringIO()
     sink = ConsoleSink(Console(file=shown, force_terminal=True, width=width, color_system=None))
     plan: Any = SimpleNamespace(optimizer_state_bytes=44 << 20, short=lambda: "plan")
@@ -125,7 +125,7 @@ class Terminal(io.StringIO):
 
 
 def plain(shown: str) -> list[str]:
-    """What a terminal shows, as lines, without colors and movements of the cursor."""
+    """Return the text of a terminal as lines, without colors and cursor movements."""
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
 
 
@@ -238,7 +238,7 @@ def test_phases_stand_next_to_the_bar() -> None:
         time.sleep(0.01)
     bar = RichProgress(console, sink.hide_phase)
     bar.start("tokenizing", 100)
-    bar._began -= 10  # it has taken a while
+    bar._began -= 10  # pretend that it has taken a while
     bar.advance(50)
     bar.finish()
     sink.phase("building the model")

@@ -1,4 +1,4 @@
-"""`scantling fit`, as a user types it."""
+"""Tests of `scantling fit` as a user types it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(path: Path, columns: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def chinchilla(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """40 runs under names of their own, of two kinds, the second with losses of no use."""
+    """Write a table of 40 runs with custom column names, in two kinds; the second kind has useless losses."""
     sizes = np.repeat([2e7, 6e7, 2e8, 6e8], 5)
     grid = {"N": sizes, "D": sizes * np.tile([5, 10, 20, 60, 200], 4)}
     runs = simulate(ChinchillaLaw.published(), grid, noise=0.002)
@@ -68,7 +68,7 @@ def test_tables_have_their_whole_names_and_sizes(tmp_path: Path, capsys: pytest.
 
 
 def test_an_interval_without_an_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """B is of tokens^30.7: more than a float holds in some refits, not in others."""
+    """B is proportional to tokens^30.7, which exceeds the range of floats in some refits only."""
     N, D = np.repeat([5e7, 1e8, 2e8, 4e8], 5), np.tile([0.95e10, 1e10, 1.05e10, 1.1e10, 1.15e10], 4)
     noise = np.exp(0.001 * np.random.default_rng(0).standard_normal(20))
     loss = (2 + 0.5 * (N / 1e8) ** -0.3 + 0.5 * (D / 1e10) ** -30.7) * noise
@@ -101,7 +101,7 @@ def test_what_the_runs_do_not_tell_has_no_value(tmp_path: Path, capsys: pytest.C
 
 
 def test_runs_that_say_nothing_of_a_constant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights trained at 16 bits lose nothing at 16 afterwards: what they would lose has no part in any loss."""
+    """Weights trained at 16 bits lose nothing when quantized to 16, so their loss term is not identifiable."""
     sizes = np.repeat([2e7, 6e7, 2e8, 6e8], 5)
     runs = simulate(ChinchillaLaw.published(), {"N": sizes, "D": sizes * np.tile([5, 10, 20, 60, 200], 4)})
     table = write(tmp_path / "table.csv", {**runs, "post": ["int16"] * 20})

@@ -1,4 +1,4 @@
-"""Output that cannot be written, and Ctrl-C: one line, the right exit code, and no traceback."""
+"""Tests of unwritable output and Ctrl-C: one line, the right exit code, and no traceback."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_five_interrupts_at_the_start_are_one_line(delay: float, tmp_path: Path)
         process.send_signal(signal.SIGINT)
         time.sleep(0.03)
     _, shown = process.communicate(timeout=60)
-    assert process.returncode in (INTERRUPTED, 3)  # 3 if it was training already
+    assert process.returncode in (INTERRUPTED, 3)  # 3 if it was already training
     if process.returncode == INTERRUPTED:
         assert shown == "scantling: interrupted; a run goes on from its newest checkpoint with --resume\n"
 

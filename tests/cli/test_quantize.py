@@ -1,4 +1,4 @@
-"""`scantling quantize` on a run of seconds."""
+"""Tests of `scantling quantize` on a run that takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scantling sweep`, as a user types it; whole sweeps are in tests/sweeping."""
+"""Tests of `scantling sweep` as a user types it; whole sweeps are tested in tests/sweeping."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_evaluation_that_failed_is_a_failure(
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_over_the_whole(path: str, terminal: bool) -> None:
-    """Of four runs one is there, one ends, one fails, one is in its middle."""
+    """Four runs: one exists, one ends, one fails, and one is in progress."""
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=120, color_system=None)
     there, ends, fails, middle = cases(*load_sweep(path))

@@ -1,4 +1,4 @@
-"""Replicas as threads of this process, for tests that need no sockets."""
+"""Replicas as threads of this process, for tests without sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class Room:
-    """Where replicas meet: each lays something down, and all take what is there."""
+    """A rendezvous of threads: each contributes an object, and all receive all objects."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -25,7 +25,7 @@ class Room:
         self._lock = threading.Lock()
 
     def another(self, number: int) -> Room:
-        """A further room for the same replicas: for all of them the same one of a number."""
+        """Return another room for the same replicas; equal numbers give the same room."""
         with self._lock:
             while len(self.next_doors) <= number:
                 self.next_doors.append(Room(self.size))
@@ -45,7 +45,7 @@ class Room:
 
 
 class ThreadLink(Link):
-    """A link to the other threads of a room; what it sends can be changed on its way."""
+    """A link to the other threads of a room; tests can modify messages in transit."""
 
     def __init__(self, room: Room, rank: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class ThreadLink(Link):
         self.on_its_way: Callable[[Tensor], Tensor] = lambda message: message
 
     def apart(self) -> ThreadLink:
-        """As process groups are: one for each time that all replicas ask, which nothing else meets in."""
+        """Return a separate link, like a new process group: the n-th call of each replica gives the same room."""
         made = ThreadLink(self.room.another(self._parted), self._rank)
         self._parted += 1
         made.on_its_way = lambda message: self.on_its_way(message)
@@ -70,7 +70,7 @@ class ThreadLink(Link):
         return self._rank
 
     def counted(self) -> int:
-        """Bytes of all messages since the last time this was asked."""
+        """Return the bytes of all messages since the last call."""
         found, self.total = self.total, 0
         return found
 
@@ -97,7 +97,7 @@ class ThreadLink(Link):
 
 
 def together(size: int, work: Callable[[ThreadLink], Result]) -> list[Result]:
-    """What `work` returns on each of some replicas, which run side by side; the first error of any is raised."""
+    """Run `work` on several replicas in parallel and return their results; raise the first error of any replica."""
     room = Room(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []

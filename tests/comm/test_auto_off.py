@@ -1,4 +1,4 @@
-"""Where a link is so fast that everything travels: the update, the measurement, and what is kept of it."""
+"""Tests of `auto_off`, which switches to a dense exchange on fast links: update, measurement, and saved decision."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def decide(monkeypatch: pytest.MonkeyPatch, trial: Trial) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"delay": 1}, {"residual": "int8"}, {"overlap": True}])
 def test_everything_travels(options: dict[str, Any]) -> None:
-    """M <- decay M + mean g, of which 1 - decay goes into the update; vectors get the mean."""
+    """M <- decay M + mean g, and (1 - decay) M goes into the update; vectors get the mean."""
     size, steps = 3, 6
 
     def work(link: ThreadLink) -> list[list[Tensor]]:
@@ -76,7 +76,8 @@ def test_everything_travels(options: dict[str, Any]) -> None:
             mean = torch.stack([each[place] for each in grads]).mean(0)
             decay = 0.0 if param.ndim == 1 else 0.9
             expected[place].mul_(decay).add_(mean, alpha=1.0 - decay)
-            tolerance = 0.05 if options.get("residual") == "int8" else 1e-5  # steps of a row's largest number / 127
+            # int8 steps are a row's largest element / 127
+            tolerance = 0.05 if options.get("residual") == "int8" else 1e-5
             torch.testing.assert_close(found[place], expected[place], rtol=0.0, atol=tolerance)
             assert all(torch.equal(found[place], other[step][place]) for other in all_of_them[1:])
     assert len(all_of_them[0]) == steps - options.get("delay", 0)
@@ -107,7 +108,7 @@ def test_a_replica_with_nan_is_left_out_and_all_of_them_stop() -> None:
 
 
 def test_what_replicas_had_for_themselves_goes_into_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once nothing comes any more, all that was owed when everything began to travel has been applied."""
+    """With zero gradients after the switch to dense, all residuals left at the switch are eventually applied."""
     decide(monkeypatch, FASTER)
 
     def work(link: ThreadLink) -> tuple[list[Tensor], list[Tensor]]:
@@ -137,7 +138,7 @@ def test_what_replicas_had_for_themselves_goes_into_the_updates(monkeypatch: pyt
 
 
 class SlowLink(ThreadLink):
-    """Some collectives take long."""
+    """A link on which some collectives are slow."""
 
     slow: str = ""
 
@@ -154,7 +155,7 @@ class SlowLink(ThreadLink):
 def test_what_is_faster_is_done_and_all_decide_alike(slow: str, caplog: pytest.LogCaptureFixture) -> None:
     def work(link: ThreadLink) -> tuple[Any, int, list[Tensor]]:
         link = SlowLink(link.room, link.rank)
-        link.slow = slow if link.rank == 1 else ""  # only on one
+        link.slow = slow if link.rank == 1 else ""  # slow on rank 1 only
         params = params_of()
         made = exchange_of(link, params, auto_off=True, exchange="owner")
         for step in range(WARM_UP + 2):
@@ -175,7 +176,7 @@ def test_what_is_faster_is_done_and_all_decide_alike(slow: str, caplog: pytest.L
 
 
 def test_a_slow_link_has_shown_itself_before_all_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An all-reduce at 2 MB/s is given up long before all of 40 MB."""
+    """The measurement of an all-reduce at 2 MB/s stops long before all 40 MB are sent."""
     sent: list[int] = []
 
     class Narrow(ThreadLink):
@@ -257,7 +258,7 @@ def net_of() -> nn.Module:
 
 
 def measured_and_resumed() -> None:
-    """What was measured is the same on both, is saved with the state, and is not measured again."""
+    """The decision is the same on both replicas, is saved with the state, and is not measured again."""
     for trial in (None, FASTER, SLOWER):
         asked = []
 
@@ -275,7 +276,7 @@ def measured_and_resumed() -> None:
         everywhere = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
         dist.all_gather(everywhere, torch.tensor(decided))
         assert torch.equal(*everywhere)
-        assert optimizer.wire_bytes > optimizer.exchange.planned_wire_bytes() > 0  # with the comparison
+        assert optimizer.wire_bytes > optimizer.exchange.planned_wire_bytes() > 0  # includes the comparison of replicas
 
         others = [copy.deepcopy(net) for _ in range(3)]
         saved, tensors = copy.deepcopy(optimizer.state_dict()), rank_tensors(optimizer)

@@ -1,4 +1,4 @@
-"""Exchanges that go on beside the training: with a delay of one call, and during the backward pass."""
+"""Tests of exchanges that overlap with training: delayed by one call, and during the backward pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 5
 
 
 def stepped(made: MomentumExchange, params: list[nn.Parameter], rank: int, steps: range) -> list[list[Tensor] | None]:
-    """The results of calls with gradients that depend on rank and step alone."""
+    """Return the results of calls with gradients that depend only on rank and step."""
     found = []
     for step in steps:
         for param in params:
@@ -55,7 +55,7 @@ def test_a_delayed_result_is_that_of_the_call_before(size: int, way: str) -> Non
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_step_in_which_all_overflow_costs_no_other_one(saves: bool) -> None:
-    """With a delay it is told a call later, whose own gradients have left by then."""
+    """With a delay, the overflow is reported one call later, when the next gradients have already been sent."""
 
     def work(link: ThreadLink) -> list[Any]:
         params = params_of()
@@ -95,7 +95,7 @@ def test_what_a_delay_holds_back_is_saved_and_loaded() -> None:
         wanted = stepped(made, params, link.rank, range(2, STEPS))
         params = params_of()
         again = exchange_of(link, params, delay=1)
-        stepped(again, params, link.rank, range(7, 8))  # something on its way, which loading replaces
+        stepped(again, params, link.rank, range(7, 8))  # leaves a pending exchange, which loading replaces
         file.seek(0)
         again.load_state_dict(torch.load(file, weights_only=True))
         found = stepped(again, params, link.rank, range(2, STEPS))
@@ -109,7 +109,7 @@ def test_what_a_delay_holds_back_is_saved_and_loaded() -> None:
 
 @pytest.mark.parametrize("sync_every", [1, 2])
 def test_what_a_delay_has_held_back_is_applied_without_one(sync_every: int) -> None:
-    """With the result of the next call that has one, and after one in which all overflow."""
+    """It is applied with the next call that has a result, also after a call in which all ranks overflow."""
 
     def work(link: ThreadLink) -> None:
         params = params_of()
@@ -223,7 +223,7 @@ def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: 
         early = sent = 0
         for _ in range(4):
             net.zero_grad()
-            net(x).square().mean().backward()  # a micro-batch before the last
+            net(x).square().mean().backward()  # a micro-batch before the last one
             with made.overlapped():
                 net(x[:8]).square().mean().backward()
                 early = made._opened.next if made._opened is not None else 0
@@ -236,7 +236,7 @@ def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: 
     def work(link: ThreadLink) -> None:
         plain, first, _, _ = results(link, overlap=False)
         overlapped, second, early, sent = results(link, overlap=True)
-        assert early == 3  # all but the bucket with what is unused
+        assert early == 3  # all but the bucket with the unused parameter
         assert sent == second.planned_wire_bytes() > first.planned_wire_bytes() > 0
         for one, other in zip(plain, overlapped, strict=True):
             assert (one is None) == (other is None)
@@ -349,7 +349,7 @@ def test_nan_in_one_bucket_leaves_a_replica_out_of_that_bucket_alone() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"delay": 1}, {"sync_every": 2}, {"overlap": True}], ids=str)
 def test_a_replica_knows_at_once_that_its_gradients_are_withheld(options: dict[str, Any]) -> None:
-    """And not at the next exchange, or when the result of this one comes."""
+    """The result is available at once, not at the next exchange or when this exchange's result arrives."""
 
     def work(link: ThreadLink) -> list[bool]:
         params, found = params_of(), []

@@ -1,4 +1,4 @@
-"""Blocks of matrices of any shape, and their transform."""
+"""Tests of splitting matrices of any shape into blocks, and of the block transform."""
 
 from __future__ import annotations
 

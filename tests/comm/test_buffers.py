@@ -1,4 +1,4 @@
-"""Buffers of replicas."""
+"""Tests of averaging buffers over replicas."""
 
 from __future__ import annotations
 

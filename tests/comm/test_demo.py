@@ -1,4 +1,4 @@
-"""DeMo as an optimizer."""
+"""Tests of DeMo as an optimizer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_batched_exchange_is_the_plain_one(size: int, topk: int) -> None:
 
 
 def test_compat_paper_leaves_the_momentum_of_vectors_as_their_gradient() -> None:
-    """Not its signs, by which nothing could be weighed."""
+    """Signs would remove the magnitudes that rank importance depends on."""
     params = [nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(64))]
     optimizer = DeMo(params, lr=0.5, topk=4096, compat="paper", values="fp32")
     gradient = torch.randn(64, generator=torch.Generator().manual_seed(0))
@@ -61,7 +61,7 @@ def test_compat_paper_leaves_the_momentum_of_vectors_as_their_gradient() -> None
 
 
 def test_compat_paper_is_the_published_algorithm() -> None:
-    """Gradients times lr, the mean over senders, sides that divide, vectors too; then a signed step with decay."""
+    """Gradients times lr, mean over senders, chunks that divide the sides, vectors too; then a decayed sign step."""
     shapes = [(96, 60), (50,)]
     rates = [0.01, 0.02, 0.005, 0.01, 0.01]
 
@@ -89,7 +89,7 @@ def test_compat_paper_is_the_published_algorithm() -> None:
 
 
 def test_with_everything_sent_it_is_signum_with_the_momentum_that_is_left() -> None:
-    """All coefficients, alpha a: the residual keeps (1 - a) of itself, and the step is the sign of it."""
+    """With all coefficients sent, the residual keeps (1 - alpha) of the momentum; the step is the momentum's sign."""
     param = nn.Parameter(torch.zeros(64, 64))
     optimizer = DeMo([param], lr=0.1, topk=4096, alpha=0.25, decay=0.8, values="fp32")
     momentum, wanted = torch.zeros(64, 64), torch.zeros(64, 64)
@@ -224,7 +224,7 @@ def test_ranks_of_cores_are_removed_from_its_state(options: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("compat", [None, "paper"])
 def test_replicas_choose_the_same_ranks(compat: Any) -> None:
-    """Each sees other data; which ranks matter is told by gradients that all of them step with."""
+    """Replicas see different data; the choice uses the exchanged gradients, which are equal on all replicas."""
 
     made = []
     for _ in range(2):
@@ -279,7 +279,7 @@ def test_the_loss_falls() -> None:
 
 @pytest.mark.parametrize("sync_every", [1, 2])
 def test_a_step_that_overlaps_counts_and_is_the_step(sync_every: int) -> None:
-    """Alone, with a gradient missing in some steps: what leaves in the backward pass and what leaves in `step`."""
+    """One process, with some missing gradients: some buckets are sent in the backward pass, others in `step`."""
     ends = []
     for overlap in (False, True):
         torch.manual_seed(0)

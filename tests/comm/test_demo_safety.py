@@ -1,4 +1,4 @@
-"""What must not happen silently: frozen parameters step, replicas part, bytes go untold, another's state is taken."""
+"""Tests against silent failures: stepped frozen parameters, diverging replicas, uncounted bytes, foreign state."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_wire_bytes_are_those_of_the_step() -> None:
             fill(params, link.rank, step)
             made.exchange()
             found.append(made.wire_bytes)
-            if step:  # the first one compares the replicas, once
+            if step:  # the first step compares the replicas, once
                 assert made.wire_bytes == link.counted()
             link.counted()
         planned = made.planned_wire_bytes()
@@ -277,7 +277,7 @@ def test_an_owner_that_answers_with_an_old_message_is_refused() -> None:
         fill(params, link.rank, 1)
         made.exchange()
         old, turns = seen[-1], len(seen)
-        assert turns == 3  # two parts, and an answer
+        assert turns == 3  # two parts and a reply
         seen.clear()
         if link.rank == 1:
             link.on_its_way = replay

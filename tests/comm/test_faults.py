@@ -1,4 +1,4 @@
-"""A process that is stopped or killed: nobody hangs, everybody names it, and it does not go on alone."""
+"""Tests of stopped or killed processes: no other process hangs, all name the missing rank, and none continues alone."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_others_stop_and_name_it(
 
 
 class Store:
-    """Of a group whose notes are known, and which is gone after so many questions."""
+    """A store in which given ranks have left notes, and which fails after a number of queries."""
 
     def __init__(self, notes: set[int], questions: int) -> None:
         self.notes, self.questions = notes, questions
@@ -110,7 +110,7 @@ class Store:
     [
         ({0, 1, 2}, 10, r"^no answer from rank 3 of 4 \("),
         ({1, 2}, 10, r"^no sign from ranks 0, 3 of 4, of whom at least one is gone \("),
-        ({0, 1, 2}, 4, r"^no answer from rank 3 of 4 \("),  # rank 0 knew as much, and has left
+        ({0, 1, 2}, 4, r"^no answer from rank 3 of 4 \("),  # rank 0 knew it too, and has already exited
         ({0, 1, 2}, 3, "^the process that holds the store of the group, in general rank 0, does not answer"),
         ({0, 1, 2, 3}, 10, "^the connection between the processes broke, and all are still there"),
     ],

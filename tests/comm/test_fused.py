@@ -1,4 +1,4 @@
-"""The kernels for blocks against the operations: without a GPU, in Triton's interpreter."""
+"""Tests of the block kernels against PyTorch operations; without a GPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = [(70, 96), (3, 64, 40), (64, 128), (130, 33)]
 
 
 def group_of(**options: Any) -> dict[str, Any]:
-    """The options of a group of matrices."""
+    """Return the options of a group of matrices."""
     made = MomentumExchange([nn.Parameter(torch.zeros(64, 64))], **{"values": "fp32", **options})
     return {**made.param_groups[0], "role": "matrix", "matrix_dims": None}
 
@@ -99,7 +99,7 @@ def test_a_number_that_is_none_is_selected_for_others_to_find() -> None:
 def test_what_was_sent_is_added_as_by_the_operations(
     transform: str, senders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Places that several sent are added up."""
+    """Values of an index that several replicas sent are added."""
     for channel in channels(transform=transform, topk=8):
         sent = [
             channel.kind.section.select(torch.randn(channel.count, channel.kind.section.size, device=DEVICE))
@@ -122,7 +122,7 @@ def test_what_was_sent_is_added_as_by_the_operations(
 @pytest.mark.parametrize("values", ["fp32", "sign", "int4"])
 @pytest.mark.parametrize("transform", ["dct", "none"])
 def test_an_exchange_is_that_of_the_operations(values: str, transform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Momentum and residuals of three steps; one without a gradient for a parameter, and a small one beside it."""
+    """Compare momentum and residuals over three steps; one parameter lacks a gradient once, and one is small."""
     kernels: list[str] = []
     for name in ("select", "add"):
         plain = getattr(fused, name)
@@ -151,7 +151,7 @@ def test_an_exchange_is_that_of_the_operations(values: str, transform: str, monk
     assert not kernels
     for one, other in zip(run((DEVICE,)), plain, strict=True):
         near = torch.isclose(one, other, rtol=1e-3, atol=1e-4)
-        assert near.float().mean() > 0.98  # one of two that are nearly as large may be chosen
+        assert near.float().mean() > 0.98  # of two nearly equal coefficients, either may be chosen
     assert {"select", "add"} == set(kernels)
 
 

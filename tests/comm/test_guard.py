@@ -1,4 +1,4 @@
-"""DistributedDataParallel beside an exchange of momentum."""
+"""Tests of DistributedDataParallel combined with a momentum exchange."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_backward_pass_that_would_reduce_is_refused() -> None:
     try:
         model = DistributedDataParallel(nn.Linear(4, 4))
         refuse_reduction(model)
-        refuse_reduction(model)  # DDP itself takes one hook in its life
+        refuse_reduction(model)  # DDP accepts only one communication hook
         with model.no_sync():
             model(torch.randn(2, 4)).sum().backward()
         assert model.module.weight.grad is not None
@@ -69,7 +69,7 @@ def wrapped_models_are_refused() -> None:
     optimizer, model = demo(net), DistributedDataParallel(net)
     output = model(torch.randn(4, 64)).square().mean()
     with model.no_sync():
-        output.backward()  # the forward pass, which was outside, has decided
+        output.backward()  # the forward pass ran outside of no_sync, and it decides
     refused(optimizer.step)
 
     net = network()
@@ -82,7 +82,7 @@ def wrapped_models_are_refused() -> None:
     optimizer, model = demo(net), DistributedDataParallel(net)
     saved = optimizer.state_dict()
     saved["param_groups"] = [{**group, "steps": 5} for group in saved["param_groups"]]
-    optimizer.load_state_dict(saved)  # a run that goes on
+    optimizer.load_state_dict(saved)  # as in a resumed run
     backward(model)
     refused(optimizer.step)
 
@@ -134,7 +134,7 @@ class Records(logging.Handler):
 
 
 def local_gradients_pass() -> None:
-    """Models in DistributedDataParallel that averages nothing, with other and with the same data."""
+    """DistributedDataParallel without averaging: gradients stay local, with different and with equal data."""
     handler = Records()
     logging.getLogger("scantling").addHandler(handler)
     bare = network()

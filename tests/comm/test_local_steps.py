@@ -1,4 +1,4 @@
-"""Steps between exchanges: DiLoCo and SparseLoCo."""
+"""Tests of DiLoCo and SparseLoCo, which take local steps between exchanges."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_loss_falls_and_bytes_are_sent_now_and_then(kind: str) -> None:
         return losses, sent
 
     losses, sent = together(2, work)[0]
-    assert losses[-1] < 0.85 * losses[0]  # SGD alone comes to 0.80
+    assert losses[-1] < 0.85 * losses[0]  # SGD alone reaches 0.80
     assert [number > 0 for number in sent] == [step % 4 == 3 for step in range(60)]
 
 
@@ -145,7 +145,7 @@ def test_ranks_that_come_down_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
 def test_what_is_frozen_in_between_goes_back_and_stays(kind: str) -> None:
-    """In the midst of local steps, when replicas have moved it apart, and after an exchange with outer momentum."""
+    """A weight frozen during local steps returns to its last exchanged value and stays, despite outer momentum."""
 
     def work(link: ThreadLink) -> list[Tensor]:
         net = copy.deepcopy(START)
@@ -163,7 +163,7 @@ def test_what_is_frozen_in_between_goes_back_and_stays(kind: str) -> None:
 
 
 def test_a_scaler_leaves_out_no_step_that_the_others_count() -> None:
-    """Of an overflow on one replica: its own step is left out, and both meet after as many."""
+    """An overflow on one replica skips its own step; both replicas still exchange after the same number of steps."""
 
     def work(link: ThreadLink) -> tuple[int, list[Tensor]]:
         net = copy.deepcopy(START)

@@ -1,4 +1,4 @@
-"""Replicas that die, are stopped, and come, while the others train on."""
+"""Tests of replicas that die, stop and join while the others train."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.processes import quiet_exit, server
 
 
 class ScriptedManager:
-    """What the exchange asks of a manager of torchft, for one replica, with the outcome of each step written down."""
+    """Replacement of a torchft manager for one replica, with scripted step outcomes."""
 
     def __init__(self, outcomes: list[bool]) -> None:
         self.outcomes, self.applied, self.errors = outcomes, 0, []
@@ -60,7 +60,7 @@ def weights_of(net: nn.Module) -> list[Tensor]:
 
 
 def test_a_step_that_is_not_applied_keeps_its_gradients() -> None:
-    """M <- decay M + g with nothing taken out, no weight moved; the next step applies what all of them add up to."""
+    """M <- decay M + g, nothing is subtracted and no weight changes; the next step applies the accumulated momentum."""
     net = nn.Linear(64, 64, bias=False)
     optimizer = optimizer_of(net, ManagedLink(ScriptedManager([True, False, True]), None), decay=0.9)
     backward(net, 0)
@@ -99,7 +99,7 @@ def test_an_exchange_that_breaks_is_reported_and_left_out(monkeypatch: pytest.Mo
 
 
 def test_gradients_stay_when_a_comparison_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a change of members: the exchange has not begun when the link is found broken."""
+    """After a membership change, the link breaks before the exchange begins."""
     param = nn.Parameter(torch.ones(64, 64))
     link = ManagedLink(ScriptedManager([True, False]), None)
     exchange = sc.MomentumExchange([param], topk=4, decay=0.9, process_group=link)
@@ -173,7 +173,7 @@ def test_a_manager_that_heals_meanwhile_is_refused() -> None:
 
 
 def replica(name: str, address: str, folder: Path, enough: Path, exchange: str) -> None:
-    """Train until a file says that it is enough, then two steps of what the others take too."""
+    """Train until a file tells the replica to end, and reach the step that the file names."""
     import torchft
 
     torch.set_num_threads(1)
@@ -195,7 +195,7 @@ def replica(name: str, address: str, folder: Path, enough: Path, exchange: str) 
         replica_id=f"replica_{name}",
         hostname="127.0.0.1",
     )
-    torch.manual_seed(int(name))  # another one on each: the manager makes them alike
+    torch.manual_seed(int(name))  # a different seed per replica: the manager synchronizes the weights
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     link = ManagedLink(manager, group)
     optimizer = optimizer_of(net, link, exchange=exchange, check_every=5)
@@ -217,7 +217,7 @@ def replica(name: str, address: str, folder: Path, enough: Path, exchange: str) 
 
 
 class Replicas:
-    """Processes of `replica`, and what they have written."""
+    """Processes that run `replica`, and the lines they write."""
 
     def __init__(self, folder: Path, exchange: str) -> None:
         coordination = pytest.importorskip("torchft.coordination")
@@ -238,18 +238,18 @@ class Replicas:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + 240  # starting a process takes a minute on a busy machine
+        until = time.monotonic() + 240  # a process takes up to a minute to start on a busy machine
         while not condition():
             assert time.monotonic() < until, {name: self.lines(name)[-3:] for name in self.processes}
             time.sleep(0.05)
 
     def is_among(self, name: str, size: int, steps: int = 3) -> bool:
-        """Whether a replica took its last steps with so many."""
+        """Return True if a replica took its last steps with this number of replicas."""
         last = self.lines(name)[-steps:]
         return len(last) == steps and all(line["size"] == size for line in last)
 
     def finish(self, names: tuple[str, ...]) -> None:
-        """Let all train to one step, and end; those have the same weights whenever they took the same step."""
+        """Train all replicas to one step and end them; check that replicas with a common step have the same weights."""
         last = max(line["step"] for name in names for line in self.lines(name)) + 30
         (self.folder / "writing").write_text(str(last))
         (self.folder / "writing").rename(self.folder / "enough")
@@ -291,7 +291,7 @@ def test_one_is_killed_and_another_comes(tmp_path: Path, exchange: str) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_one_is_stopped_and_wakes(tmp_path: Path) -> None:
-    """It does not go on alone, and takes what the others have."""
+    """The resumed replica does not train alone and takes over the state of the others."""
     replicas = Replicas(tmp_path, "all_gather")
     try:
         for name in ("0", "1", "2"):

@@ -1,4 +1,4 @@
-"""The exchange of momentum between replicas."""
+"""Tests of the momentum exchange between replicas."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def residuals(made: MomentumExchange, params: list[nn.Parameter]) -> list[Tensor
 @pytest.mark.parametrize("way", ["all_gather", "owner"])
 @pytest.mark.parametrize("values", VALUES)
 def test_nothing_is_lost(size: int, way: str, values: str) -> None:
-    """Without decay: the gradients' mean over replicas, summed over steps, is what was applied and what is left."""
+    """Without decay, the mean gradient over replicas, summed over steps, equals the applied updates plus residuals."""
 
     def work(link: ThreadLink) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         params = params_of()
@@ -157,7 +157,7 @@ def test_other_weights_are_named_with_their_rank() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_after_a_load_replicas_are_compared_again(begun: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """And one that has exchanged before says so, since it may be the only one that loads."""
+    """A replica that has already exchanged logs a warning, because it may be the only one that loads a state."""
 
     def work(link: ThreadLink) -> None:
         params = params_of()
@@ -187,7 +187,7 @@ def test_other_options_are_named_with_their_rank() -> None:
 
 @pytest.fixture
 def unset_precision() -> Iterator[None]:
-    """Whatever other tests of the process have set, by either way of setting it."""
+    """Reset the precision that other tests of the process have set, through both APIs."""
     torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
     yield
     torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
@@ -195,7 +195,7 @@ def unset_precision() -> Iterator[None]:
 
 @pytest.mark.parametrize("module", [torch.backends, torch.backends.cuda.matmul], ids=["all", "matmul"])
 def test_the_precision_of_products_is_read_however_it_was_set(module: Any, unset_precision: None) -> None:
-    """The getter of the older calls raises an error after the newer settings, which transformers uses."""
+    """The getter of the old API raises if the newer settings, which transformers uses, were set."""
     plain = _decoder(torch.device("cuda"))
     assert plain.endswith("fp32 products of precision ieee")
     module.fp32_precision = "tf32"
@@ -337,7 +337,7 @@ def test_divergence_and_averaged_residuals() -> None:
     found = together(4, work)
     for alike, apart, _ in found:
         assert alike == 0.0
-        assert apart == pytest.approx((3 / 4) ** 0.5, rel=0.2)  # independent: all but a quarter is apart
+        assert apart == pytest.approx((3 / 4) ** 0.5, rel=0.2)  # independent residuals: all but a quarter differs
     for _, _, left in found[1:]:
         for one, other in zip(left, found[0][2], strict=True):
             torch.testing.assert_close(one, other)
@@ -355,13 +355,13 @@ def test_what_is_dense_has_long_rows(shape: tuple[int, ...]) -> None:
 def test_dims_given_as_lists_are_those_of_tuples() -> None:
     group = MomentumExchange([nn.Parameter(torch.ones(64, 80))]).param_groups[0]
     found = [kind_and_grid((64, 80), 5120, {**group, "matrix_dims": dims}) for dims in ([[1], [0]], ((1,), (0,)))]
-    assert len(set(found)) == 1  # on a GPU they are keys
+    assert len(set(found)) == 1  # hashable, because they are dictionary keys on a GPU
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("values", VALUES)
 def test_an_exchange_does_the_same_on_every_device_and_every_time(device: str, values: str) -> None:
-    """To the bit on one device; on another where all is selected, so that no near tie decides."""
+    """Bitwise on one device. Across devices, all coefficients are sent, so near ties cannot change the selection."""
 
     def exchanged(device: str, topk: int) -> list[Tensor]:
         params = [nn.Parameter(param.detach().to(device)) for param in params_of()]
@@ -374,14 +374,14 @@ def test_an_exchange_does_the_same_on_every_device_and_every_time(device: str, v
 
     for one, again in zip(exchanged(device, 8), exchanged(device, 8), strict=True):
         assert torch.equal(one, again)
-    if values == "fp32":  # fewer bits may round a coefficient to the neighbouring code
+    if values == "fp32":  # at lower precision, a coefficient may round to the neighboring code
         for one, other in zip(exchanged("cpu", 256), exchanged(device, 256), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_fused_optimizers_step_what_lies_otherwise_in_memory(optimizer: Any) -> None:
-    """They read a gradient in the order in which the numbers of its parameter lie."""
+    """Fused optimizers assume that a gradient has the memory layout of its parameter."""
     generator = torch.Generator().manual_seed(0)
     transposed = torch.randn(128, 96, generator=generator).t()
     last = torch.randn(32, 16, 4, 4, generator=generator).to(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""Messages: what is sealed is unsealed, and what is damaged is refused."""
+"""Tests of message encoding: sealed messages decode unchanged, and damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scantling.errors import PayloadError
 
 OWN = Header(True, 3, 70_000, 1, 0xDEADBEEF)
 ERRORS = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}
-"""Largest error of a number, in parts of the largest of its row."""
+"""Largest error of an element, relative to the largest element of its row."""
 
 
 @pytest.mark.parametrize("values", VALUES)

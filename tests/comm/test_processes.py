@@ -1,4 +1,4 @@
-"""The exchange between processes: bytes over a real group, and replicas of shards."""
+"""Tests of the exchange between processes: bytes over a real group, and replicas made of shards."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def bytes_and_turns() -> None:
 
 
 def beside_the_training() -> None:
-    """Messages go by a thread while gradients, and other collectives, go on."""
+    """Send messages from a thread while the backward pass and other collectives run."""
     rank = dist.get_rank()
     for way in ("all_gather", "owner"):
         net = model()
@@ -90,7 +90,7 @@ def beside_the_training() -> None:
 
 
 def many_steps(way: str, sync_every: int) -> None:
-    """2,000 steps with errors fed back and codes rounded by chance, after any of which replicas may not differ."""
+    """Take 2,000 steps with error feedback and stochastic rounding; replicas stay equal."""
     rank = dist.get_rank()
     net = model()
     options: dict[str, Any] = {"values": "int4", "dense": "sign", "residual": "int8", "check_every": 25}
@@ -108,7 +108,7 @@ def shard(net: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def a_nan_in_a_shard() -> None:
-    """The local step of a replica is left out on all processes that hold its shards."""
+    """A NaN in one shard skips the replica's local step on all processes that hold its shards."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     net = model()
     shard(net, mesh["shard"])
@@ -126,7 +126,7 @@ def a_nan_in_a_shard() -> None:
 
 
 def anchors_of_shards() -> None:
-    """What replicas go back to is numbers, and not a part of the graph of a backward pass."""
+    """Saved anchors of local steps are detached tensors, not part of an autograd graph."""
     net = model()
     shard(net, init_device_mesh("cpu", (1,)))
     optimizer = diloco(torch.optim.SGD(net.parameters(), lr=0.1), sc.param_groups(net), sync_every=2)
@@ -138,7 +138,7 @@ def anchors_of_shards() -> None:
 
 
 def replicas_of_shards() -> None:
-    """Two replicas of two shards, everything sent, against two replicas that each hold all."""
+    """Compare two replicas with two shards each, everything sent, with two unsharded replicas."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     replica = mesh.get_local_rank("replicate")
     options: dict[str, Any] = {"lr": 1e-2, "topk": 4096, "values": "fp32", "dense": "fp32", "update": "identity"}
@@ -158,13 +158,13 @@ def replicas_of_shards() -> None:
     for group in (None, mesh["shard"]):
         with pytest.raises(UserError, match=r"would exchange with each other .* process_group=mesh\['replicate'\]"):
             sc.DeMo(sc.param_groups(sharded), lr=1e-3, process_group=group)
-    if mesh.get_local_rank("shard") == 0:  # in the group of one shard, those of the other have heard of nothing
+    if mesh.get_local_rank("shard") == 0:  # in this shard's group; the other group knows nothing of the failure
         with pytest.raises(SilentPeerError, match="all are still there"), named(mesh["replicate"].get_group()):
             raise RuntimeError("gloo: connection closed")
 
 
 def partial_sums() -> None:
-    """Of a layer whose positions are parted, each process has a part of the gradient, and its weights whole."""
+    """With sequence parallelism, each process has a partial sum of the gradient and full weights."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "tensor"))
     x = torch.randn(6, 4, 33, generator=torch.Generator().manual_seed(0))
     for options in ({}, {"overlap": True}):
@@ -182,7 +182,7 @@ def partial_sums() -> None:
 
 
 class Uneven(nn.Module):
-    """Of the parameters of one row a second shard has nothing."""
+    """Model with one-row parameters, of which a second shard holds nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Uneven(nn.Module):
 
 
 def uneven_shards(options: dict[str, Any]) -> None:
-    """What shards agree on they ask of each other in one order, whatever each of them holds."""
+    """Shards run their collectives in the same order, whatever parameters each of them holds."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     net = Uneven()
@@ -217,7 +217,7 @@ def uneven_shards(options: dict[str, Any]) -> None:
 
 
 def a_shard_of_nothing() -> None:
-    """Whether everything is to travel is found together with a shard that holds no number at all."""
+    """A shard without any elements takes part in the `auto_off` decision."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net = nn.Linear(8192, 1, bias=False)
     fully_shard(net, mesh=mesh["shard"])
@@ -233,7 +233,7 @@ def a_shard_of_nothing() -> None:
 
 
 def goes_on_from_a_distributed_checkpoint(folder: str, sharded: bool, half: int) -> None:
-    """Steps in one go, and half of them with the others after a checkpoint in new objects: the same bits everywhere."""
+    """Resume from a distributed checkpoint in new objects: bitwise equal to uninterrupted steps, on all processes."""
     mesh = init_device_mesh("cpu", (2, 2) if sharded else (2,), mesh_dim_names=("replicate", "shard")[: 1 + sharded])
     replica = mesh.get_local_rank("replicate") if sharded else dist.get_rank()
 
@@ -277,7 +277,7 @@ def test_steps_across_a_distributed_checkpoint(tmp_path: Path, sharded: bool, ha
 
 
 class Tied(nn.Module):
-    """A table that is looked up and multiplied with, and a layer in between."""
+    """An embedding tied to the output layer, with a layer in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class Tied(nn.Module):
 
 
 def tied_and_wrapped() -> None:
-    """Tied weights go once, whether the backward pass sends or the step, and whether DDP is around or not."""
+    """Tied weights are sent once: in the backward pass, in the step, and with or without DDP."""
     rank = dist.get_rank()
     found = []
     for overlap, wrapped in ((False, False), (True, False), (False, True)):
@@ -319,7 +319,7 @@ def tied_and_wrapped() -> None:
 
 
 class Unused(nn.Module):
-    """The second layer serves every other process alone, and the third none."""
+    """Model whose second layer is used by every other process only, and whose third layer is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +396,7 @@ def test_an_exchange_alone_goes_on_from_its_tensors(delay: int) -> None:
 def test_what_travels_is_said_where_nobody_listens(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On stderr without any logging set up, or where it would not show it, and else as a record."""
+    """The message goes to stderr if logging is not set up or would hide it, and to the log otherwise."""
     for handled, shown in ((False, True), (True, False), (True, True)):
         monkeypatch.setattr(logging.Logger, "hasHandlers", lambda _, handled=handled: handled)
         monkeypatch.setattr(logging.Logger, "isEnabledFor", lambda *_, shown=shown: shown)

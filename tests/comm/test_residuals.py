@@ -1,4 +1,4 @@
-"""Residuals in fp32 and in int8."""
+"""Tests of residuals in fp32 and int8."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_bytes_are_as_planned() -> None:
 
 @pytest.mark.parametrize("way", ["all_gather", "owner"])
 def test_what_int8_loses_is_small_and_no_bias(way: str) -> None:
-    """As `test_nothing_is_lost`, with the noise of each rounding: a random walk of steps of a 127th of the largest.
+    """Like `test_nothing_is_lost`, with rounding noise: a random walk with steps of 1/127 of the largest element.
 
-    What travels densely keeps its residual in fp32.
+    Densely exchanged parameters keep fp32 residuals.
     """
 
     def work(link: ThreadLink) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Optimizers with a momentum of their own behind an exchange of momentum."""
+"""Tests of the warning for optimizers with momentum on top of a momentum exchange."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NONE = [
     ("rmsprop", {}),
     ("adagrad", {}),
     ("sign", {}),
-    ("sign", {"betas": (0.9, 0.95)}),  # of vectors
+    ("sign", {"betas": (0.9, 0.95)}),  # these betas are for vectors only
     ("adafactor", {}),
 ]
 
@@ -88,10 +88,10 @@ def test_momentum_of_what_is_exchanged_as_gradient_does_not_warn(caplog: pytest.
     groups = [{"params": large, "betas": (0.0, 0.95)}, {"params": small, "betas": (0.9, 0.95)}]
     steps(model, torch.optim.AdamW(groups, lr=1e-3), sc.MomentumExchange(model.parameters(), topk=8))
     model = network()
-    exchange = sc.MomentumExchange(model.parameters(), decay=0.0)  # no momentum
+    exchange = sc.MomentumExchange(model.parameters(), decay=0.0)  # without momentum
     steps(model, torch.optim.AdamW(model.parameters(), lr=1e-3), exchange)
     model = network()
-    steps(model, torch.optim.AdamW(model.parameters(), lr=1e-3), None)  # another model, whose gradients are gradients
+    steps(model, torch.optim.AdamW(model.parameters(), lr=1e-3), None)  # a different model with plain gradients
     local = diloco(torch.optim.AdamW(model.parameters(), lr=1e-3), sc.param_groups(model), sync_every=2)
     steps(model, local, None)
     model = network()
@@ -111,7 +111,7 @@ def test_the_optimizer_of_matrices_is_found_among_several(caplog: pytest.LogCapt
         exchange.exchange()
         first.step()
         second.step()
-    assert WARNING not in caplog.text  # the second has small matrices only
+    assert WARNING not in caplog.text  # the second model has small matrices only
     model[2] = nn.Linear(16, 512)
     exchange = sc.MomentumExchange(model.parameters(), topk=8)
     second = torch.optim.AdamW(model[2].parameters(), lr=1e-3)
@@ -153,7 +153,7 @@ def test_recipe_with_demo_has_one_momentum_by_default(
         param.numel(): group.get(key) for group in groups for param in group["params"] if group["role"] == "matrix"
     }
     assert found[64 * 128] == matrices
-    assert found[128 * 16] == others  # too small for blocks: exchanged as a gradient
+    assert found[128 * 16] == others  # too small for blocks, so exchanged as a gradient
     rest = [group for group in groups if group["role"] != "matrix"]
     assert rest
     if key == "betas":
@@ -191,7 +191,7 @@ def test_run_with_demo_says_so_and_keeps_the_planned_state(
 
 def test_a_dropped_exchange_takes_no_new_parameters_for_its_own(caplog: pytest.LogCaptureFixture) -> None:
     dropped = MomentumWatch([nn.Parameter(torch.zeros(64, 64)) for _ in range(50)])
-    fresh = [nn.Parameter(torch.ones(64, 64)) for _ in range(50)]  # with the ids of dropped ones
+    fresh = [nn.Parameter(torch.ones(64, 64)) for _ in range(50)]  # their ids may be those of freed parameters
     for param in fresh:
         param.grad = torch.ones(64, 64)
     build_optimizer("sgd", fresh, lr=0.1, momentum=0.9).step()

@@ -1,4 +1,4 @@
-"""What is looked for in gradients before they travel."""
+"""Tests of the check for non-finite gradients before an exchange."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scantling.comm.shards import all_finite
 
 
 def test_a_wide_dtype_beside_it_does_not_narrow_the_norm_of_another() -> None:
-    """The norm of these numbers is beyond what fp16 holds."""
+    """The norm of the fp16 values exceeds the range of fp16."""
     values = [torch.full((64, 64), 6e4, dtype=torch.float16), torch.ones(3, dtype=torch.float64)]
     assert all_finite(values)
     assert not all_finite([*values, torch.tensor([torch.inf])])

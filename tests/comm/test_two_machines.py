@@ -1,4 +1,4 @@
-"""The how-to for two machines, followed to the letter in two network namespaces."""
+"""Test of the how-to for two machines, followed literally in two network namespaces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 
 
 def commands() -> list[str]:
-    """What the how-to says to run on the first and on the second machine."""
+    """Return the commands of the how-to for the first and the second machine."""
     text = (ROOT / "docs" / "network.md").read_text(encoding="utf-8")
     how_to = text[text.index("## Two machines over the internet") :]
     return [line.strip() for line in how_to.splitlines() if line.strip().startswith("torchrun --nnodes 2 ")]

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test has a cache of its own."""
+    """Give each test its own cache."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("SCANTLING_CACHE", str(folder))
     return folder

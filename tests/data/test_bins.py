@@ -1,4 +1,4 @@
-"""Files of token ids that were made elsewhere."""
+"""Tests of token-id files made by other programs."""
 
 from __future__ import annotations
 

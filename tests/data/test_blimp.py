@@ -1,4 +1,4 @@
-"""Files of minimal pairs."""
+"""Tests of minimal-pair files."""
 
 from __future__ import annotations
 

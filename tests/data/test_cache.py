@@ -1,4 +1,4 @@
-"""Entries of the cache are whole or made again, and made once however many processes want them."""
+"""Tests of the cache: entries are complete or rebuilt, and built once even if several processes need them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_failure_and_kill_leave_nothing_that_counts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="bad input"):
         Cache(tmp_path).get("kind", "key", fail)
     assert {path.name for path in tmp_path.glob("kind/*")} == {"key.lock"}
-    (tmp_path / "kind" / "key.tmp").mkdir()  # as a killed process leaves it
+    (tmp_path / "kind" / "key.tmp").mkdir()  # left by a killed process
     (tmp_path / "kind" / "key.tmp" / "old").write_text("half")
     entry = Cache(tmp_path).get("kind", "key", make)
     assert {path.name for path in entry.path.iterdir()} == {"data", "meta.json"}

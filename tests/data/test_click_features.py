@@ -1,4 +1,4 @@
-"""Numbers and ids: fitted to the training rows alone, the same for new rows, kept on disk."""
+"""Tests of click features: fitted to the training rows only, equal for new rows, kept on disk."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_validation_rows_that_are_trained_on_are_warned_of(path: str, caplog: py
 def test_moments_are_those_of_the_training_rows(
     path: str, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In several chunks, whose moments are put together."""
+    """The moments are combined from several chunks."""
     monkeypatch.setattr(click_features, "CHUNK", 64)
     ready = prepared(path, heldout=0.3)
     train = np.array([[rows[n][name] or np.nan for name in ("price", "age")] for n in numbers(ready)[0]], np.float64)
-    # prices are kept in fp32
+    # prices are stored in fp32
     np.testing.assert_allclose(ready.features.means, np.nanmean(train, axis=0), rtol=1e-6)
     np.testing.assert_allclose(ready.features.deviations, np.nanstd(train, axis=0), rtol=1e-6)
     scaled = ready.features.scaled(ready.store.take(np.array(numbers(ready)[0])).numbers)
@@ -132,7 +132,7 @@ def test_saved_features_make_the_same_inputs_of_new_rows(tmp_path: Path, path: s
     inputs = loaded(columns)
     stored = ready.store.take(slice(0, 1000))
     np.testing.assert_array_equal(inputs["categorical"].numpy(), ready.features.ids(stored.keys))
-    # stored numbers are in fp32, those given here in fp64
+    # stored values are in fp32, the given ones in fp64
     np.testing.assert_allclose(inputs["numeric"].numpy(), ready.features.scaled(stored.numbers), rtol=1e-5, atol=1e-6)
     with pytest.raises(UserError, match="no column 'age'; the model needs price, age, user, shop"):
         loaded({"price": [1]})

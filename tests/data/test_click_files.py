@@ -1,4 +1,4 @@
-"""Reading click logs: three layouts give the same rows, and what is wrong is named with its place."""
+"""Tests of reading click logs: three layouts give the same rows, and errors name their location."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = {"label": "clicked", "numeric": ["price", "age"], "categorical": ["use
 
 
 def read(**data: Any) -> Block:
-    """All rows of a click log as one block."""
+    """Return all rows of a click log as one block."""
     blocks = list(click_files(DataSection(**data)).blocks())
     joined = (np.concatenate([getattr(block, name) for block in blocks]) for name in Block._fields[:3])
     return Block(*joined, sum(block.unlabelled for block in blocks))
@@ -40,7 +40,7 @@ def test_csv_and_parquet_give_the_same_rows(tmp_path: Path) -> None:
     text = read(csv=str(write_csv(tmp_path / "a.csv", rows)), clicks=COLUMNS)
     table = arrow.table({name: [row[name] for row in rows] for name in rows[0]})
     parquet.write_table(table, tmp_path / "a.parquet")
-    whole = table.set_column(4, "shop", table["shop"].cast(arrow.float64()))  # as pandas makes of ints with gaps
+    whole = table.set_column(4, "shop", table["shop"].cast(arrow.float64()))  # as pandas stores integers with gaps
     parquet.write_table(whole, tmp_path / "b.parquet")
     for name in ("a.parquet", "b.parquet"):
         columns = read(parquet=str(tmp_path / name), clicks=COLUMNS)
@@ -79,7 +79,7 @@ def test_criteo_layout(tmp_path: Path) -> None:
 
 
 def test_hashes_are_the_same_everywhere() -> None:
-    """Pinned: tables of a saved model would mean something else if they changed."""
+    """Pinned values: if hashes changed, the tables of saved models would be wrong."""
     assert category_keys(["68fd1e64", "u1", ""]) == [
         16152645408540456209,
         15378189911849802130,

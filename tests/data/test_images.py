@@ -1,4 +1,4 @@
-"""Images from folders, arrays and datasets: what they become, how they are split, and what is refused."""
+"""Tests of images from folders, arrays and data sets: conversion, splits, and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prepared(**data: Any) -> PreparedImages:
 
 
 def write_folder(root: Path, count: int = 60) -> Path:
-    """A folder of images for each class, one of them deeper, and files that are no images."""
+    """Write a folder of images per class, one of them nested, and some files that are not images."""
     for number, (pixels, label) in enumerate(zip(*image_arrays(count), strict=True)):
         folder = root / label / ("deeper" if number == 0 else "")
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,11 +64,11 @@ def test_equal_images_are_on_one_side(tmp_path: Path) -> None:
 
 
 def test_images_are_resized_and_converted(tmp_path: Path) -> None:
-    """Turned by their EXIF data too: the red row on top of the file is a column."""
+    """EXIF orientation is applied too: the red row at the top of the file becomes a column."""
     pixels = np.zeros((6, 10, 3), dtype=np.uint8)
     pixels[0, :, 0] = 255
     exif = Image.Exif()
-    exif[0x0112] = 6  # the file's top is at the right
+    exif[0x0112] = 6  # the file's top edge is on the right
     for label in ("a", "b"):
         (tmp_path / label).mkdir()
         Image.fromarray(pixels).save(tmp_path / label / "i.png", exif=exif)
@@ -171,7 +171,7 @@ def test_numbers_as_labels_are_ordered_as_numbers(tmp_path: Path) -> None:
 def test_images_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_npz(tmp_path / "i.npz", 30)
     first = prepared(images=str(path))
-    monkeypatch.setattr(images_module, "pixels_of", None)  # whatever decodes now fails
+    monkeypatch.setattr(images_module, "pixels_of", None)  # any decoding now fails
     assert prepared(images=str(path)).info == first.info
     with pytest.raises(TypeError):
         prepared(images=str(path), image_size=4)

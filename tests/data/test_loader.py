@@ -1,4 +1,4 @@
-"""The batches of a run do not depend on processes, workers, micro-batches, or on where it was resumed."""
+"""Tests of batches: independent of processes, workers, micro-batches, and of where a run was resumed."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_workers_made_ahead_is_not_in_the_state() -> None:
         state = source.state_dict()
         assert (state["epoch"], state["index"]) == divmod(40, 37)
         source.next_step()
-        source.load_state_dict(state)  # an open source can go back
+        source.load_state_dict(state)  # an open source can be rewound
         assert step(source) == wanted[5]
         assert source.state_dict()["index"] == state["index"] + 8
 
@@ -131,7 +131,7 @@ def test_errors_of_workers_are_raised() -> None:
 
 
 def test_workers_that_are_left_end_with_their_parent_and_with_no_other_signal() -> None:
-    """An error may keep a source alive until the process exits, which then waits for its workers."""
+    """After an error, a source may stay alive until the process exits, which then waits for its workers."""
     script = textwrap.dedent(
         """
         import os, signal, time

@@ -1,4 +1,4 @@
-"""Windows over streams, and the boundaries of documents in them."""
+"""Tests of windows over streams and of document boundaries in them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_token_but_the_first_is_a_target_once(
     for index in range(len(windows)):
         window = windows[index]
         assert window.dtype == np.int64
-        assert np.array_equal(window, np.arange(window[0], window[0] + len(window)))  # none crosses two streams
+        assert np.array_equal(window, np.arange(window[0], window[0] + len(window)))  # no window crosses two streams
         assert len(window) == seq_len + 1 or (partial and 2 <= len(window) <= seq_len)
         targets += window[1:].tolist()
     wanted = []

@@ -1,4 +1,4 @@
-"""One document alone: its end is held out. Folders as sources."""
+"""Tests of held-out data from a single document (its end), and of folders as sources."""
 
 from __future__ import annotations
 
@@ -113,6 +113,9 @@ def test_no_character_is_lost_at_a_cut(pieces: list[str], share: float) -> None:
 def test_what_is_too_short_or_not_plain_text_is_still_refused(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("a")
     with pytest.raises(UserError, match="nothing can be held out of one document"):
+        prepare(DataSection(text=str(tmp_path / "one.txt")), seed=0)
+    (tmp_path / "one.txt").write_text("a few words" + "\n" * 9)
+    with pytest.raises(UserError, match=r"one\.txt \(the end\): the corpus is empty.*another share in data\.heldout"):
         prepare(DataSection(text=str(tmp_path / "one.txt")), seed=0)
     rows = json.dumps({"text": "a long text", "label": "x"}) + "\n"
     (tmp_path / "one.jsonl").write_text(rows)

@@ -1,4 +1,4 @@
-"""From a recipe's section to tokenised documents: content, splits, caching, faults."""
+"""Tests from a recipe's data section to tokenized documents: content, splits, caching, errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LABELS = ["no", "yes", "maybe"]
 
 
 def texts_of(store: TokenStore, prepared: Prepared) -> list[str]:
-    """The documents of a stream."""
+    """Return the documents of a stream."""
     eos = prepared.tokenizer.eos_id
     assert store.tokens[0] == eos
     begins = [1, *store.ends[:-1]]
@@ -41,7 +41,7 @@ def texts_of(store: TokenStore, prepared: Prepared) -> list[str]:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> tuple[list[str], DataSection]:
-    """40 documents in one compressed file."""
+    """Write 40 documents into one compressed file."""
     texts = [f"document {number} " + "the cat sat on the mat. é\n" * (number % 7 + 1) for number in range(40)]
     path = tmp_path / "corpus.txt.xz"
     path.write_bytes(lzma.compress("".join(f"#doc\n{text}" for text in texts).encode()))
@@ -62,7 +62,7 @@ def test_every_document_is_on_one_side_unchanged(corpus: tuple[list[str], DataSe
     train, heldout = texts_of(prepared.train, prepared), texts_of(prepared.heldout, prepared)
     assert len(heldout) == 4
     assert sorted(train + heldout) == sorted(texts)
-    assert [text for text in texts if text in set(train)] == train  # the order of the source
+    assert [text for text in texts if text in set(train)] == train  # in the order of the source
     assert prepared.train.num_bytes == sum(len(text.encode()) for text in train)
     assert prepared.info["heldout"] == {
         "documents": 4,
@@ -99,7 +99,7 @@ def test_second_time_comes_from_the_cache(
     assert again.info == first.info
     assert again.train.tokens[:].tolist() == first.train.tokens[:].tolist()
     with pytest.raises(AssertionError):
-        prepare(section, seed=1)  # other documents are held out
+        prepare(section, seed=1)  # holds out other documents
 
 
 def test_moved_files_keep_their_entry(corpus: tuple[list[str], DataSection], tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_mapped_arrays_travel_as_paths(tmp_path: Path) -> None:
 
 
 def test_memory_stays_bounded(tmp_path: Path) -> None:
-    """Tokenising 60 MB takes far less than 60 MB."""
+    """Tokenizing 60 MB takes far less memory than 60 MB."""
     import tracemalloc
 
     path = tmp_path / "big.txt"

@@ -1,4 +1,4 @@
-"""Progress is shown once work takes long: a bar on a terminal, plain lines elsewhere."""
+"""Tests of progress output for long work: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

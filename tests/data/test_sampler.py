@@ -1,4 +1,4 @@
-"""The order of the samples: every sample once an epoch, from (seed, epoch) alone, resumable anywhere."""
+"""Tests of the sample order: every sample once per epoch, a function of (seed, epoch), resumable anywhere."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_order_is_the_same_for_ever() -> None:
-    """Resuming depends on it: these numbers must not change with versions of anything."""
+    """Resuming depends on the order, so these numbers must not change with any version."""
     assert mix64([0, 1], 0).tolist() == [16294208416658607535, 10451216379200822465]  # first outputs of seeds 0 and 1
     assert permutation(8, 1).tolist() == [2, 4, 6, 5, 0, 3, 7, 1]
     for batch_size in (1, 4):

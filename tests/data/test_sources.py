@@ -1,4 +1,4 @@
-"""What each source gives, and the one clear message for each fault."""
+"""Tests of every data source, and of one clear error for each fault."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refusal(**section: Any) -> str:
 
 
 def whole(found: list[Piece]) -> list[str]:
-    """Documents put together from their pieces."""
+    """Join the pieces of documents."""
     texts, text = [], ""
     for piece in found:
         text += piece.text
@@ -87,7 +87,7 @@ def test_long_document_comes_in_pieces_and_loses_nothing(tmp_path: Path, monkeyp
     assert len(found) > 2
     assert whole(found) == [text]
     assert all(piece.text.endswith("\n") for piece in found[:-1])
-    (tmp_path / "b.txt").write_text("é" * (2 * CHUNK), encoding="utf-8")  # no newline to cut at
+    (tmp_path / "b.txt").write_text("é" * (2 * CHUNK), encoding="utf-8")  # no newline at which to split
     assert whole(pieces(text=str(tmp_path / "b.txt"))) == ["é" * (2 * CHUNK)]
 
 
@@ -156,7 +156,7 @@ def test_parquet_and_datasets(tmp_path: Path) -> None:
     data.save_to_disk(str(tmp_path / "saved"))
     datasets.DatasetDict({"dev": data}).save_to_disk(str(tmp_path / "dict"))
     data.to_parquet(str(tmp_path / "a.parquet"))
-    named = [("a", "x", "yes"), ("b", "y", "no")]  # -1 is a row without a label
+    named = [("a", "x", "yes"), ("b", "y", "no")]  # -1 marks a row without a label
     for section in ({"hf": str(tmp_path / "saved")}, {"hf": str(tmp_path / "dict"), "hf_split": "dev"}):
         assert [(p.text, p.pair, p.label) for p in pieces(**section, fields=NLI)] == named
     plain = pieces(parquet=str(tmp_path / "*.parquet"), fields=NLI)
@@ -193,7 +193,7 @@ def test_datasets_saved_with_a_format(tmp_path: Path, kind: str | None, columns:
 def test_datasets_saved_with_the_format_of_a_missing_library(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a machine with the library has written them."""
+    """Data sets were saved by a machine that had the library."""
     import datasets
     from datasets import formatting
 
@@ -405,7 +405,7 @@ def test_scan_describes_documents(tmp_path: Path) -> None:
     assert found.labels.tolist() == [0, 1, 1, 1]
     assert found.label_names == ["yes", "no"]
     assert found.label_places == [f"{path}:1", f"{path}:2"]
-    assert found.digests[0] == found.digests[2]  # same texts, so on the same side, whatever the label
+    assert found.digests[0] == found.digests[2]  # equal texts are on the same side, whatever their label
     assert len(set(found.digests.tolist())) == 3
 
 

@@ -1,4 +1,4 @@
-"""The held-out split is by document, by content, and reproducible."""
+"""Tests of the held-out split: by document, by content, reproducible."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_max_bytes_takes_whole_documents_within_the_budget(sizes: list[int], bud
     other_seed = split(scan, heldout=0, max_bytes=budget, seed=1, name="x") == TRAIN
     assert used.tolist() == other_seed.tolist()
     more = split(scan, heldout=0, max_bytes=budget + 40, seed=0, name="x") == TRAIN
-    assert (more | ~used).all()  # a larger budget keeps what a smaller one had
+    assert (more | ~used).all()  # a larger budget keeps the documents of a smaller one
 
 
 @pytest.mark.parametrize("budget", [None, 12])

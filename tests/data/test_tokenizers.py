@@ -1,4 +1,4 @@
-"""Tokenizers: what goes in comes out, and what is saved gives equal ids."""
+"""Tests of tokenizers: decoding inverts encoding, and a saved tokenizer gives equal ids."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def small_bpe(*, wrap: bool = False) -> FastTokenizer:
 
 
 def joined(tokenizer: Tokenizer, text: str, pair: str | None, max_len: int) -> tuple[Ids, Ids]:
-    """Ids and token types of a text or a pair, with special tokens."""
+    """Return ids and token types of a text or a pair, with special tokens."""
     ids = tokenizer.encode_batch([text] if pair is None else [text, pair])
     return tokenizer.join(ids[0], None if pair is None else ids[1], max_len)
 
 
 def wordpiece(folder: Path, **changes: Any) -> Path:
-    """A BERT-style tokenizer folder as Hugging Face writes it."""
+    """Write a BERT-style tokenizer folder as Hugging Face writes it."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -185,7 +185,7 @@ def test_stored_truncation_and_padding_are_off(tmp_path: Path) -> None:
 
 
 def test_special_tokens_in_a_text() -> None:
-    """In our own tokenizers they are text; in those of others they are what they always are."""
+    """In our own tokenizers, special tokens in a text are plain text; in other tokenizers they are special."""
     made = small_bpe()
     assert not set(made.encode_batch(["<|endoftext|><|mask|>"])[0].tolist()) & made.special_ids
 

@@ -1,4 +1,4 @@
-"""An exchange of momentum in the Trainer of transformers."""
+"""Tests of a momentum exchange in the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_resume_is_bitwise_on_one_process(tmp_path: Path) -> None:
 
 
 def separate_folders(folder: Path) -> None:
-    """Each process with an output folder of its own, as on machines without a shared file system."""
+    """Run each process with a private output folder, as on machines without a shared file system."""
     made, callback = trainer(folder / f"machine{dist.get_rank()}")
     with pytest.raises(UserError, match=r"do not share the output_dir .* save_on_each_node=True"):
         made.train()
@@ -108,7 +108,7 @@ def test_a_trainer_may_train_twice(tmp_path: Path) -> None:
 
 
 def test_what_is_compiled_averages_nothing_either(tmp_path: Path) -> None:
-    """The Trainer compiles what DistributedDataParallel has wrapped."""
+    """The Trainer compiles the model that DistributedDataParallel has wrapped."""
     _, callback = trainer(tmp_path)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""Ranks that come down in the Trainer of transformers."""
+"""Tests of rank reduction in the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_small_model_is_saved_and_loads_exactly(tmp_path: Path) -> None:
 
 
 def test_the_price_is_counted_once_for_each_update(tmp_path: Path) -> None:
-    """Four micro-batches, one price: the controls' gradient is that of the data plus that of the price alone."""
+    """Four micro-batches, one price: the gates' gradient is that of the data plus that of the price, once."""
     made, adapter = trainer(tmp_path, steps=1, schedule="controlled", price=7.0)
     control = next(layer.controls[0] for layer in adapter.layers.values() if layer.controls is not None)
     seen: list[torch.Tensor] = []
@@ -83,7 +83,7 @@ def test_the_price_is_counted_once_for_each_update(tmp_path: Path) -> None:
 
 
 def train_in_parts(folder: Path) -> None:
-    """Two micro-batches on each of two processes; what comes of it is written by the first one."""
+    """Train two micro-batches on each of two processes; every process writes its result."""
     made, adapter = trainer(folder, accumulation=2)
     made.train()
     values = {name: value.detach() for name, value in made.model.named_parameters()}
@@ -126,7 +126,7 @@ def test_a_late_stage_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_trainers_own_optimizer_brings_the_ranks_down_and_is_evaluated_as_it_is(tmp_path: Path) -> None:
-    """It is AdamW, fused, which leaves no trace in version counters."""
+    """Its optimizer is fused AdamW, which leaves no trace in version counters."""
     made, adapter = trainer(tmp_path)
     made.optimizer_cls_and_kwargs = None
     made.eval_dataset = made.train_dataset

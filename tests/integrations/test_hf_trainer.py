@@ -1,4 +1,4 @@
-"""CAME inside the Trainer of transformers."""
+"""Tests of CAME inside the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_model_in_few_bits_resumes_bitwise_and_saves_its_own_weights(tmp_path:
 
 
 def test_a_run_that_was_stopped_is_the_same_run(tmp_path: Path) -> None:
-    """Three steps of six, then a new Trainer that goes on; the schedule is that of six."""
+    """Train three steps of six, then resume in a new Trainer; the schedule covers six steps."""
     pair = sc.hf.came(lr=1e-2, **OPTIONS["fp32"])
     straight = trainer(tmp_path / "straight", pair)
     straight.train()
@@ -163,7 +163,7 @@ def test_groups_are_those_of_param_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_prepare_keeps_the_dtypes_of_the_state(case: str) -> None:
-    """Accelerate puts a state through `load_state_dict`, empty and full."""
+    """Accelerate passes an empty and a full state through `load_state_dict`."""
     from accelerate import Accelerator
 
     net = model(torch.bfloat16 if "bf16" in case else torch.float32)
@@ -232,7 +232,7 @@ def test_t5_with_a_rate_of_its_embeddings(tmp_path: Path) -> None:
 
 
 def test_arguments_are_those_of_came() -> None:
-    """Same names and defaults, but that `lr` has to be given, and rates of some parameters."""
+    """Names and defaults are equal, except that `lr` is required and some parameters have their own rates."""
     ours, theirs = (inspect.signature(each).parameters for each in (sc.hf.came, sc.CAME))
     assert {name: p.default for name, p in ours.items() if name not in ("lr", *RATES)} == {
         name: p.default for name, p in theirs.items() if name not in ("params", "lr")

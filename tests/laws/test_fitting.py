@@ -1,4 +1,4 @@
-"""Fits: constants come back from runs made from them, intervals cover, and what runs do not tell is said."""
+"""Tests of the fits: they recover true constants, intervals cover them, and unidentifiable constants are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHINCHILLA = ChinchillaLaw.published()
 
 @pytest.fixture(scope="module")
 def epoch(data_folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """N, D and loss of Chinchilla's figure 4, all 245 points, by tokens a parameter."""
+    """Return N, D and loss of all 245 points of Chinchilla's figure 4, ordered by tokens per parameter."""
     table = np.genfromtxt(
         data_folder / "scaling" / "epoch_chinchilla_fig4.csv", delimiter=",", names=True, comments=None
     )
@@ -37,7 +37,7 @@ def golden(epoch: tuple[np.ndarray, ...]) -> Fit:
 
 
 def test_a_law_of_ones_own_is_fitted_by_every_way() -> None:
-    """Whose file is all that it takes."""
+    """A custom law needs only its class definition."""
 
     class Mine(ChinchillaLaw):
         name = "mine"
@@ -52,7 +52,7 @@ def test_a_law_of_ones_own_is_fitted_by_every_way() -> None:
 
 
 def test_epochs_refit_to_four_figures(golden: Fit) -> None:
-    """The notebook's own best: 477.84, 2143.86, 1.81724, 0.34731, 0.36718 at 1.0182740e-3."""
+    """The notebook's own optimum: 477.84, 2143.86, 1.81724, 0.34731, 0.36718 at 1.0182740e-3."""
     assert golden.objective == pytest.approx(1.0182740e-3, rel=1e-7)
     assert golden.objective <= 1.0182740179e-3
     assert pytest.approx(477.8, abs=0.05) == golden.A
@@ -80,7 +80,7 @@ def test_epochs_intervals_by_4000_bootstraps(golden: Fit) -> None:
 
 
 def _compare_intervals(found: dict[str, tuple[float, float]], tolerance: float) -> None:
-    """Ends within a share of the half-width: theirs are of another search, which does not end at the minimum."""
+    """Compare interval ends within a share of the half-width: the reference search does not end at the minimum."""
     published = {"A": (285, 744), "B": (1042, 5810), "E": (1.769, 1.871), "alpha": (0.317, 0.373)}
     published["beta"] = (0.331, 0.415)
     for name, ends in published.items():
@@ -113,7 +113,7 @@ LAWS: list[tuple[Law, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("law", "values"), LAWS, ids=[law.name for law, _ in LAWS])
 def test_every_law_comes_back_from_its_own_losses(law: Law, values: dict[str, Any]) -> None:
-    """No noise; what the fit holds by default is held at its value."""
+    """Without noise, every constant is recovered; constants that the fit fixes by default keep their value."""
     grid = small_grid()
     draw = np.random.default_rng(0)
     repeated = {name: np.repeat(column, 12) for name, column in grid.items()}
@@ -139,7 +139,7 @@ def _losses(law: Law, grid: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_recovery_at_a_tenth_of_a_percent() -> None:
-    """The paper's grid and constants: gammas within 5, 5 and 10 %, the best bits within 0.3."""
+    """On the paper's grid and constants: gammas within 5, 5 and 10 %, the best bits within 0.3."""
     fitted = sc.laws.fit(simulate(KUMAR, kumar_grid(), noise=0.001, seed=1), "kumar", tie=TIED)
     for name, tolerance in zip(GAMMAS, (0.05, 0.05, 0.10), strict=True):
         assert getattr(fitted, name) == pytest.approx(getattr(KUMAR, name), rel=tolerance)
@@ -148,7 +148,7 @@ def test_recovery_at_a_tenth_of_a_percent() -> None:
 
 
 def test_at_one_percent_the_kv_cache_is_not_identified() -> None:
-    """Least squares at best leaves errors of 8, 5 and 28 % there."""
+    """Even optimal least squares leaves errors of 8, 5 and 28 % here."""
     fitted = sc.laws.fit(simulate(KUMAR, kumar_grid(), noise=0.01), "kumar", base=base_of(KUMAR))
     assert {"gamma_kv", "n_kv"} <= set(fitted.unidentified)
     assert not {"gamma_w", "gamma_a"} & set(fitted.unidentified)
@@ -159,7 +159,7 @@ def test_at_one_percent_the_kv_cache_is_not_identified() -> None:
 
 
 def test_intervals_cover_at_one_percent() -> None:
-    """Of 8 seeds, each gamma in 6 at least: fewer would be seen once in 170 times at 95 %."""
+    """For each gamma, at least 6 of 8 seeds are covered; at 95 %, fewer would happen once in 170 times."""
     for name, count in _covered(8, samples=30).items():
         assert count >= 6, name
 
@@ -172,7 +172,7 @@ def test_intervals_cover_in_nine_of_ten_of_200_seeds() -> None:
 
 
 def _covered(seeds: int, samples: int) -> dict[str, int]:
-    """In how many seeds the intervals hold the constants that the runs were made from."""
+    """Count the seeds whose intervals contain the true constants."""
     found = dict.fromkeys(GAMMAS, 0)
     for seed in range(seeds):
         runs = simulate(KUMAR, kumar_grid(), noise=0.01, seed=seed)
@@ -197,10 +197,11 @@ def quest(data_folder: Path) -> list[dict[str, str]]:
 
 
 def test_quest_sizes_are_predicted_from_the_others(quest: list[dict[str, str]]) -> None:
-    """Weights and activations at 2 to 16 bits, on the base that Quartet published: at most 0.5 % in the mean.
+    """Weights and activations at 2 to 16 bits, on Quartet's published base: the mean error is at most 0.5 %.
 
-    43 runs with Hadamard rotations, 20 without, 16 of weights alone; those at 1 bit, in FP4 and with 4 of 8 weights set
-    to 0, 20 of 91, are in none of them. Single sizes are up to 0.71 % off, single runs 2.4 %.
+    The runs are 43 with Hadamard rotations, 20 without, and 16 with quantized weights only. The tests leave out 20 of
+    91 runs: those at 1 bit, in FP4, and with 4 of 8 weights set to 0. Single sizes are off by up to 0.71 %, single runs
+    by 2.4 %.
     """
     quartet = ChinchillaLaw.published("quartet")
     both = [run for run in quest if {run["w_quant"], run["a_quant"]} <= {*HADAMARD, "NoQuantizer"}]
@@ -214,12 +215,12 @@ def test_quest_sizes_are_predicted_from_the_others(quest: list[dict[str, str]]) 
         held_out = fitted.hold_out()
         assert len(held_out.errors) == 4, name
         assert held_out.mean <= 0.005, name
-        assert fitted.gamma_w == pytest.approx(gamma, rel=0.05), name  # of the same runs and larger ones
+        assert fitted.gamma_w == pytest.approx(gamma, rel=0.05), name  # from the same runs and larger ones
         assert fitted.unidentified == {}, name
 
 
 def test_quest_alone_does_not_tell_its_base(quest: list[dict[str, str]]) -> None:
-    """N and D are nearly collinear: E runs to 0 and alpha to 0.06, in the authors' own fit, too."""
+    """N and D are nearly collinear: E goes to 0 and alpha to 0.06, as in the authors' own fit."""
     runs = [run for run in quest if {run["w_quant"], run["a_quant"]} <= {*HADAMARD, "NoQuantizer"}]
     fitted = sc.laws.fit(runs, "kumar", columns=QUEST, tie=SHARED)
     assert {"E", "alpha", "beta"} <= set(fitted.unidentified)
@@ -229,7 +230,7 @@ def test_quest_alone_does_not_tell_its_base(quest: list[dict[str, str]]) -> None
 
 
 def test_a_profile_rises_to_both_sides(quest: list[dict[str, str]]) -> None:
-    """The valley of these runs bends, and a search that leaves it ends elsewhere."""
+    """The valley of these runs is curved, and a search that leaves it ends elsewhere."""
     both = [run for run in quest if {run["w_quant"], run["a_quant"]} <= {*HADAMARD, "NoQuantizer"}]
     runs = [run for run in both if run["w_bits"] == run["a_bits"]]
     fitted = sc.laws.fit(runs, "kumar", columns=QUEST, tie={"beta": "alpha", **SHARED})
@@ -241,7 +242,7 @@ def test_a_profile_rises_to_both_sides(quest: list[dict[str, str]]) -> None:
 
 
 def test_quests_schemes_as_efficiencies(quest: list[dict[str, str]]) -> None:
-    """On Quartet's base 0.700, 0.442 and 0.187 at 4, 3 and 2 bits, larger runs among them."""
+    """On Quartet's base, with larger runs included: 0.700, 0.442 and 0.187 at 4, 3 and 2 bits."""
     runs = [run for run in quest if run["w_quant"] in HADAMARD and run["w_bits"] == run["a_bits"]]
     runs = [{**run, "scheme": f"w{run['w_bits']}"} for run in runs]
     sizes = {name: QUEST[name] for name in ("N", "D")}
@@ -251,7 +252,7 @@ def test_quests_schemes_as_efficiencies(quest: list[dict[str, str]]) -> None:
 
 
 def test_two_stages_are_a_base_and_what_it_lacks() -> None:
-    """A base from unquantised runs; the parts on it; quantisation after training on both."""
+    """Fit a base to unquantized runs, the parts on top of it, and quantization after training on top of both."""
     world = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
     grid = kumar_grid()
     runs = simulate(world, grid)
@@ -279,7 +280,7 @@ def test_both_stages_are_fitted_to_one_table() -> None:
 
 
 def test_a_fitted_base_is_fitted_anew_without_the_size_that_is_left_out() -> None:
-    """As one who has not seen the size would do it, stage by stage; a base that is given stays."""
+    """Each stage is refitted without the held-out size; a given base stays unchanged."""
     grid = {name: np.tile(column, 3) for name, column in small_grid().items()}
     bits = {"weights": np.repeat([np.inf, 4.0, 6.0], 20)}
     others = dict.fromkeys(("activations", "kv_cache"), np.full(60, np.inf))
@@ -362,7 +363,7 @@ def test_what_is_not_identified_is_printed_nowhere() -> None:
 
 
 def test_what_refits_take_out_of_the_range_of_floats_is_infinite() -> None:
-    """Some draws give a beta of 69, and B is of tokens^69."""
+    """Some bootstrap draws give a beta of 69, and B is proportional to tokens^69."""
     draw = np.random.default_rng(0)
     N = draw.choice([1e9, 1.2e9, 1.5e9, 2e9], 14)
     D = draw.choice([1e10, 1.3e10, 1.6e10, 2e10], 14)
@@ -397,7 +398,7 @@ def test_what_the_intervals_are_of() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.001])
 def test_what_moves_together_is_not_told(noise: float) -> None:
-    """At one number of bits k and gamma_post are one constant, also where no noise hides it."""
+    """With a single number of bits, k and gamma_post act as one constant, even without noise."""
     law, grid = PostTrainingLaw.published(), small_grid()
     grid = {name: np.repeat(column, 2) for name, column in grid.items()} | {"post": np.tile([4.0, np.inf], 20)}
     fitted = sc.laws.fit(simulate(law, grid, noise=noise), "ouyang", base=base_of(law))
@@ -449,7 +450,7 @@ OUYANG, EFFICIENT = PostTrainingLaw.published(), EfficiencyLaw.published()
 def test_a_size_that_alone_tells_a_constant_is_not_left_out(
     law: Law, column: str, whole: Any, others: list[Any], largest: list[Any], given: dict[str, Any], told: str
 ) -> None:
-    """Bits or a scheme that no other size has are no reason if the others, or a base, tell what they cost."""
+    """A size with unique bits or schemes is held out anyway if other sizes or a base identify their cost."""
     grid = {name: np.tile(each, 2) for name, each in small_grid().items()}
     grid[column] = np.array([whole] * 20 + [*np.resize(others, 15), *np.resize(largest, 5)])
     if law is KUMAR:
@@ -460,6 +461,6 @@ def test_a_size_that_alone_tells_a_constant_is_not_left_out(
 
 
 def test_noise_is_not_taken_for_knowledge() -> None:
-    """Of 12 runs with 5 % noise, some constant is not told."""
+    """With 12 runs and 5 % noise, some constant is not identifiable."""
     grid = {name: column[::2][:12] for name, column in small_grid().items()}
     assert sc.laws.fit(simulate(CHINCHILLA, grid, noise=0.05), "chinchilla").unidentified

@@ -1,4 +1,4 @@
-"""Each law against its formula written out, its published constants, and the slopes of its losses."""
+"""Tests of each law against its written-out formula, its published constants, and the slopes of its losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDS = [f"{law.name}-{k}" for k, (law, _) in enumerate(EVERY)]
 
 
 def kumar_by_hand(N: float, D: float, w: float, a: float, kv: float, post: float | None) -> float:
-    """Table 2 of the paper, written out."""
+    """Evaluate table 2 of the paper, written out."""
     f = (1 - math.exp(-w / 2.6745 + 0.3037)) * (1 - math.exp(-a / 2.2102 + 1.4072))
     f *= 1 - math.exp(-kv / 0.9578 + 2.4185)
     size = N * f
@@ -59,10 +59,11 @@ def test_sixteen_bits_go_through_the_formula_and_infinity_does_not() -> None:
 
 
 def test_what_the_paper_says_of_few_bits() -> None:
-    """Activations at 3 bits diverge; all parts at 4 leave less than a quarter of the parameters."""
+    """Activations at 3 bits diverge; all parts at 4 bits leave less than a quarter of the effective parameters."""
     assert KUMAR.effective_parameters(1e8, activations=3) == 0
     assert KUMAR.loss(1e8, 1e10, activations=3) == math.inf
-    assert KUMAR.loss(1e8, 1e10, activations=2, kv_cache=2) == math.inf  # two factors below 0 are no factor above it
+    # two negative factors must not give a positive product
+    assert KUMAR.loss(1e8, 1e10, activations=2, kv_cache=2) == math.inf
     assert KUMAR.effective_parameters(1.0, weights=4, activations=4, kv_cache=4) == pytest.approx(1 / 5.2, rel=0.01)
 
 
@@ -81,7 +82,7 @@ def test_losses_of_arrays_are_those_of_their_elements() -> None:
 
 
 def test_quartets_table_3() -> None:
-    """arXiv 2505.14669v4, 30M parameters at 25 to 400 tokens a parameter."""
+    """arXiv 2505.14669v4, 30M parameters at 25 to 400 tokens per parameter."""
     N, ratios = 30.48e6, np.array([25, 50, 100, 200, 400])
     found = EfficiencyLaw.published().loss(N, N * ratios, scheme="quartet")
     assert found == pytest.approx([3.49, 3.38, 3.29, 3.24, 3.20], rel=0.005)
@@ -143,7 +144,7 @@ def test_units_are_a_change_of_numbers_only(law: Law, variables: dict[str, objec
 
 @given(st.floats(3, 30), st.floats(4, 30), st.floats(4, 30), st.floats(1e7, 1e11), st.floats(1e9, 1e13))
 def test_more_is_never_worse(w: float, a: float, kv: float, N: float, D: float) -> None:
-    """Without quantisation after training, in bits, parameters and tokens."""
+    """Without quantization after training, more bits, parameters or tokens never increase the loss."""
     bits = {"weights": w, "activations": a, "kv_cache": kv}
     loss = KUMAR.loss(N, D, **bits)
     for name in bits:
@@ -164,7 +165,7 @@ def test_formats_stand_for_their_bits() -> None:
 
 
 def test_leaving_the_fitted_range_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scantling.laws.law._SAID", set())  # random sizes of another test may have said it
+    monkeypatch.setattr("scantling.laws.law._SAID", set())  # another test may have logged it for its random sizes
     with caplog.at_level(logging.WARNING):
         KUMAR.loss(N=8.03e9, D=1.5e10)
     assert "N = 8.03e+09 is above the fitted range, 3e+07 to 2.2e+08" in caplog.text

@@ -1,4 +1,4 @@
-"""The best size, tokens and bits against the identity, closed forms and brute force."""
+"""Tests of the best size, tokens and bits against the identity, closed forms and brute force."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LLAMA_3, GEMMA_2, GPT_3 = (8e9, 15e12), (9e9, 8e12), (175e9, 300e9)
 
 
 def test_equal_parts_without_offsets() -> None:
-    """3x = e^x - 1 (the paper's Eq. 7 has an alpha too many, its Eq. 28 a factor)."""
+    """3x = e^x - 1 (the paper's Eq. 7 has an extra alpha, its Eq. 28 an extra factor)."""
     x = PrecisionLaw.published(offsets=False).averaged().optimum(compute=1e21).bits / GAMMA
     assert x == pytest.approx(1.9038136944, abs=1e-10)
     assert 3 * x == pytest.approx(math.exp(x) - 1, abs=1e-9)
@@ -42,7 +42,7 @@ def test_the_papers_seven_to_eight_bits(compute: float) -> None:
 )
 @pytest.mark.parametrize("speed", [None, lambda bits: (16 / bits) ** 0.6], ids=["linear", "slower"])
 def test_the_joint_optimum_is_that_of_brute_force(law: PrecisionLaw, speed: object) -> None:
-    """Over N and bits, D from the budget: the loss itself, with no use of the identity."""
+    """Brute force evaluates the loss over N and bits, with D from the budget, without the identity."""
     compute = 1e20
     rate = speed or (lambda bits: 16 / bits)
 
@@ -54,13 +54,13 @@ def test_the_joint_optimum_is_that_of_brute_force(law: PrecisionLaw, speed: obje
     best = law.optimum(compute=compute, speed=speed)  # type: ignore[arg-type]
     assert best.loss == pytest.approx(law.loss(best.N, best.D, **dict.fromkeys(law.parts(), best.bits)), rel=1e-12)
     found = minimize_scalar(least, bounds=(best.bits - 1.5, best.bits + 1.5), method="bounded", options={"xatol": 1e-5})
-    assert best.bits == pytest.approx(found.x, abs=0.02)  # brute force is on a grid of sizes
+    assert best.bits == pytest.approx(found.x, abs=0.02)  # brute force has a grid of sizes
     assert best.loss <= found.fun + 1e-12
     assert best.loss == pytest.approx(found.fun, rel=1e-5)
 
 
 def test_bits_that_are_given() -> None:
-    """N*/N_Ch = f^(-a/(a+b)) P^(-b/(a+b)) and D* the opposite, from the derivation (Eqs. 6 and 17 print others)."""
+    """N*/N_Ch = f^(-a/(a+b)) P^(-b/(a+b)) and D* the inverse, from the derivation (Eqs. 6 and 17 print others)."""
     law = PrecisionLaw(A=500, B=2000, E=1.8, alpha=0.35, beta=0.37, gamma_w=2.0, gamma_a=2.0, gamma_kv=2.0)
     bits, compute = 5.0, 1e21
     whole = ChinchillaLaw(A=500, B=2000, E=1.8, alpha=0.35, beta=0.37).optimum(compute=compute)
@@ -74,7 +74,7 @@ def test_bits_that_are_given() -> None:
 
 
 def test_measured_speeds_choose_by_the_product() -> None:
-    """Of bits with measured speeds, the one of the largest f × speed; 1.62 is where FP4 breaks even with FP8."""
+    """With measured speeds, the bits with the largest f × speed win; at 1.62, FP4 breaks even with FP8."""
     speeds = {16: 1.0, 8: 1.17, 4: 1.6}
     products = {
         bits: KUMAR.effective_parameters(1.0, **dict.fromkeys(KUMAR.PARTS, bits)) * speed
@@ -100,7 +100,7 @@ def test_speeds_may_jump_at_whole_bits(speed: Callable[[float], float], bits: fl
 
 
 def test_no_size_near_the_best_is_better() -> None:
-    """Where the best point of a row falls on one of the next, an ulp apart."""
+    """Here the best point of one row is on the next row, one ulp apart."""
     budget = {"compute": 4.4312526281483826e20, "inference_tokens": 11952386109.877312}
     law = ChinchillaLaw.published()
     best = law.optimum(**budget)
@@ -132,20 +132,20 @@ def test_inference_makes_models_smaller() -> None:
 
 
 def test_inference_may_leave_few_bits_only() -> None:
-    """At 16 bits it takes the whole budget and more: what is sought goes round that."""
+    """At 16 bits, inference exceeds the budget; the search must avoid that region."""
     best = KUMAR.optimum(compute=1e20, N=1e8, inference_tokens=6e11)
     assert best.bits is not None
     assert 4 < best.bits < 13
     for given, fewer in (({"bits": 16}, "inference_tokens or bits"), ({"inference_tokens": 5e12}, "inference_tokens")):
         with pytest.raises(UserError, match=f"inference alone costs .*, or take fewer {fewer}$"):
             KUMAR.optimum(**{"compute": 1e20, "N": 1e8, "inference_tokens": 6e11, **given})
-    speeds = {"speed": {2: 8.0, 8: 2.0, 6: 2.5}}  # of these 2 bits are paid for, but diverge
+    speeds = {"speed": {2: 8.0, 8: 2.0, 6: 2.5}}  # the budget covers 2 bits only, but 2 bits diverge
     with pytest.raises(UserError, match=r"inference alone costs 1\.2e"):
         KUMAR.optimum(compute=1e20, N=1e8, inference_tokens=1.5e12, **speeds)
 
 
 def test_bits_between_what_diverges_and_what_is_not_paid_are_found() -> None:
-    """Of a window that is narrower than the steps in which bits are sought."""
+    """The feasible range of bits is narrower than the search's step."""
     best = KUMAR.optimum(compute=1e20, N=1e8, inference_tokens=2.45e12)
     assert best.bits is not None
     assert 3.11 < best.bits < 3.27
@@ -166,7 +166,7 @@ def test_bits_at_the_edge_are_said() -> None:
 
 
 def test_weights_that_are_quantised_afterwards() -> None:
-    """Fewer tokens, more parameters, and no more tokens than the critical ones, also where N is given."""
+    """Fewer tokens and more parameters, and at most the critical number of tokens, also for a given N."""
     bits = 16.0
     plain, quantised = (KUMAR.optimum(compute=1e23, bits=bits, post=post) for post in (None, 3))
     assert quantised.N > plain.N
@@ -205,7 +205,7 @@ def test_critical_tokens_elsewhere() -> None:
     ids=["llama-3-8b", "gemma-2-9b", "gpt-3"],
 )
 def test_worked_cases(case: tuple[float, float], bits: float, critical: float) -> None:
-    """The figures of docs/scaling-laws.md: N free is 7 bits for all, N given depends on how far it is trained."""
+    """The values of docs/scaling-laws.md: 7 bits if N is free; if N is given, bits depend on the training length."""
     N, D = case
     free, given = KUMAR.optimum(compute=6 * N * D), KUMAR.optimum(compute=6 * N * D, N=N)
     assert free.bits == pytest.approx(7.002, abs=5e-4)
@@ -220,7 +220,7 @@ def test_worked_cases(case: tuple[float, float], bits: float, critical: float) -
 
 @pytest.mark.parametrize(("column", "case"), list(enumerate((LLAMA_3, GEMMA_2, GPT_3), start=1)))
 def test_every_row_of_the_worked_cases(column: int, case: tuple[float, float]) -> None:
-    """As they stand in the documentation, to the digits that it gives."""
+    """Check all rows of the documentation to the digits shown there."""
     page = (Path(__file__).parents[2] / "docs" / "scaling-laws.md").read_text(encoding="utf-8")
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
     table = {row[0]: row[column] for row in cells if len(row) == 4}

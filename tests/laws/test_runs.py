@@ -1,4 +1,4 @@
-"""Tables of runs: every way to give one, and what is refused with which words."""
+"""Tests of run tables: every accepted form, and the message of every refusal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNS = simulate(ChinchillaLaw.published(), small_grid(), noise=0.001)
 
 
 class Frame:
-    """As much of a data frame as pandas and Polars have in common."""
+    """Data frame with only the API that pandas and Polars share."""
 
     def __init__(self, columns: dict[str, Any]) -> None:
         self._table = columns
@@ -73,7 +73,7 @@ def test_columns_are_renamed_chosen_and_worked_out() -> None:
 
 
 def test_losses_after_training_side_by_side_are_rows() -> None:
-    """As a sweep writes them: a run that lacks one has a row less."""
+    """In the format of a sweep, with one column per format; a run without a value has one row less."""
     table = {name: list(column[:3]) for name, column in RUNS.items()} | {"state": ["done", "done", "failed"]}
     table |= {"post.int3": ["5.5", "", "5.25"], "post.mxfp4_e2m1": [4.5, 4.25, ""], "post.int3.gptq": [4.75, "", ""]}
     columns = {"post": "post.*"}
@@ -106,7 +106,7 @@ def test_runs_are_chosen_by_what_is_written(cells: list[Any], value: Any) -> Non
 
 
 def test_runs_are_counted_as_the_table_has_them() -> None:
-    """Also where some are left out, and where one run becomes several rows."""
+    """The count refers to the table, even if runs are left out or one run becomes several rows."""
     losses = [*RUNS["loss"][:5], float("nan"), *RUNS["loss"][6:]]
     table = {**RUNS, "loss": losses, "kind": ["a"] * 3 + ["b"] * 17, "post.int4": RUNS["loss"], "post.int3": losses}
     with pytest.raises(UserError, match="loss of run 6 is nan"):
@@ -264,7 +264,7 @@ def test_bits_that_are_no_bits() -> None:
 
 
 def test_formats_stand_for_their_bits() -> None:
-    """As a sweep over number formats writes them, nothing at all for a run without."""
+    """In the format of a sweep over number formats; an empty cell is an unquantized run."""
     table = {name: column[:5] for name, column in RUNS.items()}
     table["precision.weights"] = ["int3", "fp8_e4m3", "bf16", "", '{"format": "int6", "granularity": "token"}']
     for columns in (None, {"weights": "precision.weights"}):
@@ -278,7 +278,7 @@ def test_formats_stand_for_their_bits() -> None:
 
 
 def test_bits_that_are_the_same_in_all_runs_are_refused() -> None:
-    """Else the law would say that few bits cost nothing, and be that of few bits where it is asked for 16."""
+    """Otherwise the law would report that low precision is free, and its predictions at 16 bits would be wrong."""
     table = {**RUNS, "weights": ["int4"] * 20}
     with pytest.raises(UserError, match="all runs have weights of 4 bits: the kumar law cannot tell what that costs"):
         sc.laws.fit(table, "kumar")
@@ -302,7 +302,7 @@ def test_what_is_not_told_apart_is_said(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_bits_that_a_law_has_no_variable_for(caplog: pytest.LogCaptureFixture) -> None:
-    """Its base is that of the runs without them, and it says that it takes them for alike."""
+    """The base is fitted to the unquantized runs, and a warning says that the law treats other bits as equal."""
     words = "law takes runs alike whatever their precision.weights"
     table = {name: np.tile(column, 2) for name, column in RUNS.items()} | {"precision.weights": ["", "int4"] * 20}
     fitted = sc.laws.fit({**table, "post": np.repeat([np.inf, 4.0], 20)}, "ouyang", base="fit", fixed={"gamma_N": 0.3})
@@ -358,7 +358,7 @@ def test_rows_with_more_cells_than_names_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="two columns 'loss'"):
         read_runs(path, ChinchillaLaw)
     path.write_text(f"N,D,loss,notes\n1e8,1e10,3.1,{'x' * 200_000}\n")
-    before = csv.field_size_limit(1 << 17)  # the module's default, which reading documents raises for the process
+    before = csv.field_size_limit(1 << 17)  # the module's default, which reading documents raises for the whole process
     try:
         with pytest.raises(UserError, match="cannot be read as a table"):
             read_runs(path, ChinchillaLaw)
@@ -428,7 +428,7 @@ def test_a_column_that_stands_for_another_is_read_once() -> None:
 
 
 SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"
-"""Where str.splitlines cuts, and JSON Lines and CSV do not."""
+"""Characters at which str.splitlines splits, but JSON Lines and CSV do not."""
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "jsonl.gz"])

@@ -1,4 +1,4 @@
-"""Models from presets, configurations and folders, and what is refused."""
+"""Tests of models from presets, configurations and folders, and of refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(section: dict[str, Any], task: str = "causal-lm", *, vocab: int = 261, 
     ],
 )
 def test_llama_presets_have_their_size(preset: str, millions: float, tolerance: float) -> None:
-    """From 60 m on with the 32,000 ids of the GaLore comparison, which reports 58, 134, 368 and 1339 million."""
+    """From 60M on with the 32,000 ids of the GaLore comparison, which reports 58, 134, 368 and 1339 million."""
     vocab = 261 if millions < 20 else 32000
     model = make({"preset": preset}, vocab=vocab, device="meta")
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=tolerance)
@@ -56,7 +56,7 @@ def test_encoder_presets_have_their_shape() -> None:
 
 
 def test_t5_small_has_its_size() -> None:
-    """With the 32,100 ids of its tokenizer; the paper says "about 60 million", the published weights are 60.5."""
+    """With the 32,100 ids of its tokenizer; the paper says "about 60 million", the published weights have 60.5."""
     model = make({"preset": "t5-small"}, "seq2seq", vocab=32100, device="meta")
     assert model.config.vocab_size == 32128
     assert sum(p.numel() for p in model.parameters()) == 60_506_624
@@ -119,14 +119,14 @@ def test_the_longest_sequence_that_is_let_through_works(tmp_path: Path, model_ty
 
 @pytest.mark.parametrize("model_type", ["rembert", "roformer", "xlm"])
 def test_a_model_that_sees_ahead_is_no_causal_model(tmp_path: Path, model_type: str) -> None:
-    """These say nowhere that they are not causal; it shows in what they compute."""
+    """The configurations of these models do not say that they are not causal; their outputs show it."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     sizes = (
         {"n_layers": 1, "emb_dim": 32, "n_heads": 2}
         if model_type == "xlm"
         else {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     )
-    sizes["vocab_size"] = 64  # of RemBERT's own 250,300 ids the tables alone take 2 GB
+    sizes["vocab_size"] = 64  # with RemBERT's own 250,300 ids, the tables alone take 2 GB
     section = ModelSection(hf=str(tmp_path), task="causal-lm", attention="eager", overrides=sizes)
     with pytest.raises(UserError, match="sees the tokens that it is to predict"):
         build_model(section, get_task("causal-lm"), vocab_size=64, seq_len=16, config_overrides={}, seed=0)
@@ -182,7 +182,7 @@ def test_bad_overrides(overrides: dict[str, Any], message: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A saved tiny GPT-2."""
+    """Save a tiny GPT-2."""
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=300, n_positions=64)
     torch.manual_seed(3)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
@@ -202,7 +202,7 @@ def test_pretrained_weights_are_read_and_can_be_left(folder: Path) -> None:
 
 
 def test_a_masked_lm_becomes_a_classifier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its pooler is new: masked-LM models have none."""
+    """The classifier's pooler is new, because masked-LM models have none."""
     config = transformers.BertConfig(**TINY, vocab_size=300)
     trained = transformers.BertForMaskedLM(config)
     trained.save_pretrained(tmp_path)
@@ -236,7 +236,7 @@ def test_a_new_head_is_a_warning_and_a_lost_backbone_an_error(folder: Path, capl
 
 
 def test_a_t5_folder_names_its_task_and_cannot_lack_weights(tmp_path: Path) -> None:
-    """T5 has no part with the name of its base model: whatever is missing is backbone."""
+    """T5 has no submodule named after its base model, so any missing weight belongs to the backbone."""
     small = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_heads": 2, "num_layers": 2, "vocab_size": 300}
     trained = transformers.T5ForConditionalGeneration(transformers.T5Config(**small, decoder_start_token_id=0))
     trained.save_pretrained(tmp_path)
@@ -257,7 +257,7 @@ def test_a_t5_folder_names_its_task_and_cannot_lack_weights(tmp_path: Path) -> N
 def test_a_decoder_starts_with_what_it_is_trained_with(
     tmp_path: Path, own: int | None, section: dict[str, Any], start: int
 ) -> None:
-    """In training and in what is exported: the folder's own token where its weights are read, else the data's."""
+    """In training and in the export: the folder's own token if its weights are loaded, else the data's."""
     sizes = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in TINY_BART.items()}
     config = transformers.BartConfig(**sizes, d_model=16, vocab_size=300)
     transformers.BartForConditionalGeneration(config).save_pretrained(tmp_path)

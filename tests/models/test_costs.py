@@ -1,4 +1,4 @@
-"""Costs said beforehand are those that are counted afterwards."""
+"""Tests that predicted costs equal the measured ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert-classifier": ("bert", "AutoModelForSequenceClassification", {**BERT_LIKE, "num_labels": 3}),
     "roberta-classifier": ("roberta", "AutoModelForSequenceClassification", {**BERT_LIKE, "num_labels": 3}),
 }
-# Their layers are used several times, for one position or by a decoder, or are not nn.Linear: only a trace can tell.
+# Models in which layers run several times, for one position or in a decoder, or are not nn.Linear, need a trace.
 TRACED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "albert": ("albert", "AutoModelForMaskedLM", {**BERT_LIKE, "embedding_size": 16}),
     "distilbert-classifier": (
@@ -72,7 +72,7 @@ def build(case: str, device: str = "cpu") -> Any:
 
 
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The logits; a decoder beside an encoder is fed the same ids."""
+    """Return the logits; an encoder-decoder gets the same ids for its decoder."""
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
     logits: torch.Tensor = model(**inputs).logits
     return logits
@@ -88,14 +88,14 @@ def traced(model: Any, *, sequences: int, seq_len: int, **keys: Any) -> Trace:
 
 
 LIKE_ANOTHER = ("mistral", "qwen2", "roberta", "roberta-classifier")
-"""Of the same products as Llama, as BERT, and as BERT with a classifier."""
+"""Models with the same products as Llama, BERT, or BERT with a classifier; slow tests."""
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] if case in LIKE_ANOTHER else []) for case in CASES]
 )
 def test_flops_are_those_of_the_flop_counter(case: str) -> None:
-    """Exact, with the unfused attention, whose products the counter sees (it has no rule for the CPU's fused one)."""
+    """Exact for unfused attention, whose products the counter sees (it has no rule for the CPU's fused attention)."""
     model = build(case)
     ids = torch.randint(3, 64, (3, 10))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -136,7 +136,7 @@ def test_what_a_checkpoint_computes_again_is_seen(case: str) -> None:
 @pytest.mark.parametrize("case", EXPERTS)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_experts_are_traced(case: str, checkpointing: bool) -> None:
-    """The products of the experts that a token goes to, which the counter sees in a loop over them."""
+    """The counter sees the products of a token's experts in a loop over the experts."""
     model, twin = build(case), build(case, "meta")
     model.set_experts_implementation("eager")
     if checkpointing:
@@ -182,7 +182,7 @@ def test_a_module_that_states_its_cost_is_believed() -> None:
 
 
 def allocated_peak(work: Callable[[], Any]) -> int:
-    """The most bytes that torch's CPU allocator held at once beside what it held before."""
+    """Return the peak bytes of torch's CPU allocator minus its initial bytes."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     result = profiler.profiler.kineto_results
@@ -192,7 +192,7 @@ def allocated_peak(work: Callable[[], Any]) -> int:
 
 
 def peaks() -> Iterator[Any]:
-    """Each model in four ways, of which two that differ in both are for the default suite; of Llama all."""
+    """Yield each model in four variants; two complementary ones are in the default suite, and all four for Llama."""
     for case in ("llama", "gpt2", "bert", "t5", "mixtral"):
         for dtype, checkpointing in itertools.product((None, torch.bfloat16), (False, True)):
             is_slow = case != "llama" and (dtype is None) == checkpointing
@@ -201,9 +201,9 @@ def peaks() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("case", "dtype", "checkpointing"), list(peaks()))
 def test_traced_peak_is_that_of_the_allocator(case: str, dtype: torch.dtype | None, checkpointing: bool) -> None:
-    """To the byte but for generator states: 5 KB for each layer with checkpointing, which stores them for dropout.
+    """Exact except for generator states: with checkpointing, 5 KB per layer to replay dropout.
 
-    In bf16 gradients of an earlier pass are there.
+    In bf16, gradients of an earlier pass exist.
     """
     gradients_held = dtype is not None
 
@@ -226,14 +226,14 @@ def test_traced_peak_is_that_of_the_allocator(case: str, dtype: torch.dtype | No
         trace = trace_step(twin, loss, gradients_held=gradients_held)
     layers = 2 * (1 + model.config.is_encoder_decoder)
     off = 8_000 * layers if checkpointing else 2_500
-    # where the CPU multiplies bf16 itself, oneDNN takes its scratch from the allocator that is measured
+    # if the CPU multiplies bf16 itself, oneDNN's scratch memory comes from the measured allocator
     has_scratch = dtype == torch.bfloat16 and has_products("bf16", torch.device("cpu"))
     assert trace.peak_bytes == pytest.approx(measured, abs=off, rel=0.06 if has_scratch else None)
     assert trace.activation_bytes <= trace.peak_bytes
 
 
 def test_traced_activations_hold_what_autograd_keeps() -> None:
-    """The storages that autograd saves in a real pass, with the inputs, the logits and the loss."""
+    """Expected: the storages that autograd saves in a real pass, the inputs, the logits and the loss."""
     model = build("llama")
     ids = torch.zeros((3, 10), dtype=torch.long)
     known = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}

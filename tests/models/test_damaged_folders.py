@@ -1,4 +1,4 @@
-"""Recipes on damaged model and tokenizer folders are refused in one line that names the file."""
+"""Tests that a recipe on a damaged model or tokenizer folder is refused in one line that names the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCAB = 320
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with the tokenizer of bytes."""
+    """Save a small Llama with a byte tokenizer."""
     import transformers
 
     path = tmp_path_factory.mktemp("saved") / "llama"

@@ -1,4 +1,4 @@
-"""DLRM against its formulas, and as a model that is saved and loaded."""
+"""Tests of DLRM against its formulas, and of saving and loading it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE: dict[str, Any] = {"embedding_dim": 4, "bottom_mlp": [6], "top_mlp": [5]}
 
 
 def naive_interactions(vectors: torch.Tensor) -> torch.Tensor:
-    """As the paper writes it: all pairs (i, j) with i > j, in the order of i, then j."""
+    """Compute the interactions as in the paper: all pairs (i, j) with i > j, in the order of i, then j."""
     pairs = [(i, j) for i in range(vectors.shape[1]) for j in range(i)]
     return torch.stack([(vectors[:, i] * vectors[:, j]).sum(-1) for i, j in pairs], dim=1)
 
@@ -64,12 +64,12 @@ def test_weights_begin_as_those_of_the_paper() -> None:
     for table in model.tables:
         bound = 1 / sqrt(table.num_embeddings)
         assert table.weight.abs().max() <= bound
-        # a uniform variable has variance bound² / 3; 3,200 draws or more give its square root to 3 %
+        # a uniform variable has variance bound² / 3; 3,200 or more draws determine the deviation to 3 %
         assert table.weight.std().item() == pytest.approx(bound / sqrt(3), rel=0.03)
     for layer in (model.bottom[0], model.bottom[2], model.top[0]):
         fan_out, fan_in = layer.weight.shape
         assert layer.weight.std().item() == pytest.approx(sqrt(2 / (fan_in + fan_out)), rel=0.03)
-    # 500 draws give a deviation to 3 %, two of those are allowed
+    # 500 draws determine a deviation to 3 %; allow two of those
     assert model.bottom[0].bias.std().item() == pytest.approx(sqrt(1 / 500), rel=0.07)
 
 

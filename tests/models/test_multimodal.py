@@ -1,4 +1,4 @@
-"""Decoders that read images or sound next to text: which task they are for, trained on text and exported."""
+"""Tests of decoders that read images or sound in addition to text: their task, training on text, and export."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4},
         **{f"{name}_token_id": 300 + number for number, name in enumerate(("image", "video", "vision_start"))},
     },
-    "Llama4ForConditionalGeneration": {  # whose text part alone has an entry among causal language models
+    "Llama4ForConditionalGeneration": {  # only its text model is listed among causal language models
         "model_type": "llama4",
         "text_config": {**TEXT, "num_local_experts": 2, "intermediate_size_mlp": 64},
         "vision_config": {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
@@ -137,3 +137,35 @@ def test_the_text_part_is_checked_and_overridden_key_by_key(tmp_path: Path) -> N
         make({}, seq_len=128)
     model = make({"text_config": {"vocab_size": 448}}, vocab_size=400)
     assert model.get_input_embeddings().weight.shape == (448, 32)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        (
+            "IdeficsForVisionText2Text",
+            {
+                "model_type": "idefics",
+                **{key: TEXT[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")},
+                "num_attention_heads": 2,
+                "additional_vocab_size": 0,
+                "cross_layer_interval": 1,
+                "vision_config": {**VISION, "embed_dim": 32},
+            },
+        ),
+        (
+            "BlipForConditionalGeneration",
+            {
+                "model_type": "blip",
+                "text_config": {**TEXT, "encoder_hidden_size": 32, "is_decoder": True},
+                "vision_config": VISION,
+            },
+        ),
+    ],
+)
+def test_models_that_need_images_are_refused(architecture: str, config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    section = ModelSection(hf=str(tmp_path), attention="eager")
+    assert default_task(section) == "causal-lm"
+    with pytest.raises(UserError, match=rf"{architecture} cannot be trained on text alone"):
+        build_model(section, get_task("causal-lm"), vocab_size=261, seq_len=16, config_overrides={}, seed=0)

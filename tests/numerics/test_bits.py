@@ -1,4 +1,4 @@
-"""Numbers of any width in bytes."""
+"""Tests of packing integers of any width into bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_what_is_packed_comes_back(width: int, count: int, rows: int, seed: int)
 @given(st.integers(0, 24), st.integers(0, 40), st.integers(1, 3), st.integers(0, 2**31))
 @settings(deadline=None)
 def test_bit_by_bit_it_is_the_same(width: int, count: int, rows: int, seed: int) -> None:
-    """As devices other than CPUs do it."""
+    """Devices other than CPUs pack bit by bit."""
     values = torch.randint(0, 1 << 24, (rows, count), generator=torch.Generator().manual_seed(seed))
     packed = pack(values, width)
     assert torch.equal(_pack_bits(values, width, packed.shape[-1]), packed)

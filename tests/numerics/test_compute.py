@@ -1,4 +1,4 @@
-"""The compute format, where the processor has instructions for it and where it has not."""
+"""Tests of the compute format, on processors with and without instructions for it."""
 
 from __future__ import annotations
 

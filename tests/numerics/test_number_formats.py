@@ -1,4 +1,4 @@
-"""Formats against the casts of PyTorch, and against all their values."""
+"""Tests of number formats against PyTorch's casts and against all of their values."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_floats_round_as_the_casts_of_pytorch_do(name: str, dtype: torch.dtype) 
 
 def test_bf16_is_the_cast_of_pytorch_down_to_its_subnormals() -> None:
     patterns = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0))
-    values = torch.cat((patterns.int(), patterns.int() % 2**24)).view(torch.float32)  # and many of the smallest
+    values = torch.cat((patterns.int(), patterns.int() % 2**24)).view(torch.float32)  # add many of the smallest values
     values = values[values.abs() <= parse_format("bf16").largest]
     assert torch.equal(parse_format("bf16").round(values), values.bfloat16().float())
 

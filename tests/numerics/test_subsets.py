@@ -1,4 +1,4 @@
-"""Sorted indices in few bits."""
+"""Tests of the compact encoding of sorted indices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_lowest_and_the_highest_places_come_back(first: bool) -> None:
 @settings(deadline=None)
 def test_no_more_bits_than_whole_indices_and_hardly_more_than_the_entropy(size: int, data: st.DataObject) -> None:
     kept = data.draw(st.integers(1, size))
-    found = subsets_bytes(8, kept, size)  # eight of them fill whole bytes
+    found = subsets_bytes(8, kept, size)  # eight subsets fill whole bytes
     assert found <= packed_bytes(8 * kept, width_for(size))
     assert log2(comb(size, kept)) <= found < log2(comb(size, kept)) + 2 * kept + 3
 

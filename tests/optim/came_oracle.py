@@ -1,4 +1,4 @@
-"""CAME in numpy and float64, written from the paper's equations, one matrix at a time, sharing nothing with src."""
+"""Oracle: CAME in numpy and float64, from the paper's equations, one matrix at a time, sharing no code with src."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Oracle:
     """One parameter and its optimizer state.
 
     Args:
-        param: start value.
+        param: initial value.
         view: (row dims, column dims), or None for a full second moment.
     """
 
@@ -49,7 +49,7 @@ class Oracle:
         self.m = np.zeros_like(self.param)
 
     def matrices(self, x: Array) -> Array:
-        """A stack of matrices: (batch, rows, columns)."""
+        """Return the parameter as a stack of matrices: (batch, rows, columns)."""
         return x.transpose(self.order).reshape(self.sizes).copy()
 
     def value(self) -> Array:

@@ -1,4 +1,4 @@
-"""The mathematics of CAME: against an independent oracle, against the authors' package, and by its own laws."""
+"""Tests of CAME's mathematics: against an independent oracle, the authors' package, and known properties."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parameter(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.
 
 
 def gradients(shape: tuple[int, ...], steps: int, seed: int = 1) -> list[Tensor]:
-    """Gradients whose rows differ in scale, with one row of zeros now and then, as an embedding has."""
+    """Return gradients whose rows differ in scale, with occasional zero rows, as in an embedding."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.randn(shape[:1], generator=generator, dtype=torch.float64).exp().reshape(-1, *[1] * (len(shape) - 1))
     result = []
@@ -106,7 +106,7 @@ def test_trajectory_is_that_of_the_published_package(
         ((20, 6, 3), ((0,), (1, 2)), ((0,), (1, 2))),  # a 1-D convolution
         ((5, 4, 16), ((0, 1), (2,)), ((0, 1), (2,))),  # a tensor-train core
         ((4, 18, 5), ((1,), (0, 2)), ((1,), (0, 2))),
-        ((17, 2, 16), ((2,), (0,)), ((2,), (0,))),  # batch dim between
+        ((17, 2, 16), ((2,), (0,)), ((2,), (0,))),  # batch dim between the others
         ((16, 16), None, ((0,), (1,))),
         ((15, 100), None, None),  # a short side
         ((100, 15), None, None),
@@ -152,7 +152,7 @@ def test_tiles_cover_every_element_once(shape: tuple[int, ...], limit: int) -> N
 
 
 class ScratchMeter(TorchDispatchMode):
-    """Elements of the largest tensor that an operation allocated."""
+    """Dispatch mode that records the elements of the largest allocated tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_scratch_does_not_grow_with_the_parameter(
 
 
 def test_first_step_of_the_paper_is_eleven_times_lr() -> None:
-    """lr (1 - b1) / (b1 sqrt(1 - b3)) where all gradients have one magnitude; 0.1 lr for a vector."""
+    """If all gradients have one magnitude: lr (1 - b1) / (b1 sqrt(1 - b3)) for a matrix, 0.1 lr for a vector."""
     for betas in ((0.9, 0.999, 0.9999), CONFIDENT):
         matrix, vector = nn.Parameter(torch.zeros(32, 48)), nn.Parameter(torch.zeros(40))
         for param in (matrix, vector):
@@ -215,7 +215,7 @@ def test_first_debiased_step_is_that_of_adam(betas: tuple[float, float, float]) 
     ids=str,
 )
 def test_steps_where_gradients_never_change(options: dict[str, Any], expected: dict[int, float]) -> None:
-    """What the documentation says of them, in multiples of lr."""
+    """Check the step lengths in the documentation, in multiples of lr."""
     param = nn.Parameter(torch.zeros(32, 32))
     param.grad = torch.ones(32, 32)
     optimizer, found = CAME([param], lr=1.0, **options), {}
@@ -277,7 +277,7 @@ def test_stacked_experts_are_separate_matrices_but_for_the_clip() -> None:
 
 
 def test_rows_never_touched_beside_large_gradients_stay_finite() -> None:
-    """row / mean(row) would underflow to 0 here and 0 * inf is NaN, as it is in the published package."""
+    """Here row / mean(row) would underflow to 0, and 0 * inf is NaN, as in the published package."""
 
     def step(cls: type[torch.optim.Optimizer]) -> Tensor:
         param = nn.Parameter(torch.ones(32, 32))
@@ -308,7 +308,7 @@ def test_low_precision_weights_are_the_fp32_step_rounded_once(dtype: torch.dtype
     shapes = [(24, 33), (7,), (20, 2, 3, 3)]
     low = [parameter(shape, dtype=dtype) for shape in shapes]
     high = [nn.Parameter(param.detach().float()) for param in low]
-    foreach = False if dtype == torch.float16 else None  # both by the same way
+    foreach = False if dtype == torch.float16 else None  # use the same implementation for both
     a, b = (CAME(params, lr=1e-2, weight_decay=0.1, debias=True, foreach=foreach) for params in (low, high))
     for step in range(10):
         for p, q in zip(low, high, strict=True):
@@ -349,7 +349,7 @@ def test_steps_are_deterministic() -> None:
 
 
 class NoHostSync(TorchDispatchMode):
-    """Fails on anything that would wait for a device: reading a number, asking which elements are not zero."""
+    """Dispatch mode that fails on operations that synchronize with the device: reading a value, finding nonzeros."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert not any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default"))

@@ -1,4 +1,4 @@
-"""What can happen to CAME's state between two steps: cut with its parameter, taken over from another package."""
+"""Tests of changes to CAME's state between steps: slicing with its parameter, conversion from another package."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_is_left_keeps_its_momentum_and_second_moment(
     old = whole_momentum(before, view, momentum).index_select(dim, keep).float()
     new = whole_momentum(after, view if factored else None, momentum).float()
     largest = float(old.abs().max())
-    # half a step of 1/63 or 1/7 of a scale, which in short rows is up to 9/8 of the largest value
+    # half a step of 1/63 or 1/7 of a scale, which in short rows reaches 9/8 of the largest value
     assert (new - old).abs().max() <= largest * {"fp32": 0, "bf16": 0, "int8": 1 / 112, "int4": 1 / 12}[momentum]
     if dim == 0 and factored and len(shape) != 4:
         assert torch.equal(new, old), "whole rows keep their codes"
@@ -83,7 +83,7 @@ def test_what_is_left_keeps_its_momentum_and_second_moment(
 
 
 def test_the_step_after_a_cut_is_the_step_of_the_whole_projected() -> None:
-    """Where what is cut away had no gradient from the start, it took no part in clip, means or momentum."""
+    """Removed rows that never had a gradient do not affect clip, means or momentum."""
     shape, kept = (48, 40), torch.arange(0, 48, 2)
     whole, cut = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
     optimizers = [CAME([param], lr=1e-2, betas=CONFIDENT, debias=True, eps=(0.0, 1e-16)) for param in (whole, cut)]
@@ -103,7 +103,7 @@ def test_the_step_after_a_cut_is_the_step_of_the_whole_projected() -> None:
     for optimizer in optimizers:
         optimizer.step()
     directions = [(param - before).detach() for param in (whole[kept], cut)]
-    # the clip takes its mean over half as many elements, so that lengths differ and directions do not
+    # the clip averages over half as many elements, so lengths differ but directions do not
     cosine = torch.nn.functional.cosine_similarity(*(direction.flatten() for direction in directions), dim=0)
     assert cosine > 0.999
 
@@ -124,7 +124,7 @@ def test_a_cut_matrix_that_is_too_thin_to_factor(rounding: Any) -> None:
 
 
 def test_declared_dims_of_a_tensor_core_survive_cuts_of_either_rank() -> None:
-    """A core (r, n, r') as a matrix (r n) x r'; its ranks are cut one after the other."""
+    """A core (r, n, r') as a matrix (r n) x r'; both ranks are sliced, one after the other."""
     param, optimizer = trained((6, 10, 24), group={"matrix_dims": ((0, 1), (2,)), "role": "matrix"}, momentum="int4")
     optimizer.slice_state(param, 0, torch.tensor([0, 2, 5]))
     optimizer.slice_state(param, 2, torch.arange(20))
@@ -161,7 +161,7 @@ def test_cuts_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UserError, match="is not in this optimizer"):
         optimizer.slice_state(nn.Parameter(torch.zeros(3)), 0, torch.arange(1))
     fresh = nn.Parameter(torch.zeros(20, 20))
-    CAME([fresh], lr=2e-4).slice_state(fresh, 0, torch.arange(2))  # nothing there yet
+    CAME([fresh], lr=2e-4).slice_state(fresh, 0, torch.arange(2))  # no state yet
 
 
 def test_a_cut_to_nothing_leaves_no_state() -> None:
@@ -174,7 +174,7 @@ def test_a_cut_to_nothing_leaves_no_state() -> None:
 
 @pytest.mark.parametrize("momentum", ["fp32", "bf16", "int8", "int4"])
 def test_replicated_parameters_are_cut_and_sharded_ones_refused(momentum: Any) -> None:
-    """As if they were no DTensor, on one process."""
+    """Replicated parameters behave like plain tensors on one process."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))
@@ -238,7 +238,7 @@ def test_runs_change_over_to_and_from_the_published_package(to_ours: bool) -> No
 
 @pytest.mark.parametrize("factor", ["auto", "last2"])
 def test_corrected_averages_change_over_without_a_jump(factor: Any) -> None:
-    """The next step of the published package is about as long as the one before it was."""
+    """The next step of the published package is about as long as the step before."""
     params = fresh_params([(40, 33), (7,), (20, 4, 3, 3)])
     optimizer = CAME(params, lr=1e-3, betas=CONFIDENT, debias=True, factor=factor)
     before = advance(params, optimizer, range(5))
@@ -262,7 +262,7 @@ def test_what_the_published_package_has_no_place_for_is_refused() -> None:
 
 @pytest.mark.parametrize("momentum", ["fp32", "int8"])
 def test_other_factors_are_averaged_anew(momentum: Any) -> None:
-    """A convolution, a thin matrix and a matrix: what both factor alike is exact, the rest keeps its mean."""
+    """A convolution, a thin matrix and a matrix: statistics with equal factoring are exact, others keep their mean."""
     shapes: list[tuple[int, ...]] = [(20, 4, 3, 3), (40, 4), (20, 33)]
     params = fresh_params(shapes)
     published = PublishedCAME(params, lr=1e-2)
@@ -282,7 +282,7 @@ def test_other_factors_are_averaged_anew(momentum: Any) -> None:
 
 
 def test_a_state_of_one_group_goes_to_other_groups() -> None:
-    """As from `CAME(model.parameters())` of the published package to one over `param_groups(model)`."""
+    """Convert from the published package's `CAME(model.parameters())` to CAME over `param_groups(model)`."""
     model = torch.nn.Sequential(torch.nn.Linear(20, 33), torch.nn.LayerNorm(33), torch.nn.Linear(33, 20))
     params = list(model.parameters())
     published = PublishedCAME(params, lr=1e-2)

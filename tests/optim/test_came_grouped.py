@@ -1,4 +1,4 @@
-"""The kernels for GPUs against the same step in PyTorch operations: without a GPU, in Triton's interpreter."""
+"""Tests of the GPU kernels against the same step in PyTorch operations; without a GPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 SHAPES: list[tuple[int, ...]] = [(40, 33), (40, 33), (3, 20, 130), (20, 4, 3, 3), (5,), (40, 8), (), (64, 256)]
 FEW: list[tuple[int, ...]] = [(40, 33), (40, 33), (3, 20, 130), (5,)]
 LAST2: list[tuple[int, ...]] = [(40, 33), (3, 20, 130), (4, 2, 3, 3), (5,), (40, 8), ()]
-"""A matrix of 3 x 3 for each of the first two dims of a convolution."""
+"""Matrix dims that give a 3 x 3 matrix for each pair of the first two dims of a convolution."""
 DEBIASED = {"debias": True, "weight_decay": 0.1, "betas": (0.9, 0.95, 0.995)}
 CASES: list[tuple[str, str, torch.dtype, dict[str, Any]]] = [
     ("fp32", "nearest", torch.float32, {}),
@@ -51,7 +51,7 @@ def everything_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stepped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the parameters that have gone through the kernels."""
+    """Record the shapes of parameters that the kernels have stepped."""
     shapes: list[tuple[int, ...]] = []
     step = _grouped.step
     monkeypatch.setattr(
@@ -103,7 +103,7 @@ def test_kernels_compute_what_the_operations_do(
 
 
 def test_noise_is_that_of_the_operations() -> None:
-    """Numbers that are all but the same round to the same neighbours: other bits would send half of them elsewhere."""
+    """Nearly equal values round to the same neighbors; different noise would send half of them elsewhere."""
     options = {"momentum": "int4", "rounding": "stochastic", "shapes": [(64, 256), (33, 129)], "steps": 1}
     both = [trained(torch.bfloat16, foreach=foreach, **options) for foreach in (None, False)]
     for param, other in zip(both[0][0], both[1][0], strict=True):
@@ -113,7 +113,7 @@ def test_noise_is_that_of_the_operations() -> None:
 
 
 def test_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many launches as one parameter each needs give the same bits."""
+    """One launch per parameter gives the same bits as one launch for all."""
     together = trained(torch.float32, shapes=FEW, momentum="fp32", **DEBIASED)
     monkeypatch.setattr(_grouped, "MOST_SCRATCH", 1)
     alone = trained(torch.float32, shapes=FEW, momentum="fp32", **DEBIASED)
@@ -195,7 +195,7 @@ def test_gradient_release_takes_the_kernels(stepped: list[tuple[int, ...]]) -> N
 
 @pytest.mark.skipif(ON_GPU, reason="there the kernels run")
 def test_kernels_compile_for_gpus() -> None:
-    """For an A100 and an H100, by the compiler alone."""
+    """For an A100 and an H100, using the compiler only."""
     compile_for_gpus(COMPILE)
 
 
@@ -257,7 +257,7 @@ def test_a_cuda_graph_steps_as_calls_do(momentum: Any) -> None:
 
 @pytest.mark.gpu
 def test_a_captured_training_step_is_the_step() -> None:
-    """Its gradients are made within the graph, at other addresses than before."""
+    """Gradients are created inside the graph, at different addresses than before."""
 
     def run(captured: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -288,7 +288,7 @@ def test_a_captured_training_step_is_the_step() -> None:
 
 @pytest.mark.gpu
 def test_steps_are_the_same_every_time() -> None:
-    """Nothing is added in an order that a run chooses, so that replicas stay alike."""
+    """No sum depends on the order of execution, so replicas stay in sync."""
     both = [trained(torch.bfloat16, momentum="int8", rounding="stochastic", **DEBIASED)[0] for _ in range(2)]
     assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
 
@@ -304,5 +304,5 @@ def test_scratch_on_a_gpu_stays_small(momentum: Any) -> None:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         optimizer.step()
-        if step:  # the first makes the state
+        if step:  # the first step creates the state
             assert torch.cuda.max_memory_allocated() - before <= 16 << 20

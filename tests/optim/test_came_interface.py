@@ -1,4 +1,4 @@
-"""CAME as a torch.optim.Optimizer: groups, closures, schedules, refusals, and a state that survives saving."""
+"""Tests of CAME as a torch.optim.Optimizer: groups, closures, schedules, refusals, saving and loading."""
 
 from __future__ import annotations
 
@@ -392,7 +392,7 @@ def test_grad_scaler_skips_a_step_with_an_overflow() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", ["auto", "last2"])
 def test_state_survives_saving_and_goes_on_bitwise(dtype: torch.dtype, factor: Any) -> None:
-    """PyTorch's own loader would round the fp32 statistics of a bf16 parameter to bf16."""
+    """PyTorch's own loader would round a bf16 parameter's fp32 statistics to bf16."""
     straight, stopped = model(dtype), model(dtype)
     options: dict[str, Any] = {"lr": 1e-2, "debias": True, "factor": factor}
     one = CAME(param_groups(straight, weight_decay=0.1), **options)

@@ -1,4 +1,4 @@
-"""CAME's momentum in 16, 8 and 4 bits and its ways to round a bf16 weight."""
+"""Tests of CAME's momentum in 16, 8 and 4 bits and of its rounding modes for bf16 weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def empty_codes(shape: tuple[int, ...], momentum: Any) -> tuple[Tensor, Tensor]:
 
 
 def gradients(shape: tuple[int, ...], steps: int, seed: int = 1) -> list[Tensor]:
-    """Noise around a mean that differs between elements, so that the momentum is more than noise."""
+    """Return noise around a mean that differs between elements, so that the momentum is more than noise."""
     generator = torch.Generator().manual_seed(seed)
     mean = torch.randn(shape, generator=generator)
     return [mean + torch.randn(shape, generator=generator) for _ in range(steps)]
@@ -136,7 +136,7 @@ def test_noise_is_uniform_and_belongs_to_its_element() -> None:
     assert whole.double().mean() == pytest.approx(32767.5, abs=5 * 18919 / 1000)
     counts = torch.histc(whole.float(), bins=64, min=0, max=65536)
     assert ((counts - 15625).abs() < 5 * 15625**0.5).all()
-    for lag in (1, 2, 7, 1000):  # neighbours, and the same column of the next row
+    for lag in (1, 2, 7, 1000):  # neighbors, and the same column of the next row
         flat = whole.flatten().double()
         pairs = torch.stack((flat[:-lag], flat[lag:]))
         assert abs(float(torch.corrcoef(pairs)[0, 1])) < 5e-3
@@ -191,7 +191,7 @@ def test_compensated_weights_have_24_bits(number: float) -> None:
     if param.isinf():  # rounded beyond the largest bf16
         return
     assert float(param) == pytest.approx(number, rel=2**-8, abs=1e-38)
-    # half a step of 24 bits; where the rest is just under half a step of bf16, one 24-bit step
+    # half a step of 24 bits; if the remainder is just under half a bf16 step, one 24-bit step
     assert float(read(param, low, torch.float32)) == pytest.approx(number, rel=2**-15, abs=1e-38)
 
 
@@ -219,7 +219,7 @@ def test_small_steps_are_lost_to_the_nearest_and_kept_otherwise(shape: tuple[int
 @pytest.mark.parametrize("momentum", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_first_step_is_that_of_fp32_and_the_rest_stays_near(shape: tuple[int, ...], momentum: Any) -> None:
-    """The update takes the momentum before it is rounded, so that the first step cannot tell."""
+    """The update uses the momentum before rounding, so the first step is unaffected."""
     grads = gradients(shape, 30)
     one, many = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
     options: dict[str, Any] = {"lr": 1e-2, "betas": CONFIDENT, "debias": True}
@@ -242,7 +242,7 @@ def test_first_step_is_that_of_fp32_and_the_rest_stays_near(shape: tuple[int, ..
 def test_tiles_do_not_change_codes_and_noise(
     shape: tuple[int, ...], momentum: Any, rounding: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is added up tile by tile differs in the last bit; where that moves a number over a step, by one step."""
+    """Sums over tiles differ in the last bit; if that moves a value over a rounding boundary, it moves by one step."""
     results = []
     for limit in (10**6, 40):
         monkeypatch.setattr(eager, "CPU_TILE", limit)
@@ -306,7 +306,7 @@ def test_bytes_at_llama_3_8b() -> None:
 
 
 def most_bytes(rows: int, cols: int, momentum: str) -> float:
-    """What the state of a matrix may take, the step counter included."""
+    """Return the largest allowed state of a matrix in bytes, including the step counter."""
     extra = {17: 1.5 / 17, 19: 1.5 / 19, 21: 1.5 / 21}.get(cols, 0.07) if momentum == "int4" else 0.07
     code = 1.0 if momentum == "int8" else 0.5
     return 8 * (rows + cols) + (code + extra) * rows * cols + 4 + 1e-6

@@ -1,4 +1,4 @@
-"""The step in C against the same step in PyTorch operations."""
+"""Tests of the step in C against the same step in PyTorch operations."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_tensors_without_data_are_left_to_operations() -> None:
 
 
 def test_values_that_are_negated_when_they_are_read() -> None:
-    """The imaginary part of a conjugate is a view that negates: so is the gradient of what it was made of."""
+    """The imaginary part of a conjugate is a lazily negated view, and so is the gradient of its base."""
     ends = []
     for foreach in (None, False):
         real, imaginary = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(2.0))
@@ -192,7 +192,7 @@ def test_scratch_of_wide_matrices_stays_small() -> None:
     ids=str,
 )
 def test_it_computes_what_the_operations_do(momentum: Any, rounding: Any, dtype: torch.dtype, options: Any) -> None:
-    """Sums run in another order; where that moves a rounded number over a step, it moves by one step."""
+    """Sums have another order; if that moves a rounded value over a boundary, it moves by one step."""
     if "betas" in options and options["betas"][0] == 0.0 and momentum != "fp32":
         pytest.skip("there is no momentum")
     both = [
@@ -215,7 +215,7 @@ def test_it_computes_what_the_operations_do(momentum: Any, rounding: Any, dtype:
 @pytest.mark.parametrize("momentum", ["int8", "int4"])
 @pytest.mark.parametrize("cols", [16, 17, 39, 40, 65, 79, 130])
 def test_codes_are_the_same_bits(cols: int, momentum: Any) -> None:
-    """Without a gradient and with beta1 = 1/2 the new momentum is half the old, exactly, in either way."""
+    """Without a gradient and with beta1 = 1/2, the new momentum is exactly half the old one in both implementations."""
     states = []
     for foreach in (None, False):
         generator = torch.Generator().manual_seed(cols)
@@ -316,7 +316,7 @@ def test_what_it_does_not_know_goes_through_the_operations() -> None:
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled yet; the library that other tests use is kept."""
+    """Use an empty compilation cache and keep the library that other tests use."""
     monkeypatch.setattr(_native, "_library", lru_cache(maxsize=1)(_native._library.__wrapped__))
 
 

@@ -1,4 +1,4 @@
-"""CAME on sharded parameters equals CAME on one device, with few exchanges, and its state moves between world sizes."""
+"""Tests that sharded CAME equals CAME on one device with few collectives, and its state moves between world sizes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95,
 
 
 def gradient(shape: tuple[int, ...], step: int, index: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows and columns of different magnitude, so that a wrong mean shows; now and then a spike for the clip."""
+    """Return a gradient whose rows and columns differ in magnitude, with occasional spikes for the clip."""
     generator = torch.Generator().manual_seed(1000 * step + index)
     grad = torch.randn(shape, generator=generator)
     for dim, size in enumerate(shape):
@@ -64,7 +64,7 @@ def gradient(shape: tuple[int, ...], step: int, index: int, dtype: torch.dtype =
 
 
 class Pair:
-    """The same parameters whole and sharded, with an optimizer each."""
+    """The same parameters unsharded and sharded, with an optimizer each."""
 
     def __init__(self, mesh: Any, placements: list[list[Placement]], dtype: torch.dtype, **options: Any) -> None:
         self.mesh, self.placements, self.dtype = mesh, placements, dtype
@@ -106,7 +106,7 @@ def kept(placements: list[list[Placement]]) -> list[list[Placement]]:
 
 
 def same(*placement: Placement) -> list[list[Placement]]:
-    """For every shape; what has no such dim is left out."""
+    """Return this placement for every shape that has the sharded dim."""
     most = max((p.dim for p in placement if isinstance(p, Shard)), default=0)
     return [list(placement) if most < len(shape) else [] for shape, _ in SHAPES]
 
@@ -118,7 +118,7 @@ def assert_close(sharded: Tensor, whole: Tensor, tolerance: float, what: str) ->
 
 
 def steps_with_an_empty_shard() -> None:
-    """One expert on two ranks: the second has nothing of it, and takes part in the exchange all the same."""
+    """One expert on two ranks: the second rank has an empty shard, and still takes part in collectives."""
     mesh = init_device_mesh("cpu", (2,))
     for momentum, confidence in product(("fp32", "bf16", "int8", "int4"), (True, False)):
         whole = nn.Parameter(torch.ones(1, 32, 32))
@@ -147,7 +147,7 @@ def equals_one_device(cases: list[tuple[tuple[int, ...], tuple[Placement, ...]]]
         assert {name for name, _ in calls} == {"all_reduce"}
         for group in {group for _, group in calls}:
             assert sum(g is group for _, g in calls) <= 3 * steps
-        # fp32 sums in another order: a few roundings of 6e-8 in each of at most 50 steps
+        # fp32 sums in another order: a few rounding errors of 6e-8 in each of at most 50 steps
         pair.check(2e-6)
 
 
@@ -171,7 +171,7 @@ ON_FOUR: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
     ids=["2", "3", "4", "4-long"],
 )
 def test_many_steps_equal_one_device(cases: list[tuple[tuple[int, ...], tuple[Placement, ...]]], steps: int) -> None:
-    """Five over four ranks leave one of them with nothing: of a vector, of a stack, of the rows of a matrix."""
+    """Five over four ranks leave one rank without elements: of a vector, of a stack, of a matrix's rows."""
     run(prod(cases[0][0]), equals_one_device, cases, steps)
 
 
@@ -229,7 +229,7 @@ def test_gradients_placed_otherwise_than_their_parameters_are_redistributed() ->
 
 
 def some_gradients_missing() -> None:
-    """0: always there. 1: not on rank 1, then nowhere. 3: nowhere, then there. 5: not on rank 0."""
+    """Parameter 0 always has a gradient; 1 not on rank 1, then nowhere; 3 nowhere, then everywhere; 5 not on rank 0."""
     rank = dist.get_rank()
     pair = Pair(init_device_mesh("cpu", (2,)), same(Shard(0)), torch.float32, momentum="int4")
     for number in range(4):
@@ -254,7 +254,7 @@ def some_gradients_missing() -> None:
                 )
                 assert int(state["step"]) == (2 if index == 1 else 0)
     for p, q in zip(pair.whole, pair.parts, strict=True):
-        # int4 rounds an element apart now and then, where its fp32 value lies on the edge
+        # int4 occasionally rounds an element differently, if its fp32 value is on a boundary
         assert_close(q, p, 1e-3, "param")
         assert pair.one.state[p]["step"].equal(pair.many.state[q]["step"])
 
@@ -287,7 +287,7 @@ def low_bit_state_and_noise() -> None:
                 full = part.full_tensor() if isinstance(part, DTensor) else part
                 assert full.dtype == whole.dtype
                 if whole.dtype != torch.float32:
-                    # rounding at an edge; other noise would differ in most elements
+                    # rounding at a boundary; different noise would change most elements
                     assert (full != whole).double().mean() < 0.02, (options, tuple(p.shape), whole.dtype)
 
 
@@ -296,7 +296,7 @@ def test_low_bit_state_and_noise_belong_to_the_whole_parameter() -> None:
 
 
 def codes_of_short_rows() -> None:
-    """Without a gradient and with beta1 = 1/2 the new momentum is half the old, exactly, on any number of ranks."""
+    """Without a gradient and with beta1 = 1/2, the new momentum is exactly half the old one, on any number of ranks."""
     mesh = init_device_mesh("cpu", (3,))
     for momentum, (shape, dims) in product(("int8", "int4"), [((35, 17), None), ((20, 2, 24), ((0, 1), (2,)))]):
         whole = nn.Parameter(torch.zeros(shape))
@@ -359,7 +359,7 @@ def training_with_fully_shard() -> None:
 
 
 def test_training_with_fully_shard_and_hybrid_sharding() -> None:
-    """In fp64, where the gradients of both differ by 1e-16, so that training does not drive them apart."""
+    """In fp64, in which both gradients differ by 1e-16, so that training does not amplify the difference."""
     run(4, training_with_fully_shard)
 
 
@@ -372,7 +372,7 @@ def advance(net: nn.Module, optimizer: CAME, steps: range) -> None:
 
 
 def whole(value: Tensor) -> Tensor:
-    """A copy: what `full_tensor` returns of a replicated tensor is its own memory."""
+    """Return a copy, because `full_tensor` of a replicated tensor returns its own memory."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
@@ -424,7 +424,7 @@ def resume(folder: str) -> None:
         elif name == "plain":
             for key, value in full_state(net, optimizer)["params"].items():
                 assert_close(value, at_end["params"][key], 2e-6, key)
-        # whole tensors, as one device saves them, are cut up while they are loaded
+        # full tensors, as one device saves them, are sharded during loading
         set_optimizer_state_dict(net, optimizer, full, options=StateDictOptions(full_state_dict=True))
         assert_equal(full_state(net, optimizer)["state"], at_end["state"])
         own = optimizer.state_dict()
@@ -448,7 +448,7 @@ def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 def test_a_checkpoint_of_four_ranks_goes_on_with_four_with_two_and_with_one(tmp_path: Path) -> None:
-    """With four to the same bits, in every codec."""
+    """Resuming on four ranks is bitwise equal for every codec."""
     run(SAVED_BY, save, str(tmp_path))
     for world in (SAVED_BY, 2, 1):
         run(world, resume, str(tmp_path))

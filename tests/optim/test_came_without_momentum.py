@@ -1,4 +1,4 @@
-"""CAME with a first beta of 0, for gradients that are a momentum: it keeps none, and has no confidence."""
+"""Tests of CAME with a first beta of 0, for gradients that are momenta: it has no momentum and no confidence."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_released_gradients_take_the_same_steps() -> None:
 
 
 def test_groups_with_and_without_a_momentum() -> None:
-    """What an exchange has made a momentum needs none; embeddings, which it synchronises, keep theirs in few bits."""
+    """Parameters with an exchanged momentum need none; embeddings, whose gradients are averaged, keep it in int8."""
     params = params_of()
     groups = [{"params": params[:1], "betas": BETAS}, {"params": params[1:]}]
     optimizer = CAME(groups, momentum="int8", lr=1e-2, betas=(0.9, 0.95, 0.995), debias=True)

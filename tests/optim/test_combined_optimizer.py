@@ -1,4 +1,4 @@
-"""Several optimizers as one: shared groups and state, schedules, loss scaling, saving, copying."""
+"""Tests of several optimizers combined into one: shared groups and state, schedules, loss scaling, saving, copying."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of compiled C code: one compilation per machine, private, and never a damaged library."""
+"""Tests of the cache of compiled C code: one compilation per machine, private files, no damaged library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no 
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A C file, with an empty cache and a compiler that counts its calls in `calls`."""
+    """Return a C file, with an empty cache and a compiler that counts its calls in `calls`."""
     path = tmp_path / "three.c"
     path.write_text("int three(void) { return 3; }\n")
     compiler = tmp_path / "counting-cc"
@@ -78,7 +78,7 @@ def test_load_library_compiles_again_if_damaged(source: Path, damage: str) -> No
     load(source)
     (library,) = folder_of(source).glob("*.so")
     content = library.read_bytes()
-    library.unlink()  # a new file: the process has loaded the old one
+    library.unlink()  # replaced by a new file, because the process has loaded the old one
     if damage == "link":
         (source.parent / "planted.so").write_bytes(content)
         library.symlink_to(source.parent / "planted.so")

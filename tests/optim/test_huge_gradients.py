@@ -1,4 +1,4 @@
-"""Finite gradients whose squares, or sums of squares, are no longer finite in fp32."""
+"""Tests of finite gradients whose squares, or sums of squares, overflow fp32."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def came(driver: str, **kind: Any) -> tuple[list[nn.Parameter], sc.CAME]:
 def test_came_stays_finite(driver: str, kind: dict[str, Any]) -> None:
     cases = [(pattern, magnitude) for pattern in PATTERNS for magnitude in FINITE]
     if driver == "kernels":
-        cases = [("once", 1e19), ("all", 3.3e38)]  # an interpreter takes its time
+        cases = [("once", 1e19), ("all", 3.3e38)]  # the interpreter is slow
     for pattern, magnitude in cases:
         params, optimizer = came(driver, **kind)
         train(optimizer, params, pattern, magnitude)
@@ -146,7 +146,7 @@ def test_released_gradients_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sign", "signum"])
-@pytest.mark.parametrize("magnitude", FINITE[:-1])  # that of the last one overflows AdamW's difference, too
+@pytest.mark.parametrize("magnitude", FINITE[:-1])  # the largest magnitude overflows AdamW's difference, too
 def test_other_optimizers_stay_finite(name: str, magnitude: float) -> None:
     for pattern in PATTERNS:
         params = parameters()

@@ -1,4 +1,4 @@
-"""The benchmarks count every byte an optimizer holds, and tell a step that differs from one that does not."""
+"""Tests that the benchmarks count every byte of an optimizer and detect steps that differ."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_bytes_are_counted_wherever_an_optimizer_keeps_them() -> None:
             assert real["state_bytes"] == meta["state_bytes"], contender.name
             found[contender.name] = real["bytes_per_parameter"]
     assert found["torch AdamW"] == pytest.approx(4.0, abs=1e-3)
-    # codes and scales of 2 bytes a block; the rest are factors of sides of 64 to 896
+    # codes and 2-byte scales per block; the rest are factors of sides of 64 to 896
     assert 1 + 2 / 128 < found["CAME int8"] < 1.1
     assert 0.5 + 2 / 64 < found["CAME int4"] < 0.6
     numel = sum(prod(spec.shape) for spec in specs)

@@ -1,4 +1,4 @@
-"""Predicted bytes of optimizer state are those of the storages."""
+"""Tests that predicted bytes of optimizer state equal those of its storages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stepped(name: str, net: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 NOT_ALWAYS_KNOWN = ("asgd", "rprop")
-"""Their step reads numbers of the parameter, which a meta tensor does not have."""
+"""Optimizers whose step reads parameter values, which a meta tensor does not have."""
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *[(name, {}) for name in optimizer_names()],
@@ -76,7 +76,7 @@ def test_prediction_is_what_the_storages_hold(name: str, options: dict[str, Any]
         ParameterSpec(tuple(param.shape), param.dtype, group["role"], group["matrix_dims"])
         for group in groups
         for _, param in group["params"]
-        if param.requires_grad or name == "adagrad"  # which makes the state of frozen parameters, too
+        if param.requires_grad or name == "adagrad"  # adagrad creates state for frozen parameters, too
     ]
     assert predicted_state_bytes(name, specs, **options) == expected
     assert predicted_state_bytes(name, [tuple(spec) for spec in specs], **options) == expected
@@ -94,11 +94,11 @@ def test_predicted_scratch_is_what_a_step_allocates(name: str, foreach: bool, dt
     with ScratchMeter(optimizer) as meter:
         optimizer.step()
     predicted = predicted_temporary_bytes(name, param_groups(net, weight_decay=0.1), foreach=foreach)
-    in_c = 0  # what no meter of tensors sees
+    in_c = 0  # memory that tensor meters do not see
     if name == "came" and not foreach:
         in_c = scratch_bytes([optimizer.job(group, p, 0) for group in optimizer.param_groups for p in group["params"]])
     scalars = 64  # clip factors and the like
-    if name != "rprop":  # where 0-D parameters keep it from running on the meta device it is estimated
+    if name != "rprop":  # estimated for rprop, because 0-D parameters prevent a step on the meta device
         assert predicted == pytest.approx(max(in_c, meter.peak), abs=scalars)
 
 
@@ -116,14 +116,14 @@ def test_scratch_of_came_is_capped() -> None:
 @pytest.mark.parametrize("momentum", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("gpu", [False, True])
 def test_scratch_of_came_stays_under_64_mib_at_llama_3_8b(momentum: str, rounding: str, gpu: bool) -> None:
-    shapes = [(2500, 4096), (400, 14336), (4096,)]  # many tiles each, so that more rows would add nothing but their own
+    shapes = [(2500, 4096), (400, 14336), (4096,)]  # many tiles each, so that more rows would only add their own sums
     specs = [ParameterSpec(shape, torch.bfloat16) for shape in shapes]
     options = {"momentum": momentum, "rounding": rounding, "debias": True}
     assert predicted_temporary_bytes("came", specs, foreach=gpu, **options) <= 64 * 2**20
 
 
 def test_scratch_on_a_gpu_counts_the_sums_of_all_parameters() -> None:
-    """Parts of sums, of as many parameters in a launch as stay below 48 MiB."""
+    """Partial sums of as many parameters per launch as fit into 48 MiB."""
     each = 4 * (4096 * 40 + 5000 * 128)  # tiles of 32 x 128
     at_once = 48 * 2**20 // each
     for count in (5, 100):

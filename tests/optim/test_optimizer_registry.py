@@ -1,4 +1,4 @@
-"""Optimizers by name, and their options as a recipe gives them."""
+"""Tests of optimizers by name, and of their options in a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are used and freed within the backward pass."""
+"""Tests of gradients that are used and freed within the backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scantling.optim import CAME, _release, release_gradients
 
 
 class Tied(nn.Module):
-    """An embedding that is also the output layer, with layers in between."""
+    """An embedding tied to the output layer, with layers in between."""
 
     def __init__(self, width: int = 32, layers: int = 6) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def test_the_result_is_that_of_ordinary_steps(accumulation: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             assert all(param.grad is None for param in released.parameters())
-            other.step()  # finds nothing to do
+            other.step()  # has nothing to do
     for (name, a), b in zip(ordinary.named_parameters(), released.parameters(), strict=True):
         assert torch.equal(a, b), name
     handle.remove()
@@ -66,7 +66,7 @@ def test_the_result_is_that_of_ordinary_steps(accumulation: int) -> None:
 
 
 def test_parameters_that_not_every_pass_uses() -> None:
-    """The layers take turns, so that some have their gradients from an earlier pass when the last one ends."""
+    """The layers alternate, so some gradients come from an earlier pass when the last pass ends."""
     ordinary, optimizer = make()
     released, other = make()
     release_gradients(released, other, accumulation=3)
@@ -124,7 +124,7 @@ def test_a_pass_that_failed_does_not_count() -> None:
 
 
 def test_checkpoints_are_used_once_or_refused() -> None:
-    """With use_reentrant=True each segment is a backward pass of its own, with a part of a shared gradient."""
+    """With use_reentrant=True, each segment runs its own backward pass with a part of a shared gradient."""
     for reentrant in (False, True):
         layer = nn.Linear(32, 32)
         optimizer = CAME([layer.weight, layer.bias], lr=2e-4)
@@ -145,7 +145,7 @@ def test_only_the_gradient_at_hand_is_alive(release: bool) -> None:
     model, optimizer = make()
     params = list(model.parameters())
     counts = []
-    for param in params:  # each called when the gradient of its parameter is there and not yet kept
+    for param in params:  # each hook runs when its parameter's gradient is ready but not yet stored
         param.register_hook(lambda _: counts.append(sum(other.grad is not None for other in params)))
     if release:
         release_gradients(model, optimizer)
@@ -211,7 +211,8 @@ def test_a_clip_that_comes_too_late_is_refused() -> None:
                 clip(model.parameters(), 0.5)
         with pytest.raises(UserError, match=r"to 0\.5 comes after"):
             nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, torch.tensor(1.0))
-        assert nn.utils.clip_grad_norm_(model.parameters(), float("inf")) == 0  # as a Trainer that only reads the norm
+        # as in a Trainer that only reads the norm
+        assert nn.utils.clip_grad_norm_(model.parameters(), float("inf")) == 0
         other = nn.Linear(3, 3)
         other(torch.ones(1, 3)).sum().backward()
         nn.utils.clip_grad_norm_(other.weight, 0.1)
@@ -222,7 +223,7 @@ def test_a_clip_that_comes_too_late_is_refused() -> None:
 
 
 def test_clips_are_those_of_before_after_the_last_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_release, "_CLIP_GUARD", _release._ClipGuard())  # handles of other tests are still there
+    monkeypatch.setattr(_release, "_CLIP_GUARD", _release._ClipGuard())  # handles of other tests still exist
 
     def clips() -> tuple[object, ...]:
         return nn.utils.clip_grads_with_norm_, nn.utils.clip_grad._clip_grads_with_norm_

@@ -1,4 +1,4 @@
-"""Gradient release with parameters that FSDP2 shards: groups are stepped together, as on one device."""
+"""Tests of gradient release with FSDP2-sharded parameters: groups are stepped together, as on one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH, VOCABULARY, STEPS = 24, 50, 4
 
 
 class Block(nn.Module):
-    """Two layers, of which `maybe` is not used where `skip` says so."""
+    """Two layers, of which `maybe` is unused if `skip` says so."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -81,13 +81,13 @@ def with_the_end(model: Decoder) -> list[Any]:
 
 
 def batch(step: int, rank: int | None) -> Tensor:
-    """Twelve sequences; those of a rank, or all."""
+    """Return twelve sequences: those of a rank, or all."""
     ids = torch.randint(VOCABULARY, (12, 5), generator=torch.Generator().manual_seed(step))
     return ids if rank is None else ids.chunk(dist.get_world_size())[rank]
 
 
 def shard(model: Decoder, modules: Callable[[Decoder], list[Any]], **options: Any) -> int:
-    """Shard the modules and the rest; the number of groups."""
+    """Shard the modules and the rest; return the number of groups."""
     chosen = modules(model)
     for module in [*chosen, model]:
         fully_shard(module, **options)
@@ -112,12 +112,12 @@ def is_that_of_ordinary_steps(
     exchange_always: bool = True,
     num_groups: int | None = None,
 ) -> None:
-    """Released, ordinary and on one device.
+    """Compare released gradients with ordinary steps and with one device.
 
     Args:
-        uses: keyword arguments of the model in each pass, in turn.
-        exchange_always: whether passes before the last of an accumulation exchange gradients.
-        num_groups: that are stepped, where that is not all; what only earlier passes have used counts as one.
+        uses: keyword arguments of the model in each pass, in rotation.
+        exchange_always: True if every pass of an accumulation exchanges gradients, not only the last one.
+        num_groups: number of stepped groups, if not all; parameters used only in earlier passes count as one group.
     """
     whole, ordinary, released = (build(**model_options) for _ in range(3))
     groups = shard(ordinary, modules, **shard_options)
@@ -154,7 +154,7 @@ def is_that_of_ordinary_steps(
             optimizer.step()
             optimizer.zero_grad()
     assert max(alive) <= largest
-    # fp32 sums in another order, in the gradients and in the statistics
+    # fp32 sums in another order, in gradients and statistics
     assert largest_error(released, whole) <= 2e-6
     assert largest_error(released, ordinary) <= (0.0 if dist.get_world_size() == 2 else 2e-6)
 
@@ -192,12 +192,12 @@ def each_of(names: Iterable[str]) -> None:
     ("world", "names"), [(2, tuple(CASES)), pytest.param(3, SOME, marks=pytest.mark.slow)], ids=["2", "3"]
 )
 def test_the_result_is_that_of_ordinary_steps(world: int, names: tuple[str, ...]) -> None:
-    """Uneven shards with three ranks; the rest does not depend on their number."""
+    """With three ranks, shards are uneven; everything else is independent of the number of ranks."""
     run(world, each_of, names)
 
 
 def all_ranks_take_part() -> None:
-    """A rank that does not use a parameter exchanges zeros where FSDP2 is told to, and steps it with the others."""
+    """A rank without a use of a parameter exchanges zeros, if FSDP2 is told to, and steps it with the others."""
     whole, released = build(), build()
     shard(released, blocks)
     released.set_reduce_scatter_unused_params(True)
@@ -216,7 +216,7 @@ def all_ranks_take_part() -> None:
 
 
 def two_roots_and_plain_parameters() -> None:
-    """Nothing shards the whole model, so that FSDP2 ends each part by itself, and the norm and head are plain."""
+    """No module shards the whole model, so FSDP2 finishes each part separately; the norm and head are plain."""
     whole, released = build(), build()
     for module in (released.embed, *released.blocks):
         fully_shard(module)
@@ -225,7 +225,8 @@ def two_roots_and_plain_parameters() -> None:
     for step in range(STEPS):
         for _ in range(2):
             for model in (whole, released):
-                (model(batch(step, 0)) / 2).backward()  # the same on all ranks, as nobody averages plain gradients
+                # the same batch on all ranks, because nothing averages plain gradients
+                (model(batch(step, 0)) / 2).backward()
         optimizers[0].step()
         optimizers[0].zero_grad()
         assert all(param.grad is None for param in released.parameters())
@@ -246,7 +247,7 @@ def on_two_mesh_dims() -> None:
 
 
 def with_tensor_parallelism(mesh: DeviceMesh) -> None:
-    """The blocks cut by columns and rows, and then sharded by FSDP2 where the mesh has a dim for it."""
+    """Shard the blocks by columns and rows, then by FSDP2 if the mesh has a dim for it."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     tensor, rank, data = mesh["tensor"], 0, "data" in (mesh.mesh_dim_names or ())
@@ -270,7 +271,7 @@ def with_tensor_parallelism(mesh: DeviceMesh) -> None:
 
 
 def across(param: nn.Parameter) -> Shard | None:
-    """Along the dim that tensor parallelism leaves whole."""
+    """Return the placement along the dim that tensor parallelism does not shard."""
     if isinstance(param, DTensor) and any(isinstance(own, Shard) and own.dim == 0 for own in param.placements):
         return Shard(1) if param.ndim > 1 else None
     return None

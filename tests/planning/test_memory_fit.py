@@ -1,4 +1,4 @@
-"""A plan against the memory of a machine."""
+"""Tests of a plan against the memory of a machine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_memory_that_others_use_is_not_available(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_plan_names_its_device(device: str, tmp_path: Path) -> None:
-    """Also that of a recipe for a GPU that this machine does not have."""
+    """A recipe for a GPU that this machine lacks names it too."""
     planned = sc.plan(tiny_recipe(tmp_path, train={"device": device}))
     assert planned.device == device
     assert {"cpu": "on the CPU", "cuda": "on a GPU"}[device] in str(planned)
@@ -151,7 +151,7 @@ def test_train_warns_of_what_may_not_fit_and_goes_on(
 def test_warnings_of_a_recipe_are_given_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By further plans neither of a run nor of the search for a micro-batch."""
+    """Neither further plans of a run nor the search for a micro-batch repeat the warnings."""
     recipe = tiny_recipe(tmp_path, tensor={"rank": {"nothing": 4, "*": 8}}, train={"steps": 1, "batch_size": 64})
     planned, small = (sc.plan(recipe, settings=each) for each in ([], ["train.micro_batch_size=1"]))
     assert planned.peak_memory_bytes is not None

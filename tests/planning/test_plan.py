@@ -1,4 +1,4 @@
-"""The plan of a run against the run."""
+"""Tests of a run's plan against the run."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ print(json.dumps([plan, dict(result.metrics)]))
     ],
 )
 def test_peak_memory(tmp_path: Path, case: str, tight: bool) -> None:
-    """Within 20 % of the resident set. With an allocator that gives freed blocks back, the part above the base too.
+    """Within 20 % of the resident set. If the allocator returns freed blocks, the part above the base too.
 
-    By default glibc keeps freed blocks of up to 32 MiB in its heap, for which the plan has a fitted allowance; with
-    MALLOC_MMAP_THRESHOLD_ it does not, and then what is counted is what is measured, within 10 %.
+    By default, glibc keeps freed blocks of up to 32 MiB in its heap, and the plan has a fitted allowance for them. With
+    MALLOC_MMAP_THRESHOLD_ it does not, and then the plan is within 10 % of the measured peak.
     """
     recipe = tiny_recipe(
         tmp_path,
@@ -104,7 +104,7 @@ def test_micro_batches_and_checkpointing_save_activations(tmp_path: Path) -> Non
 
 
 def test_what_is_computed_again_is_counted(tmp_path: Path) -> None:
-    """All but the output layer and, where its result is not needed, the last product of each layer."""
+    """Recomputed: all but the output layer and, if its result is not needed, the last product of each layer."""
     recipe = tiny_recipe(tmp_path)
     whole = sc.plan(recipe)
     again = sc.plan(recipe, settings=["train.activation_checkpointing=true"])
@@ -125,7 +125,7 @@ def test_processes_share_the_batch_and_send_gradients(tmp_path: Path) -> None:
 
 
 def test_gradients_that_are_there_before_a_pass_are_counted(tmp_path: Path) -> None:
-    """From earlier micro-batches, or in the buckets of an exchange: one more copy than while activations go."""
+    """From earlier micro-batches or in the buckets of an exchange: one more copy exists while activations are freed."""
     recipe = tiny_recipe(tmp_path, model={"overrides": {}}, train={"batch_size": 8})
     alone = sc.plan(recipe, settings=["train.batch_size=2"])
     cut = sc.plan(recipe, settings=["train.micro_batch_size=2"])
@@ -142,7 +142,7 @@ def test_gradients_that_are_there_before_a_pass_are_counted(tmp_path: Path) -> N
 
 
 def test_released_gradients_are_not_held(tmp_path: Path) -> None:
-    """One sequence, so that weights matter more than activations; several micro-batches add to gradients that stay."""
+    """With one sequence, weights dominate activations; several micro-batches accumulate into kept gradients."""
     recipe = tiny_recipe(
         tmp_path, model={"overrides": {}}, optim={"name": "came"}, train={"batch_size": 2, "clip": None}
     )
@@ -151,7 +151,7 @@ def test_released_gradients_are_not_held(tmp_path: Path) -> None:
     assert released.gradient_bytes < kept.gradient_bytes / 4
     assert released.peak_memory_bytes is not None
     assert kept.peak_memory_bytes is not None
-    above = [plan.peak_memory_bytes - plan.base_bytes for plan in (kept, released)]  # the base is of this process
+    above = [plan.peak_memory_bytes - plan.base_bytes for plan in (kept, released)]  # the base is this process's
     assert above[0] - above[1] > kept.gradient_bytes / 4
     cut = sc.plan(recipe, settings=["train.micro_batch_size=1"])
     cut_too = sc.plan(recipe, settings=["train.micro_batch_size=1", "optim.release_gradients=true"])
@@ -161,14 +161,14 @@ def test_released_gradients_are_not_held(tmp_path: Path) -> None:
 
 
 def test_a_document_mask_takes_memory(tmp_path: Path) -> None:
-    """A mask of 256 x 256 numbers for each sequence, and none without documents, whose search fake tensors defeat."""
+    """A mask with 256 x 256 elements for each sequence; none without documents, which fake tensors cannot search."""
     recipe = tiny_recipe(tmp_path, data={"seq_len": 256}, train={"batch_size": 2})
     without, with_mask = sc.plan(recipe), sc.plan(recipe, settings=["data.document_mask=true"])
     assert with_mask.activation_bytes - without.activation_bytes >= 2 * 256 * 256
 
 
 def test_a_model_that_cannot_be_traced_is_planned_as_far_as_it_is_known(tmp_path: Path) -> None:
-    """A loop over experts goes by values; the rest of the plan stands, and the run goes on."""
+    """A loop over experts depends on values; the rest of the plan is complete, and the run continues."""
     config = {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
@@ -231,7 +231,7 @@ def test_what_cannot_be_known_is_said(tmp_path: Path) -> None:
 
 def test_ids_that_only_the_files_know_are_noted(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
-    recipe["data"] = {"bin": str(tmp_path / "ids.bin"), "seq_len": 32}  # not read, so that it need not be there
+    recipe["data"] = {"bin": str(tmp_path / "ids.bin"), "seq_len": 32}  # not read, so it need not exist
     assert any("one more than the largest in its files" in note for note in sc.plan(recipe).notes)
 
 

@@ -1,4 +1,4 @@
-"""A tiny Llama and its input, apart from the tests so that processes of a group import nothing else."""
+"""A tiny Llama and its input, in a separate module so that processes of a group import nothing else."""
 
 from __future__ import annotations
 

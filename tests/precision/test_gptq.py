@@ -1,4 +1,4 @@
-"""GPTQ against a dense reference of the update it is made from, and what follows from its equations."""
+"""Tests of GPTQ against a dense reference of its update, and of properties that follow from its equations."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from scantling.precision.gptq import gptq, output_error
 
 
 def problem(out: int = 7, columns: int = 23, tokens: int = 200) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight, and the Hessian of inputs that depend on each other."""
+    """Return a weight, and the Hessian of correlated inputs."""
     x = torch.randn(tokens, columns, dtype=torch.float64) @ torch.randn(columns, columns, dtype=torch.float64)
     return torch.randn(out, columns, dtype=torch.float64), x.t() @ x / tokens
 
 
 def obq(weight: torch.Tensor, hessian: torch.Tensor, quantizer: Quantizer, damping: float) -> torch.Tensor:
-    """arXiv 2210.17323, Eqs. 2 and 3: one column at a time, its row and column taken out of the inverse."""
+    """arXiv 2210.17323, Eqs. 2 and 3: process one column at a time and remove its row and column from the inverse."""
     weight, scale = weight.clone(), quantizer.encode(weight).scale
     if scale.ndim == 3:
         scale = scale.expand(-1, -1, quantizer.group_size).flatten(1)[:, : weight.shape[1]]
@@ -92,7 +92,7 @@ def test_scales_of_groups_are_those_of_weights_that_make_up_for_errors() -> None
         torch.testing.assert_close(gptq(weight, hessian, quantizer, block=block).decode(), found.decode())
     by_hand = weight.clone()
     inverse = torch.linalg.inv(hessian + 0.01 * hessian.diagonal().mean() * torch.eye(24).double())
-    for i in range(8):  # only the first group is quantised: the second sees what is left of its errors
+    for i in range(8):  # only the first group is quantized; the second absorbs the rest of its errors
         q = quantizer.format.round(by_hand[:, i] / still[:, 0, 0]) * still[:, 0, 0]
         by_hand -= (by_hand[:, i] - q)[:, None] / inverse[i, i] * inverse[i]
         inverse = inverse - inverse[:, i : i + 1] @ inverse[i : i + 1] / inverse[i, i]
@@ -111,7 +111,8 @@ def test_inputs_that_are_always_zero_are_rounded_to_the_nearest() -> None:
 
 def test_the_weight_and_the_hessian_are_left_as_they_are() -> None:
     weight, hessian = problem()
-    for given in (weight.float(), weight.float().t().contiguous().t()):  # in, out as of Conv1D: a view is a trap
+    # (in, out) as in Conv1D: a view is easy to get wrong
+    for given in (weight.float(), weight.float().t().contiguous().t()):
         before, kept = given.clone(), hessian.clone()
         for act_order in (False, True):
             gptq(given, hessian, Quantizer.of("int3", "channel"), act_order=act_order)

@@ -1,4 +1,4 @@
-"""Training, export and quantization after training round the same weights, however a model reads them."""
+"""Tests that training, export and post-training quantization round the same weights, however a model reads them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model_of(name: str) -> Any:
     if name in FAMILIES:
         return made(name)
     model = OTHERS[name]().eval()
-    with torch.no_grad():  # some draw weights too small for any change to be seen
+    with torch.no_grad():  # some models draw weights too small for any change to be visible
         for module in model.modules():
             if isinstance(module, nn.Linear | Conv1D):
                 module.weight.normal_(0.0, 0.2)
@@ -100,7 +100,7 @@ def test_gptq_takes_models_that_read_weights_without_calling_layers(
 
 
 class Reads(nn.Module):
-    """Products with weights of layers that are not called, in several ways."""
+    """Products that read the weights of layers directly, in several ways, without calling the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Reads(nn.Module):
 
 
 class Scaled(nn.Linear):
-    """A linear layer that computes more than one."""
+    """A linear layer that computes more than a linear layer."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2.0 * super().forward(input) + self.weight.mean()
@@ -225,7 +225,7 @@ def test_products_of_subclasses_are_simulated_and_named(caplog: pytest.LogCaptur
 
 
 class Tied(nn.Module):
-    """A head that shares its weight with a table, which nothing names."""
+    """A head tied to an embedding without any declaration of the tie."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights packed, and folders of them: what comes back is what was there, bit for bit, or a message."""
+"""Tests of packed weights and their folders: bitwise equal after loading, or an error message."""
 
 from __future__ import annotations
 
@@ -132,14 +132,14 @@ def test_the_largest_numbers_of_fp16_stay_finite(tmp_path: Path) -> None:
     largest = torch.finfo(torch.float16).max
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, :2] = torch.tensor([largest, -largest])
-    sc.quantize_weights(model, "bf16")  # which rounds 65504 to 65536
+    sc.quantize_weights(model, "bf16")  # rounds 65504 to 65536
     assert model.model.layers[0].mlp.up_proj.weight[0, :2].tolist() == [largest, -largest]
     save_quantized(model, tmp_path / "out")
     assert_same(sc.load(tmp_path / "out"), model)
 
 
 class WritesTies(nn.Module):
-    """A layer by two names, both of which it saves."""
+    """A layer with two names that saves both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,10 +245,11 @@ def test_a_kill_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
 def test_damage_is_found(tmp_path: Path) -> None:
     model = sc.quantize_weights(made("llama"), "int4")
     save_quantized(model, tmp_path / "out")
-    (tmp_path / "out" / CHECKSUMS).unlink()  # what comes after them
+    (tmp_path / "out" / CHECKSUMS).unlink()  # reach the checks that follow the checksums
     index, tensors = tmp_path / "out" / "quantized.json", tmp_path / "out" / "quantized.safetensors"
     good = index.read_text()
-    good_tensors = {key: value.clone() for key, value in load_file(tensors).items()}  # else it is a map of the file
+    # clone, or else it is a memory map of the file
+    good_tensors = {key: value.clone() for key, value in load_file(tensors).items()}
     name = "model.layers.0.mlp.up_proj.weight"
 
     def refused(words: str) -> None:

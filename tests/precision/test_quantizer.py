@@ -1,4 +1,4 @@
-"""Scales, granularities, block formats and the straight-through gradient."""
+"""Tests of scales, granularities, block formats and the straight-through gradient."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from scantling.precision import Quantizer, fake_quantize
 
 
 def paper(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Kumar et al., appendix D.1, for one tensor."""
+    """Quantize as in Kumar et al., appendix D.1, with one scale per tensor."""
     s = (2 ** (bits - 1) - 1) / x.abs().max()
     return (x * s).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) / s
 
@@ -93,7 +93,7 @@ def test_gradients_pass_as_if_nothing_had_happened(fmt: str, loss_scale: float, 
 def test_the_gradient_reaches_clipped_values() -> None:
     x = torch.cat([torch.randn(255), torch.tensor([6.0])]).requires_grad_()
     q = fake_quantize(x, "int2", clip="mse")
-    assert q.detach().max() < 5.0  # it was clipped
+    assert q.detach().max() < 5.0  # values were clipped
     q.sum().backward()
     assert torch.equal(x.grad, torch.ones(256))
 
@@ -157,7 +157,7 @@ def test_block_formats_are_those_of_torchao() -> None:
     for dtype, name in ((torch.float8_e4m3fn, "mxfp8_e4m3"), (torch.float4_e2m1fn_x2, "mxfp4_e2m1")):
         theirs = mx.MXTensor.to_mx(x, dtype, 32).dequantize(torch.float32)
         assert torch.equal(fake_quantize(x, name), theirs)
-    x = torch.randn(64, 128) * torch.logspace(-1, 1, 128)  # theirs has no scales below 2^-6 of the largest
+    x = torch.randn(64, 128) * torch.logspace(-1, 1, 128)  # the reference has no scales below 2^-6 of the largest
     whole = nv.per_tensor_amax_to_scale(x.abs().max())
     theirs = nv.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=whole).dequantize(torch.float32)
     torch.testing.assert_close(fake_quantize(x, "nvfp4"), theirs)
@@ -245,7 +245,7 @@ def test_settings_beside_a_whole_quantizer_are_refused(given: Any) -> None:
 
 
 def test_scales_beneath_the_smallest_are_the_smallest() -> None:
-    """In nvfp4 a group that is tiny beside the tensor has no scale of its own, whatever its magnitude."""
+    """In nvfp4, a group that is tiny relative to its tensor gets the smallest scale, at any magnitude of the tensor."""
     for size in (1e-6, 1.0, 1e6):
         x = size * torch.cat([torch.ones(16), torch.full((16,), 1e-7), torch.full((16,), 2e-5)])
         found = fake_quantize(x, "nvfp4")

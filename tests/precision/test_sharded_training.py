@@ -1,4 +1,4 @@
-"""Layers in few bits under FSDP2: the same losses as on one process."""
+"""Tests of low-precision layers under FSDP2: the losses are those of one process."""
 
 from __future__ import annotations
 

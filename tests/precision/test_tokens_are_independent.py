@@ -1,4 +1,4 @@
-"""By default, rounding to low precision leaves causal models causal and sequences of a batch independent."""
+"""Tests that, by default, low precision keeps causal models causal and the sequences of a batch independent."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SEES_ALL = ("bert", "roberta", "vit")
 
 
 def quantized(family: str, settings: dict[str, Any], *, tt: bool = False) -> Any:
-    """A model in fp64, in which the order of sums takes next to no number over a rounding boundary."""
+    """Return a quantized model in fp64, so the order of sums almost never moves a value over a rounding boundary."""
     model = made(family)
     if tt:
         sc.tensorize(model, 6)
     if hasattr(model.config, "num_experts_per_tok"):
-        model.set_experts_implementation("eager")  # the only one in fp64
-    if family == "gpt-oss":  # has eager attention alone
+        model.set_experts_implementation("eager")  # the only implementation in fp64
+    if family == "gpt-oss":  # supports eager attention only
         settings = {part: given for part, given in settings.items() if part not in ("kv_cache", "queries")}
     return sc.quantize_training(model.double(), **settings)
 

@@ -1,4 +1,4 @@
-"""`quantize_training`: what is rounded, what gradients see of it, and that nothing else changes."""
+"""Tests of `quantize_training`: the rounded tensors, their gradients, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def test_parts_with_attentions_of_their_own_are_rounded_each() -> None:
 
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register("mine", attention)  # and no function for masks
+    AttentionInterface.register("mine", attention)  # without a mask function
     model = clip_model().eval()
     model.set_attn_implementation({"text_config": "sdpa", "vision_config": "mine"})
     pixels = torch.randn(1, 3, 8, 8)
@@ -350,7 +350,7 @@ def test_an_attention_that_would_round_nothing_is_refused_later_too() -> None:
 
 
 def chooses_its_keys() -> PreTrainedModel:
-    """Whose masks of chosen keys are built for some names of attentions alone."""
+    """Return a model that selects keys; it builds the selection mask for some attention names only."""
     return DeepseekV32ForCausalLM(
         DeepseekV32Config(
             vocab_size=99,
@@ -379,7 +379,7 @@ def chooses_its_keys() -> PreTrainedModel:
 
 
 def slices_its_queries() -> PreTrainedModel:
-    """Which keeps the queries of all tokens for some names of attentions alone."""
+    """Return a model that, for some attention names only, keeps the queries of all tokens."""
     return Gemma4ForCausalLM(
         Gemma4TextConfig(
             vocab_size=99,
@@ -532,7 +532,7 @@ def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
     sc.quantize_training(model, weights="int4", activations="int6", compute="int8")
     x = torch.randn(200, 48)
     steps = model[0].plan(200).steps
-    assert len(steps) == 2  # x A B, of cores that are rounded
+    assert len(steps) == 2  # x A B, with rounded cores
     a, b = (block.reshape(step.inner, step.width) for block, step in zip(model[0].blocks(steps), steps, strict=True))
     by_token, by_column = Quantizer.of("int8", "token"), Quantizer.of("int8", "channel")
     inner = by_token(fake_quantize(x, "int6", granularity="token")) @ by_column(a.t()).t()
@@ -556,7 +556,7 @@ def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
 def test_products_of_layers_of_cores_are_close_to_the_simulation(
     compute: Any, weights: str, activations: str, apart: float, cosine: float, gradients_too: bool
 ) -> None:
-    """Whatever the formats, what products add is the rounding of the widest numbers that they take."""
+    """For every format, products add at most the rounding error of their widest operands."""
     gradients = ("int8" if compute == "int8" else "fp8_e5m2") if gradients_too else None
     torch.manual_seed(0)
     simulated = nn.Sequential(sc.TTLinear(64, 48, rank=6))
@@ -672,7 +672,7 @@ def test_tensorized_quantized_and_trained_with_came() -> None:
 def test_products_of_the_hardware_are_the_simulated_ones(
     compute: Any, gradients_too: bool, per_token: bool, device: str, rows: tuple[int, ...]
 ) -> None:
-    """On a GPU with as few rows, and sides, as its instructions do not take without padding."""
+    """On a GPU, also with numbers of rows and sides that its instructions take only after padding."""
     fmt = {"int8": "int8", "fp8": "fp8_e4m3"}[compute]
     of_gradients = {"int8": "int8", "fp8": "fp8_e5m2"}[compute] if gradients_too else None
     activations = {"format": fmt, "granularity": "token" if per_token else "tensor"}
@@ -694,7 +694,7 @@ def test_products_of_the_hardware_are_the_simulated_ones(
         tolerance = {"rtol": 1e-3, "atol": 1e-3}  # Hopper's instructions keep about 14 bits of a sum
     torch.testing.assert_close(*y, **tolerance)
     for one, other in (of_x, of_weight):
-        if gradients_too:  # rounded with other scales
+        if gradients_too:  # rounded with different scales
             cosine = torch.cosine_similarity(one.flatten(), other.flatten(), dim=0)
             assert cosine > (0.999 if compute == "int8" else 0.99)
         else:
@@ -767,7 +767,7 @@ def test_attention_is_there_in_another_process(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_encoder_layers_of_torch_compute_in_eval_what_they_train() -> None:
-    """Torch has a faster way for them without gradients, which takes the weights as they are."""
+    """In eval mode, torch has a fast path for them, which would read the unquantized weights."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2)
     x = torch.randn(2, 5, 32)

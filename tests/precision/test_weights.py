@@ -1,4 +1,4 @@
-"""Quantising the weights of models: what is taken, what comes out, and that GPTQ loses less."""
+"""Tests of post-training weight quantization: selection, results, and GPTQ's smaller loss."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_embeddings_by_filter_and_ties_stay() -> None:
     assert weights["model.embed_tokens.weight"].method == "rtn"
     by_head = gptq(made("llama-tied"), inputs("llama"), filter_fn=lambda name, _: name == "lm_head")
     assert torch.equal(by_head.lm_head.weight, model.lm_head.weight)
-    assert [weight.method for weight in quantized_weights(by_head).values()] == ["rtn"]  # rows are looked up, too
+    assert [weight.method for weight in quantized_weights(by_head).values()] == ["rtn"]  # its rows are also looked up
 
 
 def test_a_tied_weight_quantised_by_its_other_name_is_one_weight() -> None:
@@ -134,7 +134,7 @@ def test_a_pass_of_calibration_keeps_no_inputs_of_layers_it_is_done_with() -> No
 
     def count(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         seen.append(weakref.ref(args[0]))
-        alive.append(sum(each() is not None for each in seen[1:]))  # the first is the batch
+        alive.append(sum(each() is not None for each in seen[1:]))  # the first one is the batch
 
     for layer in model:
         layer.register_forward_pre_hook(count)
@@ -163,7 +163,7 @@ def test_inputs_are_those_of_the_quantised_layers_before() -> None:
     model = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
     second = model[2].weight.detach().clone()
     gptq(model, x)
-    hidden = model[1](model[0](x)).detach()  # of the quantised first layer
+    hidden = model[1](model[0](x)).detach()  # output of the quantized first layer
     found = quantized_weights(model)["2.weight"].output_error
     assert found == pytest.approx(output_error(second, model[2].weight.detach(), hidden.t() @ hidden / 200), rel=1e-4)
 
@@ -181,7 +181,7 @@ def test_the_forms_of_batches_mean_the_same() -> None:
 
 
 def test_blocks_and_hessians() -> None:
-    """Decoder layers one by one, each tensor's Hessian once, and passes that end where the block ends."""
+    """Decoder layers are processed one by one, with one Hessian per tensor, and passes end at the block's end."""
     model = made("llama")
     model.model.layers.append(copy.deepcopy(model.model.layers[0]))
     model.config.num_hidden_layers = 2
@@ -204,7 +204,7 @@ def test_blocks_and_hessians() -> None:
 
 
 class Planned(nn.Module):
-    """Layers that a batch calls in the order it says: those of one word read the same tensor."""
+    """Layers called in the order that a batch gives; layers in one word read the same tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_each_batch_is_counted_in_full_whatever_it_calls(plans: list[str]) -> No
 
 
 class ChangesInPlace(nn.Module):
-    """Two layers that read one tensor, which is doubled between them."""
+    """Two layers that read one tensor, which is doubled in place between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ def test_weights_that_were_changed_are_found() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_models_trained_in_few_bits(family: str) -> None:
-    """At the bits of training nothing changes; at fewer, layers compute with those and go on rounding activations."""
+    """At the training bits nothing changes; at fewer bits, layers use those and still round activations."""
     batch = inputs(family)
     model = sc.quantize_training(made(family), weights="int4", activations="int8", kv_cache="int8")
     before = model(**batch).logits
@@ -402,7 +402,7 @@ def test_models_trained_in_few_bits(family: str) -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A small Llama that has learned English-like text, with more of that text that it has not seen."""
+    """Return a small Llama trained on English-like text, with more text that it has not seen."""
     import transformers as hf
 
     stream = torch.tensor(list(english_like(120_000).encode("ascii")))
@@ -431,9 +431,9 @@ def loss(model: Any, ids: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_gptq_loses_less_than_the_nearest(bits: int, trained: tuple[Any, ...]) -> None:
-    """GPTQ adds at most 0.7 of the loss that rounding to nearest adds, summed over four ways to scale.
+    """The loss added by GPTQ is at most 0.7 of that added by rounding to nearest, summed over four kinds of scales.
 
-    Over six seeds of text and model the share is 0.24 to 0.53 at 3 bits and 0.27 to 0.42 at 4 bits.
+    Over six seeds of text and model, the ratio is 0.24 to 0.53 at 3 bits and 0.27 to 0.42 at 4 bits.
     """
     model, text, held = trained
     before = loss(model, held)

@@ -1,4 +1,4 @@
-"""Choices that the recipe names and the parts define: the schema stands below them, so that both are written out."""
+"""Tests that the recipe schema's choices equal those of the parts; the schema may not import them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes that nobody would write: whatever the text is, it is read or refused, within bounds of time and memory."""
+"""Tests of hostile recipes: any text is read or refused, within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MINIMAL = "model: {preset: llama-1m}\ndata: {corpus: python-stdlib, seq_len: 64}
 
 
 def aliases(first: str, each: Callable[[str], str]) -> str:
-    """Ten values, each of which names the one before ten times."""
+    """Return ten YAML values, each of which names the previous one ten times."""
     lines = [f"a0: &a0 {first}"]
     lines += [f"a{level}: &a{level} {each(', '.join([f'*a{level - 1}'] * 10))}" for level in range(1, 10)]
     return "\n".join(lines)
@@ -229,7 +229,7 @@ def mutate_text(text: str, random: random.Random) -> str:
 
 
 def mutate_value(content: Any, random: random.Random) -> Any:
-    """Put an odd value in the place of one in a mapping, or under a further key."""
+    """Replace a value of a mapping with an odd one, or add one under another key."""
     if isinstance(content, dict) and content and random.random() < 0.9:
         key = random.choice(list(content))
         if random.random() < 0.1:

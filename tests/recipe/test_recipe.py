@@ -1,4 +1,4 @@
-"""The recipe: reading, overriding, and saying all that is wrong at once."""
+"""Tests of the recipe: reading, overrides, and reporting all errors at once."""
 
 from __future__ import annotations
 

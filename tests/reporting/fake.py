@@ -49,7 +49,7 @@ def make_run(
     with_plan: bool = True,
     seed: int = 0,
 ) -> Path:
-    """Write the folder of a run of `steps` steps; `status=None` leaves out `result.json`, as a crash does."""
+    """Write the folder of a run of `steps` steps; `status=None` leaves out `result.json`, as after a crash."""
     noise = np.random.default_rng(seed)
     planned_steps = planned_steps or steps
     recipe: dict[str, Any] = {"name": name, **{key: dict(section) for key, section in SECTIONS.items()}}

@@ -1,4 +1,4 @@
-"""Runs side by side, for people and for programs."""
+"""Tests of the comparison of runs, for people and for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How numbers read."""
+"""Tests of number formatting."""
 
 from __future__ import annotations
 

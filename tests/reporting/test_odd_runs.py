@@ -1,4 +1,4 @@
-"""Run directories with damaged, hostile or very large files: a report or one clear error, never a traceback."""
+"""Tests of run directories with damaged, hostile or very large files: a report or one clear error, no traceback."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ODD: list[Any] = [
 
 
 def show(*found: Run, folder: Path) -> str:
-    """Write everything that report and compare write, and return the page."""
+    """Write all output of report and compare, and return the page."""
     compare_table(found)
     json.loads(write_compare(found, folder).read_text())
     return write_report(found, folder / "report.html").read_text(encoding="utf-8")
@@ -106,6 +106,13 @@ def test_report_ignores_plan_notes_that_are_no_text(tmp_path: Path, notes: Any) 
     assert ("kept" in show(read_run(path), folder=tmp_path)) == isinstance(notes, list)
 
 
+def test_read_run_takes_json_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", steps=3)
+    expected = read_run(path).plan
+    (path / "plan.json").write_text("\ufeff" + (path / "plan.json").read_text())
+    assert read_run(path).plan == expected
+
+
 @pytest.mark.parametrize("step", ["1" + "0" * 400, "1" + "0" * 5000, "-3", "1e300", "1.0", "true", '"5"', str(2**53)])
 def test_read_run_refuses_odd_steps(tmp_path: Path, step: str) -> None:
     path = make_run(tmp_path / "run", steps=2)
@@ -155,7 +162,7 @@ def test_read_metrics_refuses_a_very_long_line(tmp_path: Path, monkeypatch: pyte
 
 
 def test_metrics_are_exact_over_blocks_and_resumes(tmp_path: Path) -> None:
-    """More records than a block holds, with keys that come late and with resumes to earlier blocks."""
+    """There are more records than a block holds, keys that appear late, and resumes to earlier blocks."""
     generator = random.Random(0)
     by_step: dict[int, dict[str, Any]] = {}
     path = tmp_path / "metrics.jsonl"
@@ -294,7 +301,7 @@ def test_no_damage_gives_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_read_run_names_a_folder_it_may_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: OSError
 ) -> None:
-    """Root may read everything, so the error is made here."""
+    """Root may read everything, so the test raises the error itself."""
     path = make_run(tmp_path / "run", steps=1)
 
     def refuse(self: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A run directory read back, also one that a crash or a stranger left."""
+"""Tests of reading a run directory, including those of crashed runs and of other programs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_torn_last_line_is_left_out(tmp_path: Path) -> None:
 
 
 def test_after_a_resume_the_later_lines_count(tmp_path: Path) -> None:
-    """Steps 4 to 6 of the first life were given up; the second life went from 4 to 5."""
+    """Steps 4 to 6 of the first process are discarded; the second process recorded steps 4 and 5."""
     path = make_run(tmp_path / "run", steps=6, status=None)
     append(path, {"step": 4, "loss": 40.0, "tokens": 4}, {"step": 5, "loss": 50.0, "tokens": 5})
     run = read_run(path)

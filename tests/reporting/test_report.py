@@ -1,4 +1,4 @@
-"""The report as HTML: what it says, that it escapes, and that it loads nothing."""
+"""Tests of the HTML report: its content, its escaping, and that it loads nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
 class Page(HTMLParser):
-    """Checks that tags are closed in order, and keeps what they hold."""
+    """Parser that checks that tags are closed in order, and stores their content."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Page(HTMLParser):
 
 
 def several(folder: Path) -> list[Run]:
-    """Five runs: two whole, one stopped without evaluation, one crashed without a plan, one of a single step."""
+    """Make five runs: two complete, one stopped without evaluation, one crashed without a plan, one with one step."""
     paths = [
         make_run(folder / "a", steps=60),
         make_run(folder / "b", name="demo-lean", steps=60, optim="came", seed=1),
@@ -219,7 +219,7 @@ def test_smooth() -> None:
 
 
 def test_planned_peak_is_the_sum_of_its_parts(tmp_path: Path) -> None:
-    """Activations go while gradients come, so the smaller of the two is not in the chart."""
+    """Activations are freed while gradients are created, so the smaller of the two is not in the chart."""
     path = make_run(tmp_path / "run", steps=3)
     plan = path / "plan.json"
     plan.write_text(json.dumps(json.loads(plan.read_text()) | {"notes": ["a note & more"]}))
@@ -242,7 +242,7 @@ def test_phases_add_up_to_the_step(tmp_path: Path) -> None:
 
 
 def luminance(color: str) -> float:
-    """Relative luminance as WCAG defines it."""
+    """Return the relative luminance as WCAG defines it."""
     parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -264,7 +264,7 @@ def test_chart_colors_have_contrast_on_light_and_dark_pages() -> None:
 
 
 def test_every_chart_color_has_a_dark_one(tmp_path: Path) -> None:
-    """Except the colors of ranks, a scale from light to dark blue that is read on both pages."""
+    """All but the colors of ranks, a scale from light to dark blue that is readable on both pages."""
     runs = [read_run(make_run(tmp_path / f"{at}", steps=20, seed=at)) for at in range(9)]
     page = render(runs)
     for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):

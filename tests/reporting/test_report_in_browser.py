@@ -1,4 +1,4 @@
-"""The report in a real browser: Chromium without a window."""
+"""Tests of the report in a real browser: headless Chromium."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGS = (
 
 
 def chromium(page: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Open a page and return what Chromium printed; skip where there is none."""
+    """Open a page and return Chromium's output; skip if there is no Chromium."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     program = next((found for name in names if (found := shutil.which(name))), None)
     if program is None:
@@ -53,7 +53,7 @@ def test_the_browser_builds_the_whole_page(report: Path, tmp_path: Path) -> None
 
 
 def phone(page: Path, folder: Path) -> Path:
-    """A page that shows another in a frame as wide as a phone; a window of Chromium's is never that narrow."""
+    """Return a page with the report in a frame as wide as a phone, since a Chromium window cannot be so narrow."""
     frame = folder / "phone.html"
     frame.write_text(
         "<script>onmessage = event => document.title = event.data</script>"
@@ -63,7 +63,7 @@ def phone(page: Path, folder: Path) -> Path:
 
 
 def in_the_dark(page: Path, folder: Path) -> Path:
-    """A copy of the page as a browser shows it that prefers dark pages."""
+    """Return a copy of the page as a browser in dark mode shows it."""
     text, query = page.read_text(encoding="utf-8"), "@media screen and (prefers-color-scheme: dark)"
     assert text.count(query) == 1
     dark = folder / "dark.html"
@@ -101,7 +101,7 @@ def test_it_shows_something_on_desktop_and_phone(report: Path, tmp_path: Path, d
 
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_a_phone_does_not_scroll_sideways(tmp_path: Path, count: int) -> None:
-    """Measured by a script, for which this copy of the page is let loose; wide tables scroll in boxes of their own."""
+    """A script measures the widths; this copy of the page allows scripts. Wide tables scroll inside their own boxes."""
     folders = [make_run(tmp_path / f"{at}", name=f"run_{at}_" + 12 * "longword", steps=5) for at in range(count)]
     report = write_report(list(map(read_run, folders)), tmp_path / "report.html")
     text = report.read_text(encoding="utf-8")

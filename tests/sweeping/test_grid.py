@@ -1,4 +1,4 @@
-"""From a sweep's file to its runs, and what is wrong with it."""
+"""Tests of the step from a sweep file to its runs, and of its error messages."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_combinations_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with pytest.raises(UserError, match="leaves no run"):
         grid(tmp_path, {"axes": axes, "leave_out": [{"train.steps": [4, 8]}]})
     parts = {"linked": {"formats": [{"precision.weights": "int4"}, {"precision.weights": "int4", "train.steps": 5}]}}
-    steps = tiny_recipe(tmp_path)["train"]["steps"]  # what a combination does not set is the base's
+    steps = tiny_recipe(tmp_path)["train"]["steps"]  # a combination leaves other settings to the base
     found = grid(tmp_path, {**parts, "leave_out": [{"precision.weights": "int4", "train.steps": steps}]})
     assert [case.label for case in found] == ["weights=int4 steps=5"]
     group = {"formats": [{"precision.weights": "int4"}, {"precision.activations": "int4"}]}
@@ -222,7 +222,7 @@ def test_some_runs_are_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("sweep-*.yaml")), ids=lambda path: path.stem)
 def test_every_run_of_the_sweeps_that_come_along_is_valid(path: Path) -> None:
-    """Keys, values and combinations; the data itself is not looked at."""
+    """Check keys, values and combinations, but not the data."""
     sweep, base = load_sweep(path)
     found = cases(sweep, base, str(path))
     assert len(found) == len({case.key for case in found}) > 1

@@ -1,4 +1,4 @@
-"""Sweeps from their file to their table: what is run, what is not run again, what fails, what is stopped."""
+"""Tests of sweeps from file to table: runs that are run, skipped, failed or stopped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that a sweep of this process starts are forked, with everything imported."""
+    """Fork the runs of a sweep in this process, with all imports done."""
     own = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
     monkeypatch.setattr("scantling.sweeping.runner.subprocess", own)
 
@@ -49,7 +49,7 @@ class Recorder(Watcher):
 
 
 class Impatient(Recorder):
-    """Stops the sweep as soon as a run begins."""
+    """Watcher that stops the sweep as soon as a run begins."""
 
     def begin(self, case: Case, what: str) -> None:
         super().begin(case, what)
@@ -57,7 +57,7 @@ class Impatient(Recorder):
 
 
 class Insistent(Impatient):
-    """Stops it again when it is told that it stops."""
+    """Watcher that stops it again at the message that it stops."""
 
     def message(self, text: str) -> None:
         super().message(text)
@@ -67,7 +67,7 @@ class Insistent(Impatient):
 def sweep(
     folder: Path, content: dict[str, Any], *, retry: bool = False, watcher: Recorder | None = None
 ) -> tuple[Outcome, list[str]]:
-    """Run a sweep in `folder`; how it ended, and the processes that it started."""
+    """Run a sweep in `folder`; return its outcome and the processes that it started."""
     content = {"base": tiny_recipe(folder, train={"steps": 2}), "out": str(folder / "out"), **content}
     path = write_recipe(folder / "sweep.yaml", content)
     read, base = load_sweep(path)
@@ -126,7 +126,7 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     assert "file not found" in (Path(bad["run"]) / "log.txt").read_text()
     assert sorted(row["state"] for row in outcome.rows.values()) == ["done", "failed"]
 
-    # a further value is run alone, a further evaluation made up for, a failed run left
+    # only the new value is run, the new evaluation is made for old runs, and the failed run is skipped
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"sentence_good": "the fox", "sentence_bad": "zzzzzzz"}')
     content |= {
@@ -150,7 +150,7 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
         assert float(row["post.int2"]) != pytest.approx(float(row["loss"]), abs=1e-3)
         assert float(row["post.int2.gptq"]) != pytest.approx(float(row["post.int2"]), abs=1e-3)
 
-    # with the fault mended and another try it is done; what is done stays also where its value is removed
+    # after the fix, a retry succeeds; finished rows stay even if their value is removed
     write_corpus(late, seed=1)
     content["axes"]["train.steps"] = [2]
     del content["leave_out"]
@@ -161,7 +161,7 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     assert [(row["train.steps"], row["state"]) for row in table(tmp_path)] == [(s, "done") for s in ("2", "2", "3")]
     assert len(list((tmp_path / "out" / "runs").iterdir())) == 3
 
-    # what the table says is done counts without its folder
+    # finished rows count even without their run folder
     before = table(tmp_path)
     shutil.rmtree(tmp_path / "out" / "runs")
     _, begun = sweep(tmp_path, content)
@@ -170,7 +170,7 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
 
 
 def test_what_the_table_alone_holds_stays_in_it(tmp_path: Path) -> None:
-    """Rows that came from another machine, before and after the base and the evaluations are changed."""
+    """Rows from another machine stay before and after changes of the base and the evaluations."""
     content = {"axes": {"train.steps": [2, 3]}, "after": {"quantize": {"formats": ["int4"]}}}
 
     def runner(**changes: Any) -> Runner:
@@ -187,11 +187,11 @@ def test_what_the_table_alone_holds_stays_in_it(tmp_path: Path) -> None:
     assert runner().run([]).rows.keys() == {case.key for case in first.grid}
     assert table(tmp_path) == before
 
-    # losses after another method are others; those of the first stay under their name
+    # losses of another method have their own column; the earlier ones keep their name
     runner(after={"quantize": {"formats": ["int4"], "method": "gptq"}}).run([])
     assert table(tmp_path) == [{**row, "post.int4.gptq": ""} for row in before]
 
-    # a grid of another base, and other axes: the rows of the first stay whether their folders are here or not
+    # with another base and other axes, the earlier rows stay, with or without their folders
     other = runner(seed=1, axes={"optim.lr": [0.001]})
     other.run([])
     assert table(tmp_path) == [{**row, "optim.lr": ""} for row in before]
@@ -203,7 +203,7 @@ def test_what_the_table_alone_holds_stays_in_it(tmp_path: Path) -> None:
     other.run([])
     assert table(tmp_path) == [{**row, "optim.lr": ""} for row in before]
 
-    # without a result they leave where their folders are here
+    # rows without a result are removed if their folders are here
     failed = [{**row, "state": "failed", "loss": ""} for row in before]
     write_table(first.sweep.table_path, first.sweep.keys, ["post.int4"], failed)
     other.run([])
@@ -219,7 +219,7 @@ def test_ctrl_c_leaves_all_in_order_and_the_same_command_goes_on(tmp_path: Path)
     folder = tmp_path / "out" / "runs" / case.key
     process = start(command(["sweep", path]))
     wait_for_step(folder / "metrics.jsonl", 3, process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
     assert "stopping: each run saves" in output

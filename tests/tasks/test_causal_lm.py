@@ -1,4 +1,4 @@
-"""Causal LM: windows, the loss, documents that do not see each other, and exact bits per byte."""
+"""Tests of causal LM: windows, the loss, isolated documents, and exact bits per byte."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_loss_is_the_sum_in_fp32_with_its_gradient() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_documents_do_not_see_their_neighbours(attention: str) -> None:
-    """Logits of the second document are those of the document alone, whatever stands before it."""
+    """Logits of the second document equal those of the document alone, whatever precedes it."""
     net = model(attention=attention).eval()
     document = [EOS, *b"the second one"]
 
@@ -125,7 +125,7 @@ def test_documents_do_not_see_their_neighbours(attention: str) -> None:
 
 
 def test_document_mask_keeps_all_targets() -> None:
-    """The end of a document is predicted by its last token, the first token of the next by the end-of-text token."""
+    """A document's last token predicts its end; the end-of-text token predicts the next document's first token."""
     window = np.array([EOS, 1, 2, EOS, 3, 4, EOS, 5])
     plain = ShiftedWindows()([(0, 0, window)])
     masked = ShiftedWindows(document_mask=True, marks=BETWEEN)([(0, 0, window)])
@@ -136,7 +136,7 @@ def test_document_mask_keeps_all_targets() -> None:
 @pytest.mark.parametrize("seq_len", [16, 31, 500])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_bits_per_byte_are_exact(tmp_path: Path, seq_len: int, batch_size: int) -> None:
-    """Every held-out byte and every end of a document is coded once, whatever the windows."""
+    """Every held-out byte and every document end is coded once, for all window sizes."""
     task = CausalLM()
     data = task.prepare(DataSection(text=corpus(tmp_path), seq_len=seq_len, heldout=0.2), seed=1)
     facts = data.info["heldout"]
@@ -148,7 +148,7 @@ def test_bits_per_byte_are_exact(tmp_path: Path, seq_len: int, batch_size: int) 
     sums = {"loss": 0.0, "targets": 0.0}
     assert data.heldout is not None
     for batch in eval_batches(data.heldout, data.collate, batch_size):
-        batch.labels[batch.labels == EOS] = 0  # 256 logits have no place for it
+        batch.labels[batch.labels == EOS] = 0  # the model has only 256 logits
         sums["loss"] += float(task.loss(Uniform(), batch).loss)
         sums["targets"] += batch.num_targets
     assert sums["targets"] == facts["bytes"] + facts["documents"]

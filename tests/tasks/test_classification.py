@@ -1,4 +1,4 @@
-"""Classification: batches, models with and without token types, baselines."""
+"""Tests of classification: batches, models with and without token types, baselines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def example(text: bytes, pair: bytes | None, label: int) -> Labelled:
 
 
 def pairs(folder: Path, count: int = 300) -> str:
-    """Pairs whose label is told by the second sentence alone."""
+    """Return pairs whose label depends on the second sentence only."""
     words = ["never", "some", "outdoors"]
     rows = [
         {"premise": f"text {n}", "hypothesis": f"it is {words[n % 3]} {n * 7 % 11}", "label": ["c", "n", "e"][n % 3]}
@@ -132,7 +132,7 @@ def test_loss_of_models_with_and_without_token_types(tmp_path: Path, kind: str) 
     assert int(result.counts["correct"]) == int((logits.argmax(-1) == batch.labels).sum())
     wrapped = torch.nn.Module()
     wrapped.module = net
-    wrapped.forward = net.forward  # as DDP: the configuration is one level down
+    wrapped.forward = net.forward  # as with DDP: the configuration is one level down
     torch.testing.assert_close(task.loss(wrapped, batch).loss, wanted, rtol=1e-5, atol=1e-5)
     figures = task.metrics({"loss": 14.0, "targets": 7.0, "correct": 3.0}, data)
     assert figures == {"eval_loss": 2.0, "accuracy": 3 / 7}
@@ -159,7 +159,7 @@ def test_baselines(tmp_path: Path) -> None:
     only_first = FIELDS | {"pair": None}
     figures = task.baselines(task.prepare(DataSection(jsonl=pairs(tmp_path), fields=only_first, heldout=0.2), seed=0))
     assert set(figures) == {"majority_accuracy", "bag_of_words_accuracy"}
-    assert figures["bag_of_words_accuracy"] < 0.6  # the first sentence tells nothing
+    assert figures["bag_of_words_accuracy"] < 0.6  # the first sentence has no information
     nothing = task.prepare(DataSection(jsonl=pairs(tmp_path), fields=FIELDS, heldout=0), seed=0)
     assert task.baselines(nothing) == {}
 
@@ -185,7 +185,7 @@ def test_label_column_is_needed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"needs the NLI data in {REAL} (set SCANTLING_DATA)")
 def test_hypothesis_only_on_real_pairs(tmp_path: Path) -> None:
-    """Trained on other collections, a model of the hypothesis alone answers nearly half of MNLI."""
+    """Trained on other collections, a hypothesis-only model is right on nearly half of MNLI."""
     section = DataSection(
         jsonl=str(REAL / "train.jsonl.gz"),
         validation=str(REAL / "mnli_dev_matched_part_a.jsonl.gz"),

@@ -1,4 +1,4 @@
-"""Click prediction: batches, metrics, baselines."""
+"""Tests of click prediction: batches, metrics, baselines."""
 
 from __future__ import annotations
 

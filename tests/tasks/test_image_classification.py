@@ -1,4 +1,4 @@
-"""Image classification: batches, changes from epoch to epoch, loss, baselines."""
+"""Tests of image classification: batches, augmentation by epoch, loss, baselines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_pixels_go_from_minus_one_to_one(tmp_path: Path) -> None:
 
 
 def test_shifts_are_all_equally_likely_and_of_the_epoch() -> None:
-    """A single bright pixel says where an image went."""
+    """A single bright pixel shows where an image was shifted."""
     pixels = np.zeros((1, 8, 8), dtype=np.uint8)
     pixels[0, 4, 3] = 255
     batches = PixelBatches(shift=2, flip=False, seed=3)
@@ -86,7 +86,7 @@ def test_loss_is_the_sum_of_the_cross_entropies(tmp_path: Path) -> None:
 
 
 def test_baselines(tmp_path: Path) -> None:
-    """Means tell these classes apart; the most frequent label alone does not."""
+    """Class means separate these classes; the most frequent label alone does not."""
     data = prepared(tmp_path)
     assert isinstance(data.train, ImageSet)
     assert isinstance(data.heldout, ImageSet)
@@ -98,10 +98,10 @@ def test_baselines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most", [None, 7])
 def test_class_means_of_few_pixels_at_a_time(tmp_path: Path, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers are those of the differences themselves, to the images that the evaluation takes."""
+    """The predictions equal those from direct differences, on the evaluated images."""
     write_npz(tmp_path / "images.npz", 60)
     images = np.load(tmp_path / "images.npz")
-    noise = np.random.default_rng(1).permutation(images["labels"])  # or nearly all answers were right
+    noise = np.random.default_rng(1).permutation(images["labels"])  # otherwise nearly all answers would be right
     np.savez(tmp_path / "images.npz", images=images["images"], labels=noise)
     data = prepared(tmp_path)
     assert isinstance(data.heldout, ImageSet)

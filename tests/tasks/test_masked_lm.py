@@ -1,4 +1,4 @@
-"""Masked LM: which tokens are hidden and how."""
+"""Tests of masked LM: which tokens are masked, and how."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_targets(tokens: list[int], probability: float, epoch: int, index: int) 
     assert np.array_equal(labels[chosen], original[chosen])
     assert np.array_equal(ids[~chosen], original[~chosen])
     assert not (original[chosen] > 255).any()  # special tokens are never targets
-    assert chosen.any() == (window < 256).any()  # at least one target where there can be one
+    assert chosen.any() == (window < 256).any()  # at least one target if possible
     assert set(ids[chosen].tolist()) <= {*range(256), BYTES.mask_id}
 
 

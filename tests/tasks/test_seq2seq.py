@@ -1,4 +1,4 @@
-"""Sequence to sequence: batches of hidden spans and of pairs, and a tiny T5 from recipe to exported folder."""
+"""Tests of sequence to sequence: batches of hidden spans and of pairs, and a tiny T5 from recipe to export."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def texts(folder: Path) -> str:
 
 
 def pairs(folder: Path, rows: int = 40) -> Path:
-    """Words, and the same words in capitals."""
+    """Return words, and the same words in capitals."""
     path = folder / "pairs.jsonl"
     source = np.random.default_rng(0)
     words = [" ".join(source.choice(["ab", "cd", "ef", "gh"], 1 + row % 5)) + f" {row}" for row in range(rows)]
@@ -46,7 +46,7 @@ def section(path: Path, **keys: Any) -> DataSection:
 
 
 def t5_tokenizer(folder: Path) -> Path:
-    """A tokenizer with what T5's has: sentinels that count down from the end, and an end after each text."""
+    """Write a tokenizer like T5's: sentinels count down from the last id, and an end token follows each text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -106,7 +106,7 @@ def test_the_held_out_stream_is_covered(tmp_path: Path) -> None:
     for batch in eval_batches(data.heldout, data.collate, 4):
         inputs = batch.inputs["input_ids"]
         ours = (inputs != BYTES.pad_id) & (inputs != BYTES.cls_id) & (inputs < 261)
-        # without the separator that ends each input, and the end of each target
+        # without the separator at the end of each input and the end token of each target
         tokens += int(ours.sum()) + int(((batch.labels >= 0) & (batch.labels < 261)).sum()) - 2 * len(inputs)
     assert tokens == data.info["heldout"]["tokens"]
 
@@ -222,7 +222,7 @@ def test_a_t5_from_recipe_to_exported_folder(tmp_path: Path, capsys: pytest.Capt
     assert run_cli(["eval", str(tmp_path / "run"), "--json"]) == 0
     shown = capsys.readouterr().out
     assert json.loads(shown[shown.index("{") :])["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
-    # what was exported goes on as a model folder, its task known from its configuration
+    # the export works as a model folder; its task is read from its configuration
     again = {**recipe, "model": {"hf": str(tmp_path / "hf")}}
     more = sc.train(again, run_dir=tmp_path / "more", train={"steps": 2, "checkpoint_every": None})
     assert records(tmp_path / "more")[0]["loss"] < records(tmp_path / "run")[0]["loss"] - 0.5

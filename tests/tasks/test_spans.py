@@ -1,4 +1,4 @@
-"""Span corruption: nothing is lost, the figures are those of the paper, and nothing but the key decides."""
+"""Tests of span corruption: no token is lost, the shares are the paper's, and the result depends on the key only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END = 999
 
 
 def restored(inputs: list[int], targets: list[int]) -> list[int]:
-    """The text: each sentinel of the input replaced by what follows it in the target."""
+    """Return the original text: replace each sentinel of the input with the tokens after it in the target."""
     assert targets[-1] == END
     hidden: dict[int, list[int]] = {}
     for id_ in targets[:-1]:
@@ -48,7 +48,7 @@ def test_input_and_target_give_the_text_back(
 
 
 def test_share_and_span_length_are_those_asked_for() -> None:
-    """T5's own figures: of 568 tokens 512 remain, one place of which is for the end that its tokenizer adds."""
+    """T5's values: of 568 tokens, 512 remain; one place is reserved for the end token that its tokenizer adds."""
     spans = Spans(0.15, 3.0)
     assert spans.window(511, 10**6) == 568
     assert spans.lengths(568) == (511, 85 + 28 + 1)
@@ -60,10 +60,10 @@ def test_share_and_span_length_are_those_asked_for() -> None:
     assert covered.sum() / (400 * 568) == pytest.approx(0.15, abs=1e-3)
     sizes = np.array(lengths[:]) - 1
     assert sizes.mean() == pytest.approx(85 / 28)
-    # all cuts of 85 tokens into 28 spans are equally likely: the chance of a first span of 1 is 27/84
+    # all splits of 85 tokens into 28 spans are equally likely: a first span of 1 has probability 27/84
     assert (sizes == 1).mean() == pytest.approx(27 / 84, abs=0.02)
     assert sizes.max() > 9
-    # every place is hidden equally often, but at the ends, where a kept part comes first and a hidden one last
+    # every position is hidden equally often, except at the ends, because texts start kept and end hidden
     middle = covered[60:-60] / 400
     assert middle.mean() == pytest.approx(0.15, abs=0.01)
     assert middle.max() < 0.26  # six standard deviations

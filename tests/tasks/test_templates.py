@@ -1,4 +1,4 @@
-"""What a tokenizer puts around a text is what every task feeds."""
+"""Tests that every task feeds a tokenizer's template: the tokens that it adds around a text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def corpus(folder: Path, texts: list[str] = TEXTS) -> str:
 def prepared(
     task: str, folder: Path, family: str, *, texts: list[str] = TEXTS, names: dict[str, Any] | None = None, **keys: Any
 ) -> tuple[TaskData, Any]:
-    """Data of a task with all documents for training, and the tokenizer as transformers loads it."""
+    """Return the data of a task with all documents for training, and the tokenizer as transformers loads it."""
     tokenizer = made_tokenizer(folder / family, family, **(names or {}))
     section = DataSection(jsonl=corpus(folder, texts), tokenizer=str(tokenizer), heldout=0, **keys)
     return get_task(task).prepare(section, seed=0), AutoTokenizer.from_pretrained(tokenizer)
@@ -70,7 +70,7 @@ def test_the_beginning_of_a_document_is_no_target(family: str, tmp_path: Path) -
 
 
 def test_a_beginning_that_is_end_of_text_ends_the_document_before(tmp_path: Path) -> None:
-    """As of OPT: its tokenizer puts its end-of-text token before a text."""
+    """OPT's tokenizer puts its end-of-text token before a text."""
     data, _ = prepared("causal-lm", tmp_path, "llama", seq_len=16, names={"bos_token": None, "eos_token": "<s>"})
     batch = data.collate([(0, index, data.train[index]) for index in range(len(data.train))])
     assert (batch.labels == IDS["<s>"]).sum() > 10
@@ -99,7 +99,7 @@ def llama(folder: Path, seed: int = 0, **ids: Any) -> LlamaForCausalLM:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_the_loss_of_documents_is_that_of_the_texts_one_by_one(family: str, tmp_path: Path) -> None:
-    """Through `scantling eval` of weights that were only read, against transformers and its tokenizer."""
+    """`scantling eval` of unchanged pretrained weights agrees with transformers and its tokenizer."""
     tokenizer = made_tokenizer(tmp_path / "tokenizer", family)
     model = llama(tmp_path / "model")
     held = TEXTS[::5]
@@ -127,7 +127,7 @@ def test_the_loss_of_documents_is_that_of_the_texts_one_by_one(family: str, tmp_
             logits = model(torch.tensor([ids[:-1]])).logits[0]
         nats += float(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
         targets += len(ids) - 1
-    # the windows cut some documents, whose later parts then lack their beginnings
+    # windows split some documents, whose later parts then lack their beginnings
     assert found["eval_loss"] == pytest.approx(nats / targets, rel=2e-3)
     size = sum(len(text) for text in held)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=2e-3)
@@ -158,7 +158,7 @@ def test_documents_in_windows_are_kept_apart(family: str, between: str, tmp_path
 
 
 def test_streams_of_another_template_are_made_again(tmp_path: Path) -> None:
-    """Also where ids and fingerprint are the same, as those of bytes with and without special tokens."""
+    """Streams are rebuilt even if ids and fingerprint are equal, as for bytes with and without special tokens."""
     section = DataSection(jsonl=corpus(tmp_path), heldout=0, seq_len=16)
     packed = get_task("causal-lm").prepare(section, seed=0)
     masked = get_task("masked-lm").prepare(section, seed=0)
@@ -253,7 +253,7 @@ def test_export_checks_what_was_trained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["t5", "bart", "llama", "llama-eos", "bert", "gpt2"])
 def test_targets_are_what_the_tokenizer_makes_of_them(family: str, tmp_path: Path) -> None:
-    """They end in end-of-text, also where the tokenizer adds none: a decoder has to learn its end."""
+    """Targets end in end-of-text, even if the tokenizer does not add it, because a decoder has to learn to stop."""
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps({"text": text, "answer": text.upper()}) for text in TEXTS))
     folder = made_tokenizer(tmp_path / family, family, pad_token="<pad>", eos_token="</s>")

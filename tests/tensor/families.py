@@ -1,4 +1,4 @@
-"""Tiny models of transformers, of every family that has its own way with weights."""
+"""Tiny transformers models, one of every family that treats its weights differently."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def made(family: str, seed: int = 0) -> Any:
-    """A model of a family, in evaluation mode."""
+    """Return a model of a family, in evaluation mode."""
     torch.manual_seed(seed)
     return FAMILIES[family]().eval()
 
 
 def batch(rows: int = 4, seed: int = 1, *, model: Any = None) -> dict[str, torch.Tensor]:
-    """Ids that are their own labels, none of them a special one; images with labels for a model of images."""
+    """Return ids that are also the labels, without special ids; for an image model, images with labels."""
     source = torch.Generator().manual_seed(seed)
     if model is not None and model.main_input_name == "pixel_values":
         shape = (rows, model.config.num_channels, model.config.image_size, model.config.image_size)
@@ -91,6 +91,6 @@ def batch(rows: int = 4, seed: int = 1, *, model: Any = None) -> dict[str, torch
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    """(rows, length, vocabulary) of the batch, or (rows, labels)."""
+    """Return logits of the batch: (rows, length, vocabulary), or (rows, labels)."""
     found: torch.Tensor = model(**batch(model=model)).logits
     return found

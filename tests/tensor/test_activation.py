@@ -1,4 +1,4 @@
-"""A nonlinearity between the cores of the input and those of the output: f(x A) B, in every order of contraction."""
+"""Tests of a nonlinearity between input and output cores, f(x A) B, in every contraction order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layer_of(**options: Any) -> TTLinear:
 
 
 def plainly(layer: TTLinear, x: Tensor) -> Tensor:
-    """The same by its definition."""
+    """Compute the layer by its definition."""
     first, *rest = layer.gated()
     number = len(layer.in_modes)
     sides = []

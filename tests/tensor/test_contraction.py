@@ -1,4 +1,4 @@
-"""Orders of contraction: right, and the cheapest."""
+"""Tests that contraction orders are correct and the cheapest."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_contracts(x: torch.Tensor, cores: list[torch.Tensor], steps: tuple[St
 
 
 def optimal_macs(chain: Chain, num_tokens: int) -> int:
-    """Multiplications of the path that opt_einsum finds by exhaustive search."""
+    """Return the multiplications of the path that opt_einsum finds by exhaustive search."""
     num = len(chain.modes)
     bonds = [chr(ord("A") + bond) for bond in range(1, num)]
     letters = [chr(ord("a") + mode) for mode in range(num)]
@@ -81,7 +81,7 @@ def test_every_order_gives_the_product_with_the_matrix(chain: Chain, num_tokens:
 @given(chains(least=2), st.integers(1, 100))
 @settings(deadline=None)
 def test_no_order_is_cheaper_than_the_best(chain: Chain, num_tokens: int) -> None:
-    """Where all sizes are 2 and more: an outer product is never worth it there, and it is not searched."""
+    """All sizes are at least 2: then an outer product never pays off, and the search leaves it out."""
     assert best_plan(chain, num_tokens, element=0.0).macs == optimal_macs(chain, num_tokens)
 
 
@@ -107,7 +107,7 @@ def test_an_order_that_is_best_between_two_powers_alone_is_not_looked_for() -> N
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(1, 0.08e6), (32, 2.01e6), (4096, 190.2e6)])
 def test_cost_of_a_known_layer(num_tokens: int, most: float) -> None:
-    """768 x 768 at rank 30: 0.08, 2.5 (core after core) and 190 million are known; a better order is found for 32."""
+    """768 x 768 at rank 30: known orders take 0.08, 2.5 (core by core) and 190 million; 32 tokens have a better one."""
     chain = Chain((12, 8, 8, 8, 8, 12), (1, 12, 30, 30, 30, 12, 1), 3)
     assert best_plan(chain, num_tokens).macs <= most
 
@@ -128,7 +128,7 @@ def test_a_plan_says_what_it_costs() -> None:
 
 @pytest.mark.parametrize("shape", [(768, 768), (768, 3072), (3072, 768), (1024, 4096), (2048, 2048)])
 def test_the_order_chosen_is_never_above_the_best_known_one(shape: tuple[int, int]) -> None:
-    """60 cases of shapes, ranks and tokens: dense, W built whole, input and output merged, core after core."""
+    """60 cases of shapes, ranks and tokens: dense, full W, merged input and output, core by core."""
     for rank, tokens in product((8, 30, 64), (1, 32, 256, 2048)):
         layer = sc.TTLinear(*shape, rank, bias=False, device="meta")
         chain = layer.network

@@ -1,4 +1,4 @@
-"""Models become cores and back: the families of transformers, and models of one's own."""
+"""Tests of the conversion to TT and back: the families of transformers, and custom models."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_same_seed_gives_the_same_cores() -> None:
 
 
 def test_experts_are_routed_as_before() -> None:
-    """Numbers of experts beyond the last stand for none, and biases and gates are those of the class."""
+    """Expert indices beyond the last one stand for no expert; biases and gates are those of the original class."""
     experts = made("gpt-oss").model.layers[0].mlp.experts
     nn.init.normal_(experts.gate_up_proj_bias)
     nn.init.normal_(experts.down_proj_bias)
@@ -116,7 +116,7 @@ def test_experts_are_routed_as_before() -> None:
 
 
 class Own(nn.Module):
-    """A language model of one's own: a tied head, a block used twice, a layer of torch that reads weights itself."""
+    """Custom language model: a tied head, a block used twice, a torch layer that reads weights directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_what_a_layer_keeps() -> None:
     assert model["table"].padding_idx == 5
     assert (model["bag"].mode, model["bag"].include_last_offset, model["bag"].padding_idx) == ("sum", True, 1)
     for name, module in model.items():
-        tolerance = 2e-2 if name == "linear" else 1e-5  # cores in bf16 are rounded
+        tolerance = 2e-2 if name == "linear" else 1e-5  # bf16 cores are rounded
         assert module.dense_weight().detach().double().norm().item() == pytest.approx(norms[name], rel=tolerance)
     cores(torch.randn(2, 32, dtype=torch.bfloat16))
     handle.remove()

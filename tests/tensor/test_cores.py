@@ -1,4 +1,4 @@
-"""Chains of cores: norms, ranks, TT-SVD."""
+"""Tests of TT cores: norms, ranks, TT-SVD."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_tt_svd_keeps_the_error_it_may_make(error: float) -> None:
 
 def test_tt_svd_uses_up_the_error_that_is_left() -> None:
     torch.manual_seed(0)
-    noisy = torch.zeros(4, 4, 64, 64)  # all of its error is to be made at the middle bond and after it
+    noisy = torch.zeros(4, 4, 64, 64)  # all error has to arise at the middle bond and after it
     noisy[0, 0] = torch.linalg.qr(torch.randn(64, 64)).Q
     found = tt_svd(noisy, [(4,), (4,), (64,), (64,)], None, 0.5)
     assert (dense(found) - noisy).norm() / noisy.norm() == pytest.approx(0.5, abs=0.01)

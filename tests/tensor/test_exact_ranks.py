@@ -1,4 +1,4 @@
-"""Ranks depend on the gradients of their own step, whichever optimizers take it, and a resumed loop goes on exactly."""
+"""Tests that ranks depend on the gradients of their own step, with any optimizer, and that resuming is exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.tensor.test_importance import example, two_ways
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer that lets another one take its steps."""
+    """Optimizer that delegates its steps to another one."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
@@ -39,7 +39,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class AfterSuper(torch.optim.Adagrad):
-    """A subclass whose step is that of its base, whose hooks fire, too."""
+    """Subclass that calls its base's step, whose hooks run too."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -60,7 +60,7 @@ def combined(model: nn.Module, *, controls_first: bool = False) -> torch.optim.O
 
 
 def parted(model: nn.Module) -> torch.optim.Optimizer:
-    """Each control has an optimizer of its own."""
+    """Give each gate a separate optimizer."""
     cores, controls = split(model)
     return CombinedOptimizer([torch.optim.AdamW(each, lr=1e-2) for each in (cores, *([one] for one in controls))])
 
@@ -192,7 +192,7 @@ def test_importance_is_that_of_the_gradients_of_its_step(name: str) -> None:
 
 
 def hooked(model: nn.Module) -> dict[Tensor, torch.optim.Optimizer]:
-    """An optimizer for each parameter, which steps it within the backward pass."""
+    """Give each parameter an optimizer that steps it within the backward pass."""
     optimizers: dict[Tensor, torch.optim.Optimizer] = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
 
     def step(param: Tensor) -> None:
@@ -206,7 +206,7 @@ def hooked(model: nn.Module) -> dict[Tensor, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("unused", [False, True])
 def test_optimizers_within_the_backward_pass_resume_exactly(unused: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """With a layer that is not used the step is counted at the next look, and saved before that."""
+    """With an unused layer, the step is counted at the next check; the state is saved before that."""
 
     def made() -> tuple[nn.Module, nn.Module, RankAdapter, dict[Tensor, torch.optim.Optimizer]]:
         model = two_ways(share=0.3)
@@ -258,7 +258,7 @@ def test_a_step_that_a_scaler_skips_is_not_counted(fused: bool) -> None:
 
 
 def test_losses_of_skipped_steps_are_saved() -> None:
-    """The paper's schedule takes the mean loss of all passes since the last step, also of those without one."""
+    """The paper's schedule uses the mean loss of all passes since the last step, including passes without a step."""
     loop = Loop(by_name("adamw"), schedule="paper", early_steps=4, gamma=1.0)
     loop.run(range(2))
     loop.adapter.loss(torch.tensor(3.0))
@@ -272,7 +272,7 @@ def test_losses_of_skipped_steps_are_saved() -> None:
 
 
 def test_a_resumed_run_records_no_ranks_that_have_not_changed() -> None:
-    """Ranks that were shut before the checkpoint and are not removed yet are known with the model's controls only."""
+    """Ranks pruned before the checkpoint but not yet removed are visible only through the model's gates."""
 
     def made() -> tuple[nn.Module, TensorMethod]:
         model, method = two_ways(share=0.3), TensorMethod(section, steps=12)

@@ -1,4 +1,4 @@
-"""The output layer that is tied to a table of cores."""
+"""Tests of the output layer tied to a TT embedding."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Logits(nn.Module):
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most numbers in any tensor that an operation gives."""
+    """Dispatch mode that records the largest number of elements of any result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the loss depends on: the ranks of layers it does without go first, whatever their norm."""
+"""Tests of rank importance: ranks that the loss does not need are pruned first, whatever their norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scantling.tensor.ranks import RankAdapter
 
 
 class TwoWays(nn.Module):
-    """Two layers of cores of one shape, the second of which hardly reaches the output."""
+    """Two TT layers of one shape, the second of which hardly affects the output."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_the_layer_that_the_loss_does_without_goes_first() -> None:
     assert inner_ranks(adapter, "idle") < 0.5 * whole
     assert inner_ranks(adapter, "needed") > 0.9 * whole
 
-    by_norm = two_ways()  # no gradient is ever seen
+    by_norm = two_ways()  # without any gradient
     without = RankAdapter(by_norm, size_target=0.55, steps=30)
     without.finish()
     assert inner_ranks(without, "idle") > inner_ranks(adapter, "idle")
@@ -104,9 +104,9 @@ def test_a_control_without_a_gradient_did_not_act_and_nan_is_left_out() -> None:
     importance = Importance(0.5)
     importance.follow(controls)
     importance.update()
-    assert importance.of(torch.ones(5)) is None  # no gradient at all says nothing
+    assert importance.of(torch.ones(5)) is None  # without a gradient there is no importance
     controls[0].grad, controls[1].grad = torch.zeros(2), torch.zeros(3)
-    importance.update()  # freed by filling them with 0
+    importance.update()  # gradients freed by filling them with 0
     controls[0].grad, controls[1].grad = torch.tensor([2.0, 4.0]), None
     importance.update()
     controls[1].grad = torch.tensor([1.0, float("nan"), float("inf")])
@@ -123,7 +123,7 @@ def test_it_is_cut_with_its_controls_and_goes_on_from_plain_values() -> None:
     importance.follow(controls)
     controls[0].grad, controls[1].grad = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0])
     importance.update()
-    importance.slice_state(nn.Parameter(torch.ones(3)), 0, torch.tensor([0]))  # of something else
+    importance.slice_state(nn.Parameter(torch.ones(3)), 0, torch.tensor([0]))  # an unknown parameter
     kept = torch.tensor([0, 2])
     importance.slice_state(controls[1], 0, kept)
     importance.follow([controls[0], nn.Parameter(controls[1].detach()[kept])])
@@ -162,7 +162,7 @@ def test_gradients_that_are_freed_in_the_backward_pass_are_seen(accumulation: in
 
 
 def test_a_copy_of_a_model_goes_on_alike() -> None:
-    """Whoever has the same parameters and gradients decides alike."""
+    """Equal parameters and gradients give equal decisions."""
     model = two_ways(share=0.3)
     other = copy.deepcopy(model)
     found = []
@@ -186,7 +186,7 @@ def test_the_size_follows_its_path_at_every_look() -> None:
 
 
 def test_a_layer_that_the_loss_does_not_need_at_all_goes_first() -> None:
-    """Its gradients are exactly 0: all of its ranks are alike, and none is kept for it."""
+    """Its gradients are exactly 0, so all of its ranks are equal, and none is kept."""
     model = two_ways(share=0.0)
     adapter = RankAdapter(model, size_target=0.52, steps=30)
     fit(model, adapter, came(model), range(40))
@@ -245,7 +245,7 @@ def test_a_copy_with_its_adapter_goes_on_by_itself() -> None:
     fit(model, adapter, came(model), range(8), cut_every=4)
     kept = adapter.ranks()
     twin, its = copy.deepcopy((model, adapter))
-    for number in range(8, 24):  # a copy is counted by `loss`, as what steps optimizers knows the first one
+    for number in range(8, 24):  # `loss` counts the copy's steps, because the optimizer hooks belong to the original
         x, wanted = example(number)
         its.loss(nn.functional.mse_loss(twin(x), wanted)).backward()
         optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3)
@@ -311,7 +311,7 @@ def test_cores_and_controls_may_have_an_optimizer_each(end: Callable[..., object
         with pytest.raises(UserError, match="give every optimizer"):
             end(adapter, alone)
     assert before == sum(core.numel() for core in cores)
-    assert end(adapter, one, two) != 0  # of truncate, how many ranks were removed
+    assert end(adapter, one, two) != 0  # the number of ranks that truncate removed
     assert sum(core.numel() for core in cores) < 0.6 * before
     for optimizer in (one, two):
         for param, state in optimizer.state.items():

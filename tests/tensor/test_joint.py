@@ -1,4 +1,4 @@
-"""Layers of one input in one product: the same numbers, once computed, and never those of another moment."""
+"""Tests of layers that share their input in one product: equal results, computed once, and never stale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scantling.tensor.linear import TTLinear
 
 
 class Attention(nn.Module):
-    """Three projections of one input, as models of transformers name and call them."""
+    """Three projections of one input, with the names and calls of transformers models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 def pair(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
-    """A model whose layers share their input, and the same without."""
+    """Return a model whose layers share their input product, and a copy without sharing."""
     torch.manual_seed(0)
     joint = sc.tensorize(Attention().to(dtype), rank=6, filter_fn=lambda name, module: True)
     alone = copy.deepcopy(joint)
@@ -45,7 +45,7 @@ def pair(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
 
 
 class Wide(TorchDispatchMode):
-    """Counts the products of x with something."""
+    """Dispatch mode that counts the products with x as the first factor."""
 
     def __init__(self, tokens: int, size: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Wide(TorchDispatchMode):
 
 
 class Written(Attention):
-    """The same, with a forward pass that is given."""
+    """Attention with a given forward pass."""
 
     def __init__(self, call: Callable[[Any, Tensor], list[Tensor]]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Written(Attention):
 
 
 def written(call: Callable[[Any, Tensor], list[Tensor]]) -> tuple[Written, Written]:
-    """As `pair`, with another forward pass."""
+    """Return the same as `pair`, with another forward pass."""
     torch.manual_seed(0)
     joint = sc.tensorize(Written(call).double(), rank=6, filter_fn=lambda name, module: True)
     assert isinstance(joint, Written)
@@ -147,8 +147,8 @@ def test_whatever_a_module_does_with_its_layers_it_gets_what_they_compute_alone(
             output.square().sum().backward()
             results.append([output.detach(), own.grad, *(parameter.grad for parameter in model.parameters())])
         for ours, theirs in zip(*results, strict=True):
-            if ours is None or theirs is None:  # gradients of a layer that is not called: 0 in the first pass
-                assert all(value is None or not value.any() for value in (ours, theirs))  # and where checkpointed
+            if ours is None or theirs is None:  # gradients of an uncalled layer: 0 in the first pass
+                assert all(value is None or not value.any() for value in (ours, theirs))  # also with checkpointing
             else:
                 torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
         if number:
@@ -291,7 +291,7 @@ def test_a_compiled_model_is_whole() -> None:
 
 
 def replica(module: nn.Module) -> nn.Module:
-    """As `nn.DataParallel` makes it: what was a parameter is an attribute."""
+    """Make a replica as `nn.DataParallel` does: parameters become plain attributes."""
     made: nn.Module = module._replicate_for_data_parallel()
     for name, parameter in module.named_parameters(recurse=False):
         setattr(made, name, parameter.view_as(parameter))

@@ -1,4 +1,4 @@
-"""What `tensorize` says about sizes, errors and trained weights, and that `from_dense` does not grow unasked."""
+"""Tests of the report of `tensorize` on sizes, errors and trained weights; `from_dense` does not grow unasked."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def tt(family: str = "llama") -> Any:
 
 
 def adapted(model: Any, targets: Any = "all-linear", **options: Any) -> Any:
-    """A model with adapters that change it: B is not zero."""
+    """Return a model with adapters that change it: B is nonzero."""
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
     return peft.get_peft_model(model, config).eval()
@@ -151,7 +151,7 @@ def test_experts_are_refused_and_left_out_of_all_linear() -> None:
 
 @pytest.mark.parametrize("late", [True, False])
 def test_the_order_of_imports_does_not_matter(late: bool) -> None:
-    """In a process of its own, where nothing has imported peft yet."""
+    """Run in a separate process, in which nothing has imported peft yet."""
     first, second = ("import scantling as sc; sc.TTLinear; sc.tensorize", "import peft")
     code = f"""
 {first if late else second}

@@ -1,4 +1,4 @@
-"""Blocks of cores merged once: for several passes of a step, and for passes without gradients."""
+"""Tests of merging TT cores once: for several passes of a step, and for passes without gradients."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_it_merges_once() -> None:
         merges.clear()
         with merge_once(model, 4):
             backward(model, 4)
-        assert alone == 4 * 3  # a lookup, a layer, a head
-        assert len(merges) <= 3 + 1  # more ids than before may take another order
+        assert alone == 4 * 3  # an embedding, a layer, a head
+        assert len(merges) <= 3 + 1  # with more ids, another order may be the best
 
 
 def test_nothing_is_left_of_it() -> None:
@@ -165,7 +165,7 @@ def test_what_is_kept_serves_all_passes_without_gradients() -> None:
     with patch.object(CoreLayer, "gated", counted), keep_merged(model), torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(model(ids), expected)
-        assert 1 <= len(merges) <= 3  # a lookup and a head may take the same blocks
+        assert 1 <= len(merges) <= 3  # an embedding and a head may use the same blocks
         with keep_merged(model):
             model(ids)
         merges.clear()

@@ -1,4 +1,4 @@
-"""Splitting dimensions into modes."""
+"""Tests of factoring dimensions into modes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_modes_hold_the_dimension_with_little_padding(size: int, num_modes: int)
     modes = split(size, num_modes)
     assert len(modes) == num_modes
     assert list(modes) == sorted(modes, reverse=True)
-    most = 1.15 if size > 41 else 1.27  # 13, 19, 20 and 41 in four or five modes are padded by more, to 16, 24, 24, 48
+    most = 1.15 if size > 41 else 1.27  # 13, 19, 20 and 41 need more padding in four or five modes: to 16, 24, 24, 48
     assert size <= prod(modes) <= max(size * most, size + 2)
 
 

@@ -1,4 +1,4 @@
-"""Models of cores in the folders of transformers: saved, loaded again, and refused by who does not know them."""
+"""Tests of TT models in transformers folders: saved, loaded, and refused by code that does not know them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANK = 4
 
 
 def converted(family: str) -> Any:
-    """A model of cores that has been trained for 20 steps."""
+    """Return a TT model after 20 training steps."""
     model = sc.tensorize(made(family), RANK)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(20):
@@ -61,9 +61,9 @@ def started(code: str) -> subprocess.Popen[str]:
 
 
 def test_a_new_process_and_one_that_does_not_know_cores(tmp_path: Path) -> None:
-    """A state goes into a model that is converted anew, a folder into any Auto class: the same bits.
+    """A state dict loads into a freshly converted model, and a folder into any Auto class, with the same bits.
 
-    Where cores were not registered, transformers raises: it must not start with new weights.
+    If TT classes are not registered, transformers must raise instead of starting with new weights.
     """
     for family in FAMILIES:
         model = converted(family)
@@ -143,7 +143,7 @@ def test_a_base_model_and_models_built_on_it(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_ranks_that_have_changed_since(tmp_path: Path) -> None:
-    """The folder holds the ranks of the moment, also where a neighbour could carry fewer, or a bond is dead."""
+    """The folder holds the current ranks, even if a neighbor could hold only fewer, or a bond has rank 0."""
     model = converted("llama-tied")
     model.save_pretrained(tmp_path)
     layer, dead = model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.down_proj
@@ -204,7 +204,7 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
 
 def test_dtype_and_shards(tmp_path: Path) -> None:
     model = converted("llama")
-    for param in model.parameters():  # and no buffers, of which the rotary ones are made anew in fp32
+    for param in model.parameters():  # not buffers, because the rotary ones are recomputed in fp32
         param.data = param.data.to(torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="4KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -282,7 +282,7 @@ def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
 def test_a_head_that_is_untied_since_its_base_alone_was_converted_is_not_tied_again(tmp_path: Path) -> None:
     model = made("llama-tied")
     sc.tensorize(model.model, RANK)
-    model.model.save_pretrained(tmp_path / "base")  # whose configuration the whole model shares
+    model.model.save_pretrained(tmp_path / "base")  # shares its configuration with the whole model
     model.save_pretrained(tmp_path / "whole")
     with pytest.raises(
         UserError, match=r"without a place in its LlamaForCausalLM of config.json, such as lm_head\.weight"
@@ -315,7 +315,7 @@ def trainer(model: Any, folder: Path, steps: int) -> transformers.Trainer:
 
 
 def test_in_the_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its checkpoints are folders like others, a model from one can be trained, and a run resumes."""
+    """Trainer checkpoints are normal folders, a model loaded from one can be trained, and a run resumes."""
     straight = trainer(converted("llama-tied"), tmp_path / "straight", 4)
     straight.train()
     middle = sc.load(tmp_path / "straight" / "checkpoint-2")

@@ -1,4 +1,4 @@
-"""RankAdapter: sizes, controls, schedules, physical removal with the optimizer's state, continuation."""
+"""Tests of RankAdapter: sizes, gates, schedules, physical removal with the optimizer's state, resuming."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scantling.tensor.sizes import SizePolynomial, number_terms
 
 
 class Net(nn.Module):
-    """A table and two layers of cores, and a dense head."""
+    """A TT embedding, two TT layers and a dense head."""
 
     def __init__(self, width: int = 32, rank: int = 8) -> None:
         super().__init__()
@@ -172,7 +172,8 @@ def test_the_size_stays_within_the_slack_of_its_path(slack: float, price: float)
     assert max(map(abs, off)) <= (1 + slack) * (1 + adapter.options.tolerance) - 1
     steps(model, adapter, optimizer, range(75, 85))
     assert adapter.size() == pytest.approx(0.2 * initial, rel=adapter.options.tolerance)
-    if slack:  # the price brings it down before it is forced to; without one all of it is forced
+    # with slack, the price reduces the size before the limit forces it; without slack, all reduction is forced
+    if slack:
         assert (min(off[5:]) < 0.5 * slack) == (price > 0.0)
 
 
@@ -221,7 +222,7 @@ def test_targets_in_other_units(unit: Any) -> None:
     ],
 )
 def test_a_target_of_flops_holds_where_ranks_fall_at_once(width: int, rank: int, target: float, tokens: int) -> None:
-    """With fewer ranks another order of contraction is the best: what counts is the one that will be taken."""
+    """At lower ranks another contraction order is the best; the cost is that of the order that will be used."""
     model = nn.Sequential(sc.TTLinear(width, width, rank), sc.TTLinear(width, width, rank))
     adapter = RankAdapter(model, size_target=target, unit="flops", steps=20, tokens=tokens)
     wanted = adapter.target
@@ -232,7 +233,7 @@ def test_a_target_of_flops_holds_where_ranks_fall_at_once(width: int, rank: int,
 
 
 def flops_of(layer: sc.TTLinear, tokens: int) -> float:
-    """Forward and backward, a token."""
+    """Return the FLOPs per token, forward and backward."""
     return 6.0 * layer.plan(tokens).macs / tokens
 
 
@@ -272,7 +273,7 @@ def test_frozen_layers_keep_their_ranks() -> None:
 
 
 def test_losses_of_passes_that_made_no_step_do_not_add_up() -> None:
-    """Nor does one that is not finite count: a scaler leaves such steps out."""
+    """Non-finite losses are not counted either, because a scaler skips such steps."""
     model = net()
     adapter = RankAdapter(model, size_target=0.5, schedule="paper", steps=9, early_steps=5)
     optimizer = came(model)
@@ -288,7 +289,7 @@ def test_losses_of_passes_that_made_no_step_do_not_add_up() -> None:
     passed(2.0, 2.0, 2.0)
     optimizer.step()
     assert mean_loss() == pytest.approx(2.0)
-    passed(2.0)  # left out
+    passed(2.0)  # skipped
     passed(2.0)
     optimizer.step()
     assert mean_loss() == pytest.approx(2.0)
@@ -316,12 +317,12 @@ def test_the_schedule_of_the_paper_is_held_to_the_target_at_the_end(late: bool) 
     norm = sum(core.square().sum() for layer in adapter.layers.values() for core in layer.cores)
     again = RankAdapter(net(width=64, rank=12), size_target=0.3, schedule="paper", steps=60, early_steps=early)
     again.load_state_dict(adapter.state_dict())
-    for kept, beta in ((adapter, 1e-4), (again, 0.0)):  # nothing asks for fewer ranks any more
+    for kept, beta in ((adapter, 1e-4), (again, 0.0)):  # nothing reduces ranks any more
         torch.testing.assert_close(kept.loss(loss), loss + beta * norm)
 
 
 def test_the_late_stage_switches_by_the_true_size_and_the_mean_loss() -> None:
-    """Far above the target the size decides: the loss counts with rho alone; below it the loss does."""
+    """Far above the target, the size decides: the loss is scaled by rho; below it, the loss decides."""
     model = net()
     adapter = RankAdapter(model, size_target=0.5, schedule="paper", steps=9, early_steps=0, rho=0.1, hold=False)
     loss = torch.tensor(2.0, requires_grad=True)
@@ -371,7 +372,7 @@ def test_removing_what_is_shut_changes_nothing_but_the_size() -> None:
 
 @pytest.mark.parametrize("optimizer", ["came", "adamw"])
 def test_the_step_after_removal_is_the_one_before_it(optimizer: str) -> None:
-    """What is left is stepped as if nothing had been removed: what was shut has no influence on the gradients."""
+    """The remaining ranks are stepped as if nothing had been removed: pruned ranks do not affect gradients."""
     model = net()
     adapter = RankAdapter(model)
 
@@ -395,7 +396,7 @@ def test_the_step_after_removal_is_the_one_before_it(optimizer: str) -> None:
     ids = batch(7)[0]
     if optimizer == "adamw":
         torch.testing.assert_close(model(ids), twin(ids), rtol=1e-5, atol=1e-6)
-    else:  # the row and column means of new gradients lose what was removed
+    else:  # means of new gradients over rows and columns lack the removed entries
         assert ((model(ids) - twin(ids)).norm() / twin(ids).norm()).item() < 0.05
 
 
@@ -504,7 +505,7 @@ def test_the_schedule_goes_on_when_layers_have_died(dead: list[str], schedule: s
     else:
         again = RankAdapter(model, size_target=0.8, steps=2)
         steps(model, again, came(model), range(3))
-        assert again.size() == pytest.approx(again.target, rel=0.1)  # a rank is so much of what is left
+        assert again.size() == pytest.approx(again.target, rel=0.1)  # one rank is a large share of the rest
 
 
 @pytest.mark.parametrize("schedule", ["importance", "controlled", "paper"])
@@ -572,7 +573,7 @@ def test_any_optimizer_goes_on_when_a_bond_has_died(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "came"])
 def test_the_optimizer_opens_a_rank_again_that_the_task_needs(name: str) -> None:
-    """A student whose shut rank is all that it lacks of its teacher."""
+    """The student lacks only its pruned rank to match its teacher."""
     student = net()
     adapter = RankAdapter(student, size_target=1.0)
     control = next(iter(student.first.controls or ()))
@@ -681,7 +682,7 @@ def test_the_target_stays_held_however_far_a_step_goes_and_on_to_the_bit(name: s
 
 
 class Plain(torch.optim.Optimizer):
-    """SGD that writes through `.data`, as many optimizers of papers do: version counters do not see it."""
+    """SGD that writes through `.data`, as many published optimizers do: version counters do not detect it."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -739,7 +740,7 @@ def test_finishing_holds_the_size_and_leaves_a_plain_model() -> None:
     held = RankAdapter(late, size_target=0.3, steps=5)
     optimizer = came(late)
     steps(late, held, optimizer, range(6))
-    with torch.no_grad():  # an earlier state of the model is loaded, as at the end of a Trainer's run
+    with torch.no_grad():  # loads an earlier state of the model, as at the end of a Trainer's run
         for layer in held.layers.values():
             for control in layer.controls or ():
                 control.fill_(1.0)

@@ -1,4 +1,4 @@
-"""`resize_token_embeddings` of transformers on models whose embeddings and heads are TT layers."""
+"""Tests of transformers' `resize_token_embeddings` on models whose embeddings and heads are TT layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_resized_models_keep_their_logits_train_save_and_densify(family: str, to
     sc.tensorize(model, 64, init="svd", filter_fn=every)
     kept = min(tokens, VOCAB)
     inputs = {name: ids % kept for name, ids in batch(model=model).items()}
-    with torch.no_grad():  # RoBERTa's bias is resized in place, which a graph that still holds it does not survive
+    with torch.no_grad():  # resizing RoBERTa's bias in place fails if a graph still holds it
         before = model(**inputs).logits[..., :kept]
     table = model.resize_token_embeddings(tokens)
     assert table is model.get_input_embeddings()

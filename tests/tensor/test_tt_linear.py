@@ -1,4 +1,4 @@
-"""TTLinear as a layer: equal to its dense form, usable as nn.Linear is."""
+"""Tests of TTLinear as a layer: equal to its dense form, usable like nn.Linear."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_saved_for_the_backward_pass_are_x_what_is_r_wide_and_the_merged_cores(b
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         y = layer(x)
     merged = 4 * rank * (768 + 3072)
-    chains = sum(core.nbytes for core in layer.cores) + merged  # what was merged on the way
+    chains = sum(core.nbytes for core in layer.cores) + merged  # includes intermediate merged cores
     assert sum(saved.values()) <= x.nbytes + 4 * tokens * rank + merged + chains
     assert sum(saved.values()) < 0.4 * (x.nbytes + y.nbytes)
 

@@ -1,4 +1,4 @@
-"""TTMEmbedding and TTMEmbeddingBag: equal to tables of their rows."""
+"""Tests of TTMEmbedding and TTMEmbeddingBag: equal to dense tables with the same rows."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_rows_of_blocks_are_not_kept_for_the_backward_pass() -> None:
 
 @pytest.mark.parametrize("number", [3, 60])
 def test_gradients_of_rows_and_their_gradients(number: int) -> None:
-    """Few ids row by row, many from merged tables."""
+    """Few ids are looked up row by row, many from merged tables."""
     table = table_of(TABLES[0])
     ids = torch.arange(number) % table.num_embeddings
 

@@ -1,4 +1,4 @@
-"""A NaN in one gradient of rank 1, in the third step of a run."""
+"""Runs with a NaN in one gradient of rank 1, in the third step."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class Poisoned(Stepper):
 
 
 def patch() -> None:
-    """For `before` of `tests.runs.scantling`: runs of this process are poisoned."""
+    """Poison the runs of this process; for `before` of `tests.runs.scantling`."""
     build.Stepper = Poisoned  # type: ignore[misc]

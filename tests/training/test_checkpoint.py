@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out with its bits and its dtype, and nothing in them can run code."""
+"""Tests of checkpoints: bits and dtypes are preserved, and no content can run code."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_a_kill_tore_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
 
 
 def slow_sums(folder: Path) -> None:
-    """The first process sums a file only once the other waits where no collective's timeout ends it."""
+    """Sum a file only once the other process waits outside of collectives, where their timeout does not apply."""
     place = Place(dist.get_rank(), 2, torch.device("cpu"))
     store, digest = group_store(), manifest.file_digest
 
@@ -138,7 +138,7 @@ def test_processes_wait_for_the_sums_of_large_files(tmp_path: Path) -> None:
 
 
 def test_a_new_checkpoint_outlives_damaged_ones_of_later_steps(tmp_path: Path) -> None:
-    """As of a run that has gone on from the one before the damage."""
+    """The run has resumed from the checkpoint before the damaged ones."""
     for step in (5, 10):
         Checkpointer(tmp_path, ALONE).save(step, State({"x": torch.arange(step)}))
     (tmp_path / "step-10" / "__0_0.distcp").unlink()

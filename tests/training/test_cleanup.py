@@ -1,4 +1,4 @@
-"""Replacing a run, and keeping the newest checkpoints, remove files of the run and no others."""
+"""Tests that replacing a run, and keeping the newest checkpoints, remove only files of the run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_force_removes_checkpoints_and_nothing_else(tmp_path: Path) -> None:
         write(run.checkpoints / "notes.txt"),
         write(run.checkpoints / "step-2" / "why.md"),
         write(run.checkpoints / "step-3" / "weights.pt"),
-        write(run.checkpoints / "step-4" / "__0_0.distcp"),  # of another program: it has no manifest of ours
+        write(run.checkpoints / "step-4" / "__0_0.distcp"),  # belongs to another program: it lacks our manifest
         write(run.checkpoints / "step-6.tmp" / "a.txt"),
         write(run.checkpoints / "step-best" / "manifest.json"),
         write(run.checkpoints / "step-٣" / "manifest.json"),
@@ -143,7 +143,7 @@ def test_name_that_something_else_has_is_refused(tmp_path: Path, name: str) -> N
 
 
 def test_force_refuses_files_that_no_run_has_written(tmp_path: Path) -> None:
-    """As of a recipe that lies in the folder that is given as the run directory."""
+    """Such as a recipe in the folder that is given as the run directory."""
     recipe = tiny_recipe(tmp_path, train={"steps": 1})
     for name in ("recipe.yaml", "report.html", "plan.json"):
         file = write(tmp_path / name / name)

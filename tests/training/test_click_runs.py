@@ -1,4 +1,4 @@
-"""A recommender goes the way of every run: train, resume, several processes, plan, evaluate, export, report."""
+"""Tests of a recommender through all stages: train, resume, several processes, plan, evaluate, export, report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two epochs."""
+    """Return a run of two epochs."""
     folder = tmp_path_factory.mktemp("clicks")
     recipe = clicks_recipe(folder, train={"steps": 100, "eval_every": 50, "checkpoint_every": 100})
     sc.train(recipe, run_dir=folder / "run")
@@ -73,7 +73,7 @@ def test_an_exported_folder_predicts_new_rows(trained: Path, tmp_path: Path) -> 
     inputs = features({name: [row[name] for row in rows] for name in ("price", "age", "user", "shop")})
     stored = data.collate([(0, n, n) for n in range(20)])
     with torch.no_grad():
-        # the run kept prices in fp32
+        # the run stored prices in fp32
         torch.testing.assert_close(model(**inputs).logits, own.eval()(**stored.inputs).logits, rtol=1e-4, atol=1e-5)
 
 
@@ -102,7 +102,7 @@ def test_plan_is_exact_where_it_can_be(tmp_path: Path, optim: str) -> None:
 
 @pytest.mark.slow
 def test_peak_memory_of_large_tables(tmp_path: Path) -> None:
-    """Within 20 % of the resident set, most of which are 2 million rows, their dense gradients and AdamW's state."""
+    """Within 20 % of the resident set, mostly 2 million rows, their dense gradients and AdamW's state."""
     clicks = {**clicks_recipe(tmp_path)["data"]["clicks"], "table_size": 1_000_000}
     recipe = clicks_recipe(tmp_path, data={"clicks": clicks}, train={"steps": 2, "batch_size": 256})
     recipe["model"]["overrides"]["embedding_dim"] = 8
@@ -160,7 +160,7 @@ def test_kill_and_resume_is_bitwise(tmp_path: Path, processes: int) -> None:
 
 @pytest.mark.dist
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
-    """The AUC too, whose scores lie on both; only the order of sums differs, in fp32."""
+    """The AUC too, whose scores are spread over both processes; only the order of sums differs, in fp32."""
     recipe = clicks_recipe(tmp_path, train={"batch_size": 128, "micro_batch_size": 32})
     sc.train(recipe, run_dir=tmp_path / "1")
     done = scantling("train", write_recipe(tmp_path / "r.yaml", recipe), "--run-dir", tmp_path / "2", processes=2)
@@ -181,7 +181,7 @@ def test_a_resumed_run_refuses_other_data(tmp_path: Path) -> None:
 
 
 def test_the_flights_recipe_runs(tmp_path: Path, data_folder: Path) -> None:
-    """On every 20th flight; nothing that is known only after the departure is a feature."""
+    """On every 20th flight; no feature is known only after departure."""
     recipe = load_recipe(ROOT / "recipes" / "flights-dlrm.yaml")
     assert recipe.data.clicks is not None
     used = {*(recipe.data.clicks.numeric or ()), *(recipe.data.clicks.categorical or ())}

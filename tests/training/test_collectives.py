@@ -1,4 +1,4 @@
-"""What processes tell each other: JSON values and arrays, never pickles."""
+"""Tests of messages between processes: JSON values and arrays, never pickles."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_one_process_gets_what_several_would() -> None:
 
 
 class Hostile:
-    """Touches a file when it is unpickled."""
+    """Object that touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,10 +56,10 @@ class Hostile:
 
 
 def attacked(file: Path) -> None:
-    """Rank 1 sends a pickle by the collectives of a gather."""
+    """Send a pickle from rank 1 through the collectives of a gather."""
     here = place()
     if here.rank != 1:
-        with pytest.raises(ValueError):  # no JSON
+        with pytest.raises(ValueError):  # not JSON
             here.gather(0)
         return
     content = pickle.dumps(Hostile(file))

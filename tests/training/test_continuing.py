@@ -1,4 +1,4 @@
-"""Runs that go on: from step 0 if they never saved, and with more steps if those so far would have been the same."""
+"""Tests of continued runs: from step 0 if no checkpoint exists, and with more steps if the past steps are unchanged."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize("train", LENGTHS, ids=lambda train: f"{train['schedule']}-{train['warmup']}")
 def test_resume_with_more_steps_is_the_longer_run(tmp_path: Path, train: dict[str, Any]) -> None:
-    """Also in a second epoch, and from the last checkpoint of a finished run of a constant rate."""
+    """Also in a second epoch, and from the last checkpoint of a finished run with a constant rate."""
     write_corpus(tmp_path / "corpus.txt", documents=6)
     first = 8 if train["schedule"] == "constant" else 6
     recipe = tiny_recipe(tmp_path, optim={"name": "came", "lr": 0.003}, train={**train, "checkpoint_every": 3})
@@ -205,7 +205,7 @@ def test_moved_data_is_still_the_data_of_the_run(tmp_path: Path) -> None:
 
 
 def test_start_over_is_checked_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank hears what is wrong, so that none waits for another."""
+    """Each rank receives the error, so that none waits for another."""
     run = tmp_path / "run"
     sc.train(tiny_recipe(tmp_path, train={"steps": 1}), run_dir=run)
     shutil.rmtree(run / "checkpoints")

@@ -1,4 +1,4 @@
-"""Decoders as classifiers, with tokenizers that name neither cls nor sep nor padding."""
+"""Tests of decoders as classifiers, with tokenizers that name neither cls nor sep nor padding."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_decoder_from_recipe_to_transformers(kind: str, family: str, tmp_path:
     alone = [answers(theirs, tokenizer(*each, return_tensors="pt")) for each in zip(*examples, strict=True)]
     assert torch.allclose(together, torch.cat(alone), atol=1e-5), "padding changes answers"
     assert together.std() > 1e-3
-    # the held-out loss, as transformers computes it from the texts
+    # the held-out loss equals that of transformers on the texts
     held = trained.data.heldout
     nats = []
     for ours in eval_batches(held, trained.data.collate, 5):
@@ -160,7 +160,7 @@ def test_the_padding_is_no_token_that_texts_end_in(family: str, names: Any, pad:
 
 
 def test_texts_that_a_decoder_read_from_the_left_are_padded_on_the_right(tmp_path: Path) -> None:
-    """GPT-2 numbers positions from the first token, so padding before a text would move them."""
+    """GPT-2 counts positions from the first token, so left padding would shift them."""
     made = made_tokenizer(tmp_path / "t", "gpt2", pad_token="<pad>")
     config = json.loads((made / "tokenizer_config.json").read_text()) | {"padding_side": "left"}
     (made / "tokenizer_config.json").write_text(json.dumps(config))
@@ -205,7 +205,7 @@ def xlnet_tokenizer(folder: Path) -> Path:
 
 
 def test_texts_that_end_in_cls_are_padded_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """XLNet answers at the last position, whatever is there."""
+    """XLNet's classifier reads the last position, so padding goes to the left."""
     KINDS["xlnet"] = {"d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 32}
     given = recipe(tmp_path, "xlnet", "bert")
     given["model"]["attention"] = "eager"

@@ -1,4 +1,4 @@
-"""Runs whose processes exchange momentum."""
+"""Tests of runs whose processes exchange momentum."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_what_was_measured_is_kept_over_a_resume(tmp_path: Path) -> None:
     values = [read_manifest(straight / "checkpoints" / f"step-{step}")["values"]["exchange"] for step in (6, 12)]
     decided = [each[rank]["decided"] for each in values for rank in ("0", "1")]
     assert decided == [decided[0]] * 4
-    assert decided[0] in ([True, 2], [False, 2])  # which of them depends on the machine
+    assert decided[0] in ([True, 2], [False, 2])  # the machine's speed determines which one
     sent = records(straight)[-1]["wire_bytes"]
     assert (sent > records(straight)[1]["wire_bytes"]) == decided[0][0]
     assert ("from here on everything travels by all-reduce" in " ".join(done.stderr.split())) == decided[0][0]
@@ -125,7 +125,7 @@ def test_a_process_with_nan_is_left_out_of_one_step(tmp_path: Path, delay: int) 
 
 
 def test_a_run_stops_where_nothing_of_a_step_is_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step without an exchange too, in which that does not say so."""
+    """Also in a step without an exchange, in which the exchange does not report it."""
     passes = Stepper._passes
 
     def poisoned_passes(stepper: Stepper, batches: Any, share: torch.Tensor, step: int) -> Any:
@@ -157,9 +157,9 @@ def test_ranks_come_down_and_residuals_with_them(tmp_path: Path, optim: str) -> 
 
 @pytest.mark.dist
 def test_removed_ranks_cost_no_exchange(tmp_path: Path) -> None:
-    """Whoever lays out anew after a removal must not send what is in the residuals, and throw it away.
+    """Rebuilding the exchange after rank removal must not send the residuals and discard them.
 
-    All methods together, on two processes, to the same bits after a restart.
+    All methods together, on two processes, bitwise equal after a restart.
     """
     tensor = {"rank": 8, "size_target": 0.4, "truncate_every": 2, "adapt": 0.5}
     recipe = demo_recipe(tmp_path, tensor=tensor, train={"steps": 12, "checkpoint_every": 6})
@@ -187,7 +187,7 @@ def test_removed_ranks_cost_no_exchange(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_on_another_number_of_processes_residuals_begin_with_their_mean(tmp_path: Path) -> None:
-    """2 → 3 → 1: the mean over the processes is what it was."""
+    """2 → 3 → 1: the mean over the processes is preserved."""
     train = {"steps": 12, "checkpoint_every": 4, "batch_size": 6}
     path = write_recipe(tmp_path / "recipe.yaml", demo_recipe(tmp_path, train=train))
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Exported folders hold the settings of the model, not those of its training."""
+"""Tests that exported folders hold the settings of the model, not those of its training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(folder: Path, name: str) -> dict[str, Any]:
 
 
 def exports(run_dir: Path, out: Path) -> list[Path]:
-    """A run in every form that it is exported in."""
+    """Export a run in every form."""
     export_hf(run_dir, out / "export")
     export_hf(run_dir, out / "dense", dense=True)
     quantize_run(run_dir, "int8", out / "packed")

@@ -1,4 +1,4 @@
-"""A process that fails: every machine says why, and no other process waits for it until the timeout."""
+"""Tests of a failing process: every machine reports why, and no other process waits until the timeout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.training.test_separate_folders import explain, machines
 pytestmark = pytest.mark.dist
 
 FAST_S = 60.0
-"""Much less than any timeout of a run."""
+"""Time limit, much shorter than any timeout of a run."""
 HOST = os.uname().nodename
 
 
@@ -118,7 +118,7 @@ def _any_error() -> None:
 def test_failure_to_build_the_model_on_one_rank(
     tmp_path: Path, before: Callable[[], None], code: int, count: int
 ) -> None:
-    """With one machine, rank 1 is not the first there, and the first reports for it."""
+    """With one machine, rank 1 is not its first process, and the first process reports the error."""
     recipe, folders = write(tmp_path), machines(tmp_path, count)
     ended = on_machines(folders, "train", recipe, processes=2 // count, before=before, timeout=FAST_S)
     assert [each.code for each in ended] == [code, code], explain(ended)
@@ -128,7 +128,7 @@ def test_failure_to_build_the_model_on_one_rank(
 
 
 def _train_in_own_group(recipes: list[dict[str, Any]], folder: Path) -> None:
-    """The second call shows that an error that a script handles does not end the next run."""
+    """Train twice; the second call shows that an error handled by a script does not end the next run."""
     rank = dist.get_rank()
     with pytest.raises(UserError, match="nonsense"):
         sc.train(recipes[rank], run_dir=folder / "failed")

@@ -1,4 +1,4 @@
-"""Steps as graphs: on a CPU with a graph that calls what it was given, on a GPU with CUDA's."""
+"""Tests of steps as graphs: on a CPU with a mock graph that calls its function, on a GPU with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAPER = {**ADAPTING, "adapter": {"schedule": "paper", "early_steps": 5, "gamma":
 
 
 class Called:
-    """A graph that captures nothing and calls the function at every replay."""
+    """Mock graph that captures nothing and calls the function at every replay."""
 
     replays = 0
 
@@ -44,7 +44,7 @@ class Called:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> type[Called]:
-    """Graphs on a CPU."""
+    """Use mock graphs on a CPU."""
     monkeypatch.setattr("scantling.training.step.CudaGraphs", lambda: Called)
     monkeypatch.setattr("scantling.training.run.check_graph", lambda *_: None)
     monkeypatch.setattr(Called, "replays", 0)
@@ -170,6 +170,6 @@ def test_a_replayed_run_is_the_run_without_on_a_gpu(tmp_path: Path, compute: str
     for ours, theirs in zip(followed(captured.run_dir), followed(plain.run_dir), strict=True):
         if compute == "fp32":
             assert ours[2:4] == theirs[2:4]
-        else:  # what falls below a threshold a step earlier is gone a step earlier
+        else:  # a rank that falls below a threshold one step earlier is removed one step earlier
             assert ours[2:4] == pytest.approx(theirs[2:4], rel=2e-2)
         assert ours[:2] == pytest.approx(theirs[:2], rel=1e-3 if compute == "fp32" else 2e-2)

@@ -1,4 +1,4 @@
-"""A vision transformer goes the way of every run: train, resume, several processes, plan, evaluate, export, report."""
+"""Tests of a vision transformer in all stages: train, resume, several processes, plan, evaluate, export, report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three epochs on grey images that become RGB."""
+    """Return a run of three epochs on gray images that are converted to RGB."""
     folder = tmp_path_factory.mktemp("images")
     recipe = images_recipe(folder, data={"image_channels": 3}, train={"steps": 40, "eval_every": 20})
     sc.train(recipe, run_dir=folder / "run")
@@ -62,7 +62,7 @@ def test_eval_answers_no_more_images_than_the_recipe_says(trained: Path, tmp_pat
 
 
 def test_an_exported_folder_takes_raw_images(trained: Path, tmp_path: Path) -> None:
-    """With transformers' own image processor, also of images of another size."""
+    """With transformers' own image processor, also for images of another size."""
     from PIL import Image
     from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
@@ -97,7 +97,7 @@ def test_plan_is_exact_where_it_can_be(tmp_path: Path) -> None:
 
 
 def test_flops_are_those_of_the_products(tmp_path: Path) -> None:
-    """16 patches and the class token; the classifier sees one vector."""
+    """16 patches and the class token; the classifier reads one vector."""
     planned = sc.plan(images_recipe(tmp_path, data={"labels": ["left", "right", "top"]}))
     tokens, hidden, wide, layers = 17, 32, 64, 2
     linear = 2 * tokens * (4 * hidden * hidden + 2 * hidden * wide)
@@ -107,7 +107,7 @@ def test_flops_are_those_of_the_products(tmp_path: Path) -> None:
 
 
 def test_vit_base_has_its_size() -> None:
-    """ViT-B/16 on 1,000 classes: 86.6 million parameters, 17.6 billion products (35 GFLOP) an image."""
+    """ViT-B/16 with 1,000 classes: 86.6 million parameters, 17.6 billion multiply-adds (35 GFLOP) per image."""
     labels = [str(number) for number in range(1000)]
     recipe = {
         "model": {"preset": "vit-base"},
@@ -141,7 +141,7 @@ def assert_equal_runs(straight: Path, broken: Path, last: int) -> None:
     ids=["dense", "cores", "demo"],
 )
 def test_resume_is_bitwise(tmp_path: Path, sections: dict[str, Any]) -> None:
-    """Across the end of an epoch, with micro-batches, images that are moved and mirrored, and dropout."""
+    """Across the end of an epoch, with micro-batches, shifted and mirrored images, and dropout."""
     train = {"steps": 12, "batch_size": 64, "micro_batch_size": 32, "checkpoint_every": 6, "eval_every": 8}
     recipe = images_recipe(tmp_path, **{**sections, "train": train, "data": {"image_flip": True}})
     recipe["model"]["overrides"]["hidden_dropout_prob"] = 0.1
@@ -167,7 +167,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
 
 
 def test_the_digits_recipe_runs(tmp_path: Path) -> None:
-    """A tenth of its steps."""
+    """Run a tenth of its steps."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed (pip install 'scantling[vision]')")
     settings = ["train.steps=120", "train.eval_every=120", "train.device=cpu"]
     result = sc.train(ROOT / "recipes" / "digits-vit.yaml", run_dir=tmp_path / "run", settings=settings)

@@ -1,4 +1,4 @@
-"""What a run survives: signals, full disks, damaged checkpoints, a second process, another recipe, a NaN."""
+"""Tests of interruptions: signals, full disks, damaged checkpoints, a second process, another recipe, a NaN."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def newest_step(run_dir: Path) -> int:
 @pytest.mark.dist
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_saves_after_the_step_and_exits_with_3(tmp_path: Path, number: signal.Signals) -> None:
-    """The first of them to a process that began from nothing, as users start it."""
+    """The first case starts a new interpreter, as users do."""
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 100_000}))
     run = tmp_path / "run"
     words = ["train", path, "--run-dir", run]
@@ -175,7 +175,7 @@ def test_sinks_are_all_closed_after_an_error() -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 5 MiB."""
+    """Return a file system of 5 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = shutil.which("mount") and os.geteuid() == 0
@@ -228,7 +228,7 @@ def test_signal_to_the_whole_group_reaches_no_data_worker(tmp_path: Path) -> Non
 
 
 def descendants(parent: int) -> list[int]:
-    """Processes that a process has started, and those that these have started."""
+    """Return the child processes of a process, recursively."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -254,7 +254,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="workers end with their parent on Linux alone")
 @pytest.mark.parametrize("forked", [True, False], ids=["forked", "from a fork server"])
 def test_killed_run_is_resumed_at_once_though_it_had_data_workers(tmp_path: Path, forked: bool) -> None:
-    """SIGKILL to the run itself, not to its workers, and a resume without a pause."""
+    """SIGKILL the run itself, not its workers, and resume without a pause."""
     train = {"steps": 100_000, "checkpoint_every": 2, "eval_every": 5, "eval_samples": 4}
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train=train, data={"workers": 2}))
     run, kills = tmp_path / "run", 3
@@ -270,7 +270,7 @@ def test_killed_run_is_resumed_at_once_though_it_had_data_workers(tmp_path: Path
         os.kill(process.pid, signal.SIGKILL)
         process.wait(timeout=10)
         lock = RunDir(run)
-        lock.lock()  # an InUseError if a worker still had it
+        lock.lock()  # an InUseError if a worker still held it
         lock.unlock()
         until = time.monotonic() + 2
         while any(map(is_alive, workers)) and time.monotonic() < until:
@@ -285,7 +285,7 @@ def test_killed_run_is_resumed_at_once_though_it_had_data_workers(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["run", "cache"])
 def test_forked_process_does_not_keep_a_lock(tmp_path: Path, kind: str) -> None:
-    """Any child: of a data loader, of a tokenizer, of the user's own code."""
+    """This includes children of a data loader, of a tokenizer, and of user code."""
     lock = open_lock_file(tmp_path / ".lock") if kind == "cache" else None
     folder = RunDir(tmp_path)
     if lock is None:
@@ -301,7 +301,7 @@ def test_forked_process_does_not_keep_a_lock(tmp_path: Path, kind: str) -> None:
     try:
         os.read(ready[0], 1)
         with pytest.raises(InUseError):
-            RunDir(tmp_path).lock()  # the lock of this process is still one
+            RunDir(tmp_path).lock()  # the lock of this process is still held
         if lock is None:
             folder.unlock()
         else:
@@ -325,7 +325,7 @@ def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_other_data_than_that_of_the_training_is_not_evaluated(tmp_path: Path) -> None:
-    """Ids in flat files, and texts: also before a tokenizer would be made anew of them."""
+    """Flat id files, and texts: both are refused, before a new tokenizer would be trained on the changed texts."""
     np.arange(2000, dtype="<u2").tofile(tmp_path / "a.bin")
     flat = {"text": None, "document_separator": None, "bin": str(tmp_path / "a.bin")}
     for name, data, file in (("text", {}, "corpus.txt"), ("bin", flat, "a.bin")):
@@ -359,7 +359,7 @@ def test_unwritable_run_directory(tmp_path: Path) -> None:
 
 
 def test_nan_stops_before_the_update_and_names_step_and_tensor(tmp_path: Path) -> None:
-    """A learning rate of 1e30 makes the second step's loss infinite or NaN; the first step's weights are whole."""
+    """A learning rate of 1e30 makes the second step's loss infinite or NaN; the weights of the first step are kept."""
     recipe = tiny_recipe(
         tmp_path, optim={"name": "sgd", "lr": 1e30, "weight_decay": 0.0}, train={"warmup": 0, "clip": None}
     )
@@ -389,7 +389,7 @@ def test_gradients_whose_norm_overflows_stop_the_run_before_the_update(
 
 @pytest.mark.dist
 def test_nan_on_one_of_two_ranks_is_named_with_its_rank(tmp_path: Path) -> None:
-    """Only rank 1's own gradient is NaN; after the exchange it would be NaN everywhere and its origin lost."""
+    """Only rank 1's own gradient is NaN; after the exchange, all would be NaN and the origin would be lost."""
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"checkpoint_every": 1}))
     done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2, before=poisoned.patch)
     assert done.returncode == 1
@@ -421,7 +421,7 @@ def test_bad_input_gets_one_message_and_exit_code_2(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_interrupt_during_preparation_loses_nothing(tmp_path: Path) -> None:
-    """Ctrl-C while the data is tokenised: one line, no half-made cache entry, no run directory that is in the way."""
+    """Ctrl-C during tokenization: one line, no partial cache entry, no run directory in the way."""
     line = "seven bold vikings wait while the quick brown fox jumps\n"
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"{number}\n" + line * 20_000)

@@ -1,4 +1,4 @@
-"""Processes that look for each other, and pairs of which one does not answer."""
+"""Tests of processes that wait for each other, and of pairs with an unresponsive process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_process_that_finds_nobody_names_the_address(rank: int, monkeypatch: p
 
 
 def test_the_pair_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those outside of a pair wait for it at the next barrier, and name it and not the pair that is next."""
+    """The other ranks wait for the pair at the next barrier, and name this pair and not the next one."""
     left = [0]
 
     def barrier() -> None:
@@ -55,7 +55,7 @@ def test_the_pair_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_pair_is_measured_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is queued on a device takes its time only when something is read from there."""
+    """The time of operations queued on a device shows only when a result is read."""
     queued, clock = [0.0], [0.0]
 
     def send(message: torch.Tensor, _: int) -> None:
@@ -80,7 +80,7 @@ def test_a_pair_is_measured_until_the_device_is_done(monkeypatch: pytest.MonkeyP
 
 
 def meetings(world: int) -> None:
-    """Longer than a collective waits, twice; then one does not come, and then one has ended."""
+    """Wait longer than a collective's timeout, two times; then one process does not come, and then one has ended."""
     rank = dist.get_rank()
     place = Place(rank, world, torch.device("cpu"))
     for slow in range(2):

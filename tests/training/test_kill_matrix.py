@@ -1,4 +1,4 @@
-"""Every combination of methods and process counts survives two kills at random moments and ends with the same bits."""
+"""Tests that every combination of methods and process counts survives two random kills with the same final bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from scantling.training.checkpoint import load_tensors
 from scantling.training.manifest import read_manifest
 from tests.runs import WIDE, kill_tree, records, scantling, start_scantling, tiny_recipe, wait_for, write_recipe
 
-STEPS = 16
+STEPS = 24
+LAST_KILL = 14.0  # a busy machine sees the records late: the run must still be going on
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "tt": {"rank": 8, "size_target": 0.6, "adapt": 12, "truncate_every": 3},
@@ -62,7 +63,7 @@ def test_two_kills_at_random_moments_end_with_the_same_bits(
     assert done.returncode == 0, done.stdout + done.stderr
 
     chosen = random.Random(zlib.crc32(f"{model} {optimizer} {exchange} {precision} {processes}".encode()))
-    first, second = sorted(chosen.uniform(2.5, STEPS - 2) for _ in range(2))
+    first, second = sorted(chosen.uniform(2.5, LAST_KILL) for _ in range(2))
     run_until_killed(["train", path, "--run-dir", broken], broken / "metrics.jsonl", first, processes=processes)
     lines = (broken / "metrics.jsonl").read_text().count("\n")
     again = lines + max(1.0, second - first)  # the resumed run appends to the same file

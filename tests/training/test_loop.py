@@ -1,4 +1,4 @@
-"""What a recipe can ask of the loop: number formats, schedules, workers, compilation, tasks, sinks."""
+"""Tests of the recipe's options for the loop: number formats, schedules, workers, compilation, tasks, sinks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[float]]:
-    """The recipe that the others differ from in one thing, and its losses."""
+    """Return the recipe from which the others differ in one setting, and its losses."""
     folder = tmp_path_factory.mktemp("plain")
     recipe = tiny_recipe(folder)
     sc.train(recipe, run_dir=folder / "run")
@@ -78,7 +78,7 @@ def test_what_must_not_change_the_losses(
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_low_precision_stays_near_fp32(plain: tuple[dict[str, Any], list[float]], tmp_path: Path, compute: str) -> None:
-    """Both formats round differently from fp32, and by no more than their 8 and 11 bits let them at a loss of 6."""
+    """Both formats differ from fp32 by no more than their 8 and 11 bits of precision allow at a loss of 6."""
     recipe, wanted = plain
     sc.train(recipe, run_dir=tmp_path / "run", precision={"compute": compute})
     found = losses(tmp_path / "run")
@@ -91,7 +91,7 @@ def test_low_precision_stays_near_fp32(plain: tuple[dict[str, Any], list[float]]
 def test_compiled_model_computes_the_same(
     plain: tuple[dict[str, Any], list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """Inductor is what a run takes; the other captures and differentiates the same graphs and generates no code."""
+    """Inductor is the default; the other backend captures and differentiates the same graphs, without codegen."""
     recipe, wanted = plain
     compile_model = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **keys: compile_model(*args, **{**keys, "backend": backend}))
@@ -115,7 +115,7 @@ def test_schedules_reach_the_optimizer(tmp_path: Path, schedule: dict[str, Any],
 
 
 def test_embeddings_follow_the_schedule_at_a_rate_of_their_own(tmp_path: Path) -> None:
-    """As a run whose rate is a fourth: the embeddings are where its own are after the first step, and nothing else."""
+    """Compare with a run at a quarter of the rate: after the first step, only the embeddings are equal."""
     ends = []
     for optim in ({"lr": 0.02}, {"lr": 0.02, "embedding_lr_scale": 0.25}, {"lr": 0.005}):
         recipe = tiny_recipe(tmp_path, optim={"weight_decay": 0.0, **optim}, train={"steps": 1, "warmup": 0})
@@ -210,7 +210,7 @@ def test_a_run_can_be_moved_and_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.charts
 def test_default_run_directories_do_not_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that another run has taken but not yet written to is not free either."""
+    """A name that another run has reserved but not yet written to is not free either."""
     monkeypatch.chdir(tmp_path)
     other = RunDir(Path("runs") / "tiny")
     other.lock()
@@ -221,7 +221,7 @@ def test_default_run_directories_do_not_collide(tmp_path: Path, monkeypatch: pyt
 
 
 def on_a_terminal(arguments: list[str | Path]) -> tuple[int, str]:
-    """Run the command line on a pseudo-terminal of 80 columns and return its exit code and all it wrote."""
+    """Run the command line on a pseudo-terminal of 80 columns; return its exit code and all output."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "CI")}
@@ -232,7 +232,7 @@ def on_a_terminal(arguments: list[str | Path]) -> tuple[int, str]:
     while True:
         try:
             part = os.read(parent, 65536)
-        except OSError:  # EIO: the other side has closed
+        except OSError:  # EIO: the other end is closed
             break
         if not part:
             break

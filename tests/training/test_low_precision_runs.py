@@ -1,4 +1,4 @@
-"""The `precision` section of a recipe: runs in few bits, alone and with the other methods."""
+"""Tests of the recipe's `precision` section: low-precision runs, alone and with the other methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest and the index of a checkpoint: damage and edits are found, and hostile content is refused in words."""
+"""Tests of a checkpoint's manifest and index: damage and edits are found, hostile content is refused with a message."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[Content], object]) -> None:
-    """Change the content of a manifest as somebody would who knows how its checksum is made."""
+    """Change the content of a manifest and recompute its checksum."""
     content = json.loads((path / MANIFEST).read_text())
     del content["checksum"]
     change(content)
@@ -191,7 +191,7 @@ def test_state_that_no_manifest_can_hold_is_refused_at_once(checkpoint: Path) ->
 
 
 def damaged(content: bytes, source: random.Random) -> bytes:
-    """Content with a few bytes flipped, cut off, doubled or exchanged for random ones."""
+    """Return content with a few bytes flipped, truncated, duplicated or randomized."""
     position = source.randrange(max(1, len(content)))
     kind = source.randrange(5)
     if kind == 0:
@@ -255,7 +255,7 @@ def test_pickled_index_is_never_read(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_pickle_among_the_tensors_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    """`torch.load` reads nothing but weights: here a chunk holds what would run a command."""
+    """`torch.load` reads weights only; here a chunk contains a pickle that would run a command."""
     content = json.loads((checkpoint / INDEX).read_text())
     chunk = content["tensors"]["model/x"]["chunks"][0]
     torch.save(Touch(tmp_path / "harmed"), tmp_path / "hostile")

@@ -1,4 +1,4 @@
-"""Scores of minimal pairs, by hand and through a run."""
+"""Tests of minimal-pair scores, computed by hand and by a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.templates import IDS, made_tokenizer
 
 
 class Bigrams(nn.Module):
-    """Each token from the one before it, by a table."""
+    """Model that predicts each token from the previous one, by a table."""
 
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_log_probabilities_of_a_known_model() -> None:
 
 
 def test_batches_do_not_change_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sentences of many lengths side by side, as one by one."""
+    """Sentences of many lengths in one batch score as they do one by one."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes))
@@ -67,13 +67,13 @@ def test_batches_do_not_change_the_scores(monkeypatch: pytest.MonkeyPatch) -> No
     sentences = [source.integers(0, 40, size) for size in source.integers(1, 30, 50)]
     together = log_probabilities(model, sentences, prefix=[3])
     one_by_one = [float(log_probabilities(model, [sentence], prefix=[3])[0]) for sentence in sentences]
-    assert together == pytest.approx(one_by_one, rel=1e-5)  # sums of fp32 in another order
+    assert together == pytest.approx(one_by_one, rel=1e-5)  # fp32 sums in another order
     monkeypatch.setattr(minimal_pairs, "BATCH_TOKENS", 64)
     assert log_probabilities(model, sentences, prefix=[3]) == pytest.approx(one_by_one, rel=1e-5)
 
 
 def test_sentences_of_other_lengths_change_no_score() -> None:
-    """Not even where one scale is that of all activations, keys or values of a batch."""
+    """Also if one scale covers all activations, keys or values of a batch."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes))
@@ -108,7 +108,7 @@ def test_wilson_is_that_of_scipy(correct: int, count: int) -> None:
 
 
 def test_a_run_scores_pairs_with_its_own_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A model that has seen only words in order finds them more probable than the same letters in another order."""
+    """A model trained on ordered words finds them more probable than the same letters in another order."""
     sc.train(tiny_recipe(tmp_path, optim={"lr": 0.01}, train={"steps": 40}), run_dir=tmp_path / "run")
     good = ["the quick brown fox", "seven bold vikings wait", "a lazy dog jumps over", "the bold vikings wait"]
     lines = [{"sentence_good": text, "sentence_bad": "".join(sorted(text, reverse=True))} for text in good]
@@ -143,7 +143,7 @@ def test_runs_that_give_sentences_no_probability(tmp_path: Path) -> None:
 def test_the_harness_gets_a_model_that_computes_as_it_was_trained(
     compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The harness calls a model with autocast turned off, as its version 0.4.13 does."""
+    """The harness calls a model with autocast disabled, as its version 0.4.13 does."""
     ids = torch.arange(4, 20)[None]
 
     def simple_evaluate(model: Any, *, tasks: list[str], task_manager: Any) -> Any:

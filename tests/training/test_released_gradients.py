@@ -1,4 +1,4 @@
-"""Recipes with `optim.release_gradients`: the run is the one that keeps its gradients, in less memory."""
+"""Tests of recipes with `optim.release_gradients`: results equal those with kept gradients, in less memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_resume_is_bitwise(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:
-    """A learning rate of 1e30 ruins the first step's weights; the second step's loss is not finite."""
+    """A learning rate of 1e30 ruins the weights in the first step; the second step's loss is not finite."""
     recipe = recipe_of(tmp_path, release=True, warmup=0, checkpoint_every=1)
     recipe["optim"] |= {"lr": 1e30, "weight_decay": 0.0}
     with pytest.raises(NonFiniteError, match=r"step 2, rank 0: the loss is .*; stopped before the update"):
@@ -70,7 +70,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> No
 
 
 class Poisoned(Stepper):
-    """A NaN in one gradient of the third step, under a finite loss."""
+    """Stepper with a NaN in one gradient of the third step, under a finite loss."""
 
     def step(self, step: int, *args: Any, **kwargs: Any) -> Any:
         parameter = self.model.get_parameter(POISONED)

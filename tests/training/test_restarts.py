@@ -1,4 +1,4 @@
-"""A process that is killed: torchrun starts all again, which go on from the newest checkpoint to the same bits."""
+"""Tests of a killed process: torchrun restarts all, which resume from the newest checkpoint to the same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.runs import WIDE, command, records, scantling, start, tiny_recipe, wa
 
 
 def workers(parent: int) -> list[int]:
-    """The processes that torchrun has started and that are alive."""
+    """Return the live processes that torchrun has started."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -108,7 +108,7 @@ def test_a_restart_touches_no_run_that_the_first_start_had_not_begun(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
     with pytest.raises(UserError, match="already holds a run"):
         sc.train(recipe, run_dir=run)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # its own, whose checkpoints cannot be read
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # its own run id, whose checkpoints cannot be read
     with pytest.raises(UserError, match="no whole checkpoint"):
         sc.train(recipe, run_dir=run)
     assert (run / "metrics.jsonl").read_bytes() == kept

@@ -1,4 +1,4 @@
-"""Resume is bitwise: N steps straight, and k steps + SIGKILL + resume in new processes, give the same bits."""
+"""Tests that resuming is bitwise: N steps at once equal k steps, SIGKILL, and a resume in new processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def gpt2_with_dropout(folder: Path) -> Path:
 def test_kill_and_resume_is_bitwise(
     tmp_path: Path, processes: int, optim: str, compute: str, steps: int, comm: dict[str, Any]
 ) -> None:
-    """Dropout is on, batches are accumulated, an epoch ends in between: all generators and counters matter."""
+    """With dropout, accumulation, and an epoch's end in between: all generators and counters matter."""
     write_corpus(tmp_path / "corpus.txt", documents=10)
     recipe = tiny_recipe(
         tmp_path,
@@ -114,7 +114,7 @@ def test_kill_and_resume_is_bitwise(
 
 @pytest.mark.dist
 def test_resume_of_four_processes_is_bitwise(tmp_path: Path) -> None:
-    """Four processes sum in an order that depends on the buckets, which DDP lays out anew after its first pass."""
+    """Four processes sum in an order that depends on the buckets, which DDP rebuilds after its first pass."""
     train = {"batch_size": 16, "checkpoint_every": 4, "keep_checkpoints": 2}
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, comm={"bucket_mb": 0.05}, train=train))
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -133,7 +133,7 @@ def test_resume_of_four_processes_is_bitwise(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
-    """At the same global batch the losses agree to 1e-5 relative: only the order of the sums differs, in fp32."""
+    """At the same global batch, losses agree to 1e-5 relative: only the order of sums differs, in fp32."""
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"batch_size": 8, "micro_batch_size": 2}))
     for processes in (1, 2):
         done = scantling("train", path, "--run-dir", tmp_path / str(processes), processes=processes)
@@ -151,7 +151,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_resume_on_another_number_of_processes(tmp_path: Path) -> None:
-    """1 → 2 → 1 processes: the data goes on where it was, so that without dropout the losses are those of one run."""
+    """1 → 2 → 1 processes: the data position is kept, so without dropout the losses are those of one run."""
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 12, "checkpoint_every": 4}))
     assert scantling("train", path, "--run-dir", tmp_path / "straight").returncode == 0
     moved = tmp_path / "moved"

@@ -1,4 +1,4 @@
-"""Runs on machines without a shared file system: each keeps what its own processes need in a folder of its own."""
+"""Tests of runs on machines without a shared file system: each machine keeps its processes' files in its own folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def steps(run: Path) -> list[int]:
 
 @pytest.fixture(scope="module", params=["demo", "allreduce"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    """A run of two machines with two folders, and one of as many processes with a shared one as a reference."""
+    """Train on two machines with two folders, and on as many processes with a shared folder as a reference."""
     folder = tmp_path_factory.mktemp("machines")
     recipe = write(folder, {"demo": DEMO, "allreduce": ALLREDUCE}[request.param])
     done = scantling("train", recipe, "--run-dir", folder / "shared", processes=2)
@@ -80,7 +80,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def copied(runs: list[Path], folder: Path) -> list[Path]:
-    """Copies of runs in working folders of new machines."""
+    """Copy runs into working folders of new machines."""
     both = machines(folder, len(runs))
     for run, machine in zip(runs, both, strict=True):
         shutil.copytree(run, machine / "run")
@@ -128,7 +128,7 @@ def test_resumed_run_ends_with_the_same_bits(trained: tuple[Path, list[Path]], t
 
 
 def test_machines_may_change_places(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """torchrun numbers machines as they come: a rank then takes its state from the folder of another machine."""
+    """torchrun numbers machines by arrival, so a rank may have to take its state from another machine's folder."""
     _, runs = trained
     both = copied(runs[::-1], tmp_path)
     for each in both:
@@ -286,7 +286,7 @@ def _resume_on_rank_1() -> None:
 
 
 def _change(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Let the command line train with other arguments than it was given."""
+    """Make the command line train with other arguments than the given ones."""
     train = training.train
     training.train = lambda recipe, **given: train(recipe, **change(given))
 
@@ -311,7 +311,7 @@ def test_resume_on_one_machine_is_refused_on_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_link_to_checkpoints_shared_otherwise_is_refused(tmp_path: Path, is_shared: bool) -> None:
-    """Machines that share the run directory link to disks of their own, or the other way round."""
+    """Machines that share the run directory but link its checkpoints to separate disks, or the other way round."""
     recipe, both = write(tmp_path, ALLREDUCE, steps=1), machines(tmp_path)
     own = [machine / "scratch" for machine in both]
     for folder in (*own, tmp_path / "run"):
@@ -350,7 +350,7 @@ def test_parent_that_another_run_makes_meanwhile(tmp_path: Path) -> None:
 
 
 def _killed_while_saving() -> None:
-    """Kill rank 1 when it is about to give the second checkpoint its name, or just did, by `TESTS_KILL`."""
+    """Kill rank 1 before or after it renames the second checkpoint into place, as `TESTS_KILL` says."""
     rename, when = saving.publish, os.environ["TESTS_KILL"]
 
     def publish(aside: Path, target: Path) -> None:
@@ -383,7 +383,7 @@ def test_kill_during_a_save_leaves_a_common_checkpoint(tmp_path: Path, when: str
 
 
 def test_machines_evaluate_together(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """All take the newest checkpoint that all have."""
+    """All machines take the newest checkpoint that all of them have."""
     _, runs = trained
     both = copied(runs, tmp_path)
     shutil.rmtree(both[1] / "run" / "checkpoints" / "step-6")

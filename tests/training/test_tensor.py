@@ -1,4 +1,4 @@
-"""The `tensor` section of a recipe: cores in a run, ranks that come down, the same bits after a stop."""
+"""Tests of the recipe's `tensor` section: TT layers in a run, rank reduction, the same bits after a stop."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ EXACT = [
 def test_every_optimizer_resumes_exactly_with_a_size_target(tmp_path: Path, optim: dict[str, Any], comm: str) -> None:
     adapting = {**ADAPTING, "adapt": 9, "adapter": {"interval": 1}}
     if optim["name"] == "muon":
-        adapting["rank"] = {"*mlp*": 6}  # it needs matrices beside the cores
+        adapting["rank"] = {"*mlp*": 6}  # needs dense matrices in addition to the TT layers
     train: dict[str, Any] = {"checkpoint_every": 4, "keep_checkpoints": 3, "eval_samples": 2}
     if optim is RELEASED:
         train["clip"] = None
@@ -230,7 +230,7 @@ def test_cores_without_a_target_keep_their_ranks(tmp_path: Path, release: bool) 
 
 
 def test_the_mnli_recipe_runs(tmp_path: Path, data_folder: Path) -> None:
-    """One layer of the full width, on pairs in the columns of MultiNLI."""
+    """One layer of the full width, on pairs in MultiNLI's columns."""
     for part, name, rows in (("train", "train", 120), ("dev_matched", "mnli_dev_matched_part_a", 24)):
         with gzip.open(data_folder / "nli" / f"{name}.jsonl.gz", "rt") as source:
             pairs = [json.loads(line) for line in islice(source, rows)]
@@ -280,7 +280,7 @@ def test_faults_of_the_section_are_found_when_the_recipe_is_read(tmp_path: Path)
 
 @pytest.mark.parametrize("optim", [{"name": "adamw", "lr": 0.003, "fused": True}, CAME])
 def test_the_target_holds_where_the_ranks_come_down_until_the_last_step(tmp_path: Path, optim: Any) -> None:
-    """Also with an optimizer that leaves no trace in version counters; evaluations see what it does."""
+    """Also with an optimizer that leaves no trace in version counters; evaluations see its changes."""
     tensor = {**ADAPTING, "adapt": 1.0}
     given = recipe(tmp_path, optim=optim, tensor=tensor, train={"eval_every": 4})
     result = sc.train(given, run_dir=tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Ids of special tokens in every exported file: tokenizer, configuration and generation configuration agree."""
+"""Tests of special-token ids in all exported files: tokenizer, configuration and generation configuration agree."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def exported(run_dir: Path, out: Path, *, packed: bool = True) -> list[Path]:
 
 
 def check_agreement(folder: Path, *, known: tuple[str, ...] = ()) -> None:
-    """Each id that the model's files name is the one of the tokenizer beside them, but for `known` of the weights."""
+    """Check that each id in the model's files is the tokenizer's, except for `known` ids of the weights."""
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     path = folder / "generation_config.json"
@@ -181,7 +181,7 @@ def test_a_pretrained_folder_keeps_its_ids(tmp_path: Path) -> None:
 
 
 def test_an_id_that_the_tokenizer_does_not_name_is_kept(tmp_path: Path) -> None:
-    """As of Qwen2, whose configuration has a beginning that its tokenizer does not have."""
+    """Qwen2's configuration has a beginning token that its tokenizer lacks."""
     eos = IDS["</s>"]
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "gpt2")
     model = pretrained(tmp_path / "model", "qwen2", bos_token_id=eos, eos_token_id=eos)
@@ -195,7 +195,7 @@ def test_an_id_that_the_tokenizer_does_not_name_is_kept(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_has_the_last_word(tmp_path: Path) -> None:
-    """Also over several ends of a folder, which are kept behind its own."""
+    """It also overrides several end tokens of a folder, which are kept after its own."""
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "llama")
     model = pretrained(tmp_path / "model", bos_token_id=3, eos_token_id=4, generation={"eos_token_id": [4, 6]})
     run = sc.train(recipe(tmp_path, model, tokenizer), run_dir=tmp_path / "run")
@@ -239,7 +239,7 @@ def test_a_text_model_inside_of_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["modernbert", "roberta"])
 def test_a_plan_knows_the_ids_that_a_run_will_have(kind: str, tmp_path: Path) -> None:
-    """A class's own padding, 50283 of ModernBERT, lies beyond a small vocabulary."""
+    """ModernBERT's default padding id, 50283, lies beyond a small vocabulary."""
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "bert")
     model = configuration(tmp_path / "model", kind)
     given = recipe(tmp_path, model, tokenizer, model={"task": "masked-lm"})
@@ -249,7 +249,7 @@ def test_a_plan_knows_the_ids_that_a_run_will_have(kind: str, tmp_path: Path) ->
 
 
 def test_a_configuration_that_needs_an_id_keeps_its_own(tmp_path: Path) -> None:
-    """EuroBERT's takes no None as its mask."""
+    """EuroBERT does not accept None as its mask id."""
     plain = hf.EuroBertConfig()
     ids = config_ids({"mask_token_id": None, "eos_token_id": 7}, {}, plain, pretrained=False)
     assert ids == {"eos_token_id": 7}

@@ -1,4 +1,4 @@
-"""The command line. `main` is its one door: it turns errors into messages and exit codes."""
+"""The command line. `main` is its entry point: it converts errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of a shell."""
+"""Exit code after Ctrl-C, the same as a shell's."""
 _lost: OSError | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with its exit code.
+    """Run the command line and exit with its exit code.
 
     0 done, 2 bad input, 3 stopped by a signal after saving, 130 interrupted, 1 anything else. (torchrun reports 1 for
     any of them.)
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    for number in (0, 1, 2):  # a closed one would be the number of the next file that is opened
+    for number in (0, 1, 2):  # if one is closed, the next opened file would get its number
         try:
             os.fstat(number)
         except OSError:
@@ -54,19 +54,19 @@ def _invoke(arguments: Sequence[str] | None) -> int:
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal or a file that is not of UTF-8
+            stream.reconfigure(errors="backslashreplace")  # the stream may not be UTF-8
     given = list(arguments) if arguments is not None else None
     code = app(given, prog_name="scantling", standalone_mode=False)
-    if code == INTERRUPTED:  # what some versions of typer make of a KeyboardInterrupt
+    if code == INTERRUPTED:  # some versions of typer convert a KeyboardInterrupt to this code
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0
 
 
 @contextmanager
 def _reporting() -> Iterator[None]:
-    """Context that prints an error; one of several processes also tells the others."""
+    """Print an error that is raised inside; one of several processes also reports it to the others."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    is_launched = all((os.environ.get(name) or "1").isdecimal() for name in names)  # else the command says so
+    is_launched = all((os.environ.get(name) or "1").isdecimal() for name in names)  # else the command reports it
     if is_launched and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         from scantling.training.peers import telling
 
@@ -81,7 +81,7 @@ def _reporting() -> Iterator[None]:
 
 
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that are not of the path that was given."""
+"""Errors that are not caused by the given path."""
 
 
 def _exit_code(error: BaseException) -> int | None:
@@ -108,7 +108,7 @@ def _broke_by_interrupt(error: BaseException) -> bool:
 
 
 def _usage_error() -> Any:
-    """Return click's base of all errors of usage, whichever click this typer carries."""
+    """Return click's base class of usage errors, for the click that this typer uses."""
     import typer
 
     return typer.BadParameter.__mro__[2]
@@ -137,7 +137,7 @@ def _report(error: BaseException) -> None:
 
 
 def _ignore_interrupts() -> None:
-    """Let no further Ctrl-C reach the end of an interrupted process."""
+    """Ignore further Ctrl-C signals while an interrupted process ends."""
     from scantling.training.signals import interrupt
 
     if signal.getsignal(signal.SIGINT) is interrupt:
@@ -145,7 +145,7 @@ def _ignore_interrupts() -> None:
 
 
 def _say(text: str) -> None:
-    """Print to the standard error, if that can be written; on a terminal lines break between words."""
+    """Print to the standard error, if possible; on a terminal, wrap lines between words."""
     with contextlib.suppress(OSError, AttributeError):
         if sys.stderr.isatty():
             from scantling.reporting.format import fold_lines
@@ -156,13 +156,13 @@ def _say(text: str) -> None:
 
 
 def report_lost(error: OSError) -> None:
-    """Remember that output could not be written; `run` says so at its end."""
+    """Record that output could not be written; `run` reports it at the end."""
     global _lost
     _lost = error
 
 
 def _close_output(code: int) -> int:
-    """Write out what is left, and return the exit code: that of lost output is 1 if all else went well."""
+    """Flush the output and return the exit code: 1 if output was lost and everything else succeeded."""
     global _lost
     from scantling.errors import STOPPED
 
@@ -172,15 +172,15 @@ def _close_output(code: int) -> int:
         except OSError as error:
             if stream is sys.stdout:
                 _lost = error
-            with contextlib.suppress(OSError, ValueError):  # the interpreter would try again at its end
+            with contextlib.suppress(OSError, ValueError):  # or the interpreter would flush again at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except (AttributeError, ValueError):  # no such stream, or a closed one
+        except (AttributeError, ValueError):  # missing or closed stream
             pass
     lost, _lost = _lost, None
     if lost is None:
         return code
     is_said = code not in (0, STOPPED)  # one line is enough
-    if not is_said and not isinstance(lost, BrokenPipeError):  # whoever has closed a pipe has read enough
+    if not is_said and not isinstance(lost, BrokenPipeError):  # a reader that closes a pipe has read enough
         _say(f"scantling: error: cannot write to the standard output: {lost.strerror or lost}")
     return code or 1
 
@@ -188,8 +188,8 @@ def _close_output(code: int) -> int:
 def leave(code: int) -> None:
     """End the process with `code`.
 
-    One of several processes leaves without the interpreter's shutdown, in which a gloo thread can abort although all
-    work is done (PyTorch 2.13), and turn a finished run into a failed one.
+    One of several processes exits without the interpreter's shutdown: a gloo thread can abort in it although all work
+    is done (PyTorch 2.13), which would turn a finished run into a failed one.
     """
     _ignore_interrupts()
     if os.environ.get("WORLD_SIZE", "1") != "1":

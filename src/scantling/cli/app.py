@@ -1,4 +1,4 @@
-"""The commands. Each imports what it needs when it runs, so that `scantling --help` does not wait for torch."""
+"""The commands. Each imports its dependencies when it runs, so that `scantling --help` does not wait for torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Settings = Annotated[
 
 
 def _complete(*values: str) -> Callable[[str], list[str]]:
-    """Return what a shell completes an option with a fixed set of values to."""
+    """Return a completion function for an option with a fixed set of values."""
 
     def matching(typed: str) -> list[str]:
         return [value for value in values if value.startswith(typed)]
@@ -71,7 +71,7 @@ def train(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is in the run directory.")] = False,
 ) -> int:
-    """Train a model as a recipe says. Under torchrun: torchrun --nproc-per-node N -m scantling train RECIPE."""
+    """Train a model from a recipe. With several processes: torchrun --nproc-per-node N -m scantling train RECIPE."""
     from scantling.cli import commands
 
     return commands.train(recipe, run_dir, settings or [], resume=resume, dry_run=dry_run, force=force)
@@ -84,7 +84,7 @@ def compare(
     settings: Settings = None,
     force: Annotated[bool, typer.Option("--force", help="Replace runs that are there.")] = False,
 ) -> int:
-    """Train several recipes one after the other and print them side by side."""
+    """Train several recipes one after another and print them side by side."""
     from scantling.cli import commands
 
     return commands.compare(recipes, out, settings or [], force=force)
@@ -104,7 +104,7 @@ def sweep(
         bool, typer.Option("--dry-run", help="Check all recipes and their data, print the grid, run nothing.")
     ] = False,
 ) -> int:
-    """Run a grid of recipes and write one table of its runs; called again, it goes on where it was."""
+    """Run a grid of recipes and write one table of its runs; call it again to continue."""
     from scantling.cli.console import LOADING, busy
 
     with busy(LOADING):
@@ -127,7 +127,7 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Say what a run will cost before it starts: parameters, memory, bytes sent, FLOPs."""
+    """Predict the cost of a run before it starts: parameters, memory, bytes sent, FLOPs."""
     from scantling.cli import commands
 
     return commands.plan(recipe, settings or [], world_size=world_size, device=device, as_json=as_json)
@@ -170,7 +170,7 @@ def export(
 ) -> int:
     """Write a folder in Hugging Face's format, and check that it gives the same logits.
 
-    transformers alone loads it, but for layers of cores without --dense and for click models.
+    transformers loads it without Scantling, except TT layers without --dense and click models.
     """
     from scantling.cli import commands
 
@@ -182,7 +182,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file. Default: report.html in the first run.")] = None,
 ) -> int:
-    """Write one self-contained HTML report about one run or several."""
+    """Write one self-contained HTML report about one or several runs."""
     from scantling.cli import commands
 
     return commands.report(runs, out)
@@ -275,7 +275,7 @@ def quantize(
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Quantise the weights of a run's newest checkpoint, say what it costs, and write them packed."""
+    """Quantize the weights of a run's newest checkpoint, measure the loss, and write them packed."""
     from scantling.cli import quantizing
 
     return quantizing.quantize(
@@ -300,7 +300,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds after which a process that is silent is an error.")] = 60.0,
     as_json: AsJson = False,
 ) -> int:
-    """Say what a run would find here: versions, hardware and, under torchrun, the links between its processes."""
+    """Report the environment of a run: versions, hardware and, under torchrun, the links between processes."""
     from scantling.cli import commands
 
     return commands.doctor(device, timeout, as_json=as_json)

@@ -1,4 +1,4 @@
-"""What each command does, once its arguments are read."""
+"""Implementation of the commands, after argument parsing."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _train(
 
 
 def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force: bool) -> int:
-    """Each recipe runs in a process of its own, so that its peak memory is its own; a run is taken as it is."""
+    """Train each recipe in its own process, so that peak memory is separate; compare existing runs as they are."""
     from scantling.recipe import load_recipe
     from scantling.reporting.compare import compare_table, write_compare
     from scantling.reporting.html import write_report
@@ -121,7 +121,7 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
         code = _wait(command)
         if code in (STOPPED, INTERRUPTED):
             return code
-        if code and _finished(folder) == before:  # a run that ended well fails if its output could not be written
+        if code and _finished(folder) == before:  # a finished run fails if its output was lost
             raise (UserError if code == 2 else RunError)(f"{recipe} ended with exit code {code}; see its message above")
     trained = iter([read_run(folder) for folder in new_folders])
     runs = rename_duplicates([existing.get(recipe) or next(trained) for recipe in recipes])
@@ -137,7 +137,7 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
 
 
 def _finished(folder: Path) -> tuple[int, int] | None:
-    """Return which result a folder holds of a run that came to its end, or None."""
+    """Return an identifier of the result in a folder, if its run is finished; otherwise None."""
     path = folder / "result.json"
     try:
         return (path.stat().st_ino, path.stat().st_mtime_ns) if read_json_object(path)["status"] == "done" else None
@@ -146,7 +146,7 @@ def _finished(folder: Path) -> tuple[int, int] | None:
 
 
 def _wait(command: Sequence[str]) -> int:
-    """Run a process that shares the terminal; an interrupt goes to both, a SIGTERM is passed on; its answer counts."""
+    """Run a process on the same terminal and return its exit code. Both get an interrupt; SIGTERM is forwarded."""
     process = subprocess.Popen(command)
     before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
@@ -205,7 +205,7 @@ def report(runs: Sequence[Path], out: Path | None) -> int:
 
 
 def doctor(device: str, timeout: float, *, as_json: bool) -> int:
-    """Say what a run would find here; under torchrun also what passes between its processes."""
+    """Report the environment of a run; under torchrun, also measure the links between processes."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a bar and the latest figures on a terminal, plain lines elsewhere."""
+"""Progress display of a run: a bar and the latest metrics on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from scantling.planning.plan import Plan
 
 PLAIN_INTERVAL_S = 10.0
-"""Seconds between plain lines where there is no terminal."""
+"""Seconds between plain lines without a terminal."""
 BAR_WIDTH = 16
 LOADING = "loading PyTorch and transformers"
 PATIENCE_S = 2.0
-"""Seconds after which a phase also shows how long it has taken."""
+"""Seconds after which a phase also shows its duration."""
 SPINNER = "line"
-"""Of ASCII characters, which every terminal has."""
+"""Spinner of ASCII characters, which every terminal has."""
 LABEL_WIDTH = 12
 
 
 class WordConsole(Console):
-    """Console that breaks lines of text between words on a terminal, and nowhere in a file.
+    """Console that wraps lines of text between words on a terminal, and not at all in a file.
 
-    Output that is lost ends no work: `scantling.cli.run` reports it at the end.
+    Lost output does not stop the work: `scantling.cli.run` reports it at the end.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -51,7 +51,7 @@ class WordConsole(Console):
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
-        except OSError as error:  # a full disk, a terminal that was closed
+        except OSError as error:  # a full disk, a closed terminal
             self._give_up(error)
 
     def on_broken_pipe(self) -> None:
@@ -64,7 +64,7 @@ class WordConsole(Console):
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Make a console that honors NO_COLOR and whether the stream is a terminal.
+    """Return a console that honors NO_COLOR and whether the stream is a terminal.
 
     Results are printed by rank 0; errors and warnings by the first rank of every machine.
     """
@@ -73,13 +73,13 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def print_json(content: Any) -> None:
-    """Print a value as JSON, on rank 0 alone."""
+    """Print a value as JSON, on rank 0 only."""
     make_console().out(json.dumps(content, indent=2, default=str), highlight=False)
 
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show on a terminal what a command works at until it prints a result."""
+    """Show on a terminal the current activity of a command, until it prints a result."""
     console = make_console(stderr=True)
     if not console.is_terminal or console.quiet:
         yield
@@ -97,7 +97,7 @@ def show_warnings(console: Console) -> None:
 
 
 def print_labeled(console: Console, label: str, text: str) -> None:
-    """Print a label and a text; on a terminal the text is wrapped between words and stays beside the label."""
+    """Print a label and a text; on a terminal the text is wrapped between words and stays next to the label."""
     line = f"{label:<{LABEL_WIDTH}}{text}"
     if console.is_terminal:
         line = fold_lines(line, console.width, indent=" " * LABEL_WIDTH)
@@ -105,7 +105,7 @@ def print_labeled(console: Console, label: str, text: str) -> None:
 
 
 class _Live(Progress):
-    """The bar, and under it the figures and the phase, on as many lines as they need."""
+    """Progress bar with metrics and the phase below it, on as many lines as they need."""
 
     figures: Sequence[str] = ()
     phase: str | None = None
@@ -127,7 +127,7 @@ class _Live(Progress):
 
 
 class ConsoleSink(Sink):
-    """Shows the plan in short, then the run's progress with the figures that matter."""
+    """Sink that shows a short plan, then the run's progress with its main metrics."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -160,7 +160,7 @@ class ConsoleSink(Sink):
             self._live.start()
 
     def phase(self, what: str | None) -> None:
-        """Show the phase: next to the bar, or as a line of its own before there is one.
+        """Show the phase: next to the bar, or on its own line before there is a bar.
 
         Without a terminal, a line is printed for a phase that takes long.
         """
@@ -184,10 +184,10 @@ class ConsoleSink(Sink):
                 self._status.start()
 
     def hide_phase(self) -> None:
-        """Remove the line of a phase, because another bar takes its place."""
+        """Remove the line of a phase, because another bar replaces it."""
         status, self._status = self._status, None
         if status is not None:
-            with suppress(OSError, SystemExit):  # of a terminal that was closed
+            with suppress(OSError, SystemExit):  # the terminal may be closed
                 status.stop()
 
     def _stop_timer(self) -> None:
@@ -226,16 +226,16 @@ class ConsoleSink(Sink):
 
     def message(self, text: str) -> None:
         if "checkpoint" in text and self._live is not None and not text.startswith("resumed"):
-            return  # the live line would be pushed down for each of them
+            return  # otherwise each of them would push the live display down
         self._print(text)
 
     def _print(self, text: str | Text) -> None:
-        """Print a line; where nobody reads it any more, or the disk is full, the run goes on without."""
+        """Print a line; if the pipe is closed or the disk is full, the run continues without output."""
         if not self._is_heard:
             return
         try:
             self._console.print(text, markup=False)
-        except (OSError, SystemExit):  # rich ends the process where a pipe is broken
+        except (OSError, SystemExit):  # rich ends the process on a broken pipe
             self._is_heard = False
 
     def close(self) -> None:
@@ -243,5 +243,5 @@ class ConsoleSink(Sink):
         self.hide_phase()
         live, self._live = self._live, None
         if live is not None:
-            with suppress(OSError, SystemExit):  # of a terminal that was closed
+            with suppress(OSError, SystemExit):  # the terminal may be closed
                 live.stop()

@@ -1,4 +1,4 @@
-"""`scantling eval`: what a run's model is worth, on its held-out data, on minimal pairs, on tasks of a harness."""
+"""`scantling eval`: evaluate a run's model on its held-out data, on minimal pairs, or on tasks of a harness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scantling fit`: a scaling law from a table of runs."""
+"""`scantling fit`: fit a scaling law to a table of runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Intervals = dict[str, tuple[float, float]]
 _SUFFIXES = (".csv", ".json", ".jsonl", ".gz")
-"""Of tables; they are no part of the names of what is written."""
+"""Suffixes of tables, which are removed from the names of output files."""
 
 
 def fit(
@@ -70,13 +70,13 @@ def fit(
 
 
 def summary(fitted: Fit, samples: int) -> dict[str, Any]:
-    """What a fit found, for programs. A constant that the runs do not tell has no value, but the reason.
+    """Return the results of a fit as JSON values. An unidentifiable constant has a reason instead of a value.
 
-    What is infinite, such as the end of an interval, is None.
+    Infinite values, such as the end of an interval, are None.
 
     Args:
         fitted: the law.
-        samples: refits for intervals, of the base too; 0 for none.
+        samples: number of refits for intervals, also of the base; 0 for none.
     """
     stages = [fitted] if fitted.base is None else [fitted, fitted.base]
     told = [_constants(stage, stage.bootstrap(samples) if samples else {}) for stage in stages]

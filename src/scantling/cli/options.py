@@ -1,4 +1,4 @@
-"""What several commands make of their options."""
+"""Parsers of options that several commands share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from scantling.errors import UserError
 
 
 def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE` each, as a mapping.
+    """Parse `NAME=VALUE` arguments into a mapping.
 
     Raises:
-        UserError: if one has no `=`, or two have the same name.
+        UserError: an argument has no `=`, or two have the same name.
     """
     found: dict[str, str] = {}
     for each in given:

@@ -1,4 +1,4 @@
-"""`scantling quantize`: the weights of a trained run in few bits."""
+"""`scantling quantize`: quantize the weights of a trained run to low precision."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def quantize(
 
 
 def summary(done: QuantizedRun) -> dict[str, Any]:
-    """What was done, for programs."""
+    """Return the result as JSON values."""
     return {
         "folder": str(done.folder),
         "step": done.step,
@@ -137,7 +137,7 @@ def _table(done: QuantizedRun) -> Table:
 
 
 def _lines(done: QuantizedRun, reader: str) -> list[tuple[str, str]]:
-    """Return the result in lines, each a label and a text."""
+    """Return the result as lines, each a label and a text."""
     from scantling.reporting.format import format_bytes, format_difference, format_ratio
 
     before, after = done.before["eval_loss"], done.after["eval_loss"]

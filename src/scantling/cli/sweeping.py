@@ -26,7 +26,7 @@ from scantling.sweeping.table import Row
 from scantling.tasks import get_task
 
 MOST_PROBLEMS = 5
-"""Problems of data that a dry run lists."""
+"""Most data problems that a dry run lists."""
 
 
 def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str], retry: bool, dry_run: bool) -> int:
@@ -71,7 +71,7 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
 
 
 def _largest_run(chosen: Sequence[Case]) -> tuple[str, Fit]:
-    """Return the run with the highest peak of those with the most parameters and with the most tokens in a pass."""
+    """Return the run with the higher peak of two: the one with the most parameters and the one with the most tokens."""
 
     def tokens(case: Case) -> int:
         return case.recipe.micro_batch_size() * case.recipe.data.longest
@@ -83,7 +83,7 @@ def _largest_run(chosen: Sequence[Case]) -> tuple[str, Fit]:
 
 
 def _data_problems(chosen: Sequence[Case]) -> list[str]:
-    """Return why runs could not read their data, each reason once."""
+    """Return the reasons why runs cannot read their data, without duplicates."""
     sections = {(recipe_task(case.recipe), case.recipe.data.model_dump_json()): case.recipe.data for case in chosen}
     problems = []
     for (task, _), section in sections.items():
@@ -110,7 +110,7 @@ def _grid_table(read: Sweep, chosen: Sequence[Case], rows: Mapping[str, Row]) ->
 
 
 class SweepProgress(Watcher):
-    """A bar for the whole, by N D, and one for each run on a terminal; plain lines elsewhere."""
+    """Progress display of a sweep: on a terminal, a total bar by N D and one bar per run; plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -123,7 +123,7 @@ class SweepProgress(Watcher):
 
     @property
     def share(self) -> float:
-        """How much is done of what there was to do, by N D."""
+        """Completed share of the work to do, by N D."""
         return sum(self._done.values()) / self._work
 
     def start(self, settled: Sequence[Case], waiting: Sequence[Case]) -> None:

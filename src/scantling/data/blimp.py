@@ -37,8 +37,7 @@ class MinimalPair:
 
 
 def read_pairs(given: Sequence[str]) -> list[MinimalPair]:
-    """Read pairs from JSON Lines and CSV files with the columns `sentence_good` and `sentence_bad`, compressed or
-    not.
+    """Read pairs from (compressed) JSON Lines and CSV files with columns `sentence_good` and `sentence_bad`.
 
     Args:
         given: files, globs, or folders, whose JSON Lines and CSV files are all read.

@@ -226,6 +226,7 @@ class _Moments:
         means = np.where(there, values, 0.0).sum(axis=0) / np.maximum(counts, 1)
         squares = np.where(there, (values - means) ** 2, 0.0).sum(axis=0)
         total = np.maximum(self._counts + counts, 1)
+        # pairwise update: M2 = M2_a + M2_b + delta^2 n_a n_b / (n_a + n_b)
         change = means - self._means
         self._means = self._means + change * counts / total
         self._squares = self._squares + squares + change**2 * self._counts * counts / total

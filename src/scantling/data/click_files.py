@@ -262,8 +262,7 @@ class _Keys(dict[Any, int]):
 
 
 def _key(value: Any) -> int:
-    """Return the hash of a category. Integers have one text in all types: Parquet may store as 7.0 what CSV writes as
-    7."""
+    """Return the hash of a category. Integers hash the same in all types: a 7 in CSV may be 7.0 in Parquet."""
     if isinstance(value, str):
         return key64(value)
     if value is None or value != value:

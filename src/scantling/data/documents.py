@@ -52,6 +52,8 @@ class Source(ABC):
     """Name of the source for messages."""
     size: int | None = None
     """Bytes of text, if known before reading."""
+    remedy = ""
+    """What to do if it holds no text, for messages."""
 
     @abstractmethod
     def stamp(self) -> Any:
@@ -157,7 +159,7 @@ def _write_scan(source: Source, stamp: Any, folder: Path, progress: Progress) ->
 
 def empty_corpus(source: Source, count: int) -> UserError:
     """Return the error for a source with this many documents, all without text."""
-    return UserError(f"{source.name}: the corpus is empty: {count} documents, none with any text")
+    return UserError(f"{source.name}: the corpus is empty: {count} documents, none with any text{source.remedy}")
 
 
 def _encode(text: str, where: str) -> bytes:

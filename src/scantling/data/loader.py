@@ -191,8 +191,7 @@ def eval_batches(
     max_samples: int | None = None,
     workers: int = 0,
 ) -> Iterator[Batch]:
-    """Yield batches of a held-out dataset in order; rank r of W takes every W-th sample from the r-th on. No
-    collectives.
+    """Yield batches of a held-out dataset; rank r of W takes every W-th sample from the r-th on. No collectives.
 
     Args:
         dataset: examples by index.

@@ -35,6 +35,8 @@ def halves(source: Source, found: Scan, sides: Sides, share: float) -> tuple[Sou
 class _Part(Source):
     """One side of a document that is split in two, at the end of a line or a word if one is near."""
 
+    remedy = "; give more text, another share in data.heldout, or held-out files in data.validation"
+
     def __init__(self, source: Source, document: int, size: int, cut: int, *, is_end: bool) -> None:
         self.name = f"{source.name} ({'the end' if is_end else 'without its end'})"
         self.size = size - cut if is_end else cut

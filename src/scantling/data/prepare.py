@@ -182,8 +182,7 @@ def check_labels(
 
 @dataclass(frozen=True)
 class _Maker:
-    """Maker of tokenized cache entries: a stream if `labels` is None, pairs without labels if empty, else labeled
-    documents."""
+    """Maker of tokenized entries: a stream if `labels` is None, unlabeled pairs if empty, else labeled documents."""
 
     tokenizer: Tokenizer
     labels: list[str] | None
@@ -237,8 +236,7 @@ class _Maker:
 
 
 def document_marks(tokenizer: Tokenizer) -> Marks:
-    """Return the ids around the documents of a stream that is read from its beginning: those the tokenizer adds to a
-    text.
+    """Return the ids around documents in a stream read from its beginning: those the tokenizer adds to a text.
 
     If the tokenizer adds none, end-of-text (or its separator) follows each document. If documents have no beginning
     token, the stream starts with an end token, so that every token of text has a predecessor.
@@ -250,8 +248,7 @@ def document_marks(tokenizer: Tokenizer) -> Marks:
 
 
 def window_marks(tokenizer: Tokenizer) -> Marks:
-    """Return the ids between the documents of a stream that is split into windows; the tokenizer's tokens wrap
-    windows.
+    """Return the ids between documents in a stream of windows; the tokenizer adds its tokens to each window.
 
     They are the ids that the tokenizer adds after a text, or else end-of-text or the separator.
     """

@@ -64,8 +64,7 @@ class Sampler:
         return self._order[1]
 
     def _bucketed(self, order: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
-        """Sort within groups of batches and shuffle the batches, starting with the first batch that begins in this
-        epoch."""
+        """Sort within groups of batches, then shuffle the batches, from the first batch that begins in this epoch."""
         if self.lengths is None:
             return order
         size = self.batch_size

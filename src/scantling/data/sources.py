@@ -47,7 +47,7 @@ def validation_source(section: DataSection) -> Source | None:
 
 
 def check_documents(section: DataSection, *, validation: bool = False) -> None:
-    """Look for the documents of a recipe; of files, read the first document.
+    """Look for the documents of a recipe; of files, read up to the first text.
 
     Raises:
         UserError: they cannot be used; the message is the same as in a run.
@@ -56,8 +56,14 @@ def check_documents(section: DataSection, *, validation: bool = False) -> None:
         check_hub(section.hf, section.hf_config, split, columns(section.fields))
         return
     source = validation_source(section) if validation else training_source(section)
-    if source is not None and next(iter(source.pieces()), None) is None:
-        raise empty_corpus(source, 0)
+    if source is None:
+        return
+    count = 0
+    for piece in source.pieces():
+        if piece.text.strip() or (piece.pair or "").strip():
+            return
+        count += piece.last
+    raise empty_corpus(source, count)
 
 
 def _from_files(section: DataSection, *, validation: bool) -> Source:

@@ -63,8 +63,7 @@ def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name:
 
 
 def _held_out(digests: npt.NDArray[np.uint64], share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Return the documents to hold out: groups of identical ones, in the order of their hashes, each if it still
-    fits."""
+    """Return the documents to hold out: groups of identical ones, in hash order, each if it still fits."""
     groups, members, counts = np.unique(digests, return_inverse=True, return_counts=True)
     target = math.ceil(share * len(digests))
     order = np.argsort(mix64(groups, key64("heldout", seed)), kind="stable")
@@ -72,12 +71,14 @@ def _held_out(digests: npt.NDArray[np.uint64], share: float, seed: int) -> npt.N
         return np.zeros(len(digests), dtype=bool)
     chosen = np.zeros(len(groups), dtype=bool)
     left = min(target, len(digests) - int(counts.min()))
+    # greedy: a group of identical documents that is too large for the remaining share is skipped
     for group in order:
         if counts[group] <= left:
             chosen[group] = True
             left -= int(counts[group])
             if left == 0:
                 break
+    # every group exceeds the share: hold out the smallest one
     if not chosen.any():
         chosen[order[np.argmin(counts[order])]] = True
     return chosen[members]

@@ -413,8 +413,7 @@ def finish_backend(backend: Any, *, use_regex: bool, wrap: bool) -> Any:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Return the tokenizer in a Hugging Face folder, a `tokenizer.json` file, or on the Hub; executes no code from
-    it.
+    """Return the tokenizer in a Hugging Face folder, a `tokenizer.json` file, or on the Hub; runs no remote code.
 
     Raises:
         UserError: there is no tokenizer, or it is not a fast tokenizer.

@@ -1,5 +1,4 @@
-"""Build a transformers model from the model section of a recipe, with random weights from a seed or those of a
-folder.
+"""Build a transformers model from a recipe's model section, with random weights or those of a folder.
 
 Weights are read from safetensors only, and code in a model folder is never executed. A name on the Hugging Face Hub
 refers to the model's folder in the local Hub cache.
@@ -57,6 +56,7 @@ _OF_THE_DATA = {
     "num_channels": "data.image_channels",
 }
 """Configuration keys that only the data can determine, and the recipe key that each follows from."""
+TEXT_TASKS = ("causal-lm", "masked-lm", "seq2seq", "classification")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -105,6 +105,7 @@ def default_task(section: ModelSection) -> str:
         ("T5WithLMHeadModel", "seq2seq"),  # the name of T5ForConditionalGeneration when T5 was published
         ("ForConditionalGeneration", "seq2seq"),
         ("ForCausalLM", "causal-lm"),
+        ("ForVisionText2Text", "causal-lm"),  # of Idefics
         ("LMHeadModel", "causal-lm"),
         ("ForMaskedLM", "masked-lm"),
         ("ForSequenceClassification", "classification"),
@@ -268,7 +269,24 @@ def build_model(
             f"{type(model).__name__} as configured sees the tokens that it is to predict; "
             "set model.overrides.is_decoder: true, or model.task: masked-lm"
         )
+    if device == "cpu" and task.name in TEXT_TASKS:
+        _check_text_alone(model, task)
     return model.train()
+
+
+@torch.no_grad()
+def _check_text_alone(model: Any, task: Task) -> None:
+    """Refuse a model that also reads images or sound and computes nothing without them."""
+    if getattr(model, "input_modalities", "text") in ("text", ("text",)):
+        return
+    try:
+        with evaluating(model):
+            model(**task.probe(model.config, torch.Generator().manual_seed(0)))
+    except Exception as error:  # models raise errors of many kinds for inputs that they lack
+        raise UserError(
+            f"{type(model).__name__} cannot be trained on text alone ({first_line(error)}); give a model that reads "
+            "text without images or sound"
+        ) from None
 
 
 def _learn_padding(model: Any) -> None:

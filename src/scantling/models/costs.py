@@ -158,7 +158,7 @@ def trace_step(
             if tie is not None:
                 tie()
             parameters = [p for p in model.parameters() if p.requires_grad]
-            # Gradients that existed before the pass go into the meter's known tensors, so they do not count.
+            # gradients that exist before the pass are known to the meter, which does not count them
             if gradients_held:
                 for parameter in parameters:
                     parameter.grad = torch.empty_like(parameter)

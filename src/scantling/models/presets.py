@@ -1,5 +1,4 @@
-"""Named architectures, as configurations of transformers or of DLRM. This module imports neither torch nor
-transformers.
+"""Named architectures, as configurations of transformers or DLRM; imports neither torch nor transformers.
 
 The Llama shapes from 60 m on are those of the GaLore comparison (Zhao et al., arXiv 2403.03507), which most papers on
 memory-efficient pre-training use. `llama-1m` and `llama-10m` have about 1 and 10 million parameters with the byte

@@ -174,6 +174,7 @@ def _largest_micro_batch(recipe: Recipe, planned: Plan, limit: int, task_data: T
     while high - low > 1:
         count += 1
         middle = (low + high) // 2
+        # interpolate linearly; every third step keeps the midpoint
         if count % 3 and most > least:
             middle = low + int((limit - least) * (high - low) / (most - least))
         middle = max(low + 1, min(high - 1, middle))

@@ -40,7 +40,7 @@ def plan_passes(
     """Trace one micro-batch through the model, without allocating memory.
 
     From the second micro-batch on, the gradients of earlier ones are already allocated. With several processes they
-    always are, because DistributedDataParallel's buckets hold them.
+    always are, because the buckets of the exchange hold them.
 
     Args:
         recipe: determines the micro-batch size and the precision.

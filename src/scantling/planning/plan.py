@@ -7,7 +7,7 @@ An unknown value is None, with a note that says why; nothing is guessed. All byt
 
 The passes are traced with one micro-batch that uses no memory. Gradients are allocated while activations are freed,
 so the peak of the passes is less than the sum of both. If gradients exist before the pass, from an earlier
-micro-batch or because DistributedDataParallel's buckets hold them, they are added. If the optimizer steps each
+micro-batch or because the buckets of the exchange hold them, they are added. If the optimizer steps each
 parameter within the pass and frees its gradient, so does the trace, and the temporaries of the update count as part
 of the pass.
 
@@ -317,6 +317,7 @@ def _working_memory(
 
     if passes.peak_bytes is None:
         return {"temporary_bytes": None, "allocator_bytes": 0 if on_gpu else None, "peak_memory_bytes": None}
+    # activations are freed before the optimizer steps, so the two peaks do not add up
     working = max(passes.peak_bytes, gradient_bytes + of_optimizer)
     kept = 0 if on_gpu else allocator_bytes(working)
     return {
@@ -336,8 +337,7 @@ def _step_flops(passes: Passes) -> int | None:
 
 
 def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes: list[str]) -> Any:
-    """Return the model of a run on the meta device, TT layers at their initial ranks; append assumptions to the
-    notes.
+    """Return a run's model on the meta device, TT layers at their initial ranks; add assumptions to `notes`.
 
     Args:
         recipe, task: of the run.

@@ -1,4 +1,4 @@
-"""The recipe of a run: its schema, how it is read, and what is wrong with it."""
+"""Recipe of a run: schema, loading and checks."""
 
 from scantling.recipe.loading import apply_override, check_recipe, differences, dump_recipe, load_recipe, read_yaml
 from scantling.recipe.schema import Recipe

@@ -1,7 +1,7 @@
-"""What a recipe must satisfy beyond types: exactly one source, known names, settings that mean something together.
+"""Semantic checks of a recipe, beyond types: exactly one source, known names, consistent settings.
 
-Works on the raw mapping, so that these faults are reported together with those of structure. A check looks only at keys
-whose type is right.
+The checks read the raw mapping, so that their faults are reported together with structural faults. A check reads only
+keys whose type is right.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scantling.recipe.schema import (
 
 Content = Mapping[str, Any]
 MOST_FAULTS = 100
-"""Most faults that are listed of one check."""
+"""Most faults that one check reports."""
 KEYS_OF_TASKS = {
     "bucket": ("classification", "seq2seq"),
     "clicks": ("clicks",),
@@ -48,11 +48,11 @@ KEYS_OF_TASKS = {
     "span_length": ("seq2seq",),
     "target_len": ("seq2seq",),
 }
-"""Keys of the data section that not every task has a use for."""
+"""Keys of the data section that apply only to some tasks."""
 
 
 def semantic_faults(content: Content, known: set[str]) -> list[Fault]:
-    """All faults of meaning, without those at a path in `known` (reported already) or below or above it."""
+    """Return all semantic faults, except those at, above or below a path in `known`, which is reported already."""
     faults: list[Fault] = []
     for check in CHECKS:
         try:
@@ -76,7 +76,7 @@ def _given(section: Content, names: tuple[str, ...]) -> list[str]:
 
 
 def _changed(section: Content, model: type[BaseModel], key: str) -> bool:
-    """Whether a key is given and is not what it would be anyway (a resolved recipe spells out every default)."""
+    """Return True if a key is given and differs from its default (a resolved recipe spells out every default)."""
     return key in section and section[key] != model.model_fields[key].get_default(call_default_factory=True)
 
 
@@ -184,7 +184,7 @@ def _check_task(content: Content) -> Iterator[Fault]:
 
 
 def _check_click_task(content: Content) -> Iterator[Fault]:
-    """What has no meaning for rows of features, and what they need."""
+    """Yield faults of the task `clicks`: settings that do not apply to rows of features, and missing ones."""
     data = section_of(content, "data")
     source = next(iter(_given(data, SOURCES)), None)
     if source is not None and source not in CLICK_SOURCES:
@@ -197,7 +197,7 @@ def _check_click_task(content: Content) -> Iterator[Fault]:
 
 
 def _check_image_task(content: Content) -> Iterator[Fault]:
-    """What has no meaning for images, and what they need."""
+    """Yield faults of the task `image-classification`: settings that do not apply to images, and missing ones."""
     data, task = section_of(content, "data"), "image-classification"
     source = next(iter(_given(data, SOURCES)), None)
     fields = data.get("fields")
@@ -215,7 +215,7 @@ def _check_image_task(content: Content) -> Iterator[Fault]:
 
 
 def _check_no_text(content: Content, task: str, examples: str) -> Iterator[Fault]:
-    """What has no meaning for a task whose examples are no texts."""
+    """Yield faults for settings that do not apply to a task whose examples are not text."""
     data = section_of(content, "data")
     for key in ("tokenizer", "seq_len", "max_bytes"):
         if _changed(data, DataSection, key):
@@ -284,7 +284,7 @@ def _check_schedule(content: Content) -> Iterator[Fault]:
         share = warmup if warmup < 1 else warmup / steps
         if share > 1:
             yield Fault("train.warmup", f"is longer than the run of {steps} steps", str(warmup))
-        elif schedule == "wsd" and isinstance(decay, int | float) and share + decay > 1 + 1e-9:  # sums are rounded
+        elif schedule == "wsd" and isinstance(decay, int | float) and share + decay > 1 + 1e-9:  # tolerates rounding
             problem = "begins before the warm-up has ended; lower it or train.warmup"
             yield Fault("train.decay", problem, f"{decay} after a warm-up of {share:.3g} of the steps")
     if _changed(train, TrainSection, "decay") and schedule in ("cosine", "linear", "constant"):

@@ -1,7 +1,7 @@
-"""From a YAML file (or a mapping) and `--set` overrides to a checked `Recipe`, or to a list of all that is wrong.
+"""Load a YAML file (or a mapping) with `--set` overrides as a checked `Recipe`, or report all faults in it.
 
-`scantling.recipe` imports no torch. What only a method can check (an optimizer's arguments, a preset's name) is checked
-by the functions in `scantling.recipe.checks`, which import the method's own list of names.
+`scantling.recipe` does not import torch. Checks that need a method's own definitions (an optimizer's arguments, a
+preset's name) are in `scantling.recipe.checks`, which imports the method's list of names.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def load_recipe(
     Args:
         source: a `Recipe`, a mapping, or the path of a YAML file.
         overrides: texts `a.b=c`; the value is read as YAML.
-        sections: keys to change by section, after the overrides; the values are taken as they are.
+        sections: keys to change by section, after the overrides; the values are used as given.
 
     Returns:
-        The recipe with every path in it made absolute.
+        The recipe, with all its paths made absolute.
 
     Raises:
-        RecipeError: anything is wrong with it; all faults are listed.
+        RecipeError: the recipe is invalid; all faults are listed.
         UserError: the file cannot be read.
     """
     name = "recipe"
@@ -71,7 +71,7 @@ def recipe_file(path: str | os.PathLike[str]) -> Path:
         UserError: it is a directory without a run.
     """
     path = Path(path)
-    if not os.path.isdir(path):  # unlike Path.is_dir, also of a name that is too long
+    if not os.path.isdir(path):  # unlike Path.is_dir, also accepts names that are too long
         return path
     if not os.path.isfile(path / "recipe.yaml"):
         raise UserError(f"{path} holds no run: there is no recipe.yaml in it; give a recipe or the directory of a run")
@@ -79,17 +79,17 @@ def recipe_file(path: str | os.PathLike[str]) -> Path:
 
 
 def is_sweep(content: Mapping[str, Any]) -> bool:
-    """Whether a mapping is meant as a sweep of recipes."""
+    """Return True if a mapping is a sweep of recipes."""
     return "base" in content
 
 
 def read_yaml(path: Path, kind: str = "recipe", keys: str = "model, data and train") -> dict[str, Any]:
-    """Read one YAML mapping with the safe loader; a missing or broken file is a `UserError`.
+    """Read one YAML mapping with the safe loader; raise a `UserError` if the file is missing or invalid.
 
     Args:
         path: the file.
-        kind: what it is, for messages.
-        keys: what such a mapping has, for messages.
+        kind: noun for the mapping, for messages.
+        keys: keys that such a mapping has, for messages.
     """
     try:
         text = read_text(path)
@@ -108,9 +108,9 @@ def read_yaml(path: Path, kind: str = "recipe", keys: str = "model, data and tra
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
-    """Set one dotted key of `content` in place from the text `a.b=value`; the value is YAML, `null` included.
+    """Set one dotted key of `content` in place from the text `a.b=value`; the value is YAML, including `null`.
 
-    What YAML would read as an alias or as nothing but a comment is a pattern of files, or text, here.
+    Values that YAML would read as an alias or as a comment only are taken as text, such as a file pattern.
     """
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
@@ -125,7 +125,7 @@ def apply_override(content: dict[str, Any], override: str) -> None:
 
 
 def set_key(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
-    """Set the key at a path of `content` in place; mappings on the way to it are made."""
+    """Set the key at a path of `content` in place; create missing mappings on the way."""
     for part in parts[:-1]:
         if not isinstance(content.get(part), dict):
             content[part] = {}
@@ -134,7 +134,7 @@ def set_key(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
 
 
 def check_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe:
-    """Validate a plain mapping; raise one `RecipeError` with the faults of structure and of meaning together."""
+    """Validate a plain mapping; raise one `RecipeError` with structural and semantic faults together."""
     if faults := value_faults(content):
         raise RecipeError(faults, source)
     checked: dict[str, Any] = {}
@@ -149,12 +149,12 @@ def check_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe with every default written out, as YAML that `load_recipe` reads back to an equal recipe."""
+    """Return the recipe with all defaults as YAML that `load_recipe` reads back to an equal recipe."""
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
-    """The dotted keys in which two recipes differ, as lines `key: old -> new`."""
+    """Return the dotted keys in which two recipes differ, as lines `key: old -> new`."""
     before, after = dict(flattened(old.model_dump())), dict(flattened(new.model_dump()))
     return [
         f"{key}: {_show(before.get(key))} -> {_show(after.get(key))}"
@@ -164,7 +164,7 @@ def differences(old: Recipe, new: Recipe) -> list[str]:
 
 
 def _checked_plain(content: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return a copy as plain dictionaries and lists; raise a RecipeError for one that is too deep or too large."""
+    """Return a copy as plain dictionaries and lists; raise a RecipeError if it is too deep or too large."""
     if faults := value_faults(content):
         raise RecipeError(faults, source)
     return {key: _plain(inner) for key, inner in content.items()}
@@ -185,7 +185,7 @@ def _show(value: Any) -> str:
 
 
 def schema_faults(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
-    """Turn pydantic's errors into ours: dotted path, what is allowed, what was given, the closest allowed name."""
+    """Convert pydantic's errors to faults: dotted path, allowed values, given value, closest allowed name."""
     faults = list(islice(_schema_faults(error, model), MOST_FAULTS))
     if len(faults) == MOST_FAULTS:
         faults.append(Fault("", f"more than {MOST_FAULTS} faults; only the first are listed"))
@@ -229,7 +229,7 @@ _UNION_TAGS = {"str", "int", "constrained-str", "constrained-int", "BpeTokenizer
 
 
 def _is_union_tag(part: int | str, location: Sequence[int | str]) -> bool:
-    """Pydantic adds the name of the tried union member to the location; such a name is no key of the recipe."""
+    """Return True if a location part is the name of a union member, which pydantic adds, and not a recipe key."""
     return isinstance(part, str) and ("[" in part or (part in _UNION_TAGS and location.index(part) > 0))
 
 
@@ -252,7 +252,7 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
-    """Expand `~` and `$VAR` and make local paths absolute, so that a run can be resumed from anywhere."""
+    """Expand `~` and `$VAR` and make local paths absolute, so that a run can be resumed from any directory."""
 
     def expand(value: Any, *, must_exist: bool = False) -> Any:
         if isinstance(value, list):
@@ -260,11 +260,10 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, str):
             return value
         path = local(value)
-        if must_exist and not os.path.exists(path):  # unlike Path.exists, also of a name that is too long
+        if must_exist and not os.path.exists(path):  # unlike Path.exists, also accepts names that are too long
             return value
-        if glob.has_magic(str(path)) and not os.path.exists(
-            path
-        ):  # a pattern, which must match the folder as it is written
+        # escape the working directory: in a pattern, only the given part may match as a glob
+        if glob.has_magic(str(path)) and not os.path.exists(path):
             return os.path.normpath(Path(glob.escape(os.getcwd())) / path)
         return os.path.abspath(path)
 

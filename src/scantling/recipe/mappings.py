@@ -1,4 +1,4 @@
-"""Recipes, and records of runs, as nested mappings."""
+"""Helpers for recipes and run records as nested mappings."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def section_of(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The mapping under a name; an empty one where there is none, or something else."""
+    """Return the mapping under a name, or an empty one if it is missing or not a mapping."""
     section = content.get(name)
     return section if isinstance(section, Mapping) else {}
 
 
 def flattened(content: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested mappings by their dotted keys; an empty mapping is a value."""
+    """Yield the values in nested mappings by dotted key; an empty mapping counts as a value."""
     if isinstance(content, Mapping) and content:
         for key, inner in content.items():
             yield from flattened(inner, f"{prefix}.{key}" if prefix else str(key))

@@ -1,7 +1,7 @@
-"""YAML of any origin: read with bounds on its size, depth and aliases, and with one kind of error.
+"""Parse untrusted YAML: bounded size, depth and aliases, and a single type of error.
 
-PyYAML's own constructors end in KeyError, AttributeError, IndexError or RecursionError for texts such as `!!bool maybe`
-and thousands of brackets, and a few aliases of aliases take gigabytes once they are followed.
+PyYAML's own constructors raise KeyError, AttributeError, IndexError or RecursionError for texts such as `!!bool
+maybe` and thousands of brackets, and a few nested aliases expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
 """Deepest nesting of lists and mappings."""
 MAX_VALUES = 25_000
-"""Most values, keys included; those behind an alias count each time."""
+"""Most values, including keys; values behind an alias count each time."""
 MAX_DIGITS = 400
 """Longest text of a number."""
 
@@ -52,11 +52,11 @@ def parse_yaml(text: str) -> Any:
     """Return the value of one YAML document.
 
     Raises:
-        ValueError: it is not valid YAML, or is larger or deeper than the bounds of this module.
+        ValueError: it is not valid YAML, or exceeds the size or depth limits of this module.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
-    except Exception as error:  # whatever a constructor of PyYAML raises
+    except Exception as error:  # constructors of PyYAML raise many types
         raise ValueError(shorten(str(error) or type(error).__name__, 1000)) from None
 
 
@@ -66,7 +66,7 @@ def dump_yaml(content: Mapping[str, Any]) -> str:
 
 
 def value_faults(content: object) -> list[Fault]:
-    """Return the first fault of a value that no key of a recipe can have: too deep, too large, unprintable."""
+    """Return the first fault of a value that is invalid for any recipe key: too deep, too large, unprintable."""
     pending: list[tuple[str, object, int]] = [("", content, 0)]
     count = 0
     while pending:
@@ -93,14 +93,16 @@ def value_faults(content: object) -> list[Fault]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe, bounded YAML that reads `1e-3` as a number (YAML 1.1 does not), `010` and `12:30` as text (YAML 1.1: 8 and
-    750), and refuses a key given twice.
+    """Safe, bounded YAML loader.
+
+    It reads `1e-3` as a number (YAML 1.1 does not) and `010` and `12:30` as text (YAML 1.1: 8 and 750), and rejects
+    duplicate keys.
     """
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
         self._depth = self._count = 0
-        self._sizes: dict[Any, int] = {}  # values below each finished node, itself included
+        self._sizes: dict[Any, int] = {}  # values below each finished node, including itself
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
@@ -117,6 +119,7 @@ class _StrictLoader(yaml.SafeLoader):
         self._depth -= 1
         if is_alias and node not in self._sizes:
             raise ComposerError(None, None, "an alias inside of what it stands for", mark)
+        # an alias counts with all values behind it, which bounds nested aliases
         self._count += self._sizes[node] if is_alias else 1
         if self._count > MAX_VALUES:
             raise ComposerError(None, None, f"more than {MAX_VALUES:,} values", mark)
@@ -152,7 +155,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _StrictDumper(yaml.SafeDumper):
-    """Safe YAML that puts into quotes what `_StrictLoader` would take for a number."""
+    """Safe YAML dumper that quotes texts which `_StrictLoader` would read as numbers."""
 
 
 for _each in (_StrictLoader, _StrictDumper):

@@ -1,1 +1,1 @@
-"""What a run was: read from its folder, compared with others, shown on one page."""
+"""Reporting: read finished or running runs from their folders, compare them, and show them on one page."""

@@ -1,6 +1,7 @@
-"""The report's charts: each is a pure function from runs to one SVG that refers to nothing outside itself.
+"""Charts of the report: each is a pure function from runs to one self-contained SVG.
 
-Text stays text. Made with matplotlib's object interface: no pyplot, no global state. The same runs give the same bytes.
+Text stays text. The charts use matplotlib's object interface: no pyplot, no global state. The same runs give the same
+bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from scantling.reporting.format import format_bytes, format_number, format_perce
 from scantling.reporting.runs import Column, Run, number
 
 COLORS = ("#2563eb", "#d9480f", "#0f8a6a", "#a21caf", "#b7791f", "#0e7490", "#be123c", "#4b5563")
-"""One a run, in order, told apart also by people who see few colours; they repeat with dashed lines."""
+"""Colors of the runs, in order, also distinguishable by color-blind readers; they repeat with dashed lines."""
 
 PHASES = (
     ("data", "#94a3b8"),
@@ -37,7 +38,7 @@ PHASES = (
     ("optimizer", "#0f8a6a"),
     ("other", "#d6dbe3"),
 )
-"""The parts of a step and their colours; "other" is what the parts leave of the step's time."""
+"""Phases of a step and their colors; "other" is the remaining time of the step."""
 
 BASE, PLANNED, MEASURED = "#c9d0da", "#8a94a3", "#3b4554"
 
@@ -51,14 +52,14 @@ PARTS = {
     "temporary": ("temporary_bytes", "#b7791f"),
     "allocator": ("allocator_bytes", "#a78bda"),
 }
-"""What a plan's peak memory is made of, from the bottom up: label, key of the plan, colour."""
+"""Parts of a plan's peak memory, from the bottom up: label, key of the plan, color."""
 
 _INK, _FAINT, _GRID, _EDGE, _PAPER = "#1c2430", "#5b6675", "#e4e8ee", "#b8c0cc", "#ffffff"
 _WIDTH, _HEIGHT = 5.0, 3.0
 _MOST_POINTS = 1000
 _SMOOTH_BLOCKS = 4096
 _LARGEST = 1e60
-"""Values beyond it are not drawn, because sums and limits of axes would overflow."""
+"""Larger values are not drawn, because sums and axis limits would overflow."""
 _MOST_LAYERS, _RANK_CELLS = 60, 60
 _RANK_COLORS = mpl.colormaps["Blues"]
 
@@ -88,7 +89,7 @@ DARK = {
 """The color on a dark page of each color on a light page."""
 
 Parts = list[tuple[float, str, str]]
-"""The parts of a bar: value, label, colour."""
+"""Parts of a bar: value, label, color."""
 
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -118,14 +119,14 @@ def themed(svg: str) -> str:
 
 
 def css_color(color: str) -> str:
-    """Return the CSS variable of a chart's color; a color that is the same on every page stays as it is."""
+    """Return the CSS variable of a chart's color; a color that is the same on every page is unchanged."""
     return f"var(--c{color[1:]}, {color})" if color in DARK else color
 
 
 def loss_chart(runs: Sequence[Run]) -> str | None:
-    """Training loss over steps, every step faint and smoothed, with the held-out loss as dots.
+    """Return the training loss over steps, raw (faint) and smoothed, with the held-out loss as dots.
 
-    The first twentieth of the steps may lie above the picture, so that the rest can be told apart.
+    The first twentieth of the steps may exceed the axis, so that later differences are visible.
     """
 
     def draw(axes: Axes) -> None:
@@ -147,7 +148,7 @@ def loss_chart(runs: Sequence[Run]) -> str | None:
 
 
 def loss_by_tokens_chart(runs: Sequence[Run]) -> str | None:
-    """Training and held-out loss over the tokens trained on, on a logarithmic scale, from the first step."""
+    """Return training and held-out loss over training tokens, on a logarithmic axis, from the first step."""
 
     def draw(axes: Axes) -> None:
         _loss_curves(axes, runs, "tokens")
@@ -160,7 +161,7 @@ def loss_by_tokens_chart(runs: Sequence[Run]) -> str | None:
 
 
 def curve_chart(runs: Sequence[Run], key: str, label: str) -> str | None:
-    """One column of the records over the steps, every step faint and smoothed, from zero up to most of its values."""
+    """Return one metric over the steps, raw (faint) and smoothed, from zero up to most of its values."""
 
     def draw(axes: Axes) -> None:
         highest = 0.0
@@ -180,7 +181,7 @@ def curve_chart(runs: Sequence[Run], key: str, label: str) -> str | None:
 
 
 def phase_chart(runs: Sequence[Run]) -> str | None:
-    """Where the time of a step goes: the median seconds of each phase, one stacked bar a run when there are several."""
+    """Return the median seconds of each phase of a step, as one stacked bar per run if there are several."""
     timed = [(run.name, phase_seconds(run)) for run in runs]
     timed = [(name, seconds) for name, seconds in timed if seconds]
     if not timed:
@@ -205,7 +206,7 @@ def phase_chart(runs: Sequence[Run]) -> str | None:
 
 
 def memory_chart(runs: Sequence[Run]) -> str | None:
-    """Peak memory, the plan by its parts and what was measured, as stacked bars when there are several runs."""
+    """Return peak memory, planned by parts and as measured; stacked bars if there are several runs."""
     planned = [_planned_parts(run) for run in runs]
     measured = [_measured_parts(run) for run in runs]
     listed = "; ".join(
@@ -237,7 +238,7 @@ def memory_chart(runs: Sequence[Run]) -> str | None:
 
 
 def rank_chart(run: Run) -> str | None:
-    """Ranks of each layer of cores over the steps: a row a layer, the darker the more of its first ranks it has."""
+    """Return the ranks of TT layers over the steps: a row per layer, darker for a larger share of initial ranks."""
     if len(run.ranks) < 2:
         return None
     names = [name for name in run.ranks[0][1] if all(name in ranks for _, ranks in run.ranks)][:_MOST_LAYERS]
@@ -270,12 +271,12 @@ def rank_chart(run: Run) -> str | None:
 
 
 def _inner(ranks: Sequence[int]) -> float:
-    """The mean of the ranks between cores, the outer ones left out."""
+    """Return the mean of the ranks between TT cores, without the outer ones."""
     return float(np.mean(ranks[1:-1])) if len(ranks) > 2 else 1.0
 
 
 def phase_seconds(run: Run) -> dict[str, float]:
-    """Median seconds of each phase after the first tenth of the steps, without the phases that take no time."""
+    """Return the median seconds of each phase after the first tenth of the steps, without phases that take no time."""
     settled = slice(len(run.steps) // 10, None)
     step = _values(run, "step_s")[settled]
     if not np.isfinite(step).any():
@@ -287,9 +288,9 @@ def phase_seconds(run: Run) -> dict[str, float]:
 
 
 def smooth(values: Column) -> Column:
-    """A centered moving mean over a twenty-fifth of the steps; NaN counts as absent, the ends use what there is.
+    """Return a centered moving mean over 1/25 of the steps; it ignores NaN and shrinks its window at both ends.
 
-    From 8,192 steps on it is the mean of 4,096 to 8,191 blocks of steps, which is finer than a chart can show.
+    From 8,192 steps on it averages 4,096 to 8,191 blocks of steps, which is finer than a chart can show.
     """
     block = max(1, len(values) // _SMOOTH_BLOCKS)
     finite = np.isfinite(values)
@@ -298,6 +299,7 @@ def smooth(values: Column) -> Column:
     count = np.add.reduceat(finite.astype(float), starts)
     width = 2 * (len(starts) // 50) + 1
     middle = slice(width // 2, width // 2 + len(starts))
+    # moving sums of values and of counts; their ratio is the mean of the finite values
     total, count = (np.convolve(each, np.ones(width), mode="full")[middle] for each in (total, count))
     result = np.full(len(starts), np.nan)
     np.divide(total, count, out=result, where=count > 0.5)
@@ -305,7 +307,7 @@ def smooth(values: Column) -> Column:
 
 
 def line_style(place: int) -> tuple[str, str]:
-    """Colour and dashes of the run at this place."""
+    """Return color and dashes of the run with this index."""
     return COLORS[place % len(COLORS)], ("-", "--", ":", "-.")[place // len(COLORS) % 4]
 
 
@@ -329,7 +331,7 @@ def _loss_curves(axes: Axes, runs: Sequence[Run], over: str) -> None:
 
 
 def _curve(axes: Axes, place: int, x: Column, y: Column) -> None:
-    """One run's values, faint and smoothed; a single value as a small square, because a line needs two."""
+    """Draw one run's values, raw (faint) and smoothed; a single value as a small square, because a line needs two."""
     color, dashes = line_style(place)
     extremes = _extremes(y)
     axes.plot(x[extremes], y[extremes], color=color, alpha=0.22, linewidth=0.9)
@@ -357,14 +359,14 @@ def _curve_axes(axes: Axes, x_label: str, y_label: str) -> None:
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         low, high = axes.get_xlim()
-        if high - low < 1:  # one step
+        if high - low < 1:  # only one step
             axes.set_xlim(low - 1, high + 1)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
 
 
 def _waterfall(axes: Axes, rows: Sequence[tuple[str, float, float, str, str]]) -> None:
-    """Horizontal bars, first on top, each (label, start, length, colour, text at its end)."""
+    """Draw horizontal bars, first on top, each (label, start, length, color, text at its end)."""
     longest = max(start + value for _, start, value, _, _ in rows)
     for row, (_, start, value, color, text) in enumerate(rows):
         axes.barh(row, value, left=start, height=0.66, color=color)
@@ -373,14 +375,14 @@ def _waterfall(axes: Axes, rows: Sequence[tuple[str, float, float, str, str]]) -
 
 
 def _stacked_bars(axes: Axes, bars: Sequence[tuple[str, Parts]], show: Callable[[float], str]) -> None:
-    """Horizontal bars, first on top, each of parts (value, label, colour), with its total at its end and one legend."""
+    """Draw horizontal bars, first on top, each of parts (value, label, color), with totals and one legend."""
     longest = max(sum(value for value, _, _ in parts) for _, parts in bars)
     labels: dict[str, str] = {}
     for row, (_, parts) in enumerate(bars):
         total = sum(value for value, _, _ in parts)
         for label, start, value, color in _running(parts):
             axes.barh(row, value, left=start, height=0.62, color=color, edgecolor="white", linewidth=0.6)
-            if value > 0.002 * longest:  # what cannot be seen needs no legend
+            if value > 0.002 * longest:  # invisible parts need no legend
                 labels.setdefault(label, color)
         axes.text(total + 0.015 * longest, row, show(total), va="center", fontsize=9.5)
     _bar_axes(axes, [name for name, _ in bars], longest)
@@ -400,7 +402,7 @@ def _bar_axes(axes: Axes, labels: Sequence[str], longest: float) -> None:
 
 
 def _running(parts: Parts) -> list[tuple[str, float, float, str]]:
-    """Parts that are not empty as (label, start, length, colour), each where the one before ends."""
+    """Return the nonempty parts as (label, start, length, color), each starting at the end of the previous one."""
     rows, start = [], 0.0
     for value, label, color in parts:
         if value > 0:
@@ -410,7 +412,10 @@ def _running(parts: Parts) -> list[tuple[str, float, float, str]]:
 
 
 def _planned_parts(run: Run) -> Parts:
-    """The parts of the planned peak. Activations go while gradients come, so only the larger of the two is in it."""
+    """Return the parts of the planned peak, with only the larger of gradients and activations.
+
+    Activations are freed while gradients are allocated.
+    """
     parts = {label: (_size(run.plan.get(key)), label, color) for label, (key, color) in PARTS.items()}
     del parts[min("gradients", "activations", key=lambda label: parts[label][0])]
     return list(parts.values())
@@ -428,16 +433,16 @@ def _bar_height(bars: int) -> float:
 
 
 def svg(name: str, description: str, draw: Callable[[Axes], None], *, height: float = _HEIGHT) -> str:
-    """What `draw` draws as an SVG element, in the report's style.
+    """Return what `draw` draws as an SVG element, in the report's style.
 
     Args:
-        name: of the chart, by which its ids differ from those of others on a page.
-        description: for readers who do not see it.
-        draw: puts marks on empty axes.
-        height: in inches; the width is that of all charts.
+        name: name of the chart, the prefix of its ids, which must be unique in the page.
+        description: text for readers who cannot see the chart.
+        draw: draws on empty axes.
+        height: in inches; all charts have the same width.
     """
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}), warnings.catch_warnings():
-        # With text as text, the reader's own fonts draw what ours lacks.
+        # with text kept as text, the reader's fonts supply glyphs that this font lacks
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         FigureCanvasSVG(figure)
@@ -450,7 +455,7 @@ def svg(name: str, description: str, draw: Callable[[Axes], None], *, height: fl
 
 
 def _inline(text: str, name: str, description: str) -> str:
-    """An SVG file as an element for HTML: scaled by its box, described, its ids unique in the page."""
+    """Return an SVG file as an HTML element: scaled to its box, with a description and unique ids."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     used = set(re.findall(r"""(?:href="#|url\(#)([^")]+)""", text))
@@ -468,7 +473,7 @@ def _inline(text: str, name: str, description: str) -> str:
 
 
 def _pick_evenly(indices: NDArray[np.intp], most: int) -> NDArray[np.intp]:
-    """Return at most `most` of the indices, evenly spaced, the first and the last among them."""
+    """Return at most `most` of the indices, evenly spaced, including the first and the last."""
     if len(indices) <= most:
         return indices
     chosen: NDArray[np.intp] = indices[np.linspace(0, len(indices) - 1, most).round().astype(int)]
@@ -476,7 +481,7 @@ def _pick_evenly(indices: NDArray[np.intp], most: int) -> NDArray[np.intp]:
 
 
 def _extremes(y: Column) -> NDArray[np.intp]:
-    """Return indices of at most about `_MOST_POINTS` values: the least and greatest of each bucket, and both ends."""
+    """Return indices of at most about `_MOST_POINTS` values: minimum and maximum of each bucket, and both ends."""
     if len(y) <= _MOST_POINTS:
         return np.arange(len(y))
     starts = np.linspace(0, len(y), _MOST_POINTS // 2 + 1).astype(int)
@@ -487,7 +492,7 @@ def _extremes(y: Column) -> NDArray[np.intp]:
 
 
 def _values(run: Run, key: str) -> Column:
-    """Return a column without values too large to draw."""
+    """Return a column without values that are too large to draw."""
     values = run.column(key)
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
@@ -513,7 +518,7 @@ def _describe(title: str, runs: Sequence[Run], key: str, show: Callable[[float],
 
 
 def _tick(value: float) -> str:
-    """A tick label: `8.00k` reads as `8k`."""
+    """Return a tick label, such as `8k` for `8.00k`."""
     return re.sub(r"\.?0+(?=[a-zA-Z]|$)", "", text) if "." in (text := format_number(value)) else text
 
 

@@ -1,4 +1,4 @@
-"""Runs side by side: as a table for the terminal, as rows for the report, as JSON for programs."""
+"""Compare runs: a table for the terminal, rows for the report, JSON for programs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Figure:
     """One line of the comparison.
 
     Attributes:
-        label: what it says at the left.
-        key: key of the run's result; `added_memory_bytes` is worked out.
-        show: turns a value into text.
-        change: turns a value and that of the first run into text.
-        lower_is_better: None where neither is.
+        label: text at the left.
+        key: key of the run's result; `added_memory_bytes` is computed.
+        show: formats a value.
+        change: formats a value relative to that of the first run.
+        lower_is_better: None if neither direction is better.
     """
 
     label: str
@@ -77,14 +77,14 @@ FIGURES = (
     Figure("normalized entropy", "normalized_entropy", format_decimal, format_difference),
     Figure("energy, first process (J)", "energy_j", format_number),
 )
-"""What is compared, in this order; a line that no run has a value for is left out."""
+"""Lines of the comparison, in order; a line without a value in any run is omitted."""
 
 
 @dataclass(frozen=True)
 class CompareRow:
-    """One line as text: a value for each run, and for each run after the first how it compares with the first.
+    """One line as text: a value per run and, for each run after the first, the change from the first.
 
-    `better` holds True where the change is for the better, False for the worse, None where it is neither.
+    `better` holds True if the change is an improvement, False if it is a deterioration, None if neither.
     """
 
     label: str
@@ -94,7 +94,7 @@ class CompareRow:
 
 
 def figure(run: Run, key: str) -> float | None:
-    """A number of the run's result, or what follows from it."""
+    """Return a number of the run's result, or one derived from it."""
     if key == "added_memory_bytes":
         peak, base = run.figure("peak_memory_bytes"), run.figure("base_memory_bytes")
         return None if peak is None or base is None else number(peak - base)
@@ -102,7 +102,7 @@ def figure(run: Run, key: str) -> float | None:
 
 
 def compare_rows(runs: Sequence[Run]) -> list[CompareRow]:
-    """The comparison line by line; the first run is the reference."""
+    """Return the lines of the comparison; the first run is the reference."""
     rows = []
     for line in FIGURES:
         values = [figure(run, line.key) for run in runs]
@@ -121,7 +121,7 @@ def compare_rows(runs: Sequence[Run]) -> list[CompareRow]:
 
 
 def _label(line: Figure, runs: Sequence[Run]) -> str:
-    """Return the label of a line; that of the train loss says over how many steps it is a mean."""
+    """Return the label of a line; for the train loss, it includes the number of averaged steps."""
     if line.key != "train_loss":
         return line.label
     counts = {int(count) for run in runs if (count := run.figure("train_loss_steps")) is not None}
@@ -129,7 +129,7 @@ def _label(line: Figure, runs: Sequence[Run]) -> str:
 
 
 def compare_table(runs: Sequence[Run]) -> Table:
-    """The comparison as a table for the terminal: a column a run, and how each compares with the first."""
+    """Return the comparison as a table for the terminal: one column per run, with changes from the first run."""
     from rich.table import Table
     from rich.text import Text
 
@@ -153,10 +153,10 @@ def compare_table(runs: Sequence[Run]) -> Table:
 
 
 def write_compare(runs: Sequence[Run], out_dir: str | Path) -> Path:
-    """Write `compare.json` into a folder: `{"runs": [{"name": ..., ...}]}`, null where a figure is not known.
+    """Write `compare.json` to a folder: `{"runs": [{"name": ..., ...}]}`, with null for unknown values.
 
     Raises:
-        RunError: the file cannot be written; an earlier one is left as it was.
+        RunError: the file cannot be written; an existing file is unchanged.
     """
     path = Path(out_dir) / "compare.json"
     content = {"runs": [_entry(run) for run in runs]}
@@ -177,7 +177,7 @@ def _entry(run: Run) -> dict[str, Any]:
 
 
 def _is_better(value: float | None, reference: float | None, line: Figure) -> bool | None:
-    """Whether a change is for the better; None where it has no direction, and for ratios within half a percent of 1."""
+    """Return True if a change is an improvement; None without a direction, or if the ratio is within 0.5 % of 1."""
     if value is None or reference is None or line.lower_is_better is None or value == reference:
         return None
     if line.change is format_ratio and abs(value - reference) <= 0.005 * abs(reference):

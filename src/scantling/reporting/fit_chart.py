@@ -1,4 +1,4 @@
-"""The picture of a fitted scaling law: each run's loss as predicted, over its loss as measured."""
+"""Chart of a fitted scaling law: predicted over measured loss of each run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def fit_chart(fit: Fit) -> str:
-    """Predicted over measured loss, one dot a run, coloured by size; on the line the law is right.
+    """Return predicted over measured loss, one dot per run, colored by size; a perfect prediction is on the line.
 
     Args:
         fit: of any law.
 
     Returns:
-        An SVG element that refers to nothing outside itself.
+        A self-contained SVG element.
     """
     measured = fit.runs["loss"]
     predicted = measured * np.exp(fit.residuals)

@@ -1,4 +1,4 @@
-"""Numbers for people: one place that says how many digits, which units and what stands for "not known"."""
+"""Number formats for display: digits, units, and the symbol for unknown values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SAME = "same"
 
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _HUGE = 1e12
-"""From here on a number is written with an exponent, unless a unit has made it smaller."""
+"""Numbers from here on are written with an exponent, unless a unit has made them smaller."""
 _SI = ("k", "M", "G", "T", "P", "E")
 
 
@@ -19,12 +19,12 @@ _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGTP]i)?B\b|tok/s|m?s\b)")
 
 
 def fold_lines(text: str, width: int, *, indent: str | None = None) -> str:
-    """Break the lines of a text between words, but not between a number and its unit; longer words stay whole.
+    """Wrap the lines of a text between words, but not between a number and its unit; longer words are not broken.
 
     Args:
         text: any number of lines.
         width: of the terminal.
-        indent: put before what goes on in a new line. Default: the indent of the line it goes on from.
+        indent: prefix of continuation lines. Default: the indent of the line that is continued.
     """
 
     def folded(line: str) -> str:
@@ -45,7 +45,7 @@ def fold_lines(text: str, width: int, *, indent: str | None = None) -> str:
 
 
 def format_bytes(value: float | None) -> str:
-    """`1536` → `1.50 KiB`: three significant digits in binary units; `–` for None and NaN."""
+    """Format bytes: `1536` → `1.50 KiB`, three significant digits in binary units; `–` for None and NaN."""
     if value is None or not math.isfinite(value):
         return MISSING
     if abs(value) < 1024:
@@ -55,7 +55,7 @@ def format_bytes(value: float | None) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """`4096` → `4,096`, `1234567` → `1.23M`: whole below ten thousand, then three digits and an SI prefix."""
+    """Format a number: `4096` → `4,096`, `1234567` → `1.23M`; from ten thousand on, three digits and an SI prefix."""
     if value is None or not math.isfinite(value):
         return MISSING
     if abs(value) < 1000 and not float(value).is_integer():
@@ -67,7 +67,7 @@ def format_number(value: float | None) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """`0.0123` → `12.3 ms`, `200` → `3 min 20 s`; `–` for None and NaN."""
+    """Format seconds: `0.0123` → `12.3 ms`, `200` → `3 min 20 s`; `–` for None and NaN."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value < 0:
@@ -84,14 +84,14 @@ def format_seconds(value: float | None) -> str:
 
 
 def format_decimal(value: float | None, digits: int = 4) -> str:
-    """A loss or a probability with a fixed number of decimals; `–` for None and NaN."""
+    """Format a loss or a probability with a fixed number of decimals; `–` for None and NaN."""
     if value is None or not math.isfinite(value):
         return MISSING
     return f"{value:.{digits}f}" if abs(value) < _HUGE else f"{value:.2e}"
 
 
 def format_percent(value: float | None, digits: int = 1, *, sign: bool = False) -> str:
-    """`0.125` → `12.5 %`, with a `+` on request."""
+    """Format a share: `0.125` → `12.5 %`, with a `+` if `sign`."""
     if value is None or not math.isfinite(value):
         return MISSING
     plus = "+" if sign else ""
@@ -99,7 +99,7 @@ def format_percent(value: float | None, digits: int = 1, *, sign: bool = False) 
 
 
 def format_ratio(value: float | None, reference: float | None) -> str:
-    """How many times the reference a value is, `×0.51`; `same` where they are equal, `–` where it has no meaning."""
+    """Format the ratio of a value to a reference, `×0.51`; `same` if they are equal, `–` if it is undefined."""
     if value is None or reference is None or not (math.isfinite(value) and math.isfinite(reference)):
         return MISSING
     if value == reference:
@@ -113,7 +113,7 @@ def format_ratio(value: float | None, reference: float | None) -> str:
 
 
 def format_difference(value: float | None, reference: float | None, digits: int = 4) -> str:
-    """A value less the reference with its sign, `-0.0210`; `same` where they are equal."""
+    """Format a value minus the reference with its sign, `-0.0210`; `same` if they are equal."""
     if value is None or reference is None or not (math.isfinite(value) and math.isfinite(reference)):
         return MISSING
     if value == reference:
@@ -123,13 +123,13 @@ def format_difference(value: float | None, reference: float | None, digits: int 
 
 
 def format_last_steps(fewest: int, most: int | None = None) -> str:
-    """Return the steps that a mean is over, such as `last 10 steps`; a range if runs differ."""
+    """Return the steps that a mean covers, such as `last 10 steps`; a range if runs differ."""
     counts = str(fewest) if most in (None, fewest) else f"{fewest} to {most}"
     return f"last {counts} steps" if counts != "1" else "last step"
 
 
 def _three_digits(value: float) -> str:
-    """Three significant digits: `0.00512`, `0.512`, `1.23`, `12.3`, `123`; with an exponent only below 0.001."""
+    """Format three significant digits: `0.00512`, `0.512`, `1.23`, `12.3`, `123`; with an exponent only below 0.001."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -148,7 +148,7 @@ def _scale(value: float, base: float, units: tuple[str, ...]) -> tuple[str, str]
     while abs(value) >= base and power < len(units):
         value /= base
         power += 1
-    if round(abs(value)) >= base and power < len(units):  # 1023.9 KiB reads as 1.00 MiB
+    if round(abs(value)) >= base and power < len(units):  # 1023.9 KiB becomes 1.00 MiB
         value /= base
         power += 1
     return _three_digits(value), units[power - 1]

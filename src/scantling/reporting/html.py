@@ -1,4 +1,4 @@
-"""The report: one HTML file about one run or several, with no script in it and nothing to load from anywhere."""
+"""The report: one HTML file about one or several runs, without scripts and external resources."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PLANNED = (
     ("tokens per step", "tokens_per_step", format_number),
     ("peak memory", "peak_memory_bytes", format_bytes),
 )
-"""What a plan foretells and a run measures."""
+"""Values that a plan predicts and a run measures."""
 
 EXACT = "exact"
 
@@ -50,7 +50,7 @@ _MEMORY_SOURCES = {"rss": "resident set of the process", "cuda": "memory allocat
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure of the page."""
+    """One chart of the page."""
 
     title: str
     caption: str
@@ -59,7 +59,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class PlanCell:
-    """What was foretold and what was measured, as text."""
+    """Predicted and measured value, as text."""
 
     planned: str
     measured: str
@@ -70,8 +70,8 @@ def write_report(runs: Sequence[Run], path: str | Path) -> Path:
     """Write the report.
 
     Args:
-        runs: one run or several; the first is the one that others are compared with.
-        path: the HTML file; written whole or not at all.
+        runs: one run or several; the first is the reference of comparisons.
+        path: the HTML file; written atomically.
 
     Raises:
         UserError: no run is given.
@@ -85,7 +85,7 @@ def write_report(runs: Sequence[Run], path: str | Path) -> Path:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The page as text. Everything that comes from a run is escaped; only our own charts are inserted as they are."""
+    """Return the page as text. Everything from a run is escaped; only this module's charts are inserted unescaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("scantling.reporting"),
         autoescape=True,
@@ -120,7 +120,7 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _state(run: Run) -> tuple[str, str]:
-    """The run's status, and how far it came and when, as text."""
+    """Return the run's status, and its progress and time, as text."""
     last, planned = int(run.steps[-1]), run.planned_steps
     steps = f"{last:,} of {planned:,} steps" if planned else f"{last:,} steps"
     parts = [steps]
@@ -140,7 +140,7 @@ def _css_line(place: int) -> tuple[str, str]:
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    """What ran, in a few words, from the recipe and the environment."""
+    """Return a short description of the run, from the recipe and the environment."""
     recipe: Mapping[str, Any] = run.recipe
     model, data, optim, train = (section_of(recipe, name) for name in ("model", "data", "optim", "train"))
     source = next((f"{key}: {_text(data[key])}" for key in _sources() if data.get(key)), MISSING)
@@ -166,7 +166,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _formats(precision: Mapping[str, Any]) -> str:
-    """What is multiplied in which format, such as `bf16, weights int8, activations int4 (token)`."""
+    """Return the formats of matrix products, such as `bf16, weights int8, activations int4 (token)`."""
     parts = [_text(precision.get("compute"))]
     for name in ("weights", "activations", "kv_cache", "queries", "gradients"):
         given = precision.get(name)
@@ -214,7 +214,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _plan_lines(runs: Sequence[Run]) -> list[tuple[str, list[PlanCell]]]:
-    """Each figure that a plan foretells, with a cell a run."""
+    """Return each value that a plan predicts, with a cell per run."""
     if not any(run.plan for run in runs):
         return []
     lines = [(label, [_plan_cell(run, key, show) for run in runs]) for label, key, show in _PLANNED]
@@ -224,7 +224,7 @@ def _plan_lines(runs: Sequence[Run]) -> list[tuple[str, list[PlanCell]]]:
 def _plan_cell(run: Run, key: str, show: Callable[[float | None], str]) -> PlanCell:
     planned = number(run.plan.get(key))
     if key == "residual_bytes" and not planned:
-        planned = None  # of an exchange that keeps none
+        planned = None  # of an exchange without residuals
     measured = _tokens_per_step(run) if key == "tokens_per_step" else run.figure(key)
     difference = MISSING
     if planned is not None and measured is not None:
@@ -243,14 +243,14 @@ def _tokens_per_step(run: Run) -> float | None:
 
 
 def _differing(flat: Sequence[Mapping[str, Any]], leave_out: set[str]) -> list[tuple[str, list[str]]]:
-    """The keys in which the mappings differ, each with its value in every one."""
+    """Return the keys in which the mappings differ, each with its value in all of them."""
     keys = dict.fromkeys(key for one in flat for key in one)
     found = [(key, [_text(one.get(key)) for one in flat]) for key in keys if key not in leave_out]
     return [(key, values) for key, values in found if len(set(values)) > 1]
 
 
 def _side_by_side(flat: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Every key with its values, or with one value where all are the same."""
+    """Return every key with its values, or with one value if all are equal."""
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [(key, [_text(one.get(key)) for one in flat]) for key in keys]
     return [(key, values[:1] if len(set(values)) == 1 else values) for key, values in rows]

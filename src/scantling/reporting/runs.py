@@ -1,4 +1,4 @@
-"""Reads the folder of a run back: its recipe, environment, plan and result, and its records as columns."""
+"""Read the folder of a run: its recipe, environment, plan and result, and its records as columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scantling.recipe.loading import read_yaml
 Column = NDArray[np.float64]
 
 HELD_OUT = ("eval_loss", "perplexity", "bits_per_byte", "accuracy", "auc", "normalized_entropy")
-"""Figures that only steps with an evaluation have."""
+"""Metrics that only steps with an evaluation have."""
 
 _CONSTANT = (
     "tokens",
@@ -37,7 +37,7 @@ _CONSTANT = (
     "energy_j",
     "energy_source",
 )
-"""Figures of a run that are those of its last step."""
+"""Metrics of a run that are those of its last step."""
 
 _COLUMNS = (
     "tokens",
@@ -52,33 +52,33 @@ _COLUMNS = (
     "tensor_size",
     "time",
 )
-"""Keys that are kept for every step: 8 bytes each. Of other keys only the last value is read."""
+"""Keys that are kept for every step, 8 bytes each. Of other keys only the last value is read."""
 
 _MAX_LINE = 8 << 20
-"""Bytes of the longest line of `metrics.jsonl`; the ranks of 1,000 layers take less than 0.1 MiB."""
+"""Longest line of `metrics.jsonl` in bytes; the ranks of 1,000 layers take less than 0.1 MiB."""
 _MAX_FILE = 64 << 20
-"""Bytes of the largest `plan.json`, `result.json`, `environment.json` and `recipe.yaml`."""
+"""Largest size of `plan.json`, `result.json`, `environment.json` and `recipe.yaml` in bytes."""
 _MAX_STEP = 2**53
 _MAX_DEPTH, _MAX_VALUES = 50, 1_000_000
 _MAX_RANK_CHANGES = 2048
 _BLOCK = 512
 
 MEAN_STEPS = 10
-"""Steps that `train_loss` is the mean of."""
+"""Number of steps that `train_loss` averages."""
 _UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f\\ud800-\\udfff]")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as its folder tells it.
+    """One run, as read from its folder.
 
     Attributes:
         path: the folder.
         name: name of the run.
         recipe: the resolved recipe.
-        environment: versions, hardware, command; empty where the file is missing.
-        plan: what `scantling plan` said before the run; empty where the file is missing.
-        result: the figures of `result.json`; worked out from the records where the run has not written it.
+        environment: versions, hardware, command; empty if the file is missing.
+        plan: result of `scantling plan` before the run; empty if the file is missing.
+        result: contents of `result.json`; computed from the records if the run has not written it.
         columns: "step" and keys of `metrics.jsonl` that charts need, as arrays over the steps; NaN if a step has no
             value.
         ranks: (step, ranks of each TT layer) for the steps at which ranks changed.
@@ -95,31 +95,31 @@ class Run:
 
     @property
     def steps(self) -> Column:
-        """The steps taken, ascending."""
+        """The completed steps, ascending."""
         return self.columns["step"]
 
     @property
     def status(self) -> str:
-        """ "done", "stopped" (by a signal, after saving) or "unfinished" (still going on, or crashed)."""
+        """Status: "done", "stopped" (by a signal, after saving) or "unfinished" (still running, or crashed)."""
         return str(self.result["status"])
 
     @property
     def planned_steps(self) -> int | None:
-        """How many steps the recipe asks for."""
+        """Number of steps in the recipe."""
         steps = _mapping(self.recipe.get("train")).get("steps")
         return steps if isinstance(steps, int) else None
 
     def column(self, key: str) -> Column:
-        """One column over the steps; all NaN where no step has the key."""
+        """Return one column over the steps; all NaN if no step has the key."""
         return self.columns.get(key, np.full(len(self.steps), np.nan))
 
     def figure(self, key: str) -> float | None:
-        """A finite number of the result, or None."""
+        """Return a finite number of the result, or None."""
         return number(self.result.get(key))
 
 
 def number(value: object) -> float | None:
-    """The value as a finite float; None for everything else."""
+    """Return the value as a finite float; None for everything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -130,7 +130,7 @@ def number(value: object) -> float | None:
 
 
 def read_run(run_dir: str | Path, metrics: Metrics | None = None) -> Run:
-    """Read a run directory, of a finished run or of one that is still going on.
+    """Read a run directory, of a finished or a running run.
 
     Args:
         run_dir: the folder.
@@ -172,7 +172,7 @@ def read_run(run_dir: str | Path, metrics: Metrics | None = None) -> Run:
 
 
 def distinct_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
-    """Return the names, and for those that collide the shortest end of the path that tells the paths apart.
+    """Return the names; for duplicates, return the shortest end of the path that distinguishes them.
 
     A path that is given twice gets a number.
     """
@@ -197,7 +197,7 @@ def distinct_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
 
 
 def rename_duplicates(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with different names: runs of one recipe are named after their folders."""
+    """Return the runs with distinct names: runs of one recipe are named after their folders."""
     names = distinct_names([run.name for run in runs], [run.path for run in runs])
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
@@ -205,7 +205,7 @@ def rename_duplicates(runs: Sequence[Run]) -> list[Run]:
 class Metrics:
     """The records of a `metrics.jsonl` as columns: 8 bytes for each key of `_COLUMNS` and step.
 
-    A resumed run goes back to an earlier step: a record replaces all earlier records of its step and of later steps.
+    A resumed run returns to an earlier step: a record replaces all earlier records of its step and of later steps.
     """
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class Metrics:
         self.last = record
 
     def _store(self) -> None:
-        """Move pending records into the columns: block by block, because it takes half the time."""
+        """Move pending records into the columns; blocks take half the time of single records."""
         before = len(self._steps) - len(self._pending)
         for key in _COLUMNS:
             values = [record.get(key) for record in self._pending]
@@ -255,7 +255,7 @@ class Metrics:
             self.ranks = [*self.ranks[:-1:2], self.ranks[-1]]
 
     def _drop_from(self, step: int) -> None:
-        """Forget this step and later steps."""
+        """Drop this step and later steps."""
         while self._pending and self._pending[-1]["step"] >= step:
             self._pending.pop()
         count = bisect_left(self._steps, step)
@@ -287,8 +287,8 @@ class Metrics:
     def summarize(self) -> dict[str, Any]:
         """Return the keys of `result.json` without `name` and `status`; None if no record has a value.
 
-        Times are medians after the first tenth of the steps. `train_loss` is the mean over the last `train_loss_steps`
-        steps: ten, or all of a shorter run. `last_step_loss` is the loss of the last step alone.
+        Times are medians after the first tenth of the steps. `train_loss` is the mean over the last
+        `train_loss_steps` steps: ten, or all of a shorter run. `last_step_loss` is the loss of the last step only.
         """
         settled = slice(len(self) // 10, None)
         constant = {key: self.last.get(key) for key in _CONSTANT}
@@ -313,7 +313,7 @@ class Metrics:
 
 
 def _to_floats(values: list[Any]) -> Column:
-    """Return the values as floats; NaN for all that are no finite numbers."""
+    """Return the values as floats; NaN for everything that is not a finite number."""
     if not {type(value) for value in values} <= {float, int, type(None)} or any(
         type(value) is int and abs(value) >= _MAX_STEP for value in values
     ):
@@ -330,7 +330,7 @@ def _reduce(function: Any, values: Column) -> float | None:
 
 
 def _ranks(given: object) -> dict[str, list[int]]:
-    """Return the layers with a list of whole numbers, without anything else a damaged record holds."""
+    """Return the layers that have a list of integers; drops anything else in a damaged record."""
     if not isinstance(given, dict):
         return {}
     return {
@@ -341,11 +341,11 @@ def _ranks(given: object) -> dict[str, list[int]]:
 
 
 def read_metrics(path: Path, last_step: int | None = None) -> Metrics:
-    """Read a `metrics.jsonl` line by line. A last line without its end, torn by a crash, is ignored.
+    """Read a `metrics.jsonl` line by line. An incomplete last line, left by a crash, is ignored.
 
     Args:
         path: the file.
-        last_step: leave out records of later steps.
+        last_step: skip records of later steps.
 
     Raises:
         UserError: the file cannot be read, or a line is not the record of a step; the message names the line.
@@ -371,7 +371,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                         f"{path}, line {count}: longer than {_MAX_LINE >> 20} MiB, the limit for the record of a "
                         "step; remove the line"
                     )
-                return  # torn by a crash, or still being written
+                return  # cut off by a crash, or still being written
             if not line.strip():
                 continue
             record = _parse_line(line)
@@ -385,7 +385,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parse_line(line: bytes) -> Any:
-    """Return the JSON value of a line, or None. The fast parser refuses lone surrogates, the other one reads them."""
+    """Return the JSON value of a line, or None. The fast parser rejects lone surrogates, the other one reads them."""
     try:
         return from_json(line)
     except ValueError:
@@ -425,11 +425,11 @@ def _read_text(path: Path) -> str:
         raise ValueError("it is not a file")
     if path.stat().st_size > _MAX_FILE:
         raise ValueError(f"it is larger than {_MAX_FILE >> 20} MiB")
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def _clean(value: Any) -> Any:
-    """Return a copy that can be shown: bounded in depth, size and digits, with text that can be encoded.
+    """Return a copy that can be displayed: bounded in depth, size and digits, with text that can be encoded.
 
     Raises:
         ValueError: the value is too deep, too large, or has too many digits.

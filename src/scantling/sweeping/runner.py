@@ -125,7 +125,8 @@ class Runner:
             found = row if row is not None and row["state"] == "done" else done_row(case, folder) or row
             if found is not None:
                 fresh = row_of(case, folder, found["state"])
-                known = FIGURES if self._is_here(case) else found.keys()  # evaluations count as in the folder
+                # if the folder exists, the metrics of evaluations come from it and not from the table
+                known = FIGURES if self._is_here(case) else found.keys()
                 kept = {k: cell for k, cell in found.items() if k == "error" or (k in known and k not in fresh)}
                 rows[case.key] = with_figures({**fresh, **kept}, after.known_figures(folder, self._settings))
         return rows

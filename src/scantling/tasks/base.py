@@ -132,8 +132,7 @@ class Task(ABC):
         """Run the forward pass of a batch and return its loss."""
 
     def extra_ids(self, data: DataSection, tokenizer: Tokenizer | None) -> int:
-        """Return the number of ids that the model needs beyond the tokenizer's; None is a BPE that is not trained
-        yet."""
+        """Return the number of ids that the model needs beyond the tokenizer's; None is an untrained BPE."""
         return 0
 
     def sample_batch(self, batch_size: int, data: DataSection) -> Batch:

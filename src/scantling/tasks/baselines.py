@@ -51,8 +51,7 @@ def bag_accuracy(
     chosen: npt.NDArray[np.int64],
     seed: int = 0,
 ) -> float:
-    """Return the accuracy of logistic regression on hashed words and bigrams, of the second text for pairs; by
-    Adagrad.
+    """Return the accuracy of logistic regression on hashed words and bigrams; for pairs, of the second text only.
 
     Args:
         train: documents to learn from.

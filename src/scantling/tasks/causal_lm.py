@@ -23,8 +23,7 @@ from scantling.tasks.streams import bin_data, prepared_windows, refuse_pairs
 
 @dataclass(frozen=True)
 class ShiftedWindows:
-    """Collate function for windows of seq_len + 1 tokens: inputs are all but the last token, labels all but the
-    first.
+    """Collate function for windows of seq_len + 1 tokens: inputs omit the last token, labels the first.
 
     Args:
         document_mask: also return `position_ids` that restart at each document.
@@ -64,8 +63,7 @@ def _builds(auto_class: Any, config: Any) -> bool:
 
 
 class CausalLM(Task):
-    """Causal language modeling on windows of packed documents; the loss is the mean over all tokens, including
-    end-of-text.
+    """Causal language modeling on windows of packed documents; the loss averages all tokens, also end-of-text.
 
     Each document is surrounded by the tokens that the tokenizer adds to a text. The tokens that begin a document are
     given to the model, as at inference, and are not targets. A tokenizer that adds none gets end-of-text between

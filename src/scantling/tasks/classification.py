@@ -213,8 +213,7 @@ class Classification(Task):
         return loss_and_accuracy(sums)
 
     def baselines(self, data: TaskData, *, max_samples: int | None = None) -> dict[str, float]:
-        """Return `majority_accuracy`, and `hypothesis_only_accuracy` for pairs or `bag_of_words_accuracy` for single
-        texts."""
+        """Return `majority_accuracy`, and `hypothesis_only_accuracy` (pairs) or `bag_of_words_accuracy` (texts)."""
         from scantling.tasks.baselines import bag_accuracy, majority_accuracy
 
         train, heldout = data.train, data.heldout

@@ -132,8 +132,7 @@ class ClickPrediction(Task):
         return {} if area is None else {"auc": area}
 
     def baselines(self, data: TaskData, *, max_samples: int | None = None) -> dict[str, float]:
-        """Return loss and accuracy of always predicting the training click rate: `base_rate_loss`,
-        `majority_accuracy`."""
+        """Return `base_rate_loss` and `majority_accuracy` of always predicting the training click rate."""
         train, held = data.info["train"], data.info["heldout"]
         if held is None:
             return {}

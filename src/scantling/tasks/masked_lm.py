@@ -67,12 +67,14 @@ class MaskedWindows:
         """Return the input ids and the labels of one window, both of shape (length,)."""
         ids = np.asarray(self.template.fill(window)[0], dtype=np.int64)
         key = key64("mask", self.seed, epoch, index)
+        # stateless draws: each position has four counters, of which three are used
         place = np.arange(len(ids), dtype=np.uint64) * np.uint64(4)
         draw = np.where(self.is_special[ids], 1.0, uniform(place, key))
         chosen = draw < self.probability
         if not chosen.any() and (draw < 1.0).any():
             chosen[draw.argmin()] = True
         labels = np.where(chosen, ids, IGNORED)
+        # of the targets: 80 % mask token, 10 % random token, 10 % unchanged
         kind = uniform(place + np.uint64(1), key)
         other = self.words[(mix64(place + np.uint64(2), key) % np.uint64(len(self.words))).astype(np.int64)]
         hidden = np.where(kind < 0.8, self.mask_id, np.where(kind < 0.9, other, ids))
@@ -80,8 +82,7 @@ class MaskedWindows:
 
 
 class MaskedLM(Task):
-    """Masked language modeling on windows of packed documents, with the tokenizer's special tokens around each
-    window."""
+    """Masked language modeling on windows of packed documents, each with the tokenizer's special tokens."""
 
     name: ClassVar[str] = "masked-lm"
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"

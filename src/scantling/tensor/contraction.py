@@ -2,10 +2,10 @@
 
 y = x W, where W is a chain of cores: first the input cores, then the output cores. x is contracted with blocks of
 neighboring cores, from the first core to the last; each block is merged beforehand. Two extremes are well known: x
-through core after core (best for few tokens) and W built in full (only good for a single core). In between lies y = (x
-A) B, where A and B are the merged input and output cores (best for many tokens; CoMERA, arXiv 2405.14377). The best
-order depends on tokens, modes and ranks. So all 2^(n-1) ways to split n <= 10 cores into blocks are compared. Each
-block is merged in its cheapest order, which does not depend on the other blocks:
+through core after core (best for few tokens) and W built in full (rarely good). In between lies y = (x A) B, where A
+and B are the merged input and output cores (best for many tokens; CoMERA, arXiv 2405.14377). The best order depends on
+tokens, modes and ranks. So all 2^(n-1) ways to split n <= 10 cores into blocks are compared. Each block is merged in
+its cheapest order, which does not depend on the other blocks:
 
     C[i, j] = min over k of  C[i, k] + C[k+1, j] + r_{i-1} S_i..S_k r_k S_{k+1}..S_j r_j          merge cores i..j
 

@@ -164,7 +164,7 @@ def tt_svd(tensor: Tensor, shapes: Sequence[Sizes], ranks: Sequence[int] | None,
 
     Returns:
         Cores in the dtype of `tensor`. The error is at most `error` if `ranks` are None or do not bind. Otherwise it
-            is at most sqrt(n - 1) times the best possible at these ranks (Oseledets, corollary 2.4).
+        is at most sqrt(n - 1) times the best possible at these ranks (Oseledets, corollary 2.4).
     """
     rest = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
     budget = (float(rest.norm()) * error) ** 2

@@ -288,7 +288,7 @@ class TTMEmbedding(CoreLayer):
 
         Returns:
             The layer, in the dtype and on the device of `embedding`. If the row of `padding_idx` is not zero, as in a
-                loaded table, it is returned by lookups like any other row.
+            loaded table, it is returned by lookups like any other row.
 
         Raises:
             UserError: if the layer is of another kind, neither a rank nor an error is given, the error needs more
