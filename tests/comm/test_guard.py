@@ -55,11 +55,12 @@ def demo(net: nn.Module, **options: Any) -> sc.DeMo:
     return sc.DeMo(sc.param_groups(net), lr=1e-3, topk=8, **options)
 
 
-def wrapped_models_are_refused() -> None:
-    def refused(step: Step, text: str = AVERAGED) -> None:
-        with pytest.raises(UserError, match=text):
-            step()
+def refused(step: Step, text: str = AVERAGED) -> None:
+    with pytest.raises(UserError, match=text):
+        step()
 
+
+def wrapped_models_are_refused() -> None:
     net = network()
     optimizer, model = demo(net), DistributedDataParallel(net)
     backward(model)
@@ -122,6 +123,33 @@ def wrapped_models_are_refused() -> None:
 @pytest.mark.dist
 def test_wrapped_models_are_refused_in_the_first_step() -> None:
     run(2, wrapped_models_are_refused)
+
+
+def wrappers_are_refused_in_later_steps() -> None:
+    net = network()
+    optimizer, model = demo(net), DistributedDataParallel(net)
+    with model.no_sync():
+        backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model)  # the loop forgets no_sync() after its first step
+    refused(optimizer.step)
+
+    net = network()
+    optimizer, model = demo(net), DistributedDataParallel(net)
+    for is_first in (True, False):
+        backward(model)
+        if is_first:
+            with torch.no_grad():
+                model(torch.randn(2, 64))  # an evaluation hides what the forward pass before it did
+            optimizer.step()
+            optimizer.zero_grad()
+    refused(optimizer.step)
+
+
+@pytest.mark.dist
+def test_wrapped_models_are_refused_in_later_steps() -> None:
+    run(2, wrappers_are_refused_in_later_steps)
 
 
 class Records(logging.Handler):

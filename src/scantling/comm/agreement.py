@@ -143,19 +143,24 @@ def refuse_averaged(link: Link, params: Sequence[Tensor], wrappers: Sequence[nn.
     most = max(theirs for *_, theirs in found)
     are_equal = len({of_gradients for of_gradients, _ in found}) == 1 and any(map(torch.any, gradients))
     if most == Averaging.YES or (most == Averaging.PERHAPS and are_equal):
-        names = sorted({type(wrapper).__name__ for wrapper in wrappers})
-        raise UserError(
-            f"the model is in {', '.join(names) or 'a wrapper on another rank'}, which averages gradients over all "
-            "processes before the exchange sees them, so that everything is sent. Train the bare model, or run every "
-            "forward and backward pass in model.no_sync() (with accelerate: accelerator.no_sync(model)); in the "
-            "Trainer of transformers use sc.hf.attach(trainer)"
-        )
+        raise averaging_error(wrappers)
     if are_equal and link.rank == 0:
         logger.warning(
             "the gradients of all %d replicas are the same: all read the same data, or your loop reduces gradients "
             "before the exchange. Give each replica its own share of the data, and do not reduce gradients",
             link.size,
         )
+
+
+def averaging_error(wrappers: Sequence[nn.Module]) -> UserError:
+    """Return the error that names wrappers which average gradients, and the ways out."""
+    names = sorted({type(wrapper).__name__ for wrapper in wrappers})
+    return UserError(
+        f"the model is in {', '.join(names) or 'a wrapper on another rank'}, which averages gradients over all "
+        "processes before the exchange sees them, so that everything is sent. Train the bare model, or run every "
+        "forward and backward pass in model.no_sync() (with accelerate: accelerator.no_sync(model)); in the "
+        "Trainer of transformers use sc.hf.attach(trainer)"
+    )
 
 
 def spread(link: Link, values: Iterable[Tensor], seed: int) -> float:

@@ -23,6 +23,7 @@ thread and a process group of their own.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -34,10 +35,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from scantling.comm.accumulator import Accumulator, filled_up, seed_of, zeros_of
-from scantling.comm.agreement import refuse_averaged, spread, unlike
+from scantling.comm.agreement import averaging_error, refuse_averaged, spread, unlike
 from scantling.comm.auto_off import WARM_UP, measured
 from scantling.comm.background import Background
-from scantling.comm.guard import find_wrappers
+from scantling.comm.guard import Averaging, find_averaging, find_wrappers
 from scantling.comm.layout import (
     Bucket,
     Layout,
@@ -210,6 +211,7 @@ class MomentumExchange(Accumulator):
         self.withheld = False
         self._has_started = False
         self._wrappers: list[nn.Module] | None = None
+        self._known_wrappers: list[weakref.ref[nn.Module]] = []
         self._watch: MomentumWatch | None = None
         self.watches_optimizer = True
         self._layout: Layout | None = None
@@ -444,14 +446,21 @@ class MomentumExchange(Accumulator):
             self._wrappers = [] if self.link.is_alone else find_wrappers(params, self.link.ranks)
 
     def check_gradients(self) -> None:
-        """Refuse gradients that were averaged, in the first step in this process. Collective: one all-gather.
+        """Refuse gradients that were averaged.
 
-        Over a `ManagedLink` in the first step of all replicas, since one that comes later would be alone in it.
+        Collective in the first step in this process: one all-gather. Over a `ManagedLink` in the first step of all
+        replicas, since one that comes later would be alone in it. Later steps ask the wrappers found then, without
+        communication: a loop may leave out `no_sync()` later, or evaluate before its first step.
         """
         self._look_around()
         if self._wrappers is not None and (self.link.stays or self.step == 1):
             refuse_averaged(self.link, self._parameters(), self._wrappers)
-            self._wrappers = None
+            self._known_wrappers, self._wrappers = [weakref.ref(wrapper) for wrapper in self._wrappers], None
+            return
+        wrappers = [wrapper for reference in self._known_wrappers if (wrapper := reference()) is not None]
+        averaging = [wrapper for wrapper in wrappers if find_averaging(wrapper) is Averaging.YES]
+        if averaging:
+            raise averaging_error(averaging)
 
     def _ready(self, place: int, _: Tensor) -> None:
         """Note that a parameter has its gradient, and send the buckets that are complete, in their order."""
