@@ -80,7 +80,8 @@ def test_round_trip_keeps_bits_and_dtypes(tmp_path: Path, dtype: torch.dtype) ->
         state["exp_avg"] = state["exp_avg"].float() + 1e-7  # fp32 state of a low-precision parameter
     other, other_optimizer = stepped(1, dtype)
     saver = Checkpointer(tmp_path, ALONE)
-    path = saver.save(3, merge(model_state(model), optimizer_state(optimizer, model), rng_state(ALONE)))
+    own = State(values={"step": 3, "tokens": 48, "data": {"seed": 0, "epoch": 0, "index": 6}})
+    path = saver.save(3, merge(own, model_state(model), optimizer_state(optimizer, model), rng_state(ALONE)))
     want_random = torch.rand(3)
     load_model(other, path)
     load_optimizer(other_optimizer, other, path)

@@ -54,13 +54,19 @@ class _Generators(_Part):
     numpy: tuple[str, int, int, float]
 
 
+class _Position(_Part):
+    seed: _Count
+    epoch: _Count
+    index: _Count
+
+
 class _Values(_Part):
     """Everything that is not a tensor. A checkpoint of tensors alone has none of it."""
 
     step: _Count | None = None
     tokens: _Count | None = None
     recipe: dict[str, Any] | None = None
-    data: dict[str, _Count] | None = None
+    data: _Position | None = None
     fingerprint: str | None = None
     scaler: dict[str, int | float] | None = None
     joules: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -183,6 +189,11 @@ def _parse(text: str) -> dict[str, Any]:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{where}: {first['msg'][0].lower() + first['msg'][1:]}") from None
+    if checked.values.model_fields_set:
+        required = ("step", "tokens", "data", "optimizer", "rng")
+        missing = [name for name in required if getattr(checked.values, name) in (None, {})]
+        if missing:
+            raise ValueError(f"values.{missing[0]} is missing")
     if checked.values.step not in (None, checked.step):
         raise ValueError(f"values.step is {checked.values.step}, and step is {checked.step}")
     ranks = {*(checked.values.exchange or {}), *(checked.values.rng or {})}
