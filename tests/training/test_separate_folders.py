@@ -115,6 +115,28 @@ def test_either_folder_is_evaluated_and_exported(trained: tuple[Path, list[Path]
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("damage", ["remove", "truncate", "flip"])
+def test_eval_needs_no_residuals_of_other_ranks(tmp_path: Path, damage: str) -> None:
+    """Two processes on one machine: the second file holds the residuals and generators of rank 1 alone."""
+    recipe = write(tmp_path, {"comm": {"name": "demo", "topk": 8}})
+    done = scantling("train", recipe, "--run-dir", tmp_path / "run", processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    newest = Checkpointer(tmp_path / "run" / "checkpoints", ALONE).newest()
+    assert newest is not None
+    shard = newest / "__1_0.distcp"
+    content = shard.read_bytes()
+    if damage == "remove":
+        shard.unlink()
+    else:
+        shard.write_bytes(content[:100] if damage == "truncate" else bytes([content[0] ^ 1]) + content[1:])
+    evaluated = scantling("eval", tmp_path / "run", "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout)["step"] == int(newest.name.removeprefix("step-"))
+    assert "damaged" not in evaluated.stderr
+    resumed = scantling("train", tmp_path / "run", "--resume", processes=2)
+    assert f"{newest}isdamaged" in "".join((resumed.stdout + resumed.stderr).split())
+
+
 def test_resumed_run_ends_with_the_same_bits(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
     _, runs = trained
     both = copied(runs, tmp_path)

@@ -160,7 +160,7 @@ class Checkpointer:
         by_rank = place.gather(self.steps() if place.is_writer else [])
         for step in sorted(set().union(*by_rank), reverse=True):
             path = self.folder / f"step-{step}"
-            found = _look(path) if place.is_writer else None
+            found = _look(path, weights_only=weights_only) if place.is_writer else None
             place.meet()
             problem = self._disagreement(place.gather(found), weights_only=weights_only)
             if problem is None:
@@ -194,9 +194,9 @@ class Checkpointer:
         return None
 
 
-def _look(path: Path) -> dict[str, Any]:
+def _look(path: Path, *, weights_only: bool) -> dict[str, Any]:
     """Return what is wrong with a checkpoint, else its save and the ranks whose states it should have and has."""
-    problem = damage(path) if path.exists() else "there is no such folder"
+    problem = damage(path, weights_only=weights_only) if path.exists() else "there is no such folder"
     if problem is not None:
         return {"path": str(path), "problem": problem}
     manifest = read_manifest(path)
@@ -206,7 +206,7 @@ def _look(path: Path) -> dict[str, Any]:
         "save": manifest["save"],
         "world_size": manifest["world_size"],
         "expected": sorted(map(int, manifest["values"].get("rng") or {})),
-        "ranks": ranks_held(path),
+        "ranks": [] if weights_only else ranks_held(path),
     }
 
 
@@ -231,7 +231,7 @@ def load_tensors(path: Path, prefix: str = "", into: dict[str, torch.Tensor] | N
     Raises:
         UserError: the checkpoint cannot be read, or a tensor in `into` has another shape.
     """
-    stored = read_index(path).metadata.state_dict_metadata
+    stored = read_index(path, allow_lost_ranks=True).metadata.state_dict_metadata
     target: dict[str, torch.Tensor] = {}
     for key, entry in stored.items():
         if not key.startswith(prefix) or not isinstance(entry, TensorStorageMetadata):

@@ -73,10 +73,12 @@ class Index:
     Attributes:
         metadata: the index as torch.distributed.checkpoint wants it.
         files: names of the files with the tensors.
+        shared_files: those with a tensor that all ranks have, such as a weight.
     """
 
     metadata: Metadata
     files: frozenset[str]
+    shared_files: frozenset[str]
 
 
 def index_entries(metadata: Metadata) -> dict[str, Any]:
@@ -120,8 +122,12 @@ def write_index(entries: dict[str, Any], folder: Path) -> None:
     FileSystemWriter(folder).finish(metadata, [results])
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path, *, allow_lost_ranks: bool = False) -> Index:
     """Read and check the index of a checkpoint folder.
+
+    Args:
+        folder: the checkpoint folder.
+        allow_lost_ranks: leave out states of single ranks, such as residuals, whose file is missing or too short.
 
     Raises:
         UserError: it is missing or damaged, or names bytes that no file has.
@@ -133,7 +139,7 @@ def read_index(folder: Path) -> Index:
         if file.stat().st_size > MAX_BYTES:
             raise UserError(f"{file} has {file.stat().st_size} bytes; an index has at most {MAX_BYTES}")
         content = _Tensors.model_validate_json(file.read_bytes())
-        return _checked(content, folder)
+        return _checked(content, folder, allow_lost_ranks)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -142,7 +148,7 @@ def read_index(folder: Path) -> Index:
     raise UserError(f"the index of checkpoint {folder} cannot be read: {problem}")
 
 
-def _checked(content: _Tensors, folder: Path) -> Index:
+def _checked(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
     names = {chunk.file for tensor in content.tensors.values() for chunk in tensor.chunks}
     lengths = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in names}
     entries: dict[str, Any] = {}
@@ -152,8 +158,14 @@ def _checked(content: _Tensors, folder: Path) -> Index:
         if dtype is None:
             raise ValueError(f"{key}: there is no dtype {tensor.dtype!r:.40}")
         chunks: list[ChunkStorageMetadata] = []
+        try:
+            for chunk in tensor.chunks:
+                _check_chunk(key, tensor, chunk, dtype.itemsize, lengths[chunk.file])
+        except ValueError:
+            if allow_lost_ranks and is_rank_key(key):
+                continue
+            raise
         for chunk in tensor.chunks:
-            _check_chunk(key, tensor, chunk, dtype.itemsize, lengths[chunk.file])
             offsets = torch.Size(chunk.offsets)
             place = MetadataIndex(key, offsets, len(chunks))
             if place in storage:
@@ -163,8 +175,9 @@ def _checked(content: _Tensors, folder: Path) -> Index:
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
             raise ValueError(f"{key}: its chunks do not add up to the size {tensor.size}")
         entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.size), chunks)
+    shared_files = {info.relative_path for index, info in storage.items() if not is_rank_key(index.fqn)}
     planner_data = {key: (key,) for key in entries}  # as of a flat state dict
-    return Index(Metadata(entries, planner_data, storage), frozenset(names))
+    return Index(Metadata(entries, planner_data, storage), frozenset(names), frozenset(shared_files))
 
 
 def _check_chunk(key: str, tensor: _Tensor, chunk: _Chunk, itemsize: int, file_bytes: int) -> None:
@@ -208,6 +221,6 @@ class IndexedReader(FileSystemReader):
     """The reader of torch.distributed.checkpoint, with `index.json` in place of its pickled index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_index(Path(self.path)).metadata
+        metadata = read_index(Path(self.path), allow_lost_ranks=True).metadata
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

@@ -126,13 +126,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} has no usable {MANIFEST}: {error}") from None
 
 
-def damage(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint folder (a missing, short or changed file), or None."""
+def damage(path: Path, *, weights_only: bool = False) -> str | None:
+    """Return what is wrong with a checkpoint folder (a missing, short or changed file), or None.
+
+    Args:
+        path: the folder.
+        weights_only: do not look at files that hold only states of single ranks, such as residuals.
+    """
     try:
         manifest = read_manifest(path)
         if re.fullmatch(r"step-[0-9]+", path.name) and path.name != f"step-{manifest['step']}":
             return f"its manifest is that of step {manifest['step']}"
+        named = manifest["files"].keys()
+        if weights_only:
+            named = {METADATA, INDEX, *read_index(path, allow_lost_ranks=True).shared_files}
         for name, expected in manifest["files"].items():
+            if name not in named:
+                continue
             if Path(name).name != name:
                 return f"{name} is not a plain file name"
             file = path / name
@@ -142,8 +152,8 @@ def damage(path: Path) -> str | None:
                 return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
             if file_digest(file) != expected:
                 return f"{name} does not match its checksum"
-        files = {METADATA, INDEX, *read_index(path).files}
-        if files != manifest["files"].keys():
+        files = named if weights_only else {METADATA, INDEX, *read_index(path).files}
+        if files != named or not files <= manifest["files"].keys():
             differing = ", ".join(sorted(files ^ manifest["files"].keys()))
             return f"the manifest and the index name different files: {differing}"
     except (UserError, OSError) as error:
