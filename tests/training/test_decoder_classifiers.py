@@ -23,6 +23,7 @@ from scantling.training.quantize import quantize_run
 from scantling.training.trained import evaluate_run, load_trained
 from tests.runs import TINY
 from tests.templates import IDS, TEMPLATES, made_tokenizer
+from tests.training.test_token_ids import SIZES
 
 KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2},
@@ -204,9 +205,11 @@ def xlnet_tokenizer(folder: Path) -> Path:
     return made
 
 
-def test_texts_that_end_in_cls_are_padded_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_texts_that_end_in_cls_are_padded_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """XLNet's classifier reads the last position, so padding goes to the left."""
-    KINDS["xlnet"] = {"d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 32}
+    monkeypatch.setitem(KINDS, "xlnet", {"d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 32})
     given = recipe(tmp_path, "xlnet", "bert")
     given["model"]["attention"] = "eager"
     with caplog.at_level(logging.WARNING):
@@ -225,16 +228,8 @@ def test_texts_that_end_in_cls_are_padded_before(tmp_path: Path, caplog: pytest.
     assert torch.allclose(answers(model, batch)[:1], answers(model, tokenizer(["a"], return_tensors="pt")), atol=1e-5)
 
 
-def test_an_encoder_decoder_needs_the_end_where_it_answers(tmp_path: Path) -> None:
-    KINDS["bart"] = {
-        "d_model": 32,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-    }
+def test_an_encoder_decoder_needs_the_end_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "bart", SIZES["bart"])
     given = recipe(tmp_path, "bart", "llama")
     with pytest.raises(UserError, match=r"puts no end-of-text token after a text, and BartForSequenceClassification"):
         sc.train(given, run_dir=tmp_path / "run")

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+"""Dtypes by the names that tensors are sent and stored under, such as `float32`."""
 
 
 def plain(value: Any) -> Any:
@@ -47,11 +48,11 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor] | None, src: int) -> dict
     about = gather_json(listed)[src]
     found: dict[str, torch.Tensor] = {}
     for index, (key, dtype, shape) in enumerate(about):
-        whole = sent[index][1].cpu().contiguous() if sent else torch.empty(shape, dtype=_DTYPES[dtype])
+        whole = sent[index][1].cpu().contiguous() if sent else torch.empty(shape, dtype=DTYPES[dtype])
         if whole.numel():
             content = whole.reshape(-1).view(torch.uint8).to(_device())
             dist.broadcast(content, src=src)
-            whole = content.cpu().view(_DTYPES[dtype]).reshape(shape)
+            whole = content.cpu().view(DTYPES[dtype]).reshape(shape)
         found[key] = whole
     return found
 

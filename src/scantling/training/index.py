@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from scantling.errors import UserError
 from scantling.files import no_follow
+from scantling.training.collectives import DTYPES
 
 INDEX = "index.json"
 METADATA = ".metadata"
 MAX_BYTES = 1 << 30
 """Largest index that is read; a tensor takes about 250 bytes."""
 
-_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _RANK_KEY = re.compile(r"(?:exchange|rng)/rank(0|[1-9][0-9]{0,6})/")
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 _Dims = Annotated[list[_Count], Field(max_length=64)]
@@ -154,7 +154,7 @@ def _checked(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for key, tensor in content.tensors.items():
-        dtype = _DTYPES.get(tensor.dtype)
+        dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             raise ValueError(f"{key}: there is no dtype {tensor.dtype!r:.40}")
         chunks: list[ChunkStorageMetadata] = []

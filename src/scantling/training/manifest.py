@@ -137,11 +137,12 @@ def damage(path: Path, *, weights_only: bool = False) -> str | None:
         manifest = read_manifest(path)
         if re.fullmatch(r"step-[0-9]+", path.name) and path.name != f"step-{manifest['step']}":
             return f"its manifest is that of step {manifest['step']}"
-        named = manifest["files"].keys()
+        listed = manifest["files"]
+        needed = listed.keys()
         if weights_only:
-            named = {METADATA, INDEX, *read_index(path, allow_lost_ranks=True).shared_files}
-        for name, expected in manifest["files"].items():
-            if name not in named:
+            needed = {METADATA, INDEX, *read_index(path, allow_lost_ranks=True).shared_files}
+        for name, expected in listed.items():
+            if name not in needed:
                 continue
             if Path(name).name != name:
                 return f"{name} is not a plain file name"
@@ -152,10 +153,9 @@ def damage(path: Path, *, weights_only: bool = False) -> str | None:
                 return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
             if file_digest(file) != expected:
                 return f"{name} does not match its checksum"
-        files = named if weights_only else {METADATA, INDEX, *read_index(path).files}
-        if files != named or not files <= manifest["files"].keys():
-            differing = ", ".join(sorted(files ^ manifest["files"].keys()))
-            return f"the manifest and the index name different files: {differing}"
+        differing = needed - listed.keys() if weights_only else {METADATA, INDEX, *read_index(path).files} ^ needed
+        if differing:
+            return f"the manifest and the index name different files: {', '.join(sorted(differing))}"
     except (UserError, OSError) as error:
         return str(error)
     return None
