@@ -40,18 +40,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the pools of waiting loop
 import numpy as np
 import torch
 
-from scantling.data.batch import Batch
-from scantling.data.loader import BatchSource
-from scantling.data.sampler import Sampler
-from scantling.recipe import check_recipe
-from scantling.recipe.schema import Recipe
-from scantling.tasks import get_task
-from scantling.training.build import build_loop, build_run_model
-from scantling.training.checkpoint import Checkpointer
-from scantling.training.distributed import Place
-from scantling.training.meters import EnergyMeter, MemoryMeter
-from scantling.training.schedule import lr_factor
-from scantling.training.sinks import JsonlSink
+from scantling.distributed.context import Place
+from scantling.trainer.data.batch import Batch
+from scantling.trainer.data.loader import BatchSource
+from scantling.trainer.data.sampler import Sampler
+from scantling.trainer.recipe import check_recipe
+from scantling.trainer.recipe.schema import Recipe
+from scantling.trainer.tasks import get_task
+from scantling.trainer.training.build import build_loop, build_run_model
+from scantling.trainer.training.checkpoint import Checkpointer
+from scantling.trainer.training.meters import EnergyMeter, MemoryMeter
+from scantling.trainer.training.schedule import lr_factor
+from scantling.trainer.training.sinks import JsonlSink
 
 LOOPS = ("bare", "ours", "trainer")
 AGAIN = "bare-again"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from zipf_clicks import CRITEO_KAGGLE, ZipfClicks
 
 import scantling as sc
-from scantling.models.dlrm import DLRM, DLRMConfig
 from scantling.tensor.layer import CoreLayer, keep_merged
+from scantling.trainer.models.dlrm import DLRM, DLRMConfig
 
 WIDTH = 32
 RANK, MLP_RANK = 64, 32

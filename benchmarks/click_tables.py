@@ -27,18 +27,18 @@ from small_models import ROOT, data_folder, facts
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.data.hashing import key64, uniform
-from scantling.data.loader import BatchSource
-from scantling.data.sampler import Sampler
+from scantling.distributed.context import Place
 from scantling.errors import UserError
-from scantling.models.dlrm import DLRM
 from scantling.optim.registry import build_optimizer
-from scantling.recipe import load_recipe
-from scantling.recipe.schema import TensorSection
-from scantling.tasks import get_task
-from scantling.training.build import build_run_model, run_evaluation
-from scantling.training.distributed import Place
-from scantling.training.schedule import lr_factor
+from scantling.trainer.data.hashing import key64, uniform
+from scantling.trainer.data.loader import BatchSource
+from scantling.trainer.data.sampler import Sampler
+from scantling.trainer.models.dlrm import DLRM
+from scantling.trainer.recipe import load_recipe
+from scantling.trainer.recipe.schema import TensorSection
+from scantling.trainer.tasks import get_task
+from scantling.trainer.training.build import build_run_model, run_evaluation
+from scantling.trainer.training.schedule import lr_factor
 
 RECIPE = ROOT / "recipes" / "flights-dlrm.yaml"
 CROSSED = {

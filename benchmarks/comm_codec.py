@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import scantling as sc
 from scantling.comm.reference import plain_exchange
-from scantling.models.presets import PRESETS
+from scantling.trainer.models.presets import PRESETS
 
 
 def matrices() -> list[torch.nn.Parameter]:

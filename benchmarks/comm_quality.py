@@ -265,16 +265,16 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     from comm_methods import numel
 
     from scantling.comm import allreduce_wire_bytes
-    from scantling.data.loader import BatchSource
-    from scantling.data.sampler import Sampler
+    from scantling.distributed.context import Place
     from scantling.errors import NonFiniteError
-    from scantling.models.build import recipe_task
     from scantling.numerics.compute import autocast, has_products
-    from scantling.recipe import load_recipe
-    from scantling.tasks import get_task
-    from scantling.training.build import build_run_model, run_evaluation
-    from scantling.training.distributed import Place
-    from scantling.training.schedule import lr_factor
+    from scantling.trainer.data.loader import BatchSource
+    from scantling.trainer.data.sampler import Sampler
+    from scantling.trainer.models.build import recipe_task
+    from scantling.trainer.recipe import load_recipe
+    from scantling.trainer.tasks import get_task
+    from scantling.trainer.training.build import build_run_model, run_evaluation
+    from scantling.trainer.training.schedule import lr_factor
 
     world = spec["replicas"]
     recipe = load_recipe(recipe_of(spec))
@@ -337,7 +337,7 @@ def run_one(spec: Spec) -> Line:
     import torch.multiprocessing as mp
     from transformers import LlamaForCausalLM, ViTForImageClassification  # noqa: F401
 
-    import scantling.training.run  # noqa: F401
+    import scantling.trainer.training.run  # noqa: F401
 
     began = time.time()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -114,11 +114,11 @@ def finished(run_dir: Path) -> Line:
     import numpy as np
     import torch
 
-    from scantling.reporting.runs import read_metrics
     from scantling.tensor.embedding import TTMEmbedding
     from scantling.tensor.layer import CoreLayer
     from scantling.tensor.linear import TTLinear
-    from scantling.training.trained import load_trained
+    from scantling.trainer.reporting.runs import read_metrics
+    from scantling.trainer.training.trained import load_trained
 
     run = load_trained(run_dir)
     model = run.model
@@ -153,8 +153,8 @@ def finished(run_dir: Path) -> Line:
 
 def trivial_line(spec: Spec) -> Line:
     """Return the accuracy on a test set of the most frequent label and of a linear model of the hypothesis alone."""
-    from scantling.recipe import load_recipe
-    from scantling.tasks import get_task
+    from scantling.trainer.recipe import load_recipe
+    from scantling.trainer.tasks import get_task
 
     began = time.time()
     recipe = load_recipe(recipe_of(run_spec("dense", 1e-3, 0, 1, dev=False)))

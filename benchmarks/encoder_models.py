@@ -15,8 +15,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import scantling as sc
 from scantling.optim.registry import build_optimizer
-from scantling.recipe import load_recipe
 from scantling.tensor.layer import CoreLayer, keep_merged
+from scantling.trainer.recipe import load_recipe
 
 RECIPE = ROOT / "recipes" / "papers" / "mnli-six-encoder.yaml"
 DENSE_PART = 66_498_048

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from small_models import data_folder
 
-from scantling.data.hashing import key64
 from scantling.errors import UserError
+from scantling.trainer.data.hashing import key64
 
 DEV, TEST = 1000, 2000
 """Largest number of examples in the dev set and in each test set."""

@@ -31,7 +31,7 @@ from scantling.groups import MatrixDims, Role
 from scantling.tensor.formats import FORMATS
 from scantling.tensor.joint import join_siblings
 from scantling.tensor.modes import split
-from scantling.training.methods import Method
+from scantling.trainer.training.methods import Method
 
 Roles = dict[str, tuple[Role, MatrixDims | None]]
 OF_CORES = {name.replace("-", " "): options for name, options in FORMATS.items()}
@@ -112,7 +112,7 @@ class Format(Method):
 
 def register(name: str, share: float, core_lr: float) -> None:
     """Register a format as a method for runs in this process; its matrices or cores have their own learning rate."""
-    from scantling.training import build
+    from scantling.trainer.training import build
 
     real = build.param_groups
 

@@ -276,7 +276,7 @@ def workload(options: argparse.Namespace, generator: Any) -> tuple[Any, Callable
     from optim_quality import MODEL
     from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
-    from scantling.models.presets import PRESETS
+    from scantling.trainer.models.presets import PRESETS
 
     if options.preset.startswith("vit"):
         digits = {"num_labels": 10, "image_size": 8, "num_channels": 1}

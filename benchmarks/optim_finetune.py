@@ -53,9 +53,9 @@ def run_one(spec: Spec) -> Line:
     from finetune_data import TASKS
     from transformers import AutoTokenizer
 
-    from scantling.data.sampler import Sampler
     from scantling.optim.memory import state_bytes
-    from scantling.training.schedule import lr_factor
+    from scantling.trainer.data.sampler import Sampler
+    from scantling.trainer.training.schedule import lr_factor
 
     began = time.time()
     data = TASKS[spec["task"]](spec["examples"])

@@ -61,7 +61,7 @@ def peak_of(
         give_blocks_back()
     import torch
 
-    from scantling.training.meters import MemoryMeter
+    from scantling.trainer.training.meters import MemoryMeter
 
     warm()
     gc.collect()

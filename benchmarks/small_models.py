@@ -101,7 +101,7 @@ def train_line(
 
 
 def _outcome(metrics: dict[str, Any], path: Path) -> dict[str, Any]:
-    from scantling.reporting.runs import read_metrics
+    from scantling.trainer.reporting.runs import read_metrics
 
     records = read_metrics(path)
     outcome = {key: metrics.get(key) for key in ("eval_loss", "bits_per_byte", "optimizer_state_bytes")}
@@ -129,7 +129,7 @@ def facts(began: float) -> dict[str, Any]:
     """Return when and where a run was made, and how long it took."""
     import torch
 
-    from scantling.training.rundir import environment
+    from scantling.trainer.training.rundir import environment
 
     found = environment()
     return {

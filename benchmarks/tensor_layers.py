@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.tensor.contraction import Chain, Step, best_plan, contract, in_blocks, merged, plan_of
-from scantling.training.meters import MemoryMeter
+from scantling.trainer.training.meters import MemoryMeter
 
 LAYERS = [((768, 768), 30), ((768, 3072), 30), ((4096, 4096), 64)]
 TOKENS = (32, 512, 4096)

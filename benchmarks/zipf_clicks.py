@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import expit, ndtri
 
-from scantling.data.hashing import key64, mix64, uniform
+from scantling.trainer.data.hashing import key64, mix64, uniform
 
 CRITEO_KAGGLE = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652),

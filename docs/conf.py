@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from scantling.recipe import schema
+from scantling.trainer.recipe import schema
 
 project = "Scantling"
 author = "The Scantling developers"

@@ -41,7 +41,7 @@ def _charts_only_where_they_matter(request: pytest.FixtureRequest, monkeypatch: 
     """Skip charts in most tests: they take nearly half of the time of a short run."""
     if request.path.parent.name in WITHOUT_CHARTS and request.node.get_closest_marker("charts") is None:
         monkeypatch.setenv(NO_CHARTS, "1")
-        monkeypatch.setattr("scantling.reporting.html._charts", no_charts)
+        monkeypatch.setattr("scantling.trainer.reporting.html._charts", no_charts)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -18,9 +18,9 @@ import transformers.trainer
 import scantling.cli.app
 import scantling.cli.commands
 import scantling.cli.console
-import scantling.integrations.hf
-import scantling.reporting.html
-import scantling.training.run
+import scantling.hf
+import scantling.trainer.reporting.html
+import scantling.trainer.training.run
 from scantling.optim import _native
 
 _native._library()

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import yaml
 
-from scantling.reporting import html
+from scantling.trainer.reporting import html
 from tests.processes import server, torchrun_names
 
 TINY: dict[str, int] = {

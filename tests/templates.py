@@ -39,7 +39,7 @@ def made_tokenizer(folder: Path, family: str, **names: Any) -> Path:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    from scantling.data.tokenizers import byte_characters
+    from scantling.trainer.data.tokenizers import byte_characters
 
     single, pair, tokens = TEMPLATES[family]
     backend = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[]))

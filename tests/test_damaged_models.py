@@ -15,8 +15,8 @@ from tensor.families import made
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.models.build import quiet
 from scantling.precision import save_quantized
+from scantling.trainer.models.build import quiet
 from tests.damage import check_damage
 
 CASES = int(os.environ.get("SCANTLING_TESTS_DAMAGE", "60"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from scantling.modes import evaluating
+from scantling.eval_mode import evaluating
 
 
 def test_each_module_has_its_own_mode_again() -> None:

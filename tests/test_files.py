@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from scantling import files
-from scantling.data.cache import Cache
+from scantling.distributed.context import ALONE
 from scantling.errors import RunError, UserError
-from scantling.training.checkpoint import Checkpointer, State
-from scantling.training.distributed import ALONE
-from scantling.training.manifest import damage
-from scantling.training.rundir import RunDir
-from scantling.training.sinks import JsonlSink
+from scantling.trainer.data.cache import Cache
+from scantling.trainer.training.checkpoint import Checkpointer, State
+from scantling.trainer.training.manifest import damage
+from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.sinks import JsonlSink
 
 
 def test_write_whole_follows_no_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_unknown_name() -> None:
 
 def test_import_is_lazy() -> None:
     code = (
-        "import sys, scantling, scantling.cli, scantling.recipe.schema, scantling.laws; "
+        "import sys, scantling, scantling.cli, scantling.trainer.recipe.schema, scantling.laws; "
         "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

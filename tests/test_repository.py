@@ -14,11 +14,11 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scantling.models.presets import PRESETS
-from scantling.recipe import check_recipe, load_recipe, read_yaml
-from scantling.recipe.loading import is_sweep
-from scantling.sweeping.grid import cases
-from scantling.sweeping.schema import Sweep, load_sweep
+from scantling.trainer.models.presets import PRESETS
+from scantling.trainer.recipe import check_recipe, load_recipe, read_yaml
+from scantling.trainer.recipe.loading import is_sweep
+from scantling.trainer.sweeping.grid import cases
+from scantling.trainer.sweeping.schema import Sweep, load_sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

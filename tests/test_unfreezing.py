@@ -18,12 +18,12 @@ from scantling.comm import MomentumExchange
 from scantling.comm.local_steps import diloco
 from scantling.comm.momentum import _zeros_like
 from scantling.groups import param_groups
-from scantling.integrations.hf import CAMEFactory, SignFactory
+from scantling.hf import CAMEFactory, SignFactory
 from scantling.optim import predicted_state_bytes, predicted_temporary_bytes, state_bytes
 from scantling.optim.registry import build_optimizer, optimizer_names
-from scantling.training import build
-from tests.integrations.test_hf_trainer import model as llama
-from tests.integrations.test_hf_trainer import trainer
+from scantling.trainer.training import build
+from tests.hf.test_hf_trainer import model as llama
+from tests.hf.test_hf_trainer import trainer
 from tests.runs import tiny_recipe
 
 Made = Callable[[nn.Module], Any]
@@ -192,6 +192,6 @@ def test_a_run_with_a_frozen_parameter_resumes_exactly(tmp_path: Path, monkeypat
 
 
 def build_state(run: Path) -> dict[str, torch.Tensor]:
-    from scantling.training.checkpoint import load_tensors
+    from scantling.trainer.training.checkpoint import load_tensors
 
     return load_tensors(run / "checkpoints" / "step-4")

@@ -12,46 +12,45 @@ from scantling.lazy_names import lazy_names
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from scantling import comm, errors, laws, optim, precision, tensor
+    from scantling import comm, errors, hf, laws, optim, precision, tensor
     from scantling.comm.demo import DeMo
     from scantling.comm.momentum import MomentumExchange
     from scantling.groups import param_groups
-    from scantling.integrations import hf
-    from scantling.models.load import load
     from scantling.optim.came import CAME
-    from scantling.planning.plan import Plan, plan
     from scantling.precision.training import quantize_training
     from scantling.precision.weights import quantize_weights
     from scantling.tensor.convert import densify, tensorize
     from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
     from scantling.tensor.linear import TTLinear
     from scantling.tensor.ranks import RankAdapter
-    from scantling.training.run import RunResult, train
+    from scantling.trainer.models.load import load
+    from scantling.trainer.planning.plan import Plan, plan
+    from scantling.trainer.training.run import RunResult, train
 
 _HOMES = {
     "CAME": "scantling.optim.came",
     "DeMo": "scantling.comm.demo",
     "MomentumExchange": "scantling.comm.momentum",
-    "Plan": "scantling.planning.plan",
+    "Plan": "scantling.trainer.planning.plan",
     "RankAdapter": "scantling.tensor.ranks",
-    "RunResult": "scantling.training.run",
+    "RunResult": "scantling.trainer.training.run",
     "TTLinear": "scantling.tensor.linear",
     "TTMEmbedding": "scantling.tensor.embedding",
     "TTMEmbeddingBag": "scantling.tensor.embedding",
     "densify": "scantling.tensor.convert",
-    "load": "scantling.models.load",
+    "load": "scantling.trainer.models.load",
     "param_groups": "scantling.groups",
-    "plan": "scantling.planning.plan",
+    "plan": "scantling.trainer.planning.plan",
     "quantize_training": "scantling.precision.training",
     "quantize_weights": "scantling.precision.weights",
     "tensorize": "scantling.tensor.convert",
-    "train": "scantling.training.run",
+    "train": "scantling.trainer.training.run",
 }
 
 _MODULES = {
     "comm": "scantling.comm",
     "errors": "scantling.errors",
-    "hf": "scantling.integrations.hf",
+    "hf": "scantling.hf",
     "laws": "scantling.laws",
     "optim": "scantling.optim",
     "precision": "scantling.precision",

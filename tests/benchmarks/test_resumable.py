@@ -135,7 +135,7 @@ def test_every_small_recipe_is_valid() -> None:
     import optim_tasks as tasks
     from peers import register
 
-    from scantling.recipe import check_recipe
+    from scantling.trainer.recipe import check_recipe
 
     register()
     specs = [tasks.run_spec(t, n, 1e-3, 0, data="python") for t, s in tasks.SETTINGS.items() for n in s.compared]
@@ -150,7 +150,7 @@ def test_a_run_that_a_signal_stopped_is_no_result(tmp_path: Path, monkeypatch: p
     from small_models import train_line
 
     import scantling as sc
-    from scantling.training.run import RunResult
+    from scantling.trainer.training.run import RunResult
 
     folder = tmp_path / "run"
     folder.mkdir()

@@ -32,7 +32,7 @@ def test_the_six_encoder_recipe_has_the_sizes_of_the_paper() -> None:
     import encoder_models
     from transformers import BertForSequenceClassification
 
-    from scantling.recipe import load_recipe
+    from scantling.trainer.recipe import load_recipe
 
     tensor = load_recipe(encoder_models.RECIPE).tensor
     assert tensor is not None
@@ -194,7 +194,7 @@ def test_recommenders_against_dense(capsys: pytest.CaptureFixture[str], monkeypa
 def test_tables_of_equal_size_give_each_id_what_it_should_have() -> None:
     import click_tables
 
-    from scantling.models.dlrm import DLRM, DLRMConfig
+    from scantling.trainer.models.dlrm import DLRM, DLRMConfig
 
     def model() -> DLRM:
         torch.manual_seed(0)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scantling.data.click_files import click_files
-from scantling.recipe.schema import DataSection
-from scantling.tasks.clicks import auc
+from scantling.trainer.data.click_files import click_files
+from scantling.trainer.recipe.schema import DataSection
+from scantling.trainer.tasks.clicks import auc
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

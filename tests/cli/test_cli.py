@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from scantling.cli import commands, run
-from tests.reporting.fake import make_run
 from tests.runs import TINY, popen, records, scantling, tiny_recipe, write_corpus, write_recipe
+from tests.trainer.reporting.fake import make_run
 
 
 @pytest.fixture(scope="module")

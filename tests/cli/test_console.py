@@ -18,10 +18,10 @@ from rich.console import Console
 import scantling as sc
 from scantling.cli import run
 from scantling.cli.console import LOADING, ConsoleSink, make_console
-from scantling.data.progress import RichProgress
-from scantling.recipe import load_recipe
-from scantling.training.run import first_phase
-from scantling.training.sinks import Sink
+from scantling.trainer.data.progress import RichProgress
+from scantling.trainer.recipe import load_recipe
+from scantling.trainer.training.run import first_phase
+from scantling.trainer.training.sinks import Sink
 from tests.runs import tiny_recipe, write_recipe
 
 RECORD: dict[str, Any] = {

@@ -18,7 +18,7 @@ from scantling.cli.console import print_labeled
 from scantling.cli.quantizing import _lines, _predicted
 from scantling.laws import PostTrainingLaw, PrecisionLaw
 from scantling.precision import Quantizer
-from scantling.training.quantize import predictions, quantize_run
+from scantling.trainer.training.quantize import predictions, quantize_run
 from tests.runs import tiny_recipe, write_recipe
 
 LABELS = {"loss", "predicted", "on disk", "in memory", "weights", "folder"}

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from scantling.cli import run
 from scantling.cli.sweeping import SweepProgress
-from scantling.planning.machine import MachineMemory
-from scantling.sweeping.grid import Case, cases
-from scantling.sweeping.runner import Outcome, Runner
-from scantling.sweeping.schema import load_sweep
+from scantling.trainer.planning.machine import MachineMemory
+from scantling.trainer.sweeping.grid import Case, cases
+from scantling.trainer.sweeping.runner import Outcome, Runner
+from scantling.trainer.sweeping.schema import load_sweep
 from tests.runs import tiny_recipe, write_recipe
 
 
@@ -102,7 +102,7 @@ def test_a_dry_run_compares_the_largest_run_with_the_memory(
     assert run(["sweep", path, "--dry-run"]) == 0
     assert "the largest run" in capsys.readouterr().out
     memory = MachineMemory("this machine", 1000, 1000)
-    monkeypatch.setattr("scantling.planning.fit.machine_memory", lambda device: memory)
+    monkeypatch.setattr("scantling.trainer.planning.fit.machine_memory", lambda device: memory)
     assert run(["sweep", path, "--dry-run"]) == 2
     assert "this machine has 1000 B" in " ".join(capsys.readouterr().err.split())
 

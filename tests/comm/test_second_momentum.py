@@ -13,9 +13,9 @@ import scantling as sc
 from scantling.comm import diloco
 from scantling.comm.second_momentum import MomentumWatch
 from scantling.optim import build_optimizer
-from scantling.planning.plan import plan
-from scantling.recipe import load_recipe
-from scantling.training.build import build_run_optimizer
+from scantling.trainer.planning.plan import plan
+from scantling.trainer.recipe import load_recipe
+from scantling.trainer.training.build import build_run_optimizer
 from tests.runs import WIDE, tiny_recipe
 
 WARNING = "has a momentum of its own"

@@ -16,10 +16,10 @@ import scantling as sc
 from scantling.comm.exchange import NoExchange
 from scantling.optim.combined import CombinedOptimizer
 from scantling.optim.registry import build_optimizer
-from scantling.recipe.schema import TensorSection
 from scantling.tensor.ranks import RankAdapter
 from scantling.tensor.schedules import SCHEDULES
-from scantling.training.tensor import TensorMethod
+from scantling.trainer.recipe.schema import TensorSection
+from scantling.trainer.training.tensor import TensorMethod
 from tests.tensor.test_importance import example, two_ways
 
 

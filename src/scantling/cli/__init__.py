@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     0 done, 2 bad input, 3 stopped by a signal after saving, 130 interrupted, 1 anything else. (torchrun reports 1 for
     any of them.)
     """
-    from scantling.training.signals import interrupt
+    from scantling.trainer.training.signals import interrupt
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
@@ -68,7 +68,7 @@ def _reporting() -> Iterator[None]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     is_launched = all((os.environ.get(name) or "1").isdecimal() for name in names)  # else the command reports it
     if is_launched and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        from scantling.training.peers import telling
+        from scantling.distributed.peers import telling
 
         with telling(_report):
             yield
@@ -102,7 +102,7 @@ def _exit_code(error: BaseException) -> int | None:
 
 
 def _broke_by_interrupt(error: BaseException) -> bool:
-    from scantling.training.signals import was_interrupted
+    from scantling.trainer.training.signals import was_interrupted
 
     return isinstance(error, Exception) and was_interrupted()
 
@@ -138,7 +138,7 @@ def _report(error: BaseException) -> None:
 
 def _ignore_interrupts() -> None:
     """Ignore further Ctrl-C signals while an interrupted process ends."""
-    from scantling.training.signals import interrupt
+    from scantling.trainer.training.signals import interrupt
 
     if signal.getsignal(signal.SIGINT) is interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -148,7 +148,7 @@ def _say(text: str) -> None:
     """Print to the standard error, if possible; on a terminal, wrap lines between words."""
     with contextlib.suppress(OSError, AttributeError):
         if sys.stderr.isatty():
-            from scantling.reporting.format import fold_lines
+            from scantling.trainer.reporting.format import fold_lines
 
             text = fold_lines(text, shutil.get_terminal_size().columns)
         sys.stderr.write(f"{text}\n")

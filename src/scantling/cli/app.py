@@ -311,7 +311,7 @@ def schema() -> int:
     """Print the JSON schema of a recipe, for editors."""
     import json
 
-    from scantling.recipe import Recipe
+    from scantling.trainer.recipe import Recipe
 
     typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
     return 0

@@ -14,7 +14,7 @@ from scantling.cli import INTERRUPTED
 from scantling.cli.console import LOADING, ConsoleSink, busy, make_console, print_json
 from scantling.errors import STOPPED, RunError, UserError
 from scantling.files import read_json_object
-from scantling.launched import launched_world_size, refuse_processes
+from scantling.torchrun_env import launched_world_size, refuse_processes
 
 
 def train(
@@ -41,12 +41,12 @@ def _train(
     force: bool,
 ) -> int:
     from scantling.comm.allreduce import allreduce_wire_bytes
-    from scantling.reporting.format import format_bytes, format_last_steps
-    from scantling.training.run import check_run, resolve
-    from scantling.training.run import train as run_training
+    from scantling.trainer.reporting.format import format_bytes, format_last_steps
+    from scantling.trainer.training.run import check_run, resolve
+    from scantling.trainer.training.run import train as run_training
 
     if dry_run:
-        from scantling.planning.plan import plan as make_plan
+        from scantling.trainer.planning.plan import plan as make_plan
 
         sink.phase("planning")
         checked, folder = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
@@ -61,7 +61,7 @@ def _train(
         but = ", but its memory is short" if fit.fits is False else ""
         console.print(f"{recipe}: the recipe is valid and its data is here{but}; nothing was trained", markup=False)
         return 0
-    from scantling.data.progress import RichProgress
+    from scantling.trainer.data.progress import RichProgress
 
     result = run_training(
         recipe,
@@ -98,10 +98,10 @@ def _train(
 
 def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force: bool) -> int:
     """Train each recipe in its own process, so that peak memory is separate; compare existing runs as they are."""
-    from scantling.recipe import load_recipe
-    from scantling.reporting.compare import compare_table, write_compare
-    from scantling.reporting.html import write_report
-    from scantling.reporting.runs import distinct_names, read_run, rename_duplicates
+    from scantling.trainer.recipe import load_recipe
+    from scantling.trainer.reporting.compare import compare_table, write_compare
+    from scantling.trainer.reporting.html import write_report
+    from scantling.trainer.reporting.runs import distinct_names, read_run, rename_duplicates
 
     if len(recipes) < 2:
         raise UserError("compare needs two or more recipes")
@@ -160,13 +160,13 @@ def _wait(command: Sequence[str]) -> int:
 
 
 def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device: str | None, as_json: bool) -> int:
-    from scantling.recipe import load_recipe
+    from scantling.trainer.recipe import load_recipe
 
     checked = load_recipe(recipe, settings)
     with busy(LOADING):
-        from scantling.planning.fit import check_fit
-        from scantling.planning.plan import plan as make_plan
-        from scantling.training.rundir import RunDir
+        from scantling.trainer.planning.fit import check_fit
+        from scantling.trainer.planning.plan import plan as make_plan
+        from scantling.trainer.training.rundir import RunDir
     processes, kind = RunDir(Path(recipe)).started_on() if Path(recipe).is_dir() else (1, "auto")
     with busy("planning"):
         made = make_plan(checked, world_size=world_size or processes, device=device or kind)
@@ -182,7 +182,7 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device
 
 def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
     with busy(LOADING):
-        from scantling.training.export import export_hf
+        from scantling.trainer.training.export import export_hf
 
     refuse_processes("export")
     if form != "hf":
@@ -196,8 +196,8 @@ def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
 
 
 def report(runs: Sequence[Path], out: Path | None) -> int:
-    from scantling.reporting.html import write_report
-    from scantling.reporting.runs import read_run, rename_duplicates
+    from scantling.trainer.reporting.html import write_report
+    from scantling.trainer.reporting.runs import read_run, rename_duplicates
 
     page = write_report(rename_duplicates([read_run(run) for run in runs]), out or runs[0] / "report.html")
     make_console().print(f"report {page}", markup=False)
@@ -209,10 +209,10 @@ def doctor(device: str, timeout: float, *, as_json: bool) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from scantling.reporting.format import format_bytes
-    from scantling.training.distributed import joined
-    from scantling.training.doctor import interfaces, measure_allreduce, measure_pairs, settings
-    from scantling.training.rundir import environment
+    from scantling.distributed.context import joined
+    from scantling.trainer.reporting.format import format_bytes
+    from scantling.trainer.training.doctor import interfaces, measure_allreduce, measure_pairs, settings
+    from scantling.trainer.training.rundir import environment
 
     with joined(device, timeout_s=timeout) as place:
         machines = place.gather({**environment(), "interfaces": interfaces(), "settings": settings()})

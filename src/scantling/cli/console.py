@@ -19,12 +19,12 @@ from rich.status import Status
 from rich.text import Text
 
 from scantling.cli import report_lost
-from scantling.launched import launched_local_rank, launched_rank
-from scantling.reporting.format import fold_lines, format_bytes, format_number, format_percent
-from scantling.training.sinks import Sink
+from scantling.torchrun_env import launched_local_rank, launched_rank
+from scantling.trainer.reporting.format import fold_lines, format_bytes, format_number, format_percent
+from scantling.trainer.training.sinks import Sink
 
 if TYPE_CHECKING:
-    from scantling.planning.plan import Plan
+    from scantling.trainer.planning.plan import Plan
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between plain lines without a terminal."""

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from scantling.cli.console import LOADING, busy, make_console, print_json
 from scantling.errors import UserError
-from scantling.launched import launched_rank
-from scantling.reporting.format import format_number, format_percent
+from scantling.torchrun_env import launched_rank
+from scantling.trainer.reporting.format import format_number, format_percent
 
 EVALUATING = "evaluating"
 
@@ -32,19 +32,19 @@ def evaluate(
         raise UserError("give one of --minimal-pairs and --lm-eval")
     if minimal_pairs:
         with busy(LOADING):
-            from scantling.training.minimal_pairs import evaluate_pairs
+            from scantling.trainer.training.minimal_pairs import evaluate_pairs
         with busy(EVALUATING):
             figures = evaluate_pairs(run, minimal_pairs, limit=limit, device=device)
         table = _pairs_table(run, figures)
     elif lm_eval is not None:
-        from scantling.training.harness import evaluate_tasks
+        from scantling.trainer.training.harness import evaluate_tasks
 
         names = [name.strip() for name in lm_eval.split(",") if name.strip()]
         figures = evaluate_tasks(run, names, device=device)
         table = _tasks_table(run, figures)
     else:
         with busy(LOADING):
-            from scantling.training.trained import evaluate_run
+            from scantling.trainer.training.trained import evaluate_run
         with busy(EVALUATING):
             figures = evaluate_run(run, device=device)
         table = Table(title=Text(f"{run}, held-out data"), show_header=False)

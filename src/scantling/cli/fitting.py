@@ -37,7 +37,7 @@ def fit(
     as_json: bool,
 ) -> int:
     from scantling import laws
-    from scantling.reporting.fit_chart import fit_chart
+    from scantling.trainer.reporting.fit_chart import fit_chart
 
     console = make_console()
     fitted = laws.fit(
@@ -140,7 +140,7 @@ def _table(fitted: Fit, found: dict[str, Any]) -> Table:
 
 
 def _lines(fitted: Fit, found: dict[str, Any]) -> list[str]:
-    from scantling.reporting.format import format_percent
+    from scantling.trainer.reporting.format import format_percent
 
     held_out = found["hold_out"]
     reasons = {name: row["not_identified"] for name, row in found["constants"].items() if row["not_identified"]}

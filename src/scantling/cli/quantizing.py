@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scantling.cli.console import LOADING, busy, make_console, print_json, print_labeled
-from scantling.launched import refuse_processes
+from scantling.torchrun_env import refuse_processes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from scantling.training.quantize import Prediction, QuantizedRun
+    from scantling.trainer.training.quantize import Prediction, QuantizedRun
 
 
 def quantize(
@@ -31,9 +31,9 @@ def quantize(
     as_json: bool,
 ) -> int:
     with busy(LOADING):
-        from scantling.models.build import quiet
         from scantling.precision.weights import check_method
-        from scantling.training.quantize import quantize_run
+        from scantling.trainer.models.build import quiet
+        from scantling.trainer.training.quantize import quantize_run
 
     way = check_method(method)
     console = make_console()
@@ -120,7 +120,7 @@ def _table(done: QuantizedRun) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from scantling.reporting.format import format_bytes, format_percent
+    from scantling.trainer.reporting.format import format_bytes, format_percent
 
     table = Table(title=Text(f"{done.quantizer}, {done.method}, step {done.step}"), title_justify="left")
     places = zip(*(name.split(".")[:-1] for name in done.weights), strict=False)
@@ -138,7 +138,7 @@ def _table(done: QuantizedRun) -> Table:
 
 def _lines(done: QuantizedRun, reader: str) -> list[tuple[str, str]]:
     """Return the result as lines, each a label and a text."""
-    from scantling.reporting.format import format_bytes, format_difference, format_ratio
+    from scantling.trainer.reporting.format import format_bytes, format_difference, format_ratio
 
     before, after = done.before["eval_loss"], done.after["eval_loss"]
     saved, half = done.saved, 2 * done.saved.num_numbers
@@ -161,7 +161,7 @@ def _lines(done: QuantizedRun, reader: str) -> list[tuple[str, str]]:
 
 
 def _predicted(law: Prediction) -> str:
-    from scantling.reporting.format import format_number
+    from scantling.trainer.reporting.format import format_number
 
     ranges = [f"{name} {format_number(low)} to {format_number(high)}" for name, (low, high) in law.fitted.items()]
     left = " and ".join(text.partition(" = ")[0] for text in law.outside)

@@ -15,15 +15,15 @@ from rich.text import Text
 from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, busy, make_console
 from scantling.cli.options import pairs
 from scantling.errors import STOPPED, UserError
-from scantling.launched import refuse_processes
-from scantling.models.build import recipe_task
-from scantling.planning.fit import Fit, check_fit, silent_plan
-from scantling.reporting.format import format_number, format_seconds
-from scantling.sweeping.grid import Case, cases, names_of, select, shown
-from scantling.sweeping.runner import Runner, Watcher
-from scantling.sweeping.schema import Sweep, load_sweep
-from scantling.sweeping.table import Row
-from scantling.tasks import get_task
+from scantling.torchrun_env import refuse_processes
+from scantling.trainer.models.build import recipe_task
+from scantling.trainer.planning.fit import Fit, check_fit, silent_plan
+from scantling.trainer.reporting.format import format_number, format_seconds
+from scantling.trainer.sweeping.grid import Case, cases, names_of, select, shown
+from scantling.trainer.sweeping.runner import Runner, Watcher
+from scantling.trainer.sweeping.schema import Sweep, load_sweep
+from scantling.trainer.sweeping.table import Row
+from scantling.trainer.tasks import get_task
 
 MOST_PROBLEMS = 5
 """Most data problems that a dry run lists."""

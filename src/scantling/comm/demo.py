@@ -48,8 +48,8 @@ from scantling.comm.shards import as_gradient, local
 from scantling.comm.values import Values
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
-from scantling.loading import check_saved_keys, load_keeping_dtypes
 from scantling.numerics.compute import without_autocast
+from scantling.optimizer_state import check_saved_keys, load_keeping_dtypes
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scantling.comm.silence import named
 from scantling.errors import SilentPeerError, UserError
-from scantling.launched import launched_world_size
+from scantling.torchrun_env import launched_world_size
 
 logger = logging.getLogger(__name__)
 

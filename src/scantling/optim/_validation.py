@@ -12,12 +12,12 @@ from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.groups import Role
-from scantling.loading import check_saved_keys, name_of
 from scantling.optim._codec import MOMENTA, layout_of
 from scantling.optim._factor import FACTORS
 from scantling.optim._rounding import ROUNDINGS
 from scantling.optim._shardplan import check_grad_placement, check_placements, check_rows_whole
 from scantling.optim._state import DTYPES, kept_averages, view_of
+from scantling.optimizer_state import check_saved_keys, name_of
 
 _ROLES = (None, *get_args(Role))
 

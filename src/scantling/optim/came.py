@@ -68,7 +68,6 @@ from torch._compile import _disable_dynamo
 
 from scantling.errors import UserError
 from scantling.groups import check_matrix_dims
-from scantling.loading import load_keeping_dtypes, name_of
 from scantling.optim._codec import Momentum
 from scantling.optim._drive import step_all
 from scantling.optim._eager import Hyper, Job
@@ -86,6 +85,7 @@ from scantling.optim._validation import (
     check_start,
     plain_numbers,
 )
+from scantling.optimizer_state import load_keeping_dtypes, name_of
 
 
 class CAME(torch.optim.Optimizer):

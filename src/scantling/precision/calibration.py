@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
-from scantling.modes import evaluating
+from scantling.eval_mode import evaluating
 from scantling.precision.matrices import Matrix
 
 Batch: TypeAlias = Mapping[str, Any] | Tensor | Callable[[nn.Module], Any]

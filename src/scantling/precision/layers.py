@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from scantling.kinds import made_from_conv1d
+from scantling.conv1d import made_from_conv1d
 from scantling.precision.matrices import as_matrix, from_matrix
 from scantling.precision.products import Multiply
 from scantling.precision.quantizer import Quantizer

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from scantling.conv1d import made_from_conv1d
 from scantling.errors import UserError
 from scantling.groups import output_layers
-from scantling.kinds import made_from_conv1d
 from scantling.precision.quantizer import in_dtype
 
 logger = logging.getLogger(__name__)

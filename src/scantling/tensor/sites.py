@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
-from scantling.kinds import is_conv1d
+from scantling.conv1d import is_conv1d
 from scantling.tensor.embedding import why_no_cores
 from scantling.tensor.experts import DOWN, is_fused_experts, up_name
 

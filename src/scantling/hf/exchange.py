@@ -1,0 +1,177 @@
+"""DeMo's momentum exchange in the Trainer of transformers.
+
+The Trainer wraps its model in DistributedDataParallel, which averages gradients. A no-op communication hook leaves
+each process's gradients unchanged. Before each optimizer step, `MomentumExchange` replaces them by the decoded
+momentum, which is the same on all processes. Each process saves its residuals next to the Trainer's own files, which
+hold the state of rank 0 only.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from scantling.comm import DeMo, LocalSteps, MomentumExchange
+from scantling.comm.demo_exchange import exchange_groups
+from scantling.distributed.context import Place
+from scantling.distributed.folders import see_folders
+from scantling.errors import UserError
+from scantling.files import no_follow
+
+FILE = "exchange-rank{}.pt"
+
+
+class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
+    """Callback that exchanges momentum instead of gradients; created and added by `attach`.
+
+    Attributes:
+        exchange: the `MomentumExchange`, once the training has begun.
+    """
+
+    def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
+        self._trainer, self._options = trainer, options
+        self.exchange: MomentumExchange | None = None
+        self.checkpoint: Path | None = None
+        self._hooked: DistributedDataParallel | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self._trainer
+        _check_optimizer(trainer.optimizer)
+        _check_saves(args)
+        self._keep_gradients_local(trainer.model_wrapped)
+        self.exchange = MomentumExchange(exchange_groups(trainer.model, self._options), **self._options)
+        if state.global_step and self.checkpoint is not None:
+            file = self.checkpoint / FILE.format(self.exchange.link.rank)
+            if not file.is_file():
+                raise UserError(
+                    f"{file} is missing: every process keeps residuals of its own there. Resume with as many processes "
+                    "as wrote the checkpoint"
+                )
+            self.exchange.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+
+    def _keep_gradients_local(self, model: torch.nn.Module) -> None:
+        """Disable DistributedDataParallel's gradient averaging, once per module: it accepts only one hook."""
+        model = getattr(model, "_orig_mod", model)  # torch.compile wraps the module
+        if isinstance(model, DistributedDataParallel):
+            if model is not self._hooked:
+                model.register_comm_hook(None, noop_hook)
+                self._hooked = model
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            raise UserError(
+                f"sc.hf.attach: the Trainer trains a {type(model).__name__} on {dist.get_world_size()} processes and "
+                "not in DistributedDataParallel, whose averaging is what the exchange replaces; on CPUs give "
+                "TrainingArguments(use_cpu=True)"
+            )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.exchange is not None:
+            self.exchange.exchange()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs is not None and self.exchange is not None:
+            figures = {"wire_bytes": self.exchange.wire_bytes}
+            logs.update(figures)
+            state.log_history[-1].update(figures)  # the log entry was copied before callbacks run
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.exchange is None:
+            return
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / FILE.format(self.exchange.link.rank), "wb", opener=no_follow) as file:
+            torch.save(self.exchange.state_dict(), file)
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raise if the optimizer of a Trainer exchanges momentum or parameters itself."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's wrapper
+    if isinstance(optimizer, DeMo | LocalSteps):
+        raise UserError(
+            f"sc.hf.attach: the Trainer's optimizer is {type(optimizer).__name__}, which exchanges too, so that "
+            "everything would be exchanged twice. Use sc.hf.sign(lr=...), which with attach is DeMo"
+        )
+
+
+def _check_saves(args: Any) -> None:
+    """Raise a UserError if machines do not share the output folder and only the first would save the model.
+
+    Runs the collectives of `see_folders` if there are several processes.
+    """
+    if not dist.is_initialized() or args.save_on_each_node or args.save_strategy == "no":
+        return
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if see_folders(folder, Place(dist.get_rank(), dist.get_world_size(), args.device)).is_split:
+        raise UserError(
+            f"sc.hf.attach: the machines do not share the output_dir {folder}, so that a checkpoint would hold the "
+            "model on one of them alone; set save_on_each_node=True in TrainingArguments"
+        )
+
+
+def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
+    """Make the processes of a Trainer exchange momentum instead of gradients.
+
+    Gradient clipping applies to each process's own gradient. Any optimizer works on the exchanged momentum. An
+    optimizer with its own momentum then applies a second one, which increases the loss and triggers a warning. Avoid
+    this with `TrainingArguments(adam_beta1=0.0)`, `sc.hf.came(betas=(0.0, 0.95, 0.995))`, or `sc.hf.sign`.
+
+    Args:
+        trainer: before `train()`; with one process or several, not under FSDP or DeepSpeed.
+        options: arguments of `scantling.MomentumExchange`.
+
+    Returns:
+        The callback that was added to the trainer.
+
+    Raises:
+        UserError: FSDP or DeepSpeed, fp16, `overlap`, options out of range, an optimizer that exchanges too, or a
+            second call. When training begins: several processes without DistributedDataParallel, or missing residuals
+            of a process in the checkpoint to resume from.
+
+    Example:
+        >>> trainer = Trainer(model=model, args=args, train_dataset=texts)  # doctest: +SKIP
+        >>> sc.hf.attach(trainer, topk=8)  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+    for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
+        if enabled:
+            raise UserError(
+                f"sc.hf.attach: under {name} the Trainer averages gradients over all processes before anybody sees "
+                "them. Use DistributedDataParallel (torchrun alone), or sc.DeMo with FSDP2 in a loop of your own"
+            )
+    if trainer.args.fp16:
+        raise UserError("sc.hf.attach: fp16 scales the loss anew now and then, which a momentum would keep; use bf16")
+    if getattr(trainer.args, "enable_jit_checkpoint", False):
+        raise UserError(
+            "sc.hf.attach: enable_jit_checkpoint saves without telling callbacks, so that what each process keeps for "
+            "itself would be missing from the checkpoint; leave it out"
+        )
+    if options.get("overlap"):
+        raise UserError("sc.hf.attach: the Trainer clips gradients, for which overlap cannot wait; leave it out")
+    MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)  # validates the options now
+    if any(isinstance(each, ExchangeCallback) for each in trainer.callback_handler.callbacks):
+        raise UserError("sc.hf.attach: this Trainer exchanges momentum already; attach once")
+    _check_optimizer(trainer.optimizer)
+    callback = ExchangeCallback(trainer, options)
+    trainer.add_callback(callback)
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_and_note(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        found = resume_from_checkpoint
+        if isinstance(found, bool) and found:
+            found = get_last_checkpoint(trainer.args.output_dir)
+        callback.checkpoint = Path(found) if found else None
+        return train(resume_from_checkpoint, *args, **kwargs)
+
+    trainer.train = train_and_note
+    return callback

@@ -1,1 +1,0 @@
-"""Integrations: use Scantling in other trainers."""

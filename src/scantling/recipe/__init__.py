@@ -1,6 +1,0 @@
-"""Recipe of a run: schema, loading and checks."""
-
-from scantling.recipe.loading import apply_override, check_recipe, differences, dump_recipe, load_recipe, read_yaml
-from scantling.recipe.schema import Recipe
-
-__all__ = ["Recipe", "apply_override", "check_recipe", "differences", "dump_recipe", "load_recipe", "read_yaml"]

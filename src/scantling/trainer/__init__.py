@@ -1,0 +1,1 @@
+"""The trainer behind `scantling train`: recipe, data, tasks, models, planning, training, sweeping, reporting."""

@@ -1,0 +1,84 @@
+"""Split documents into used, unused and held-out ones, by hash, so that the split depends on their content only."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from scantling.errors import UserError
+from scantling.trainer.data.documents import Scan
+from scantling.trainer.data.hashing import key64, mix64
+
+Sides = npt.NDArray[np.int8]
+"""Side of each document: `UNUSED`, `TRAIN` or `HELDOUT`."""
+UNUSED, TRAIN, HELDOUT = -1, 0, 1
+
+
+def all_of(scan: Scan, side: int) -> Sides:
+    """Put every document that is not blank on one side."""
+    return np.where(scan.sizes > 0, side, UNUSED).astype(np.int8)
+
+
+def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name: str, unit: str = "document") -> Sides:
+    """Select the documents and hold some out.
+
+    Identical documents are on the same side. If no set of documents matches the share exactly because many are
+    identical, the held-out set is the largest that stays below, but never empty.
+
+    Args:
+        scan: the scan of the documents.
+        heldout: share of the documents to hold out, rounded up; 0 holds none out.
+        max_bytes: most bytes of text, in complete documents in the order of a hash without seed; at least one document.
+        seed: determines which documents are held out.
+        name: name of the source, for messages.
+        unit: noun for one document, for messages.
+
+    Raises:
+        UserError: documents have to be held out and none would be left to train on.
+    """
+    sides = all_of(scan, TRAIN)
+    if max_bytes is not None:
+        used = np.flatnonzero(sides == TRAIN)
+        used = used[np.argsort(mix64(scan.digests[used], key64("max_bytes")), kind="stable")]
+        fits = int(np.searchsorted(np.cumsum(scan.sizes[used]), max_bytes, side="right"))
+        sides[used[max(1, fits) :]] = UNUSED
+    if heldout > 0:
+        used = np.flatnonzero(sides == TRAIN)
+        sides[used[_held_out(scan.digests[used], heldout, seed)]] = HELDOUT
+        if not (sides == HELDOUT).any():
+            number = f"one {unit}" if len(used) == 1 else f"{len(used)} {unit}s, all of them equal"
+            files = (
+                " (a text file is one document, unless document_separator is set and in it)"
+                if unit == "document"
+                else ""
+            )
+            budget = "" if max_bytes is None else f" within max_bytes = {max_bytes}"
+            raise UserError(
+                f"{name}: nothing can be held out of {number}{budget}; set data.heldout to 0, name held-out files in "
+                f"data.validation, or give more {unit}s{files}"
+            )
+    return sides
+
+
+def _held_out(digests: npt.NDArray[np.uint64], share: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Return the documents to hold out: groups of identical ones, in hash order, each if it still fits."""
+    groups, members, counts = np.unique(digests, return_inverse=True, return_counts=True)
+    target = math.ceil(share * len(digests))
+    order = np.argsort(mix64(groups, key64("heldout", seed)), kind="stable")
+    if len(groups) == 1:
+        return np.zeros(len(digests), dtype=bool)
+    chosen = np.zeros(len(groups), dtype=bool)
+    left = min(target, len(digests) - int(counts.min()))
+    # greedy: a group of identical documents that is too large for the remaining share is skipped
+    for group in order:
+        if counts[group] <= left:
+            chosen[group] = True
+            left -= int(counts[group])
+            if left == 0:
+                break
+    # every group exceeds the share: hold out the smallest one
+    if not chosen.any():
+        chosen[order[np.argmin(counts[order])]] = True
+    return chosen[members]

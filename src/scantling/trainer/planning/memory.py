@@ -1,0 +1,79 @@
+"""Memory that a trace does not show: gradients between passes and, on a CPU, memory kept by the allocator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from scantling.trainer.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from scantling.groups import MatrixDims, Role
+    from scantling.tensor.bonds import BytesOf
+
+MIB = 2**20
+_TUNED = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
+
+
+def allocator_bytes(working_bytes: int) -> int:
+    """Return the bytes of freed blocks that glibc keeps in its heap; they count as resident memory.
+
+    This is a fit to the runs of `benchmarks/peak_memory.py`, not a law: the first 100 MiB of a step's temporary
+    tensors again, plus a tenth of all of them. The result is 0 if environment variables make the allocator return
+    blocks (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_) or replace it (LD_PRELOAD).
+    """
+    if any(name in os.environ for name in _TUNED):
+        return 0
+    return min(working_bytes, 100 * MIB) + working_bytes // 10
+
+
+def frees_gradients(recipe: Recipe, *, world_size: int = 1) -> bool:
+    """Return True if the step frees each gradient immediately; False if several micro-batches accumulate into it."""
+    return recipe.optim.release_gradients and not recipe.accumulates(world_size)
+
+
+def held_gradient_bytes(recipe: Recipe, parameters: Iterable[torch.Tensor], *, world_size: int = 1) -> int:
+    """Return the bytes of gradients a process holds in a step: all, or the largest if each is freed immediately."""
+    sizes = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
+    return max(sizes, default=0) if frees_gradients(recipe, world_size=world_size) else sum(sizes)
+
+
+def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
+    """Return a function for the bytes of weight, gradient and state of a TT parameter under the recipe's optimizer.
+
+    Return None if the optimizer's state size is unknown, or if the recipe sets `bytes_per_parameter` itself.
+    """
+    import torch
+
+    from scantling.optim.memory import predicted_state_bytes
+    from scantling.trainer.planning.momentum import optimizer_groups
+
+    assert recipe.tensor is not None
+    if "bytes_per_parameter" in recipe.tensor.adapter:
+        return None
+    copies = 1 if frees_gradients(recipe) else 2
+
+    @cache
+    def of_core(shape: tuple[int, ...], dtype: torch.dtype, role: Role, dims: MatrixDims) -> float:
+        def group_of(shape: tuple[int, ...], role: Role, dims: MatrixDims) -> dict[str, Any]:
+            param = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+            return {"params": [param], "role": role, "matrix_dims": dims}
+
+        # add a matrix next to the TT core: Muon cannot be built without one, and leaves cores of more dims to AdamW
+        core, matrix = group_of(shape, role, dims), group_of((1, 1), "matrix", ((0,), (1,)))
+        name, options = recipe.optim.name, recipe.optim.options
+        both, alone = (
+            predicted_state_bytes(name, optimizer_groups(recipe, groups), **options)
+            for groups in ([core, matrix], [matrix])
+        )
+        if both is None or alone is None:
+            return float("nan")
+        return copies * prod(shape) * dtype.itemsize + both - alone
+
+    probe = of_core((2, 2, 2), torch.float32, "matrix", ((0, 1), (2,)))
+    return of_core if probe == probe else None

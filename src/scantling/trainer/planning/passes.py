@@ -1,0 +1,74 @@
+"""Memory and FLOPs of the forward and backward passes of a step, from a trace of one micro-batch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from scantling.errors import UserError
+from scantling.numerics.compute import autocast
+from scantling.trainer.models.costs import forward_flops, no_packed_documents, trace_step
+from scantling.trainer.recipe import Recipe
+from scantling.trainer.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Cost of the passes of a step; None for unknown values.
+
+    Attributes:
+        forward_flops: FLOPs of the forward passes of all ranks.
+        recomputed_flops: FLOPs that the backward passes of all ranks repeat because of activation checkpointing.
+        activation_bytes: memory held on one rank between the two passes of a micro-batch.
+        peak_bytes: peak memory of one rank, with gradients but without weights and optimizer state.
+        notes: which values are unknown, and why.
+    """
+
+    forward_flops: int | None
+    recomputed_flops: int | None
+    activation_bytes: int | None
+    peak_bytes: int | None
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_passes(
+    recipe: Recipe, task: Task, model: Any, *, world_size: int, device: str, step_bytes: int | None = None
+) -> Passes:
+    """Trace one micro-batch through the model, without allocating memory.
+
+    From the second micro-batch on, the gradients of earlier ones are already allocated. With several processes they
+    always are, because the buckets of the exchange hold them.
+
+    Args:
+        recipe: determines the micro-batch size and the precision.
+        task: provides a batch and the loss.
+        model: on the meta device; it cannot be used afterwards.
+        world_size: number of processes, which share the batch evenly.
+        device: "cpu" or "cuda".
+        step_bytes: temporary memory of one parameter's step, if it runs within the backward pass.
+    """
+    seq_len = recipe.data.seq_len
+    micro = recipe.micro_batch_size(world_size)
+    gradients_held = recipe.accumulates(world_size) or world_size > 1
+    held = sum(p.nbytes for p in model.parameters() if p.requires_grad) if gradients_held else 0
+    from_shapes = forward_flops(model, sequences=recipe.batch_size, seq_len=seq_len)
+
+    def loss(traced: torch.nn.Module) -> torch.Tensor:
+        batch = task.sample_batch(micro, recipe.data)
+        with autocast(recipe.precision.autocast(device), torch.device("cpu")):
+            return task.loss(traced, batch).loss
+
+    try:
+        with nullcontext() if recipe.data.document_mask else no_packed_documents():
+            trace = trace_step(model, loss, gradients_held=gradients_held, step_bytes=step_bytes)
+    except UserError as error:
+        notes = [f"activations and peak memory are not known: {error}"]
+        recomputed = None if recipe.train.activation_checkpointing else 0
+        if from_shapes is None or recomputed is None:
+            notes.append("FLOPs are not known: the shapes of the layers do not tell them")
+        return Passes(from_shapes, recomputed, None, None, notes)
+    forward, recomputed = (each * recipe.batch_size // micro for each in (trace.forward_flops, trace.recomputed_flops))
+    return Passes(forward, recomputed, trace.activation_bytes, trace.peak_bytes + held)

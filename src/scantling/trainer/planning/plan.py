@@ -1,0 +1,414 @@
+"""Plan of a run: parameters, memory, traffic and FLOPs, summed from the cost functions of each part.
+
+An unknown value is None, with a note that says why; nothing is guessed. All bytes are per rank.
+
+    peak = base + weights + optimizer state + working + allocator
+    working = max(forward and backward pass, gradients + optimizer temporaries)
+
+The passes are traced with one micro-batch that uses no memory. Gradients are allocated while activations are freed,
+so the peak of the passes is less than the sum of both. If gradients exist before the pass, from an earlier
+micro-batch or because the buckets of the exchange hold them, they are added. If the optimizer steps each
+parameter within the pass and frees its gradient, so does the trace, and the temporaries of the update count as part
+of the pass.
+
+`base` is the memory of a CPU process with the libraries loaded, measured in this process. On a GPU it is 0, because
+only allocated memory counts.
+
+`allocator` is the memory of freed blocks that glibc keeps on a CPU. It is the only value that is fitted to
+measurements instead of counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from scantling.distributed.context import DEVICES
+from scantling.errors import UserError
+from scantling.trainer.recipe import Recipe, load_recipe
+from scantling.trainer.recipe.loading import RecipeLike
+from scantling.trainer.reporting.format import format_bytes, format_number
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from scantling.trainer.planning.passes import Passes
+    from scantling.trainer.tasks.base import Task, TaskData
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predicted cost of a run, for each rank.
+
+    Attributes:
+        num_parameters: all parameters; `num_trainable` those that get a gradient; `num_non_embedding` those outside of
+            embeddings and the output layer, the N of scaling laws.
+        parameters_by_role: number of trainable parameters that are matrices, embeddings and vectors.
+        weight_bytes, gradient_bytes, optimizer_state_bytes: held through a step; if gradients are released, only the
+            largest one counts.
+        activation_bytes: held between the forward and the backward pass of one micro-batch.
+        temporary_bytes: memory of the passes or the update in addition to the larger of activations and gradients.
+        base_bytes: memory of the process before it builds a model.
+        allocator_bytes: freed blocks that the allocator keeps, on a CPU.
+        peak_memory_bytes: peak memory of the run.
+        wire_bytes: bytes that one rank sends per step.
+        residual_bytes: state of the momentum exchange.
+        device: "cpu" or "cuda", the device that is planned for.
+        flops_per_step: forward and backward over all ranks, including activation recomputation; `flops_per_token` is
+            the same per token.
+        tokens_per_step: over all ranks; `total_tokens` over the run.
+        notes: which values are unknown, and why.
+    """
+
+    name: str
+    world_size: int
+    num_parameters: int
+    num_trainable: int
+    num_non_embedding: int
+    parameters_by_role: Mapping[str, int]
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_state_bytes: int | None
+    activation_bytes: int | None
+    temporary_bytes: int | None
+    base_bytes: int
+    allocator_bytes: int | None
+    peak_memory_bytes: int | None
+    wire_bytes: int
+    flops_per_step: int | None
+    flops_per_token: float | None
+    tokens_per_step: int
+    total_tokens: int
+    residual_bytes: int = 0
+    device: str = "cpu"
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return {**dataclasses.asdict(self), "notes": list(self.notes)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        """Rebuild the plan that `to_dict` returned, as read from `plan.json`."""
+        return cls(**{**values, "notes": tuple(values["notes"])})
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return rows (group, name, value) for display."""
+        roles = ", ".join(f"{format_number(n)} {role}" for role, n in self.parameters_by_role.items())
+        return [
+            ("parameters", "all", format_number(self.num_parameters)),
+            ("", "trainable", f"{format_number(self.num_trainable)} ({roles})"),
+            ("memory per rank", "weights", format_bytes(self.weight_bytes)),
+            ("", "gradients", format_bytes(self.gradient_bytes)),
+            ("", "optimizer state", format_bytes(self.optimizer_state_bytes)),
+            *([("", "residuals of the exchange", format_bytes(self.residual_bytes))] if self.residual_bytes else []),
+            ("", "activations", format_bytes(self.activation_bytes)),
+            ("", "temporary", format_bytes(self.temporary_bytes)),
+            ("", "kept by the allocator", format_bytes(self.allocator_bytes)),
+            ("", "process before the model", format_bytes(self.base_bytes)),
+            ("", "peak", format_bytes(self.peak_memory_bytes)),
+            ("network", "sent per step and rank", format_bytes(self.wire_bytes)),
+            ("compute", "FLOPs per step", format_number(self.flops_per_step)),
+            ("", "FLOPs per token", format_number(self.flops_per_token)),
+            ("", "tokens per step", format_number(self.tokens_per_step)),
+            ("", "tokens in the run", format_number(self.total_tokens)),
+        ]
+
+    def _title(self) -> str:
+        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        place = {"cpu": "on the CPU", "cuda": "on a GPU" if self.world_size == 1 else "on a GPU each"}[self.device]
+        return f"plan of {self.name}, {processes} {place}"
+
+    def table(self) -> Table:
+        """Return the plan as a table for a terminal."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(
+            title=Text(self._title()),
+            caption=Text("\n".join(self.notes)) if self.notes else None,
+            title_justify="left",
+        )
+        for header in ("", "what", "planned"):
+            table.add_column(header, justify="right" if header == "planned" else "left")
+        for index, (group, what, value) in enumerate(self.rows()):
+            if group and index:
+                table.add_section()
+            table.add_row(group, what, value)
+        return table
+
+    def short(self) -> str:
+        """Return the plan in one line, printed before each run."""
+        sent = f", sends {format_bytes(self.wire_bytes)}/step" if self.wire_bytes else ""
+        return (
+            f"plan for {self.device}: {format_number(self.num_parameters)} parameters, "
+            f"peak {format_bytes(self.peak_memory_bytes)} "
+            f"(weights {format_bytes(self.weight_bytes)}, gradients {format_bytes(self.gradient_bytes)}, "
+            f"optimizer {format_bytes(self.optimizer_state_bytes)}, activations {format_bytes(self.activation_bytes)})"
+            f"{sent}, {format_number(self.flops_per_step)}FLOP/step, {format_number(self.total_tokens)} tokens"
+        )
+
+    def __str__(self) -> str:
+        lines = [self._title()]
+        lines += [f"{group:16} {what:26} {value}" for group, what, value in self.rows()]
+        return "\n".join([*lines, *self.notes])
+
+
+def plan(
+    recipe: RecipeLike,
+    *,
+    world_size: int = 1,
+    device: str = "auto",
+    settings: Sequence[str] = (),
+    task_data: TaskData | None = None,
+) -> Plan:
+    """Predict the cost of a run.
+
+    Args:
+        recipe: path of a YAML file, a mapping, or a `Recipe`.
+        world_size: number of processes.
+        device: "cpu", "cuda" (this machine needs no GPU), or "auto" for `train.device` of the recipe; if that is "auto"
+            too, the GPU if this machine has one.
+        settings: overrides as text, `train.steps=100`.
+        task_data: the run's prepared data, if available; without it the vocabulary size comes from the tokenizer
+            setting, and no data is read.
+
+    Returns:
+        The plan: bytes of one process, FLOPs of all.
+
+    Raises:
+        RecipeError: the recipe is invalid.
+        UserError: the model cannot be built, or the number of processes does not fit the recipe.
+    """
+    from scantling.groups import num_non_embedding, param_groups
+    from scantling.numerics.resident import resident_bytes
+    from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
+    from scantling.trainer.models.build import checkpoint_activations, quiet, recipe_task
+    from scantling.trainer.planning.memory import frees_gradients, held_gradient_bytes
+    from scantling.trainer.planning.momentum import note_on_momentum, optimizer_groups
+    from scantling.trainer.planning.passes import plan_passes
+    from scantling.trainer.tasks import get_task
+
+    recipe = load_recipe(recipe, settings)
+    task = get_task(recipe_task(recipe))
+    check_world_size(recipe, world_size)
+    notes: list[str] = []
+    model = planned_model(recipe, task, task_data, notes)
+    notes += _ranks_that_come_down(recipe, model)
+    if (note := note_on_momentum(recipe)) is not None:
+        notes.append(note)
+    wire, residuals = _traffic(recipe, model, world_size)
+    if recipe.train.activation_checkpointing:
+        checkpoint_activations(model)
+    device = planned_device(recipe, device)
+    on_gpu = device == "cuda"
+    base = 0 if on_gpu else resident_bytes()
+    parameters = list(model.parameters())
+    weight_bytes = sum(p.nbytes for p in parameters)
+    gradient_bytes = held_gradient_bytes(recipe, parameters, world_size=world_size)
+    released = frees_gradients(recipe, world_size=world_size)
+    if recipe.optim.release_gradients and not released:
+        notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, where they are released")
+    groups = optimizer_groups(recipe, param_groups(model, weight_decay=recipe.optim.weight_decay))
+    state = predicted_state_bytes(recipe.optim.name, groups, **recipe.optim.options)
+    if state is None:
+        notes.append(f"the state of {recipe.optim.name} is not known before it has taken a step")
+    of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **recipe.optim.options})
+    with quiet():
+        passes = plan_passes(
+            recipe,
+            task,
+            model,
+            world_size=world_size,
+            device=device,
+            step_bytes=of_optimizer if released else None,
+        )
+    notes += passes.notes
+    if on_gpu and passes.peak_bytes is not None:
+        notes.append("the memory of the passes is that of a CPU's kernels; a GPU's may keep less")
+    if recipe.train.compile:
+        notes.append("compiled kernels keep less for the backward pass than is planned here")
+    tokens = recipe.batch_size * task.examples_to_tokens(recipe.data)
+    flops = _step_flops(passes)
+    return Plan(
+        name=recipe.name or "recipe",
+        world_size=world_size,
+        num_parameters=sum(p.numel() for p in parameters),
+        num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        num_non_embedding=num_non_embedding(model),
+        parameters_by_role=_by_role(groups),
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_state_bytes=state,
+        activation_bytes=passes.activation_bytes,
+        base_bytes=base,
+        **_working_memory(
+            passes,
+            held=None if state is None else base + weight_bytes + state + residuals,
+            gradient_bytes=gradient_bytes,
+            of_optimizer=of_optimizer,
+            on_gpu=on_gpu,
+        ),
+        wire_bytes=wire,
+        flops_per_step=flops,
+        flops_per_token=None if flops is None else flops / tokens,
+        tokens_per_step=tokens,
+        total_tokens=tokens * recipe.train.steps,
+        residual_bytes=residuals,
+        device=device,
+        notes=tuple(notes),
+    )
+
+
+def planned_device(recipe: Recipe, device: str = "auto") -> str:
+    """Return "cpu" or "cuda": the named device, or else the recipe's, or else the GPU if there is one.
+
+    Raises:
+        UserError: another name.
+    """
+    import torch
+
+    if device not in DEVICES:
+        raise UserError(f"the device is one of {', '.join(DEVICES)}; given '{device}'")
+    device = recipe.train.device if device == "auto" else device
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def _ranks_that_come_down(recipe: Recipe, model: Any) -> list[str]:
+    """Return a note on TT layers whose ranks are pruned to a target size."""
+    if recipe.tensor is None or recipe.tensor.size_target is None:
+        return []
+    from scantling.tensor.ranks import RankAdapter
+    from scantling.trainer.planning.memory import bytes_of_cores
+
+    options = recipe.tensor.rank_options(recipe.train.steps)
+    adapter = RankAdapter(model, bytes_of=bytes_of_cores(recipe), **options)
+    target = f"{format_number(adapter.target)} {adapter.options.unit}"
+    return [f"planned at the first ranks; the cores come down to {target} by step {adapter.options.steps}"]
+
+
+def _by_role(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the number of parameters by the role of their group."""
+    roles: dict[str, int] = {}
+    for group in groups:
+        roles[group["role"]] = roles.get(group["role"], 0) + sum(p.numel() for _, p in group["params"])
+    return roles
+
+
+def _traffic(recipe: Recipe, model: Any, world_size: int) -> tuple[int, int]:
+    """Return the bytes that a process sends per step, and the bytes of state that the exchange keeps."""
+    from scantling.comm import MomentumExchange, allreduce_wire_bytes
+    from scantling.comm.demo_exchange import exchange_groups
+
+    if recipe.comm.name != "demo":
+        return allreduce_wire_bytes(sum(p.nbytes for p in model.parameters() if p.requires_grad), world_size), 0
+    options = recipe.comm.demo_options
+    exchange = MomentumExchange(exchange_groups(model, options), **options)
+    return round(exchange.planned_wire_bytes_a_step(world_size)), exchange.planned_state_bytes()
+
+
+def _working_memory(
+    passes: Passes, *, held: int | None, gradient_bytes: int, of_optimizer: int, on_gpu: bool
+) -> dict[str, int | None]:
+    """Return temporary memory of a step, memory the allocator keeps, and the peak; None for unknown values."""
+    from scantling.trainer.planning.memory import allocator_bytes
+
+    if passes.peak_bytes is None:
+        return {"temporary_bytes": None, "allocator_bytes": 0 if on_gpu else None, "peak_memory_bytes": None}
+    # activations are freed before the optimizer steps, so the two peaks do not add up
+    working = max(passes.peak_bytes, gradient_bytes + of_optimizer)
+    kept = 0 if on_gpu else allocator_bytes(working)
+    return {
+        "temporary_bytes": working - max(passes.activation_bytes or 0, gradient_bytes),
+        "allocator_bytes": kept,
+        "peak_memory_bytes": None if held is None else held + working + kept,
+    }
+
+
+def _step_flops(passes: Passes) -> int | None:
+    """Return the FLOPs of the forward and backward passes plus those of activation recomputation."""
+    from scantling.trainer.models.costs import BACKWARD
+
+    if passes.forward_flops is None or passes.recomputed_flops is None:
+        return None
+    return (1 + BACKWARD) * passes.forward_flops + passes.recomputed_flops
+
+
+def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes: list[str]) -> Any:
+    """Return a run's model on the meta device, TT layers at their initial ranks; add assumptions to `notes`.
+
+    Args:
+        recipe, task: of the run.
+        task_data: as in `plan`.
+        notes: list that is appended to.
+
+    Raises:
+        UserError: the model cannot be built.
+    """
+    from scantling.trainer.models.build import build_model, convert_model, reads_weights
+
+    if task_data is not None:
+        vocab_size, overrides = task_data.vocab_size, task.config_overrides(task_data)
+    else:
+        vocab_size, overrides = _vocabulary(recipe, task), task.planned_overrides(recipe.data, notes)
+        if recipe.data.bin is not None and recipe.data.tokenizer == "bytes":
+            notes.append(
+                f"planned with {vocab_size} ids, since no data is read: the run takes one more than the largest in its "
+                "files. Name what made them in data.tokenizer"
+            )
+    model = build_model(
+        recipe.model,
+        task,
+        vocab_size=vocab_size,
+        seq_len=recipe.data.longest,
+        config_overrides=overrides,
+        seed=0,
+        device="meta",
+    )
+    if recipe.tensor is not None and recipe.tensor.init == "random" and reads_weights(recipe.model):
+        notes.append(f"tensor.init: random keeps nothing of the weights in {recipe.model.hf} for the TT layers")
+    convert_model(model, recipe)
+    return model
+
+
+def planned_size(recipe: Recipe) -> tuple[int, int]:
+    """Return `Plan.num_non_embedding` and the tokens of one step, without reading data.
+
+    Raises:
+        UserError: the model cannot be built.
+    """
+    from scantling.groups import num_non_embedding
+    from scantling.trainer.models.build import recipe_task
+    from scantling.trainer.tasks import get_task
+
+    task = get_task(recipe_task(recipe))
+    model = planned_model(recipe, task, None, [])
+    return num_non_embedding(model), recipe.batch_size * task.examples_to_tokens(recipe.data)
+
+
+def check_world_size(recipe: Recipe, world_size: int) -> None:
+    """Raise a UserError if a recipe cannot run on this number of processes."""
+    if recipe.batch_size % world_size:
+        raise UserError(
+            f"the batch of {recipe.batch_size} sequences cannot be shared evenly by {world_size} processes; "
+            "change train.batch_size, train.batch_tokens or the number of processes"
+        )
+    if recipe.optim.release_gradients and world_size > 1:
+        raise UserError(
+            "optim.release_gradients steps each parameter before the processes could average its gradient; given "
+            f"{world_size} processes. Run one, or leave the key out"
+        )
+
+
+def _vocabulary(recipe: Recipe, task: Task) -> int:
+    """Return the vocabulary size that the model needs; reads a tokenizer only if it is in a folder."""
+    from scantling.trainer.data.tokenizers import ByteTokenizer, load_tokenizer
+    from scantling.trainer.recipe.schema import BpeTokenizer
+
+    setting = recipe.data.tokenizer
+    if isinstance(setting, BpeTokenizer):
+        return setting.bpe + task.extra_ids(recipe.data, None)
+    tokenizer = ByteTokenizer() if setting == "bytes" else load_tokenizer(setting)
+    return tokenizer.vocab_size + task.extra_ids(recipe.data, tokenizer)

@@ -1,0 +1,479 @@
+"""Semantic checks of a recipe, beyond types: exactly one source, known names, consistent settings.
+
+The checks read the raw mapping, so that their faults are reported together with structural faults. A check reads only
+keys whose type is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations, islice
+from typing import Any
+
+from pydantic import BaseModel
+
+from scantling.errors import Fault, UserError, did_you_mean, shorten
+from scantling.trainer.recipe.mappings import section_of
+from scantling.trainer.recipe.schema import (
+    CLICK_SOURCES,
+    DIGITS,
+    IMAGE_SOURCES,
+    SOURCES,
+    TASKS,
+    Clicks,
+    CommSection,
+    DataSection,
+    Fields,
+    OptimSection,
+    TensorSection,
+    TrainSection,
+    adapt_steps,
+)
+
+Content = Mapping[str, Any]
+MOST_FAULTS = 100
+"""Most faults that one check reports."""
+KEYS_OF_TASKS = {
+    "bucket": ("classification", "seq2seq"),
+    "clicks": ("clicks",),
+    "criteo": ("clicks",),
+    "document_mask": ("causal-lm",),
+    "image_channels": ("image-classification",),
+    "image_flip": ("image-classification",),
+    "image_shift": ("image-classification",),
+    "image_size": ("image-classification",),
+    "images": ("image-classification",),
+    "mask_probability": ("masked-lm", "seq2seq"),
+    "pad_to_multiple_of": ("classification", "seq2seq"),
+    "span_length": ("seq2seq",),
+    "target_len": ("seq2seq",),
+}
+"""Keys of the data section that apply only to some tasks."""
+
+
+def semantic_faults(content: Content, known: set[str]) -> list[Fault]:
+    """Return all semantic faults, except those at, above or below a path in `known`, which is reported already."""
+    faults: list[Fault] = []
+    for check in CHECKS:
+        try:
+            for fault in islice(check(content), MOST_FAULTS):
+                related = any(_covers(path, fault.path) or _covers(fault.path, path) for path in known)
+                if not related or fault.path.count(".") == 0:
+                    faults.append(fault)
+        except Exception:
+            if not known:
+                raise
+            # a check met a value of the wrong type, which is reported already
+    return faults
+
+
+def _covers(path: str, other: str) -> bool:
+    return path == other or other.startswith(path + ".")
+
+
+def _given(section: Content, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if section.get(name) is not None]
+
+
+def _changed(section: Content, model: type[BaseModel], key: str) -> bool:
+    """Return True if a key is given and differs from its default (a resolved recipe spells out every default)."""
+    return key in section and section[key] != model.model_fields[key].get_default(call_default_factory=True)
+
+
+def _check_name(content: Content) -> Iterator[Fault]:
+    name = content.get("name")
+    if isinstance(name, str) and (name in (".", "..") or "/" in name or not name.isprintable()):
+        yield Fault("name", "is used as a folder's name, without '/'", repr(name))
+
+
+def _check_model(content: Content) -> Iterator[Fault]:
+    from scantling.trainer.models.presets import PRESETS
+
+    model = section_of(content, "model")
+    if not model:
+        return
+    preset = model.get("preset")
+    given = _given(model, ("preset", "hf"))
+    if len(given) != 1:
+        problem = "give exactly one of preset and hf"
+        yield Fault("model", problem, " and ".join(given) if given else "neither")
+    if isinstance(preset, str) and preset not in PRESETS:
+        allowed = ", ".join(PRESETS)
+        yield Fault("model.preset", f"must be one of {allowed}", repr(preset), did_you_mean(preset, PRESETS))
+    if model.get("pretrained") and "hf" not in given:
+        yield Fault("model.pretrained", "a preset has no pretrained weights; give a model folder in model.hf", "true")
+
+
+def _changed_fields(data: Content) -> bool:
+    fields = data.get("fields")
+    return isinstance(fields, Mapping) and any(
+        _changed(fields, Fields, key) for key in fields if key in Fields.model_fields
+    )
+
+
+def _check_data(content: Content) -> Iterator[Fault]:
+    data = section_of(content, "data")
+    if not data:
+        return
+    given = _given(data, SOURCES)
+    if len(given) != 1:
+        yield Fault("data", f"give exactly one source of {', '.join(SOURCES)}", ", ".join(given) if given else "none")
+        return
+    source = given[0]
+    if source in ("text", "corpus", "bin", "images") and _changed_fields(data):
+        yield Fault("data.fields", f"has no meaning for the source '{source}', which has no columns")
+    if source != "text" and data.get("document_separator"):
+        yield Fault("data.document_separator", f"has no meaning for the source '{source}'; it splits text files")
+    if source != "hf":
+        for key in ("hf_config", "hf_split"):
+            if _changed(data, DataSection, key):
+                yield Fault(f"data.{key}", f"has no meaning for the source '{source}'")
+    if source != "bin" and _changed(data, DataSection, "bin_dtype"):
+        yield Fault("data.bin_dtype", f"has no meaning for the source '{source}'")
+    if source == "corpus" and data.get("validation"):
+        yield Fault("data.validation", "a built-in corpus is split by document; use data.heldout")
+    if data.get("images") == DIGITS and data.get("validation"):
+        yield Fault("data.validation", "built-in images are split one by one; use data.heldout")
+    if source == "bin" and data.get("max_bytes"):
+        yield Fault("data.max_bytes", "has no meaning for the source 'bin', which holds tokens")
+    if data.get("validation") and _changed(data, DataSection, "heldout") and data["heldout"] != 0:
+        yield Fault("data.heldout", "has no effect when data.validation names held-out data; give one of them")
+    if data.get("heldout") == 0 and not data.get("validation"):
+        for key in _given(section_of(content, "train"), ("eval_every", "eval_samples")):
+            yield Fault(f"train.{key}", "has no effect where nothing is held out; raise data.heldout, or leave it out")
+
+
+def _check_task(content: Content) -> Iterator[Fault]:
+    from scantling.trainer.models.presets import PRESETS
+
+    model, data = section_of(content, "model"), section_of(content, "data")
+    preset = PRESETS.get(str(model.get("preset")))
+    task = model.get("task") or (preset.task if preset else None)
+    if task is None and _given(data, ("clicks", "criteo")):
+        task = "clicks"
+    if task is None and _given(data, ("images",)):
+        task = "image-classification"
+    fields = data.get("fields")
+    label = fields.get("label") if isinstance(fields, Mapping) else None
+    if task == "classification":
+        if _given(data, ("corpus", "text", "bin")):
+            source = _given(data, ("corpus", "text", "bin"))[0]
+            yield Fault("data", f"classification needs labels, which '{source}' has not; use jsonl, csv, parquet or hf")
+        elif data and not label:
+            yield Fault("data.fields.label", "missing; classification needs the name of the label column")
+    elif task in TASKS and task != "image-classification":
+        if label:
+            yield Fault("data.fields.label", f"has no meaning for the task '{task}'", repr(label))
+        if data.get("labels"):
+            yield Fault("data.labels", f"has no meaning for the task '{task}'")
+    if task == "clicks":
+        yield from _check_click_task(content)
+    if task == "image-classification":
+        yield from _check_image_task(content)
+    elif task in TASKS and isinstance(fields, Mapping) and _changed(fields, Fields, "image"):
+        yield Fault("data.fields.image", f"has no meaning for the task '{task}'", repr(fields["image"]))
+    if task in TASKS:
+        for key, tasks in KEYS_OF_TASKS.items():
+            if task not in tasks and _changed(data, DataSection, key):
+                yield Fault(f"data.{key}", f"has no meaning for the task '{task}'; it belongs to {' and '.join(tasks)}")
+    if task == "seq2seq":
+        pairs = isinstance(fields, Mapping) and fields.get("pair") is not None
+        for key in ("mask_probability", "span_length") if pairs else ("bucket", "pad_to_multiple_of"):
+            if _changed(data, DataSection, key):
+                yield Fault(f"data.{key}", f"has no meaning for seq2seq {'with' if pairs else 'without'} pairs")
+
+
+def _check_click_task(content: Content) -> Iterator[Fault]:
+    """Yield faults of the task `clicks`: settings that do not apply to rows of features, and missing ones."""
+    data = section_of(content, "data")
+    source = next(iter(_given(data, SOURCES)), None)
+    if source is not None and source not in CLICK_SOURCES:
+        yield Fault("data", f"the task 'clicks' reads {', '.join(CLICK_SOURCES)}", f"'{source}'")
+    if data and source != "criteo" and not data.get("clicks"):
+        yield Fault("data.clicks", "missing; the task 'clicks' needs the names of the columns")
+    if _changed_fields(data):
+        yield Fault("data.fields", "has no meaning for the task 'clicks'; name the columns in data.clicks")
+    yield from _check_no_text(content, "clicks", "rows")
+
+
+def _check_image_task(content: Content) -> Iterator[Fault]:
+    """Yield faults of the task `image-classification`: settings that do not apply to images, and missing ones."""
+    data, task = section_of(content, "data"), "image-classification"
+    source = next(iter(_given(data, SOURCES)), None)
+    fields = data.get("fields")
+    fields = fields if isinstance(fields, Mapping) else {}
+    if source is not None and source not in IMAGE_SOURCES:
+        yield Fault("data", f"the task '{task}' reads {', '.join(IMAGE_SOURCES)}", f"'{source}'")
+    elif source is not None and data.get("images") != DIGITS and data.get("image_size") is None:
+        yield Fault("data.image_size", "missing; images are resized to so many pixels on a side", None, "such as 224")
+    if source == "hf" and not fields.get("label"):
+        yield Fault("data.fields.label", f"missing; {task} needs the name of the label column")
+    for key in ("text", "pair"):
+        if source == "hf" and _changed(fields, Fields, key):
+            yield Fault(f"data.fields.{key}", f"has no meaning for the task '{task}'; name the columns image and label")
+    yield from _check_no_text(content, task, "images")
+
+
+def _check_no_text(content: Content, task: str, examples: str) -> Iterator[Fault]:
+    """Yield faults for settings that do not apply to a task whose examples are not text."""
+    data = section_of(content, "data")
+    for key in ("tokenizer", "seq_len", "max_bytes"):
+        if _changed(data, DataSection, key):
+            yield Fault(f"data.{key}", f"has no meaning for the task '{task}', whose {examples} have no text")
+    if section_of(content, "train").get("batch_tokens") is not None:
+        problem = f"has no meaning for the task '{task}'; give the {examples} of a batch in batch_size"
+        yield Fault("train.batch_tokens", problem)
+
+
+def _check_clicks(content: Content) -> Iterator[Fault]:
+    data = section_of(content, "data")
+    clicks = data.get("clicks")
+    if not isinstance(clicks, Mapping):
+        return
+    criteo = data.get("criteo") is not None
+    for key in ("label", "label_above") if criteo else ():
+        if clicks.get(key) is not None:
+            yield Fault(f"data.clicks.{key}", "has no meaning for Criteo's files, whose first column is the label")
+    for key in () if criteo else ("label", "categorical"):
+        if not clicks.get(key):
+            yield Fault(f"data.clicks.{key}", "missing; name the column" + ("s" if key == "categorical" else ""))
+    features = {key: clicks[key] for key in ("numeric", "categorical") if isinstance(clicks.get(key), list)}
+    seen = {clicks.get("label"): "label"}
+    for key, names in features.items():
+        for name in filter(lambda name: isinstance(name, str), names):
+            if name in seen:
+                yield Fault(f"data.clicks.{key}", f"'{name}' is given already, in {seen[name]}")
+            seen[name] = key
+    sizes, categorical = clicks.get("table_size"), features.get("categorical")
+    if isinstance(sizes, Mapping) and categorical is not None:
+        known = shorten(", ".join(map(str, categorical)), 300)
+        names = {str(name) for name in categorical}
+        for name in sizes:
+            if str(name) not in names:
+                hint = did_you_mean(str(name), map(str, categorical))
+                yield Fault(f"data.clicks.table_size.{name}", f"is no categorical column; they are {known}", None, hint)
+    if _changed(clicks, Clicks, "min_count") and isinstance(sizes, int):
+        yield Fault("data.clicks.min_count", "has no effect where all categories are hashed, by table_size")
+    if _changed(clicks, Clicks, "scaling") and not criteo and not clicks.get("numeric"):
+        yield Fault("data.clicks.scaling", "has no effect without numeric columns")
+
+
+def _check_batch(content: Content) -> Iterator[Fault]:
+    train, data = section_of(content, "train"), section_of(content, "data")
+    if not train:
+        return
+    given = _given(train, ("batch_tokens", "batch_size"))
+    if len(given) != 1:
+        yield Fault(
+            "train", "give exactly one of batch_tokens and batch_size", " and ".join(given) if given else "neither"
+        )
+        return
+    tokens, seq_len = train.get("batch_tokens"), data.get("seq_len", DataSection.model_fields["seq_len"].default)
+    if isinstance(tokens, int) and isinstance(seq_len, int) and seq_len > 0 and tokens % seq_len:
+        allowed = f"must be a multiple of data.seq_len = {seq_len}"
+        yield Fault("train.batch_tokens", allowed, str(tokens), f"such as {max(1, round(tokens / seq_len)) * seq_len}")
+
+
+def _check_schedule(content: Content) -> Iterator[Fault]:
+    train = section_of(content, "train")
+    steps = train.get("steps")
+    schedule, warmup, decay = (
+        train.get(key, TrainSection.model_fields[key].default) for key in ("schedule", "warmup", "decay")
+    )
+    if isinstance(steps, int) and steps > 0 and isinstance(warmup, int | float):
+        share = warmup if warmup < 1 else warmup / steps
+        if share > 1:
+            yield Fault("train.warmup", f"is longer than the run of {steps} steps", str(warmup))
+        elif schedule == "wsd" and isinstance(decay, int | float) and share + decay > 1 + 1e-9:  # tolerates rounding
+            problem = "begins before the warm-up has ended; lower it or train.warmup"
+            yield Fault("train.decay", problem, f"{decay} after a warm-up of {share:.3g} of the steps")
+    if _changed(train, TrainSection, "decay") and schedule in ("cosine", "linear", "constant"):
+        yield Fault("train.decay", f"has no meaning for the schedule '{schedule}'; it belongs to wsd")
+    if _changed(train, TrainSection, "min_lr_ratio") and schedule == "constant":
+        yield Fault("train.min_lr_ratio", "has no meaning for the schedule 'constant'")
+
+
+def _check_tensor(content: Content) -> Iterator[Fault]:
+    from scantling.tensor.formats import FORMATS, linear_options
+    from scantling.tensor.options import RankOptions
+
+    tensor, train = section_of(content, "tensor"), section_of(content, "train")
+    if not tensor:
+        return
+    name, num_modes = tensor.get("format"), tensor.get("num_modes")
+    if isinstance(name, str) and name in FORMATS:
+        try:
+            linear_options(name, num_modes if isinstance(num_modes, int) else None)
+        except UserError as error:
+            yield Fault("tensor.num_modes", str(error))
+        if tensor.get("init") == "svd" and "activation" in FORMATS[name]:
+            yield Fault("tensor.init", f"svd needs a matrix, which a layer of the format {name} is not")
+    adapter = tensor.get("adapter")
+    if tensor.get("size_target") is None:
+        for key in ("unit", "adapt", "truncate_every", "adapter"):
+            if _changed(tensor, TensorSection, key):
+                yield Fault(f"tensor.{key}", "has no effect without tensor.size_target")
+        return
+    steps, adapt = train.get("steps"), tensor.get("adapt", TensorSection.model_fields["adapt"].default)
+    own = {}
+    if isinstance(steps, int) and isinstance(adapt, int | float):
+        own = {"steps": adapt_steps(adapt, steps)}
+        if adapt > max(1, steps):
+            yield Fault("tensor.adapt", f"is longer than the run of {steps} steps", str(adapt))
+    if isinstance(adapter, Mapping):
+        for key, problem, given in RankOptions.problems({**own, **adapter}):
+            yield Fault(f"tensor.adapter.{key}", problem, given)
+        for key in ("size_target", "unit", "steps"):
+            if key in adapter:
+                yield Fault(f"tensor.adapter.{key}", f"belongs to tensor.{'adapt' if key == 'steps' else key}")
+
+
+def _check_optim(content: Content) -> Iterator[Fault]:
+    from scantling.optim.registry import check_options
+
+    optim = section_of(content, "optim")
+    name = optim.get("name", OptimSection.model_fields["name"].default)
+    if not isinstance(name, str):
+        return
+    options = {key: value for key, value in optim.items() if key not in OptimSection.model_fields}
+    for path, problem in check_options(name, options):
+        yield Fault(f"optim.{path}", problem)
+
+
+def _check_release(content: Content) -> Iterator[Fault]:
+    optim, train, precision = (section_of(content, name) for name in ("optim", "train", "precision"))
+    if optim.get("release_gradients") is not True:
+        return
+    key = "optim.release_gradients"
+    name = optim.get("name", OptimSection.model_fields["name"].default)
+    if isinstance(name, str) and name.lower() != "came":
+        yield Fault(key, "is for optim.name: came; take that, or leave the key out", f"the optimizer '{name}'")
+    clip = train.get("clip", TrainSection.model_fields["clip"].default)
+    if train and clip is not None:
+        how = "" if "clip" in train else ", the default"
+        yield Fault(
+            key,
+            "frees gradients before their global norm is known, so that they cannot be clipped by it; set train.clip: "
+            "null (came limits the update of each parameter, see clip_threshold)",
+            f"train.clip: {clip}{how}",
+        )
+    if precision.get("compute") == "fp16":
+        problem = "takes steps before an overflow of fp16 gradients is known; set precision.compute: bf16"
+        yield Fault(key, problem, "precision.compute: fp16")
+
+
+def _check_comm(content: Content) -> Iterator[Fault]:
+    comm, optim, train, precision = (section_of(content, name) for name in ("comm", "optim", "train", "precision"))
+    if comm.get("name", "allreduce") != "demo":
+        of_allreduce = ("name", "bucket_mb", "find_unused_parameters", "timeout")
+        for key in CommSection.model_fields:
+            if key not in of_allreduce and _changed(comm, CommSection, key):
+                yield Fault(f"comm.{key}", "has an effect with comm.name: demo alone")
+        return
+    if _changed(comm, CommSection, "find_unused_parameters"):
+        yield Fault("comm.find_unused_parameters", "has an effect with comm.name: allreduce alone")
+    if comm.get("overlap") is True:
+        clip = train.get("clip", TrainSection.model_fields["clip"].default)
+        if clip is not None:
+            problem = (
+                "sends gradients before their global norm is known, by which they are clipped; set train.clip: null"
+            )
+            yield Fault("comm.overlap", problem, f"train.clip: {clip}")
+    elif _changed(comm, CommSection, "bucket_mb"):
+        yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce, or with comm.overlap")
+    every = comm.get("sync_every", 1)
+    if isinstance(every, int) and every > 1:
+        for key, given in (("auto_off", True), ("exchange", "whole")):
+            if comm.get(key) == given:
+                yield Fault(f"comm.{key}", "is for an exchange at every step; leave one out", f"sync_every: {every}")
+    topk, chunk = (comm.get(key, CommSection.model_fields[key].default) for key in ("topk", "chunk"))
+    if isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2:
+        yield Fault("comm.topk", f"must be at most chunk^2 = {chunk**2}, all there is in a block", str(topk))
+    if optim.get("release_gradients") is True:
+        problem = "steps each parameter before its gradient could be exchanged; leave one of both out"
+        yield Fault("optim.release_gradients", problem, "comm.name: demo")
+    if train.get("graph") is True:
+        yield Fault("train.graph", "cannot capture an exchange; leave one of both out", "comm.name: demo")
+    if precision.get("compute") == "fp16":
+        problem = "scales the loss anew from time to time, which a momentum would keep; set precision.compute: bf16"
+        yield Fault("comm.name", problem, "precision.compute: fp16")
+
+
+def _check_graph(content: Content) -> Iterator[Fault]:
+    from scantling.optim.registry import optimizer_options
+
+    optim, train, precision = (section_of(content, name) for name in ("optim", "train", "precision"))
+    if train.get("graph") is not True:
+        return
+    key = "train.graph"
+    if train.get("device") == "cpu":
+        yield Fault(key, "captures CUDA graphs; leave it out on a CPU", "train.device: cpu")
+    if optim.get("release_gradients") is True:
+        problem = "cannot capture a step that is taken within the backward pass; leave one of both out"
+        yield Fault(key, problem, "optim.release_gradients: true")
+    if precision.get("compute") == "fp16":
+        problem = "cannot leave out an update whose fp16 gradients overflow; set precision.compute: bf16"
+        yield Fault(key, problem, "precision.compute: fp16")
+    name = optim.get("name", OptimSection.model_fields["name"].default)
+    try:
+        options = optimizer_options(name) if isinstance(name, str) else {"capturable": True}
+    except UserError:
+        return  # reported with optim.name
+    if "capturable" not in options:
+        problem = "needs an optimizer that can be captured, such as came or adamw"
+        yield Fault(key, problem, f"the optimizer '{name}'")
+
+
+def _check_precision(content: Content) -> Iterator[Fault]:
+    precision, model = (section_of(content, name) for name in ("precision", "model"))
+    if not precision:
+        return
+    from scantling.precision.products import Multiply
+    from scantling.precision.quantizer import Quantizer
+
+    quantizers, is_whole = {}, True
+    for key in ("weights", "activations", "kv_cache", "queries", "gradients"):
+        given = precision.get(key)
+        if isinstance(given, str | Mapping) and given:
+            given = given if isinstance(given, str) else {k: v for k, v in given.items() if v is not None}
+            try:
+                quantizers[key] = Quantizer.of(given, "channel" if key == "weights" else "token")
+            except UserError as error:
+                yield Fault(f"precision.{key}", str(error))
+                is_whole = False
+    if model.get("attention") == "eager":
+        for key in ("kv_cache", "queries"):
+            if key in quantizers:
+                yield Fault(f"precision.{key}", "needs model.attention: sdpa", "model.attention: eager")
+    compute = precision.get("compute")
+    if compute not in ("int8", "fp8") or not is_whole:
+        return
+    multiply, multiplied = Multiply(compute), ("weights", "activations", "gradients")
+    for key in multiplied:
+        if key in quantizers or key != "gradients":
+            try:
+                multiply.check(quantizers.get(key), key)
+            except UserError as error:
+                yield Fault("precision.compute", str(error))
+    try:
+        for one, other in combinations([quantizers[key] for key in multiplied if key in quantizers], 2):
+            multiply.check_pair(one, other)
+    except UserError as error:
+        yield Fault("precision.compute", str(error))
+
+
+CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
+    _check_name,
+    _check_model,
+    _check_data,
+    _check_task,
+    _check_clicks,
+    _check_batch,
+    _check_schedule,
+    _check_tensor,
+    _check_optim,
+    _check_release,
+    _check_comm,
+    _check_graph,
+    _check_precision,
+)

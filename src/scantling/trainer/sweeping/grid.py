@@ -1,0 +1,195 @@
+"""Expand a sweep into runs: a checked recipe for every combination, or a list of all faults in them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scantling.errors import Fault, RecipeError, UserError, hinted
+from scantling.trainer.planning.plan import planned_size
+from scantling.trainer.recipe import Recipe, check_recipe
+from scantling.trainer.recipe.loading import set_key
+from scantling.trainer.sweeping.schema import Sweep
+from scantling.trainer.training.rundir import MAY_DIFFER
+
+logger = logging.getLogger(__name__)
+
+MOST_COMBINATIONS = 10_000
+"""Most combinations in one sweep, including those in `leave_out`."""
+_SAME_RUN = MAY_DIFFER - {"train.eval_samples"}
+"""Keys that do not affect a run's row in the table."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a sweep.
+
+    Attributes:
+        key: identifier of the run, a hash of its recipe.
+        label: readable text that distinguishes the run from others.
+        values: values of the sweep's keys, in order; None for a key that the recipe does not have.
+        recipe: the checked recipe.
+        num_parameters: N, outside of embeddings and the output layer.
+        num_tokens: D.
+    """
+
+    key: str
+    label: str
+    values: Mapping[str, Any]
+    recipe: Recipe
+    num_parameters: int
+    num_tokens: int
+
+    @property
+    def work(self) -> float:
+        """Relative duration of the run, without a unit: N D."""
+        return float(max(1, self.num_parameters) * self.num_tokens)
+
+
+def cases(sweep: Sweep, base: Mapping[str, Any], source: str = "sweep") -> list[Case]:
+    """Return the runs of a sweep in the order of its axes, the last one fastest; equal recipes become one run.
+
+    Args:
+        sweep: as read.
+        base: the base recipe, unchecked.
+        source: name of the sweep in messages.
+
+    Raises:
+        RecipeError: a recipe of the grid is invalid; lists all faults, each with the settings that cause it.
+        UserError: all combinations are left out, or there are too many.
+    """
+    number = math.prod(map(len, [*sweep.axes.values(), *sweep.linked.values()]))
+    if number > MOST_COMBINATIONS:
+        raise UserError(f"{source}: {number:,} combinations; at most {MOST_COMBINATIONS:,} are allowed in one sweep")
+    product = list(_product(sweep))
+    for unused in (each for each in sweep.leave_out if not any(_matches(each, given, base) for given in product)):
+        logger.warning("%s: leave_out matches no combination: %s", source, unused)
+    settings = [given for given in product if not any(_matches(each, given, base) for each in sweep.leave_out)]
+    if not settings:
+        raise UserError(f"{source}: leave_out leaves no run")
+    found: dict[str, Case] = {}
+    faults: dict[str, tuple[Fault, list[int]]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
+    for number, given in enumerate(settings):
+        content = copy.deepcopy(dict(base))
+        for key, value in given.items():
+            set_key(content, key.split("."), copy.deepcopy(value))
+        try:
+            case = _case(sweep, given, content, sizes)
+        except RecipeError as error:
+            problems = error.faults
+        except UserError as error:
+            problems = [Fault("", str(error))]
+        else:
+            found.setdefault(case.key, case)
+            continue
+        for fault in problems:
+            faults.setdefault(str(fault), (fault, []))[1].append(number)
+    if faults:
+        raise RecipeError([_placed(fault, numbers, settings) for fault, numbers in faults.values()], source)
+    return list(found.values())
+
+
+def select(chosen: Sequence[Case], where: Mapping[str, str]) -> list[Case]:
+    """Return the runs that have these values, written as in the table.
+
+    Raises:
+        UserError: a key that is not swept, or a value that no run has.
+    """
+    for key, value in where.items():
+        known = list(chosen[0].values) if chosen else []
+        if key not in known:
+            raise UserError(hinted(f"--only: '{key}' is not swept; swept are {', '.join(known)}", key, known))
+        left = [case for case in chosen if shown(case.values[key]) == value]
+        if not left:
+            there = ", ".join(dict.fromkeys(shown(case.values[key]) for case in chosen))
+            raise UserError(f"--only: no run has {key} = {value}; there is {there}")
+        chosen = left
+    return list(chosen)
+
+
+def shown(value: Any) -> str:
+    """Return a value as text for the table: empty for null, JSON for lists, mappings and booleans."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def names_of(sweep: Sweep) -> dict[str, str]:
+    """Return short names of the keys that distinguish runs: only the first key of linked settings, if it suffices."""
+    keys = list(sweep.axes)
+    for group in sweep.linked.values():
+        first = next(iter(group[0]))
+        values = [settings.get(first) for settings in group]
+        enough = all(next(iter(settings)) == first for settings in group) and len(set(map(shown, values))) == len(group)
+        keys += [first] if enough else [key for settings in group for key in settings]
+    keys = list(dict.fromkeys(keys))
+    ends = [key.rpartition(".")[2] for key in keys]
+    return {key: end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True)}
+
+
+def _product(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    axes = [[{key: value} for value in values] for key, values in sweep.axes.items()]
+    for combination in itertools.product(*axes, *sweep.linked.values()):
+        yield {key: value for settings in combination for key, value in settings.items()}
+
+
+def _matches(pattern: Mapping[str, Any], given: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """True if settings on top of a base match every key of a pattern; a list in the pattern allows several values."""
+    values = {key: given[key] if key in given else _at(base, key.split(".")) for key in pattern}
+    return all(
+        values[key] == wanted or (isinstance(wanted, list) and values[key] in wanted) for key, wanted in pattern.items()
+    )
+
+
+def _case(sweep: Sweep, given: Mapping[str, Any], content: dict[str, Any], sizes: dict[str, tuple[int, int]]) -> Case:
+    label = " ".join(f"{name}={shown(given[key]) or 'null'}" for key, name in names_of(sweep).items() if key in given)
+    content["name"] = "".join(c if c.isprintable() and c != "/" else "_" for c in label)[:120]
+    recipe = check_recipe(content)
+    # hash paths as written and omit defaults: the key must be the same on another machine and in a later version
+    written = Recipe.model_validate(content).model_dump(mode="json", exclude_defaults=True)
+    for path in _SAME_RUN:
+        _drop(written, path.split("."))
+    key = hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()[:16]
+    all_keys = Recipe.model_validate(content).model_dump(mode="json")
+    values = {key: given[key] if key in given else _at(all_keys, key.split(".")) for key in sweep.keys}
+    shape = f"{recipe.model_dump_json(include={'model', 'data', 'tensor', 'precision'})} {recipe.batch_size}"
+    if shape not in sizes:
+        sizes[shape] = planned_size(recipe)
+    num_parameters, tokens = sizes[shape]
+    return Case(key, label, values, recipe, num_parameters, tokens * recipe.train.steps)
+
+
+def _placed(fault: Fault, numbers: Sequence[int], settings: Sequence[Mapping[str, Any]]) -> Fault:
+    """Return the fault with the one setting that exactly its runs share, or else with an example run."""
+    where = None
+    if len(numbers) < len(settings):
+        first = settings[numbers[0]]
+        for key, value in first.items():
+            if [n for n, each in enumerate(settings) if key in each and each[key] == value] == list(numbers):
+                where = f"where {key} = {shown(value) or 'null'}"
+                break
+        else:
+            others = f", and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+            where = "where " + ", ".join(f"{key} = {shown(value) or 'null'}" for key, value in first.items()) + others
+    hint = "; ".join(each for each in (fault.hint, where) if each)
+    return Fault(fault.path, fault.problem, fault.given, hint or None)
+
+
+def _at(content: Any, parts: Sequence[str]) -> Any:
+    for part in parts:
+        content = content.get(part) if isinstance(content, Mapping) else None
+    return content
+
+
+def _drop(content: dict[str, Any], parts: Sequence[str]) -> None:
+    inner = _at(content, parts[:-1])
+    if isinstance(inner, dict):
+        inner.pop(parts[-1], None)

@@ -1,0 +1,226 @@
+"""The index of a checkpoint: which tensor is in which bytes of which file, as JSON.
+
+torch.distributed.checkpoint keeps its index as a pickle, `.metadata`, which could run code when it is read. It is
+written for other programs, and never read here: `index.json` says the same in plain numbers and texts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from scantling.distributed.objects import DTYPES
+from scantling.errors import UserError
+from scantling.files import no_follow
+
+INDEX = "index.json"
+METADATA = ".metadata"
+MAX_BYTES = 1 << 30
+"""Largest index that is read; a tensor takes about 250 bytes."""
+
+_RANK_KEY = re.compile(r"(?:exchange|rng)/rank(0|[1-9][0-9]{0,6})/")
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+_Dims = Annotated[list[_Count], Field(max_length=64)]
+
+
+class _Chunk(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    offsets: _Dims
+    sizes: _Dims
+    file: Annotated[str, Field(pattern=r"^__[0-9]+_[0-9]+\.distcp$")]
+    offset: _Count
+    length: _Count
+
+
+class _Tensor(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    dtype: str
+    size: _Dims
+    chunks: Annotated[list[_Chunk], Field(min_length=1)]
+
+
+class _Tensors(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    tensors: dict[str, _Tensor]
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index that was read and checked.
+
+    Attributes:
+        metadata: the index as torch.distributed.checkpoint wants it.
+        files: names of the files with the tensors.
+        shared_files: those with a tensor that all ranks have, such as a weight.
+    """
+
+    metadata: Metadata
+    files: frozenset[str]
+    shared_files: frozenset[str]
+
+
+def index_entries(metadata: Metadata) -> dict[str, Any]:
+    """Return the entries of the index by key, as JSON values.
+
+    Args:
+        metadata: what `torch.distributed.checkpoint.save` returned; it holds tensors alone.
+    """
+    tensors: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[key] = {"dtype": dtype, "size": list(entry.size), "chunks": []}
+        for chunk in entry.chunks:
+            stored = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            tensors[key]["chunks"].append(
+                {
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                    "file": stored.relative_path,
+                    "offset": stored.offset,
+                    "length": stored.length,
+                }
+            )
+    return tensors
+
+
+def write_index(entries: dict[str, Any], folder: Path) -> None:
+    """Write the index and `.metadata`, which other programs read, and fsync both.
+
+    Args:
+        entries: of all tensors in the files of the folder, as of `index_entries`.
+        folder: the checkpoint folder.
+    """
+    with open(folder / INDEX, "w", encoding="utf-8", opener=no_follow) as file:
+        json.dump({"tensors": entries}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    metadata = read_index(folder).metadata
+    results = [WriteResult(index, stored.length, stored) for index, stored in metadata.storage_data.items()]
+    FileSystemWriter(folder).finish(metadata, [results])
+
+
+def read_index(folder: Path, *, allow_lost_ranks: bool = False) -> Index:
+    """Read and check the index of a checkpoint folder.
+
+    Args:
+        folder: the checkpoint folder.
+        allow_lost_ranks: leave out states of single ranks, such as residuals, whose file is missing or too short.
+
+    Raises:
+        UserError: it is missing or damaged, or names bytes that no file has.
+    """
+    file = folder / INDEX
+    try:
+        if not file.is_file():
+            raise UserError(f"the index of checkpoint {folder} cannot be read: there is no {INDEX}")
+        if file.stat().st_size > MAX_BYTES:
+            raise UserError(f"{file} has {file.stat().st_size} bytes; an index has at most {MAX_BYTES}")
+        content = _Tensors.model_validate_json(file.read_bytes())
+        return _checked(content, folder, allow_lost_ranks)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    raise UserError(f"the index of checkpoint {folder} cannot be read: {problem}")
+
+
+def _checked(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
+    names = {chunk.file for tensor in content.tensors.values() for chunk in tensor.chunks}
+    lengths = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in names}
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for key, tensor in content.tensors.items():
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise ValueError(f"{key}: there is no dtype {tensor.dtype!r:.40}")
+        chunks: list[ChunkStorageMetadata] = []
+        try:
+            for chunk in tensor.chunks:
+                _check_chunk(key, tensor, chunk, dtype.itemsize, lengths[chunk.file])
+        except ValueError:
+            if allow_lost_ranks and is_rank_key(key):
+                continue
+            raise
+        for chunk in tensor.chunks:
+            offsets = torch.Size(chunk.offsets)
+            place = MetadataIndex(key, offsets, len(chunks))
+            if place in storage:
+                raise ValueError(f"{key}: two chunks begin at {chunk.offsets}")
+            storage[place] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+        if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
+            raise ValueError(f"{key}: its chunks do not add up to the size {tensor.size}")
+        entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.size), chunks)
+    shared_files = {info.relative_path for index, info in storage.items() if not is_rank_key(index.fqn)}
+    planner_data = {key: (key,) for key in entries}  # as of a flat state dict
+    return Index(Metadata(entries, planner_data, storage), frozenset(names), frozenset(shared_files))
+
+
+def _check_chunk(key: str, tensor: _Tensor, chunk: _Chunk, itemsize: int, file_bytes: int) -> None:
+    """Check that a chunk lies within its tensor and its file, so that nothing larger than the file is allocated."""
+    if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.size):
+        raise ValueError(f"{key}: a chunk has another number of dimensions than the tensor")
+    if any(start + size > whole for start, size, whole in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
+        raise ValueError(f"{key}: a chunk reaches beyond the tensor")
+    if file_bytes < 0:
+        raise ValueError(f"{chunk.file} is missing")
+    if chunk.offset + chunk.length > file_bytes or math.prod(chunk.sizes) * itemsize > chunk.length:
+        raise ValueError(f"{key}: a chunk of {chunk.sizes} does not fit into the bytes of {chunk.file}")
+
+
+def ranks_held(folder: Path) -> list[int]:
+    """List the ranks whose own state is in a checkpoint folder."""
+    keys = read_index(folder).metadata.state_dict_metadata
+    return sorted({int(match[1]) for key in keys if (match := _RANK_KEY.match(key))})
+
+
+def is_rank_key(key: str) -> bool:
+    """True for the key of a tensor that one rank has for itself, such as `exchange/rank0/residuals`."""
+    return _RANK_KEY.match(key) is not None
+
+
+class RankWriter(FileSystemWriter):
+    """A writer of one rank's tensors: their file has its rank in its name, and nothing else is written."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder, sync_files=True)
+        self._prefix = _StoragePrefix(f"__{rank}_")
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=self._prefix) for plan in plans]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.storage_data = {each.index: each.storage_data for part in results for each in part}
+
+
+class IndexedReader(FileSystemReader):
+    """The reader of torch.distributed.checkpoint, with `index.json` in place of its pickled index."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = read_index(Path(self.path), allow_lost_ranks=True).metadata
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata

@@ -1,0 +1,217 @@
+"""The manifest of a checkpoint: what it holds, with a checksum of each file and of itself.
+
+`manifest.json` is the only file that no other file vouches for, so it carries a SHA-256 of its own content as canonical
+JSON, and every field is checked before it is used. The checksum finds damage and edits by hand; it is no signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from scantling.errors import UserError
+from scantling.files import no_follow
+from scantling.trainer.training.index import INDEX, METADATA, read_index
+
+FORMAT = 3
+MANIFEST = "manifest.json"
+MAX_BYTES = 1 << 28
+"""Largest manifest that is written or read. One of 1,000 processes and 100,000 parameters has about 20 MB."""
+
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+_Rank = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,6})$")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _File(_Part):
+    bytes: _Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Group(_Part):
+    names: list[str]
+    hyper: dict[str, Any]
+
+
+class _Optimizer(_Part):
+    plain: dict[str, dict[str, Any]]
+    on_cpu: list[str]
+    groups: list[_Group]
+
+
+class _Generators(_Part):
+    python: tuple[int, list[int], float | None]
+    numpy: tuple[str, int, int, float]
+
+
+class _Position(_Part):
+    seed: _Count
+    epoch: _Count
+    index: _Count
+
+
+class _Values(_Part):
+    """Everything that is not a tensor. A checkpoint of tensors alone has none of it."""
+
+    step: _Count | None = None
+    tokens: _Count | None = None
+    recipe: dict[str, Any] | None = None
+    data: _Position | None = None
+    fingerprint: str | None = None
+    scaler: dict[str, int | float] | None = None
+    joules: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    optimizer: _Optimizer | None = None
+    exchange: dict[_Rank, dict[str, Any]] | None = None
+    rng: dict[_Rank, _Generators] | None = None
+    methods: dict[str, dict[str, Any]] | None = None
+
+
+class _Manifest(_Part):
+    format: Literal[3]
+    step: _Count
+    save: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    world_size: Annotated[int, Field(ge=1, le=10**7)]
+    versions: dict[str, str]
+    values: _Values
+    files: Annotated[dict[str, _File], Field(min_length=1)]
+    checksum: str
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write the manifest of a checkpoint folder with its checksum, and fsync it.
+
+    Args:
+        folder: the checkpoint, whose other files are complete.
+        content: everything but `format` and `checksum`.
+
+    Raises:
+        RuntimeError: `read_manifest` would refuse it.
+    """
+    plain = json.loads(json.dumps({"format": FORMAT, **content}))
+    text = json.dumps({**plain, "checksum": _checksum(plain)})
+    try:
+        _parse(text)
+    except ValueError as error:
+        raise RuntimeError(f"the state of this run does not fit into a manifest: {error}") from None
+    with open(folder / MANIFEST, "w", encoding="utf-8", opener=no_follow) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint folder.
+
+    Raises:
+        UserError: it is missing, damaged, or was changed after it was written.
+    """
+    file = path / MANIFEST
+    try:
+        if not file.is_file():
+            raise UserError(f"{path} has no {MANIFEST}")
+        if file.stat().st_size > MAX_BYTES:
+            raise UserError(f"{file} has {file.stat().st_size} bytes; a manifest has at most {MAX_BYTES}")
+        return _parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} has no usable {MANIFEST}: {error}") from None
+
+
+def damage(path: Path, *, weights_only: bool = False) -> str | None:
+    """Return what is wrong with a checkpoint folder (a missing, short or changed file), or None.
+
+    Args:
+        path: the folder.
+        weights_only: do not look at files that hold only states of single ranks, such as residuals.
+    """
+    try:
+        manifest = read_manifest(path)
+        if re.fullmatch(r"step-[0-9]+", path.name) and path.name != f"step-{manifest['step']}":
+            return f"its manifest is that of step {manifest['step']}"
+        listed = manifest["files"]
+        needed = listed.keys()
+        if weights_only:
+            needed = {METADATA, INDEX, *read_index(path, allow_lost_ranks=True).shared_files}
+        for name, expected in listed.items():
+            if name not in needed:
+                continue
+            if Path(name).name != name:
+                return f"{name} is not a plain file name"
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != expected["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
+            if file_digest(file) != expected:
+                return f"{name} does not match its checksum"
+        differing = needed - listed.keys() if weights_only else {METADATA, INDEX, *read_index(path).files} ^ needed
+        if differing:
+            return f"the manifest and the index name different files: {', '.join(sorted(differing))}"
+    except (UserError, OSError) as error:
+        return str(error)
+    return None
+
+
+def file_digest(path: Path) -> dict[str, Any]:
+    """Return the size and the SHA-256 of a file, as in `files` of a manifest."""
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON in which no object has a key twice.
+
+    Raises:
+        ValueError: it is not such JSON.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+def _parse(text: str) -> dict[str, Any]:
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"it has {len(text)} bytes; at most {MAX_BYTES} are allowed")
+    manifest = parse_json(text)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        given = manifest.get("format") if isinstance(manifest, dict) else None
+        raise ValueError(f"checkpoint format {given!r:.40}; this version reads format {FORMAT}")
+    if manifest.get("checksum") != _checksum({key: each for key, each in manifest.items() if key != "checksum"}):
+        raise ValueError("it does not match its own checksum")
+    try:
+        checked = _Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg'][0].lower() + first['msg'][1:]}") from None
+    if checked.values.model_fields_set:
+        required = ("step", "tokens", "data", "optimizer", "rng")
+        missing = [name for name in required if getattr(checked.values, name) in (None, {})]
+        if missing:
+            raise ValueError(f"values.{missing[0]} is missing")
+    if checked.values.step not in (None, checked.step):
+        raise ValueError(f"values.step is {checked.values.step}, and step is {checked.step}")
+    ranks = {*(checked.values.exchange or {}), *(checked.values.rng or {})}
+    if strangers := [rank for rank in ranks if int(rank) >= checked.world_size]:
+        raise ValueError(f"it has values of rank {strangers[0]}, and world_size is {checked.world_size}")
+    return manifest
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()

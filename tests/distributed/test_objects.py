@@ -1,0 +1,81 @@
+"""Tests of messages between processes: JSON values and arrays, never pickles."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import scantling
+from scantling.distributed.context import Place
+from tests import processes
+
+VALUE = {"a": [1, 2.5, None, True, float("inf")], "\udc80é": "", "deep": [[[]]]}
+
+
+def place() -> Place:
+    return Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
+def exchanged() -> None:
+    here = place()
+    assert here.share(VALUE if here.rank == 0 else "other") == VALUE
+    assert here.gather([here.rank, "x" * 1000 * here.rank]) == [[rank, "x" * 1000 * rank] for rank in range(3)]
+    assert here.gather(None) == [None] * 3
+    parts = here.gather_arrays(np.arange(2 * here.rank, dtype=np.float32).reshape(here.rank, 2))
+    assert [part.shape for part in parts] == [(0, 2), (1, 2), (2, 2)]
+    assert all(part.dtype == np.float32 for part in parts)
+    np.testing.assert_array_equal(parts[2], [[0, 1], [2, 3]])
+
+
+@pytest.mark.dist
+def test_values_and_arrays_arrive_on_every_rank() -> None:
+    processes.run(3, exchanged)
+
+
+def test_one_process_gets_what_several_would() -> None:
+    alone = Place(0, 1, torch.device("cpu"))
+    assert alone.share((1, {"a": (2,)})) == [1, {"a": [2]}]
+    assert alone.gather((1,)) == [[1]]
+
+
+class Hostile:
+    """Object that touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def attacked(file: Path) -> None:
+    """Send a pickle from rank 1 through the collectives of a gather."""
+    here = place()
+    if here.rank != 1:
+        with pytest.raises(ValueError):  # not JSON
+            here.gather(0)
+        return
+    content = pickle.dumps(Hostile(file))
+    sent = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(lengths, torch.tensor([len(content)]))
+    dist.all_gather([torch.empty_like(sent) for _ in range(2)], sent)
+
+
+@pytest.mark.dist
+def test_a_pickle_from_another_rank_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "touched"
+    processes.run(2, attacked, file)
+    assert not file.exists()
+
+
+def test_no_module_uses_collectives_of_objects() -> None:
+    for path in Path(scantling.__file__).parent.rglob("*.py"):
+        assert not re.search(r"(broadcast|gather|scatter|send|recv)_object", path.read_text()), path

@@ -1,0 +1,199 @@
+"""Tests of a momentum exchange in the Trainer of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import scantling as sc
+from scantling.errors import UserError
+from tests.hf.test_hf_trainer import Sequences, StopAtThree
+from tests.processes import run
+
+
+def trainer(folder: Path, **options: Any) -> tuple[Trainer, sc.hf.ExchangeCallback]:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=6,
+        save_steps=3,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    made = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=Sequences(),
+        optimizer_cls_and_kwargs=sc.hf.sign(lr=3e-3, weight_decay=0.1),
+    )
+    return made, sc.hf.attach(made, topk=64, dense="sign", **options)
+
+
+def straight_and_resumed(folder: Path) -> None:
+    straight, callback = trainer(folder / "straight")
+    straight.train()
+    first, _ = trainer(folder / "parted")
+    first.add_callback(StopAtThree())
+    first.train()
+    second, resumed = trainer(folder / "parted")
+    second.train(resume_from_checkpoint=True)
+    start = trainer(folder / "start")[0].model
+    for (name, one), other in zip(straight.model.named_parameters(), second.model.named_parameters(), strict=True):
+        assert torch.equal(one, other[1]), name
+        assert not torch.equal(one, start.get_parameter(name)) or "norm" in name
+    assert callback.exchange is not None
+    assert resumed.exchange is not None
+    local = [each.exchange.local_state_dict()["residuals"] for each in (callback, resumed)]
+    assert all(torch.equal(local[0][name], local[1][name]) for name in local[0])
+    if not dist.is_initialized():
+        return
+    flat = torch.cat([param.detach().flatten() for param in straight.model.parameters()])
+    own = torch.cat([value.flatten() for value in local[0].values()])
+    for values, alike in ((flat, True), (own, False)):
+        found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, values)
+        assert torch.equal(found[0], found[1]) is alike
+    assert callback.exchange.wire_bytes > 0
+    assert straight.state.log_history[-2]["wire_bytes"] == callback.exchange.wire_bytes
+
+
+def test_resume_is_bitwise_on_one_process(tmp_path: Path) -> None:
+    straight_and_resumed(tmp_path)
+
+
+def separate_folders(folder: Path) -> None:
+    """Run each process with a private output folder, as on machines without a shared file system."""
+    made, callback = trainer(folder / f"machine{dist.get_rank()}")
+    with pytest.raises(UserError, match=r"do not share the output_dir .* save_on_each_node=True"):
+        made.train()
+    made.args.save_on_each_node = True
+    made.train()
+    assert callback.exchange is not None
+
+
+@pytest.mark.dist
+def test_machines_without_a_shared_folder_save_on_each_node(tmp_path: Path) -> None:
+    run(2, separate_folders, tmp_path)
+
+
+@pytest.mark.dist
+def test_resume_is_bitwise_on_two_processes_that_stay_alike(tmp_path: Path) -> None:
+    run(2, straight_and_resumed, tmp_path)
+
+
+def train_twice(folder: Path) -> None:
+    made, callback = trainer(folder)
+    made.train()
+    made.train()
+    assert callback.exchange is not None
+    assert callback.exchange.step == 6
+
+
+@pytest.mark.dist
+def test_a_trainer_may_train_twice(tmp_path: Path) -> None:
+    run(2, train_twice, tmp_path)
+
+
+def test_what_is_compiled_averages_nothing_either(tmp_path: Path) -> None:
+    """The Trainer compiles the model that DistributedDataParallel has wrapped."""
+    _, callback = trainer(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(torch.nn.Linear(2, 2))
+        callback._keep_gradients_local(torch.compile(wrapped))
+        with pytest.raises(RuntimeError, match=r"register_comm_hook can only be called once|only be called once"):
+            wrapped.register_comm_hook(None, noop_hook)
+        callback._keep_gradients_local(wrapped)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_several_processes_without_ddp_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, callback = trainer(tmp_path)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(UserError, match="the Trainer trains a Linear on 2 processes and not in DistributedData"):
+        callback._keep_gradients_local(torch.nn.Linear(2, 2))
+
+
+def averaged_by_the_trainer(folder: Path) -> None:
+    made, _ = trainer(folder)
+    for optimizer in ({"optimizers": (sc.DeMo(made.model.parameters(), lr=1e-3), None)}, {}):
+        given = optimizer or {"optimizer_cls_and_kwargs": (sc.DeMo, {"lr": 1e-3})}
+        plain = Trainer(model=made.model, args=made.args, train_dataset=Sequences(), **given)
+        with pytest.raises(UserError, match=r"in DistributedDataParallel, which averages.* use sc\.hf\.attach"):
+            plain.train()
+
+
+@pytest.mark.dist
+def test_demo_without_attach_is_refused_where_the_trainer_averages(tmp_path: Path) -> None:
+    run(2, averaged_by_the_trainer, tmp_path)
+
+
+def test_an_optimizer_that_exchanges_too_is_refused(tmp_path: Path) -> None:
+    made, _ = trainer(tmp_path)
+    options: dict[str, Any] = {"model": made.model, "args": made.args, "train_dataset": Sequences()}
+    given = Trainer(**options, optimizers=(sc.DeMo(made.model.parameters(), lr=1e-3), None))
+    with pytest.raises(UserError, match=r"optimizer is DeMo, which exchanges too"):
+        sc.hf.attach(given)
+    built = Trainer(**options, optimizer_cls_and_kwargs=(sc.DeMo, {"lr": 1e-3}))
+    sc.hf.attach(built)
+    with pytest.raises(UserError, match=r"optimizer is DeMo, which exchanges too"):
+        built.train()
+
+
+@pytest.mark.parametrize("beta1", [0.9, 0.0])
+@pytest.mark.parametrize("name", ["adamw", "came"])
+def test_optimizer_with_a_second_momentum_warns(
+    tmp_path: Path, name: str, beta1: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, _ = trainer(tmp_path)
+    args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", adam_beta1=beta1)
+    came = {"optimizer_cls_and_kwargs": sc.hf.came(lr=1e-3, betas=(beta1, 0.95, 0.995))}
+    options: dict[str, Any] = {} if name == "adamw" else came
+    other = Trainer(model=made.model, args=args, train_dataset=Sequences(), **options)
+    sc.hf.attach(other, topk=8)
+    other.train()
+    assert caplog.text.count("has a momentum of its own") == (beta1 > 0)
+
+
+def test_missing_residuals_are_an_error(tmp_path: Path) -> None:
+    first, _ = trainer(tmp_path)
+    first.add_callback(StopAtThree())
+    first.train()
+    (tmp_path / "checkpoint-3" / "exchange-rank0.pt").unlink()
+    second, _ = trainer(tmp_path)
+    with pytest.raises(UserError, match=r"exchange-rank0\.pt is missing"):
+        second.train(resume_from_checkpoint=True)
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = trainer(tmp_path)
+    with pytest.raises(UserError, match="topk must be at most"):
+        sc.hf.attach(made, topk=17, chunk=4)
+    with pytest.raises(UserError, match="attach once"):
+        sc.hf.attach(made)
+    made.args.enable_jit_checkpoint = True
+    with pytest.raises(UserError, match="enable_jit_checkpoint saves without telling callbacks"):
+        sc.hf.attach(made)
+    made.args.enable_jit_checkpoint = False
+    with pytest.raises(UserError, match="overlap cannot wait"):
+        sc.hf.attach(made, overlap=True)
+    monkeypatch.setattr(made, "is_fsdp_enabled", True)
+    with pytest.raises(UserError, match="under FSDP the Trainer averages gradients"):
+        sc.hf.attach(made)
+    with pytest.raises(UserError, match="momentum must be from 0"):
+        sc.hf.sign(lr=1e-3, momentum=2.0)

@@ -1,0 +1,38 @@
+"""Tests that the recipe schema's choices equal those of the parts; the schema may not import them."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from scantling.comm import options, residuals, values
+from scantling.distributed.context import DEVICES
+from scantling.tensor import formats, replace
+from scantling.tensor import options as tensor_options
+from scantling.trainer.recipe import schema
+from scantling.trainer.tasks import TASKS
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "choices"),
+    [
+        (schema.CommSection, "values", values.Values),
+        (schema.CommSection, "dense", values.Values),
+        (schema.CommSection, "exchange", options.Exchange),
+        (schema.CommSection, "residual", residuals.Format),
+        (schema.TensorSection, "format", formats.Format),
+        (schema.TensorSection, "init", replace.Init),
+        (schema.TensorSection, "unit", tensor_options.Unit),
+    ],
+)
+def test_the_recipe_takes_what_the_part_takes(section: type[BaseModel], key: str, choices: Any) -> None:
+    assert get_args(section.model_fields[key].annotation) == get_args(choices)
+
+
+def test_tasks_and_devices_are_those_that_there_are() -> None:
+    choices: Any = schema.ModelSection.model_fields["task"].annotation
+    named = [name for part in get_args(choices) for name in get_args(part)]
+    assert sorted(named) == sorted(TASKS) == sorted(schema.TASKS)
+    assert sorted(get_args(schema.TrainSection.model_fields["device"].annotation)) == sorted(DEVICES)

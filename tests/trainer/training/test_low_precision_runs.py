@@ -1,0 +1,146 @@
+"""Tests of the recipe's `precision` section: low-precision runs, alone and with the other methods."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import scantling as sc
+from scantling.errors import RecipeError
+from scantling.trainer.training.checkpoint import load_tensors
+from scantling.trainer.training.trained import evaluate_run, load_trained
+from tests.runs import records, tiny_recipe
+
+FORMATS = {"weights": "int8", "activations": {"format": "int8", "granularity": "token"}, "kv_cache": "int6"}
+STOCHASTIC = {"weights": "int8", "gradients": {"format": "int8", "rounding": "stochastic"}}
+
+
+def test_loss_falls_and_the_plan_holds(tmp_path: Path) -> None:
+    result = sc.train(tiny_recipe(tmp_path, precision=FORMATS), run_dir=tmp_path / "run")
+    lines = records(result.run_dir)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    plan = json.loads((result.run_dir / "plan.json").read_text())
+    assert lines[0]["num_parameters"] == plan["num_parameters"]
+    dense = sc.plan(tiny_recipe(tmp_path))
+    assert plan["activation_bytes"] > dense.activation_bytes  # rounded weights and inputs
+    assert plan["flops_per_step"] == dense.flops_per_step
+    assert "weights int8, activations int8 (token), kv cache int6" in (result.run_dir / "report.html").read_text()
+
+
+def test_products_in_int8_train_like_simulated_ones(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, precision={**FORMATS, "kv_cache": None})
+    simulated = sc.train(recipe, run_dir=tmp_path / "simulated").metrics["eval_loss"]
+    real = sc.train(recipe, run_dir=tmp_path / "real", precision={"compute": "int8"}).metrics["eval_loss"]
+    assert real == pytest.approx(simulated, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"precision": FORMATS},
+        {"precision": STOCHASTIC},
+        {
+            "precision": FORMATS,
+            "tensor": {"rank": 6, "size_target": 0.5, "adapt": 6, "truncate_every": 2},
+            "optim": {"name": "came", "lr": 0.003, "debias": True, "betas": [0.9, 0.95, 0.995], "momentum": "int8"},
+            "comm": {"name": "demo", "topk": 8, "chunk": 16},
+        },
+    ],
+    ids=["alone", "stochastic", "with all methods"],
+)
+def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path, sections: dict[str, Any]) -> None:
+    train = {"steps": 8, "checkpoint_every": 4, "keep_checkpoints": 3}
+    recipe = tiny_recipe(tmp_path, **sections, train=train)
+    whole = sc.train(recipe, run_dir=tmp_path / "whole")
+    part = shutil.copytree(whole.run_dir, tmp_path / "part")
+    shutil.rmtree(part / "checkpoints" / "step-8")
+    resumed = sc.train(part, resume=True)
+    states = [load_tensors(run.run_dir / "checkpoints" / "step-8") for run in (whole, resumed)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_trained_model_computes_what_the_run_measured(tmp_path: Path) -> None:
+    given = tiny_recipe(tmp_path, precision={"weights": "int3", "activations": "int4"})
+    result = sc.train(given, run_dir=tmp_path / "run")
+    again = load_trained(result.run_dir).evaluate()
+    assert again["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
+
+
+def test_evaluations_change_nothing_of_a_run_that_rounds_by_chance(tmp_path: Path) -> None:
+    rounding = {"format": "int4", "rounding": "stochastic"}
+    recipe = tiny_recipe(tmp_path, precision={"activations": rounding}, train={"steps": 6})
+    losses = []
+    for every, samples in ((1, 8), (6, 2)):
+        run_dir = tmp_path / f"every-{every}"
+        sc.train(recipe, run_dir=run_dir, train={"eval_every": every, "eval_samples": samples})
+        losses.append([record["loss"] for record in records(run_dir)])
+    assert losses[0] == losses[1]
+    figures = [evaluate_run(run_dir)["eval_loss"] for _ in range(2)]
+    assert figures[0] == figures[1] == records(run_dir)[-1]["eval_loss"]
+
+
+def test_an_export_has_rounded_weights_and_plain_layers(tmp_path: Path) -> None:
+    from scantling.trainer.training.export import export_hf
+
+    result = sc.train(tiny_recipe(tmp_path, precision={"weights": "int2"}), run_dir=tmp_path / "run")
+    export_hf(result.run_dir, tmp_path / "model")
+    model = sc.load(tmp_path / "model")
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert all(row.unique().numel() <= 3 for row in weight)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "int8"])
+def test_a_dense_export_of_cores_has_what_they_computed_with(compute: str, tmp_path: Path) -> None:
+    from scantling.trainer.training.export import export_hf
+
+    precision = {"weights": "int4", "activations": "int8", "compute": compute}
+    result = sc.train(tiny_recipe(tmp_path, precision=precision, tensor={"rank": 6}), run_dir=tmp_path / "run")
+    layer = load_trained(result.run_dir).model.model.layers[0].mlp.up_proj
+    export_hf(result.run_dir, tmp_path / "model", dense=True)
+    weight = sc.load(tmp_path / "model").model.layers[0].mlp.up_proj.weight
+    assert torch.equal(weight, layer.dense_weight())
+    layer.formats = None
+    assert not torch.equal(weight, layer.dense_weight())
+
+
+def test_faults_are_reported_together_with_their_paths(tmp_path: Path) -> None:
+    precision = {
+        "weights": "int4x",
+        "activations": {"format": "int8", "granularity": "channels"},
+        "kv_cache": {"format": "int8", "granularity": "group"},
+    }
+    with pytest.raises(RecipeError) as caught:
+        sc.plan(tiny_recipe(tmp_path, precision=precision, model={"attention": "eager"}))
+    text = str(caught.value)
+    assert "precision.weights: a number format is one of" in text
+    assert "precision.activations.granularity: must be one of" in text
+    assert "precision.kv_cache: group_size belongs to" in text
+
+
+def test_formats_that_no_hardware_multiplies_are_a_fault_among_others(tmp_path: Path) -> None:
+    precision = {"compute": "fp8", "weights": "fp8_e5m2", "activations": "fp8_e5m2"}
+    with pytest.raises(RecipeError) as caught:
+        sc.plan(tiny_recipe(tmp_path, precision=precision, model={"attention": "flash"}))
+    text = str(caught.value)
+    assert "precision.compute: compute='fp8' multiplies no two formats with 5 bits of exponent" in text
+    assert "model.attention: " in text
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"precision": {"kv_cache": "int8"}, "model": {"attention": "eager"}}, "needs model.attention: sdpa"),
+        ({"precision": {"compute": "int8", "weights": "int8"}}, "give a format for activations"),
+        ({"precision": {"compute": "fp8", "weights": "int8", "activations": "int8"}}, "takes weights of fp8_e4m3"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(tmp_path: Path, sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        sc.plan(tiny_recipe(tmp_path, **sections))

@@ -1,0 +1,310 @@
+"""Tests of the recipe's `tensor` section: TT layers in a run, rank reduction, the same bits after a stop."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import scantling as sc
+from scantling.errors import RecipeError, UserError
+from scantling.optim.memory import ParameterSpec, predicted_state_bytes
+from scantling.optim.registry import optimizer_names
+from scantling.tensor.layer import CoreLayer
+from scantling.tensor.linear import TTLinear
+from scantling.trainer.training.checkpoint import load_tensors
+from scantling.trainer.training.trained import load_trained
+from tests.runs import records, scantling, tiny_recipe, write_recipe
+
+SAVED = {"checkpoint_every": 3, "keep_checkpoints": 4}
+ADAPTING = {"rank": 6, "size_target": 0.5, "adapt": 8, "truncate_every": 3}
+CAME = {"name": "came", "lr": 0.003, "debias": True, "betas": [0.9, 0.95, 0.995], "momentum": "int8"}
+
+
+def recipe(folder: Path, **sections: Any) -> dict[str, Any]:
+    train = {"steps": 12, "micro_batch_size": 1}
+    return tiny_recipe(
+        folder, **{"tensor": ADAPTING, "optim": CAME, **sections, "train": {**train, **sections.get("train", {})}}
+    )
+
+
+def test_cores_are_drawn_from_the_seed_whatever_ran_before(tmp_path: Path) -> None:
+    def first_loss(name: str, seed: int) -> float:
+        torch.rand(len(name))
+        sc.train(recipe(tmp_path, tensor={"rank": 6}, train={"steps": 1, "seed": seed}), run_dir=tmp_path / name)
+        return float(records(tmp_path / name)[0]["loss"])
+
+    assert first_loss("one", 0) == first_loss("another", 0) != first_loss("other seed", 1)
+
+
+@pytest.mark.charts
+def test_the_planned_size_is_the_first_and_the_target_the_last(tmp_path: Path) -> None:
+    result = sc.train(recipe(tmp_path), run_dir=tmp_path / "run")
+    lines = records(result.run_dir)
+    plan = json.loads((result.run_dir / "plan.json").read_text())
+    assert lines[0]["num_parameters"] == plan["num_parameters"]
+    assert lines[0]["optimizer_state_bytes"] == plan["optimizer_state_bytes"]
+    assert lines[0]["tensor_size"] == 1.0
+    assert lines[-1]["tensor_compression"] == pytest.approx(lines[0]["tensor_compression"] / 0.5, rel=0.02)
+    assert lines[-1]["mean_rank"] < lines[0]["mean_rank"]
+    assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
+    assert lines[-1]["num_parameters"] < lines[0]["num_parameters"]
+    assert lines[-1]["optimizer_state_bytes"] < lines[0]["optimizer_state_bytes"]
+    assert any("come down to" in note for note in plan["notes"])
+    ranks = [line["ranks"] for line in lines if "ranks" in line]
+    assert len(ranks) > 2
+    assert sum(map(sum, ranks[-1].values())) < sum(map(sum, ranks[0].values()))
+    page = (result.run_dir / "report.html").read_text()
+    assert "Size of the cores" in page
+    assert "Mean rank of each layer at the end" in page
+
+    run = load_trained(result.run_dir)
+    task, data, model = run.task, run.data, run.model
+    layers = [layer for layer in model.modules() if isinstance(layer, CoreLayer)]
+    assert layers
+    assert all(layer.controls is None for layer in layers)
+    assert sum(core.numel() for layer in layers for core in layer.cores) == lines[-1]["tensor_parameters"]
+    assert task.name == "causal-lm"
+    assert data.heldout is not None
+    evaluated = scantling("eval", result.run_dir)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert f"{lines[-1]['eval_loss']:.4f}" in evaluated.stdout
+
+
+def test_the_format_of_the_layers_is_that_of_the_recipe(tmp_path: Path) -> None:
+    result = sc.train(recipe(tmp_path, tensor={**ADAPTING, "format": "cola"}), run_dir=tmp_path / "run")
+    lines = records(result.run_dir)
+    plan = json.loads((result.run_dir / "plan.json").read_text())
+    assert lines[0]["num_parameters"] == plan["num_parameters"]
+    assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
+    model = load_trained(result.run_dir).model
+    layers = [layer for layer in model.modules() if isinstance(layer, TTLinear)]
+    assert {(layer.activation, len(layer.cores)) for layer in layers} == {("silu", 2)}
+
+
+def test_an_exported_model_of_cores_is_trained_further(tmp_path: Path) -> None:
+    first = sc.train(recipe(tmp_path, tensor={"rank": 4}), run_dir=tmp_path / "first")
+    exported = scantling("export", first.run_dir, "--to", "hf", tmp_path / "model")
+    assert exported.returncode == 0, exported.stderr
+    assert "difference 0.0e+00" in exported.stdout
+    given = recipe(tmp_path, train={"steps": 1})
+    del given["tensor"]
+    given["model"] = {"hf": str(tmp_path / "model")}
+    given["optim"] = {"name": "sgd", "lr": 1e-12}
+    second = sc.train(given, run_dir=tmp_path / "second")
+    assert second.metrics["num_parameters"] == first.metrics["num_parameters"]
+    assert second.metrics["eval_loss"] == pytest.approx(first.metrics["eval_loss"], abs=1e-6)
+    plan = json.loads((second.run_dir / "plan.json").read_text())
+    assert plan["num_parameters"] == first.metrics["num_parameters"]
+    with pytest.raises(UserError, match="come with their weights only"):
+        sc.train({**given, "model": {**given["model"], "pretrained": False}}, run_dir=tmp_path / "third")
+    dense = scantling("export", first.run_dir, "--to", "hf", tmp_path / "dense", "--dense")
+    assert dense.returncode == 0, dense.stderr
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("schedule", ["importance", "controlled", "paper"])
+def test_resume_is_bitwise_across_a_removal(tmp_path: Path, schedule: str) -> None:
+    adapter = {"schedule": schedule, "interval": 1}
+    if schedule == "paper":
+        adapter |= {"early_steps": 4, "gamma": 1.0}
+    given = recipe(tmp_path, tensor={**ADAPTING, "adapter": adapter}, train=SAVED)
+    straight = sc.train(given, run_dir=tmp_path / "straight").run_dir
+    broken = tmp_path / "broken"
+    shutil.copytree(straight, broken)
+    for later in (9, 12):  # ranks are removed before step 6 and after it
+        shutil.rmtree(broken / "checkpoints" / f"step-{later}")
+    sc.train(broken, resume=True)
+    same_bits(straight, broken, 12)
+
+
+RELEASED = {**CAME, "release_gradients": True}
+OPTIMIZERS = [{"name": name, "lr": 0.003} for name in optimizer_names()] + [RELEASED]
+EXACT = [
+    pytest.param(optim, comm, id=f"{optim['name']}{'-released' * (optim is RELEASED)}-{comm}", marks=marks)
+    for comm in ("none", "demo")
+    for optim in OPTIMIZERS
+    if not (comm == "demo" and optim is RELEASED)  # released gradients cannot be exchanged
+    for marks in [[] if (optim["name"], comm) in (("sign", "none"), ("sign", "demo")) else [pytest.mark.slow]]
+]
+
+
+@pytest.mark.parametrize(("optim", "comm"), EXACT)
+def test_every_optimizer_resumes_exactly_with_a_size_target(tmp_path: Path, optim: dict[str, Any], comm: str) -> None:
+    adapting = {**ADAPTING, "adapt": 9, "adapter": {"interval": 1}}
+    if optim["name"] == "muon":
+        adapting["rank"] = {"*mlp*": 6}  # needs dense matrices in addition to the TT layers
+    train: dict[str, Any] = {"checkpoint_every": 4, "keep_checkpoints": 3, "eval_samples": 2}
+    if optim is RELEASED:
+        train["clip"] = None
+    sections = {"comm": {"name": comm}} if comm != "none" else {}
+    given = recipe(tmp_path, tensor=adapting, optim=optim, train=train, **sections)
+    straight = sc.train(given, run_dir=tmp_path / "straight").run_dir
+    broken = tmp_path / "broken"
+    shutil.copytree(straight, broken)
+    shutil.rmtree(broken / "checkpoints" / "step-12")
+    sc.train(broken, resume=True)
+    same_bits(straight, broken, 12)
+
+
+def test_an_evaluation_merges_once_for_all_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    gated = CoreLayer.gated
+
+    def seen(self: CoreLayer) -> list[torch.Tensor]:
+        if not torch.is_grad_enabled():
+            kept.append(self._kept is not None)
+        return gated(self)
+
+    monkeypatch.setattr(CoreLayer, "gated", seen)
+    sc.train(recipe(tmp_path, tensor={"rank": 4}, train={"steps": 1}), run_dir=tmp_path / "run")
+    assert any(kept)
+
+
+@pytest.mark.parametrize("optim", [{"name": "sgd", "lr": 0.1}, {"name": "adamw", "lr": 0.003}, CAME])
+def test_a_target_in_bytes_is_one_of_the_optimizer_of_the_run(tmp_path: Path, optim: dict[str, Any]) -> None:
+    share = {**ADAPTING, "unit": "bytes", "size_target": 12_000, "adapter": {"interval": 1}}
+    result = sc.train(recipe(tmp_path, tensor=share, optim=optim), run_dir=tmp_path / "run")
+    model = load_trained(result.run_dir).model
+    layers = [layer for layer in model.modules() if isinstance(layer, CoreLayer)]
+    specs = [
+        ParameterSpec(core.shape, core.dtype, own.core_role, own.core_dims) for own in layers for core in own.cores
+    ]
+    settings = {key: value for key, value in optim.items() if key not in ("name", "lr")}
+    numbers = sum(core.numel() for layer in layers for core in layer.cores)
+    held = 8 * numbers + (predicted_state_bytes(optim["name"], specs, **settings) or 0)
+    assert held == pytest.approx(12_000, rel=0.02)
+
+
+def test_micro_batches_may_be_checkpointed(tmp_path: Path) -> None:
+    losses = []
+    for checkpointing in (False, True):
+        train = {"steps": 4, "activation_checkpointing": checkpointing}
+        given = recipe(tmp_path, tensor={**ADAPTING, "adapt": 2, "truncate_every": 2}, train=train)
+        lines = records(sc.train(given, run_dir=tmp_path / str(checkpointing)).run_dir)
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.dist
+def test_two_processes_remove_the_same_ranks_and_go_on_to_the_bit(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", recipe(tmp_path, train={"batch_size": 8, **SAVED}))
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    done = scantling("train", path, "--run-dir", straight, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = records(straight)
+    assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
+    assert lines[-1]["wire_bytes"] == lines[-1]["gradient_bytes"]
+    assert lines[-1]["wire_bytes"] < lines[0]["wire_bytes"]
+    shutil.copytree(straight, broken)
+    for later in (9, 12):
+        shutil.rmtree(broken / "checkpoints" / f"step-{later}")
+    done = scantling("train", broken, "--resume", processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    same_bits(straight, broken, 12)
+
+
+def same_bits(one: Path, other: Path, step: int) -> None:
+    for want, got in zip(records(one), records(other), strict=True):
+        for key in ("step", "loss", "grad_norm", "num_parameters", "tensor_size", "rank_price"):
+            assert want[key] == got[key], (want["step"], key)
+    wanted, given = (load_tensors(run / "checkpoints" / f"step-{step}") for run in (one, other))
+    assert wanted.keys() == given.keys()
+    assert all(torch.equal(tensor, given[key]) for key, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_cores_without_a_target_keep_their_ranks(tmp_path: Path, release: bool) -> None:
+    optim = {**CAME, "release_gradients": release}
+    result = sc.train(recipe(tmp_path, tensor={"rank": 4}, optim=optim, train={"clip": None}), run_dir=tmp_path / "run")
+    lines = records(result.run_dir)
+    assert lines[0]["num_parameters"] == lines[-1]["num_parameters"]
+    assert "tensor_size" not in lines[-1]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_the_mnli_recipe_runs(tmp_path: Path, data_folder: Path) -> None:
+    """One layer of the full width, on pairs in MultiNLI's columns."""
+    for part, name, rows in (("train", "train", 120), ("dev_matched", "mnli_dev_matched_part_a", 24)):
+        with gzip.open(data_folder / "nli" / f"{name}.jsonl.gz", "rt") as source:
+            pairs = [json.loads(line) for line in islice(source, rows)]
+        columns = [
+            {"sentence1": pair["premise"], "sentence2": pair["hypothesis"], "gold_label": pair["label"]}
+            for pair in pairs
+        ]
+        (tmp_path / f"mnli_{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in columns))
+    settings = [f"data.jsonl={tmp_path / 'mnli_train.jsonl'}", f"data.validation={tmp_path / 'mnli_dev_matched.jsonl'}"]
+    settings += ["data.tokenizer={bpe: 300}", "model.overrides={num_hidden_layers: 1}", "train.steps=6"]
+    settings += ["train.batch_size=2", "tensor.adapt=4", "tensor.adapter={begin: 2}", "tensor.truncate_every=2"]
+    path = Path(__file__).parents[3] / "recipes" / "papers" / "mnli-six-encoder.yaml"
+    result = sc.train(path, run_dir=tmp_path / "run", settings=[*settings, "train.device=cpu"])
+    lines = records(result.run_dir)
+    assert lines[0]["tensor_parameters"] == 167_808 + 4 * 20_448 + 2 * 28_960 + 20_448
+    assert lines[-1]["tensor_size"] == pytest.approx(0.2, rel=0.02)
+    assert "accuracy" in lines[-1]
+
+
+def test_faults_of_the_section_are_found_when_the_recipe_is_read(tmp_path: Path) -> None:
+    for tensor, message in (
+        ({"rank": 4, "adapt": 0.3}, "tensor.adapt: has no effect without tensor.size_target"),
+        ({"size_target": 0.5, "adapt": 100}, "tensor.adapt: is longer than the run of 12 steps"),
+        ({"size_target": 0.5, "adapter": {"gama": 1.0}}, "tensor.adapter.gama: is not known .did you mean 'gamma'"),
+        (
+            {"size_target": 0.5, "adapter": {"beta": -1.0}},
+            "tensor.adapter.beta: must be a finite number of at",
+        ),
+        ({"size_target": 0.5, "adapter": {"steps": 9}}, "tensor.adapter.steps: belongs to tensor.adapt"),
+        ({"size_target": 0.5, "adapt": 4, "adapter": {"begin": 5}}, "tensor.adapter.begin: must be below steps=4"),
+        ({"num_modes": 6}, "tensor.num_modes"),
+        ({"format": "colla"}, "tensor.format"),
+        ({"format": "cola", "num_modes": 3}, "tensor.num_modes: format 'cola' is of matrices"),
+        ({"format": "tt-silu", "init": "svd"}, "tensor.init: svd needs a matrix"),
+        ({"ranks": 4}, "tensor.ranks: .*did you mean 'rank'"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            sc.train(recipe(tmp_path, tensor={"rank": 4, **tensor}), run_dir=tmp_path / "run")
+    for tensor, message in (
+        ({"rank": {"*nowhere*": 4}}, "choose none of its .* layers"),
+        ({"rank": 4, "size_target": 1e-6}, "one rank on every bond"),
+    ):
+        with pytest.raises(UserError, match=message):
+            sc.train({**recipe(tmp_path), "tensor": tensor}, run_dir=tmp_path / "run")
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("optim", [{"name": "adamw", "lr": 0.003, "fused": True}, CAME])
+def test_the_target_holds_where_the_ranks_come_down_until_the_last_step(tmp_path: Path, optim: Any) -> None:
+    """Also with an optimizer that leaves no trace in version counters; evaluations see its changes."""
+    tensor = {**ADAPTING, "adapt": 1.0}
+    given = recipe(tmp_path, optim=optim, tensor=tensor, train={"eval_every": 4})
+    result = sc.train(given, run_dir=tmp_path / "run")
+    lines = records(result.run_dir)
+    assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
+    evaluated = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert len(set(evaluated)) == len(evaluated) == 3
+    again = scantling("eval", result.run_dir)
+    assert f"{evaluated[-1]:.4f}" in again.stdout, again.stderr
+
+
+def test_what_is_shut_at_the_end_of_the_schedule_is_removed_then(tmp_path: Path) -> None:
+    tensor = {**ADAPTING, "adapt": 4, "truncate_every": 50}
+    lines = records(sc.train(recipe(tmp_path, tensor=tensor, train={"steps": 6}), run_dir=tmp_path / "run").run_dir)
+    numbers = [line["num_parameters"] for line in lines if "num_parameters" in line]
+    assert numbers[2] == numbers[0] > numbers[3] == numbers[-1]
+
+
+def test_cores_learn_at_their_share_of_the_rate(tmp_path: Path) -> None:
+    from scantling.trainer.training.manifest import read_manifest
+
+    result = sc.train(recipe(tmp_path, tensor={"rank": 4, "lr_scale": 0.5}), run_dir=tmp_path / "run")
+    newest = sorted((result.run_dir / "checkpoints").glob("step-*"))[-1]
+    groups = read_manifest(newest)["values"]["optimizer"]["groups"]
+    rates = {name: group["hyper"]["initial_lr"] for group in groups for name in group["names"]}
+    assert {rate for name, rate in rates.items() if ".cores." in name} == {0.0015}
+    assert {rate for name, rate in rates.items() if ".cores." not in name} == {0.003}
