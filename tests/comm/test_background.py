@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.comm.test_exchange import exchange_of, gradient, params_of
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.comm.momentum import MomentumExchange
+from scantling.comm.exchange import MomentumExchange
 from scantling.errors import NonFiniteError, UserError
 from tests.comm.replicas import ThreadLink, together
-from tests.comm.test_momentum import exchange_of, gradient, params_of
 
 STEPS = 5
 
@@ -35,13 +35,13 @@ def stepped(made: MomentumExchange, params: list[nn.Parameter], rank: int, steps
     return found
 
 
-@pytest.mark.parametrize("way", ["all_gather", "owner"])
+@pytest.mark.parametrize("strategy", ["all_gather", "owner"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_delayed_result_is_that_of_the_call_before(size: int, way: str) -> None:
+def test_a_delayed_result_is_that_of_the_call_before(size: int, strategy: str) -> None:
     def work(link: ThreadLink) -> tuple[list[Any], list[Any]]:
         plain, late = params_of(), params_of()
-        first = exchange_of(link, plain, exchange=way, check_every=2)
-        second = exchange_of(link, late, exchange=way, check_every=2, delay=1)
+        first = exchange_of(link, plain, exchange=strategy, check_every=2)
+        second = exchange_of(link, late, exchange=strategy, check_every=2, delay=1)
         return (
             stepped(first, plain, link.rank, range(STEPS)),
             stepped(second, late, link.rank, range(STEPS)),
@@ -65,7 +65,7 @@ def test_a_step_in_which_all_overflow_costs_no_other_one(saves: bool) -> None:
             for param in params:
                 param.grad = torch.full_like(param, torch.inf) if step == 1 else gradient(link.rank, step, param.shape)
             if saves:
-                made.settle()
+                made.flush()
             try:
                 found.append(made.exchange())
             except NonFiniteError:
@@ -184,7 +184,7 @@ def test_what_is_held_back_is_cut_with_its_parameter() -> None:
     made = MomentumExchange(params, delay=1, residual="int8")
     params[0].grad = torch.randn(64, 80)
     made.exchange()
-    made.settle()
+    made.flush()
     index = torch.arange(3, 40)
     wanted = made.state[params[0]]["pending"][index]
     with torch.no_grad():
@@ -416,7 +416,7 @@ def test_threads_end_with_what_they_work_for() -> None:
         for _ in range(3):
             made = exchange_of(link, params, delay=1)
             stepped(made, params, link.rank, range(2))
-            made.settle()
+            made.flush()
 
     together(2, work)
     gc.collect()

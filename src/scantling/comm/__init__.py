@@ -4,11 +4,11 @@ from scantling.comm.allreduce import AllReduce, allreduce_wire_bytes
 from scantling.comm.buffers import average_buffers
 from scantling.comm.demo import DeMo
 from scantling.comm.demo_exchange import DemoExchange
-from scantling.comm.exchange import GradientExchange, NoExchange
+from scantling.comm.exchange import MomentumExchange
+from scantling.comm.gradient_exchange import GradientExchange, NoExchange
 from scantling.comm.guard import refuse_reduction
 from scantling.comm.local_steps import LocalSteps, diloco, sparseloco
 from scantling.comm.managed import ManagedLink
-from scantling.comm.momentum import MomentumExchange
 from scantling.comm.rank_tensors import load_rank_tensors, rank_tensors
 from scantling.comm.replica import merge_local_states
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from scantling.comm.exchange import GradientExchange
+from scantling.comm.gradient_exchange import GradientExchange
 from scantling.errors import UserError
 
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters

@@ -36,9 +36,9 @@ class ManagedLink(Link):
     """What replicas exchange over whose number a `torchft.Manager` decides at every step.
 
     It goes into `process_group` of `DeMo` and of `MomentumExchange`, whose `exchange()` is False, and whose `step()`
-    changes nothing, where the exchange broke. `delay`, `overlap` and `auto_off` need replicas that stay, and are
+    changes nothing, where the exchange broke. `delay` and `overlap` need a fixed set of replicas, and are
     refused. Of what is sent in fp32 in full no residual is kept, and its gradients in a step that broke are lost; with
-    `exchange="whole"`, those of everything.
+    `exchange="dense"`, those of everything.
 
     Args:
         manager: with `use_async_quorum=False`: replicas are whole before their forward pass, or not there. Call its

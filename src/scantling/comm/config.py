@@ -10,16 +10,14 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import Tensor
 from torch.nn import Module
 
+from scantling.comm.codec.quantize import VALUES
 from scantling.comm.residuals import FORMATS
-from scantling.comm.values import VALUES
 from scantling.errors import UserError
 
-Exchange: TypeAlias = Literal["auto", "all_gather", "owner", "whole"]
+Exchange: TypeAlias = Literal["auto", "all_gather", "owner", "dense"]
 Transform: TypeAlias = Literal["dct", "none"]
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 Group: TypeAlias = dict[str, Any]
-Decided: TypeAlias = "tuple[bool, int] | list[Any] | None"
-"""Whether everything travels, and among how many processes that was measured; a list where it was JSON; None before."""
 ROLES = (None, "matrix", "embedding", "vector")
 OPTIONS = (
     *("decay", "topk", "chunk", "alpha", "values", "dense", "transform", "residual"),
@@ -29,36 +27,32 @@ OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class ExchangeConfig:
     """When replicas exchange what; the arguments of `MomentumExchange`."""
 
     exchange: Exchange
     sync_every: int
     state_sync_every: int | None
     check_every: int | None
-    on_mismatch: Literal["stop", "resync"]
     delay: int = 0
     overlap: bool = False
     bucket_mb: float = 25.0
-    auto_off: bool = False
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:
             raise UserError(f"exchange must be one of {', '.join(EXCHANGES)}; given {self.exchange!r}")
-        if self.on_mismatch not in ("stop", "resync"):
-            raise UserError(f"on_mismatch must be 'stop' or 'resync'; given {self.on_mismatch!r}")
         for key in ("sync_every", "state_sync_every", "check_every"):
             value = getattr(self, key)
             if not is_whole(value, least=1) and not (value is None and key != "sync_every"):
                 raise UserError(f"{key} must be a whole number from 1 on; given {value!r}")
-        if self.sync_every > 1 and (self.auto_off or self.exchange == "whole"):
-            given = "auto_off" if self.auto_off else "exchange='whole'"
-            raise UserError(f"{given} is for an exchange at every call: sync_every must be 1; given {self.sync_every}")
+        if self.sync_every > 1 and self.exchange == "dense":
+            raise UserError(
+                f"exchange='dense' sends everything at every call: set sync_every=1; given {self.sync_every}"
+            )
         if not is_whole(self.delay, least=0) or self.delay > 1:
             raise UserError(f"delay must be 0 or 1 calls; given {self.delay!r}")
-        for key in ("overlap", "auto_off"):
-            if not isinstance(getattr(self, key), bool):
-                raise UserError(f"{key} must be True or False; given {getattr(self, key)!r}")
+        if not isinstance(self.overlap, bool):
+            raise UserError(f"overlap must be True or False; given {self.overlap!r}")
         if not is_number(self.bucket_mb) or not self.bucket_mb > 0.0:
             raise UserError(f"bucket_mb must be above 0 MiB; given {self.bucket_mb!r}")
 
@@ -176,7 +170,7 @@ def check_real(params: Iterable[Tensor]) -> None:
             raise UserError(f"a parameter of shape {tuple(param.shape)} is complex; exchange its real view instead")
 
 
-def check_groups(groups: Sequence[Group], rounds: Rounds) -> None:
+def check_groups(groups: Sequence[Group], config: ExchangeConfig) -> None:
     """Raise a UserError for the first option out of range, or that does not go with those of other groups."""
     for group in groups:
         check_options(group)
@@ -187,7 +181,5 @@ def check_groups(groups: Sequence[Group], rounds: Rounds) -> None:
         raise UserError("compat must be the same in all groups: it says how the mean over replicas is taken")
     if any(group["compat"] == "paper" and "lr" not in group for group in groups):
         raise UserError("compat='paper' scales gradients by 'lr', which a group lacks; use sc.DeMo, or set it")
-    if groups[0]["compat"] == "paper" and rounds.exchange in ("owner", "whole"):
+    if groups[0]["compat"] == "paper" and config.exchange in ("owner", "dense"):
         raise UserError("compat='paper' takes the mean over those that sent a coefficient: exchange='all_gather'")
-    if groups[0]["compat"] == "paper" and rounds.auto_off:
-        raise UserError("compat='paper' is the published code, step for step, which has no auto_off; leave one out")

@@ -11,7 +11,7 @@ from torch import nn
 
 import scantling as sc
 from scantling.comm import diloco
-from scantling.comm.second_momentum import MomentumWatch
+from scantling.comm.momentum_watch import MomentumWatch
 from scantling.optim import build_optimizer
 from scantling.trainer.planning.plan import plan
 from scantling.trainer.recipe import load_recipe
@@ -122,7 +122,7 @@ def test_the_optimizer_of_matrices_is_found_among_several(caplog: pytest.LogCapt
     assert caplog.text.count(WARNING) == 1
 
 
-def groups_of(folder: Path, optim: dict[str, Any], **sections: Any) -> tuple[list[dict[str, Any]], Any]:
+def group_by_param(folder: Path, optim: dict[str, Any], **sections: Any) -> tuple[list[dict[str, Any]], Any]:
     model = {"overrides": {**tiny_recipe(folder)["model"]["overrides"], **WIDE}}
     given = tiny_recipe(folder, model=model, **sections)
     given["optim"] = {"lr": 1e-3, **optim}
@@ -148,7 +148,7 @@ DEMO = {"comm": {"name": "demo", "topk": 8}}
 def test_recipe_with_demo_has_one_momentum_by_default(
     tmp_path: Path, optim: dict[str, Any], key: str, matrices: Any, others: Any
 ) -> None:
-    groups, planned = groups_of(tmp_path, optim, **DEMO)
+    groups, planned = group_by_param(tmp_path, optim, **DEMO)
     found = {
         param.numel(): group.get(key) for group in groups for param in group["params"] if group["role"] == "matrix"
     }
@@ -163,7 +163,7 @@ def test_recipe_with_demo_has_one_momentum_by_default(
 
 @pytest.mark.parametrize("betas", [[0.9, 0.95], [0.0, 0.95]])
 def test_recipe_keeps_the_momentum_that_is_given(tmp_path: Path, betas: list[float]) -> None:
-    groups, planned = groups_of(tmp_path, {"name": "adamw", "betas": betas}, **DEMO)
+    groups, planned = group_by_param(tmp_path, {"name": "adamw", "betas": betas}, **DEMO)
     assert {tuple(group["betas"]) for group in groups} == {tuple(betas)}
     assert any(WARNING in note for note in planned.notes) == (betas[0] > 0)
 
@@ -172,7 +172,7 @@ def test_recipe_keeps_the_momentum_that_is_given(tmp_path: Path, betas: list[flo
 def test_recipe_without_momentum_in_the_exchange_keeps_that_of_the_optimizer(
     tmp_path: Path, sections: dict[str, Any]
 ) -> None:
-    groups, planned = groups_of(tmp_path, {"name": "adamw"}, **sections)
+    groups, planned = group_by_param(tmp_path, {"name": "adamw"}, **sections)
     assert {group["betas"] for group in groups} == {(0.9, 0.999)}
     assert not any("momentum" in note for note in planned.notes)
 

@@ -27,13 +27,13 @@ _BITS: dict[Values, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "sign"
 _SCALE_BYTES = 2
 
 
-def quantised_bytes(rows: int, length: int, values: Values) -> int:
+def quantized_bytes(rows: int, length: int, values: Values) -> int:
     """Bytes that `quantise` makes of (rows, length) numbers."""
     scales = 0 if values in ("fp32", "bf16") else rows * _SCALE_BYTES
     return packed_bytes(rows * length, _BITS[values]) + scales
 
 
-def quantise(value: Tensor, values: Values) -> Tensor:
+def quantize(value: Tensor, values: Values) -> Tensor:
     """Codes and scales of rows.
 
     Args:
@@ -60,7 +60,7 @@ def quantise(value: Tensor, values: Values) -> Tensor:
     return torch.cat([codes, scale.view(torch.uint8)])
 
 
-def dequantise(packed: Tensor, rows: int, length: int, values: Values) -> Tensor:
+def dequantize(packed: Tensor, rows: int, length: int, values: Values) -> Tensor:
     """What `quantise` stands for: (rows, length) fp32."""
     if values == "fp32":
         return _view(packed, torch.float32).view(rows, length)

@@ -9,7 +9,7 @@ parameters of a channel are encoded in one batch.
   of which are sent, without a transform. A row follows the last dim, or where that is short all dims: each row has a
   scale.
 
-Where everything travels ("whole", see `rounds.py`), blocks are single numbers: matrices and the rest as they lie.
+Where everything travels ("dense", see `rounds.py`), blocks are single numbers: matrices and the rest as they lie.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scantling.comm import dct, fused
-from scantling.comm.blocks import Grid, even_side, grid_of
-from scantling.comm.section import Section
-from scantling.comm.values import Values
+from scantling.comm.codec import dct, triton
+from scantling.comm.codec.blocks import BlockGrid, even_side, make_grid
+from scantling.comm.codec.quantize import Values
+from scantling.comm.codec.topk import TopKCodec
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, default_matrix_dims
 
@@ -39,7 +39,7 @@ MOST_ON_DEVICE = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ParamSlot:
     """A parameter in a channel.
 
     Attributes:
@@ -48,11 +48,11 @@ class Member:
     """
 
     param: int
-    grid: Grid
+    grid: BlockGrid
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BlockSpec:
     """What the members of a channel have in common.
 
     Attributes:
@@ -64,7 +64,7 @@ class Kind:
         alpha: share of what was sent that is taken out of the residual.
     """
 
-    section: Section
+    codec: TopKCodec
     height: int
     width: int
     is_matrix: bool
@@ -75,78 +75,78 @@ class Kind:
     @property
     def is_exact(self) -> bool:
         """Whether everything is sent as it is, so that no residual is left."""
-        return self.section.is_dense and self.section.values == "fp32" and self.alpha == 1.0
+        return self.codec.is_dense and self.codec.values == "fp32" and self.alpha == 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Channel:
+class BlockGroup:
     """Members that are encoded in one batch."""
 
-    kind: Kind
-    members: tuple[Member, ...]
+    spec: BlockSpec
+    slots: tuple[ParamSlot, ...]
 
     @property
     def count(self) -> int:
         """Blocks of all members."""
-        return sum(member.grid.count for member in self.members)
+        return sum(slot.grid.count for slot in self.slots)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a message about all blocks."""
-        return self.kind.section.num_bytes(self.count)
+        return self.spec.codec.num_bytes(self.count)
 
-    def cut(self, values: Mapping[int, Tensor]) -> Tensor:
+    def to_blocks(self, values: Mapping[int, Tensor]) -> Tensor:
         """Coefficients of the members' tensors, given by position, in fp32: (count, height * width)."""
-        device = values[self.members[0].param].device
-        blocks = torch.empty(self.count, self.kind.height, self.kind.width, dtype=torch.float32, device=device)
-        for member, part in zip(self.members, self._parts(blocks), strict=True):
-            member.grid.cut(values[member.param], out=part)
-        return (dct.forward(blocks) if self.kind.transformed else blocks).flatten(1)
+        device = values[self.slots[0].param].device
+        blocks = torch.empty(self.count, self.spec.height, self.spec.width, dtype=torch.float32, device=device)
+        for slot, part in zip(self.slots, self._parts(blocks), strict=True):
+            slot.grid.to_blocks(values[slot.param], out=part)
+        return (dct.forward(blocks) if self.spec.transformed else blocks).flatten(1)
 
-    def paste(self, coefficients: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def from_blocks(self, coefficients: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The members' tensors of coefficients, (count, height * width): (position of the parameter, tensor)."""
-        blocks = coefficients.view(-1, self.kind.height, self.kind.width)
-        yield from self._pasted(dct.inverse(blocks) if self.kind.transformed else blocks)
+        blocks = coefficients.view(-1, self.spec.height, self.spec.width)
+        yield from self._pasted(dct.inverse(blocks) if self.spec.transformed else blocks)
 
-    def paste_sent(self, index: Tensor | None, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def decode_sparse(self, index: Tensor | None, values: Tensor) -> Iterator[tuple[int, Tensor]]:
         """As `paste`, of what a section sent, or of what several did beside each other."""
-        height, width = self.kind.height, self.kind.width
+        height, width = self.spec.height, self.spec.width
         if index is None:
-            yield from self.paste(values)
+            yield from self.from_blocks(values)
             return
-        if values.device.type in fused.DEVICES:
-            found = {member.param: values.new_empty(member.grid.shape) for member in self.members}
-            if fused.can_add(self, values, list(found.values())):
-                fused.add(self, index, values, 1.0, list(found.values()), begins=True)
+        if values.device.type in triton.DEVICES:
+            found = {slot.param: values.new_empty(slot.grid.shape) for slot in self.slots}
+            if triton.can_add(self, values, list(found.values())):
+                triton.add(self, index, values, 1.0, list(found.values()), begins=True)
                 yield from found.items()
                 return
-        if not self.kind.transformed:
-            found = {member.param: values.new_zeros(member.grid.shape) for member in self.members}
-            self.add_sent(index, values, 1.0, to=found.__getitem__)
+        if not self.spec.transformed:
+            found = {slot.param: values.new_zeros(slot.grid.shape) for slot in self.slots}
+            self.add_sparse(index, values, 1.0, to=found.__getitem__)
             yield from found.items()
         elif values.shape[1] <= width // 2:
             yield from self._pasted(dct.inverse_sparse(index, values, height, width))
         else:
-            yield from self.paste(self._filled(index, values))
+            yield from self.from_blocks(self._filled(index, values))
 
-    def add_sent(self, index: Tensor | None, values: Tensor, alpha: float, to: Callable[[int], Tensor]) -> None:
+    def add_sparse(self, index: Tensor | None, values: Tensor, alpha: float, to: Callable[[int], Tensor]) -> None:
         """Add what `paste_sent` gives, times alpha, to tensors by position."""
-        if index is not None and values.device.type in fused.DEVICES:
-            tensors = [to(member.param) for member in self.members]
-            if fused.can_add(self, values, tensors):
-                fused.add(self, index, values, alpha, tensors)
+        if index is not None and values.device.type in triton.DEVICES:
+            tensors = [to(slot.param) for slot in self.slots]
+            if triton.can_add(self, values, tensors):
+                triton.add(self, index, values, alpha, tensors)
                 return
-        if index is None or self.kind.transformed:
-            for place, value in self.paste_sent(index, values):
+        if index is None or self.spec.transformed:
+            for place, value in self.decode_sparse(index, values):
                 to(place).add_(value, alpha=alpha)
             return
         scaled = values if alpha == 1.0 else alpha * values
-        for member, places, numbers in zip(self.members, self._parts(index), self._parts(scaled), strict=True):
-            tensor, grid = to(member.param), member.grid
+        for slot, places, numbers in zip(self.slots, self._parts(index), self._parts(scaled), strict=True):
+            tensor, grid = to(slot.param), slot.grid
             if not grid.lies_flat(tensor):
-                tensor.add_(grid.paste(self._filled(places, numbers).view(-1, self.kind.height, self.kind.width)))
+                tensor.add_(grid.from_blocks(self._filled(places, numbers).view(-1, self.spec.height, self.spec.width)))
                 continue
-            kept = self.kind.section.kept
+            kept = self.spec.codec.kept
             for own, part in zip(
                 torch.split(places, kept, 1), torch.split(numbers, kept, 1), strict=True
             ):  # one sender at a time
@@ -154,29 +154,29 @@ class Channel:
 
     def _filled(self, index: Tensor, values: Tensor) -> Tensor:
         """All coefficients of blocks of which some were sent: (count, height * width)."""
-        filled = values.new_zeros(len(values), self.kind.section.size)
-        kept = self.kind.section.kept
+        filled = values.new_zeros(len(values), self.spec.codec.size)
+        kept = self.spec.codec.kept
         for own, part in zip(torch.split(index, kept, 1), torch.split(values, kept, 1), strict=True):
-            self.kind.section.add(own, part, to=filled)
+            self.spec.codec.add(own, part, to=filled)
         return filled
 
     def _parts(self, blocks: Tensor) -> Sequence[Tensor]:
         """Those of each member."""
-        return torch.split(blocks, [member.grid.count for member in self.members])
+        return torch.split(blocks, [slot.grid.count for slot in self.slots])
 
     def _pasted(self, blocks: Tensor) -> Iterator[tuple[int, Tensor]]:
-        for member, part in zip(self.members, self._parts(blocks), strict=True):
-            yield member.param, member.grid.paste(part)
+        for slot, part in zip(self.slots, self._parts(blocks), strict=True):
+            yield slot.param, slot.grid.from_blocks(part)
 
 
-def goes_by_blocks(shape: tuple[int, ...], numel: int, role: str | None) -> bool:
+def is_block_matrix(shape: tuple[int, ...], numel: int, role: str | None) -> bool:
     """True if a parameter is a matrix of which the exchange has a momentum; others are exchanged as gradients."""
     return role in (None, "matrix") and len(shape) >= 2 and numel >= MIN_NUMBERS
 
 
-def kind_and_grid(
+def make_spec(
     shape: tuple[int, ...], numel: int, group: dict[str, Any], *, whole: bool = False
-) -> tuple[Kind, Grid]:
+) -> tuple[BlockSpec, BlockGrid]:
     """How a parameter travels.
 
     Args:
@@ -188,34 +188,36 @@ def kind_and_grid(
     chunk, topk, values = group["chunk"], group["topk"], group["values"]
     dense: Values = group["dense"]
     paper = group["compat"] == "paper"
-    is_matrix = paper or goes_by_blocks(shape, numel, group["role"])
+    is_matrix = paper or is_block_matrix(shape, numel, group["role"])
     if whole:
-        section, decay = Section(1, 1, "fp32" if dense == "fp32" else "bf16"), group["decay"] if is_matrix else 1.0
-        return Kind(section, 1, 1, is_matrix, False, decay, 1.0), Grid(shape, ((), tuple(range(len(shape)))), 1, 1)
+        codec, decay = TopKCodec(1, 1, "fp32" if dense == "fp32" else "bf16"), group["decay"] if is_matrix else 1.0
+        return BlockSpec(codec, 1, 1, is_matrix, False, decay, 1.0), BlockGrid(
+            shape, ((), tuple(range(len(shape)))), 1, 1
+        )
     if is_matrix:
         rows, cols = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _row(shape))
         view: MatrixDims = tuple(rows), tuple(cols)  # lists cannot be hashed, as channels are on a GPU
         dims = [*rows, *cols]
         if len(set(dims)) < len(dims) or not set(dims) <= set(range(len(shape))) or (len(shape) > 1 and not view[1]):
             raise UserError(f"matrix_dims must be dims of shape {shape}, of rows and of columns; given {view!r}")
-        grid = grid_of(shape, view, chunk, divide=paper)
+        grid = make_grid(shape, view, chunk, divide=paper)
         size = grid.height * grid.width
         kept = min(topk, size) if paper else max(1, min(size, round(topk * size / chunk**2)))
-        section, transformed = Section(size, kept, values), group["transform"] == "dct"
-        return Kind(section, grid.height, grid.width, True, transformed, group["decay"], group["alpha"]), grid
+        codec, transformed = TopKCodec(size, kept, values), group["transform"] == "dct"
+        return BlockSpec(codec, grid.height, grid.width, True, transformed, group["decay"], group["alpha"]), grid
     view = _row(shape) if shape and shape[-1] >= ROW // 2 else ((), tuple(range(len(shape))))
-    grid = Grid(shape, view, 1, even_side(prod(shape[dim] for dim in view[1]), ROW))
-    return Kind(Section(grid.width, grid.width, dense), grid.height, grid.width, False, False, 1.0, 1.0), grid
+    grid = BlockGrid(shape, view, 1, even_side(prod(shape[dim] for dim in view[1]), ROW))
+    return BlockSpec(TopKCodec(grid.width, grid.width, dense), grid.height, grid.width, False, False, 1.0, 1.0), grid
 
 
-def channels_of(
+def group_blocks(
     shapes: Mapping[int, tuple[int, ...]],
     numels: Mapping[int, int],
     groups: Sequence[dict[str, Any]],
     *,
     whole: bool = False,
     most: int = MOST_NUMBERS,
-) -> list[Channel]:
+) -> list[BlockGroup]:
     """The channels of parameters, in an order that depends on shapes and options alone.
 
     Args:
@@ -225,19 +227,19 @@ def channels_of(
         whole: whether everything travels.
         most: numbers of a channel.
     """
-    open_ones: dict[Kind, list[Member]] = {}
-    found: list[Channel] = []
+    open_ones: dict[BlockSpec, list[ParamSlot]] = {}
+    found: list[BlockGroup] = []
     for position, shape in shapes.items():
-        kind, grid = kind_and_grid(shape, numels[position], groups[position], whole=whole)
+        spec, grid = make_spec(shape, numels[position], groups[position], whole=whole)
         if not grid.count:
             continue
-        members = open_ones.setdefault(kind, [])
-        size = kind.height * kind.width
-        if members and size * (grid.count + sum(member.grid.count for member in members)) > most:
-            found.append(Channel(kind, tuple(members)))
-            members.clear()
-        members.append(Member(position, grid))
-    return [*found, *(Channel(kind, tuple(members)) for kind, members in open_ones.items())]
+        slots = open_ones.setdefault(spec, [])
+        size = spec.height * spec.width
+        if slots and size * (grid.count + sum(slot.grid.count for slot in slots)) > most:
+            found.append(BlockGroup(spec, tuple(slots)))
+            slots.clear()
+        slots.append(ParamSlot(position, grid))
+    return [*found, *(BlockGroup(spec, tuple(slots)) for spec, slots in open_ones.items())]
 
 
 def _row(shape: tuple[int, ...]) -> MatrixDims:

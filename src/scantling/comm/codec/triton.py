@@ -15,17 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scantling.comm import dct
+from scantling.comm.codec import dct
 from scantling.numerics.bits import width_for
 from scantling.numerics.tables import FLOATS, Table, device_of, has_kernels, owners_of, triton_dtype
 
 if TYPE_CHECKING:
-    from scantling.comm.channels import Channel
+    from scantling.comm.codec.block_group import BlockGroup
 
 DEVICES = ("cuda",)
-FIELDS = ("tensor", "gradient", "first", "rows", "cols", "down", "across")
-"""Of a parameter in the table: addresses of the tensor and of its gradient, its first block, the sides of its matrices
-in numbers and in blocks."""
 MOST_SIDE = 64
 """Of a block that a program holds."""
 MOST_TERMS = 64
@@ -34,15 +31,15 @@ _LEAST_SIDE = 16
 """Of the factors of a product."""
 
 
-def can_select(channel: Channel, residuals: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+def can_select(block_group: BlockGroup, residuals: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
     """Whether `select` knows these tensors of a channel's members."""
-    if not _knows(channel, residuals) or channel.kind.section.is_dense:
+    if not _knows(block_group, residuals) or block_group.spec.codec.is_dense:
         return False
     dtypes = {gradient.dtype for gradient in gradients}
     return len(dtypes) == 1 and dtypes <= set(FLOATS) and all(map(Tensor.is_contiguous, gradients))
 
 
-def select(channel: Channel, residuals: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def select(block_group: BlockGroup, residuals: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Take gradients into residuals, r <- g + decay r, and select from them what the channel sends.
 
     Args:
@@ -53,32 +50,38 @@ def select(channel: Channel, residuals: Sequence[Tensor], gradients: Sequence[Te
     Returns:
         Index and values, as of `Section.select`.
     """
-    from scantling.comm.kernels import blocks_gpu as kernels
+    from scantling.comm.codec import kernels
 
-    kind, device = channel.kind, residuals[0].device
-    plan = _plan_of(channel, device)
-    index = torch.empty(channel.count, kind.section.kept, dtype=torch.int64, device=device)
-    values = torch.empty(channel.count, kind.section.kept, device=device)
-    table = plan.selecting.send(_fields(channel, residuals, gradients), device)
+    spec, device = block_group.spec, residuals[0].device
+    plan = _plan_of(block_group, device)
+    index = torch.empty(block_group.count, spec.codec.kept, dtype=torch.int64, device=device)
+    values = torch.empty(block_group.count, spec.codec.kept, device=device)
+    table = plan.selecting.send(_fields(block_group, residuals, gradients), device)
     with device_of(table):
-        kernels.select[(channel.count,)](
-            *(table, plan.owners, plan.down, plan.across, index, values, kind.section.kept, kind.decay),
+        kernels.select[(block_group.count,)](
+            *(table, plan.owners, plan.down, plan.across, index, values, spec.codec.kept, spec.decay),
             gradient=triton_dtype(gradients[0].dtype),
-            transformed=kind.transformed,
-            precision=_precision(channel),
-            aligned=_are_aligned(channel, [*residuals, *gradients]),
-            **_shape(channel),
+            transformed=spec.transformed,
+            precision=_precision(block_group),
+            aligned=_are_aligned(block_group, [*residuals, *gradients]),
+            **_shape(block_group),
         )
     return index, values
 
 
-def can_add(channel: Channel, values: Tensor, tensors: Sequence[Tensor]) -> bool:
+def can_add(block_group: BlockGroup, values: Tensor, tensors: Sequence[Tensor]) -> bool:
     """Whether `add` knows these tensors of a channel's members."""
-    return _knows(channel, tensors) and (not channel.kind.transformed or values.shape[1] <= MOST_TERMS)
+    return _knows(block_group, tensors) and (not block_group.spec.transformed or values.shape[1] <= MOST_TERMS)
 
 
 def add(
-    channel: Channel, index: Tensor, values: Tensor, alpha: float, tensors: Sequence[Tensor], *, begins: bool = False
+    block_group: BlockGroup,
+    index: Tensor,
+    values: Tensor,
+    alpha: float,
+    tensors: Sequence[Tensor],
+    *,
+    begins: bool = False,
 ) -> None:
     """Add what a section sent, or several did beside each other, times alpha, to tensors of a channel's members.
 
@@ -89,30 +92,30 @@ def add(
         tensors: fp32.
         begins: write in place of what is there, which need not be set.
     """
-    from scantling.comm.kernels import blocks_gpu as kernels
+    from scantling.comm.codec import kernels
 
-    kind, device = channel.kind, tensors[0].device
-    plan = _plan_of(channel, device)
+    spec, device = block_group.spec, tensors[0].device
+    plan = _plan_of(block_group, device)
     sent = plan.beginning if begins else plan.adding
-    table = sent.send(_fields(channel, tensors, ()), device)
+    table = sent.send(_fields(block_group, tensors, ()), device)
     index, values = index.contiguous(), values.contiguous()
-    own, count = (channel.count,), values.shape[1]
+    own, count = (block_group.count,), values.shape[1]
     with device_of(table):
-        if kind.transformed:
+        if spec.transformed:
             kernels.add_transformed[own](
                 *(table, plan.owners, plan.down, plan.across, index, values, count, alpha),
                 begins=begins,
-                precision=_precision(channel),
-                aligned=_are_aligned(channel, tensors),
-                **_shape(channel),
+                precision=_precision(block_group),
+                aligned=_are_aligned(block_group, tensors),
+                **_shape(block_group),
             )
             return
         if begins:
             torch._foreach_zero_(list(tensors))
-        kept, size = kind.section.kept, 1 << width_for(kind.section.kept)
+        kept, size = spec.codec.kept, 1 << width_for(spec.codec.kept)
         for first in range(0, count, kept):  # one sender at a time
             kernels.add_numbers[own](
-                *(table, plan.owners, index, values, count, first, kept, alpha, kind.height, kind.width, size)
+                *(table, plan.owners, index, values, count, first, kept, alpha, spec.height, spec.width, size)
             )
 
 
@@ -128,9 +131,9 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _plan_of(channel: Channel, device: torch.device) -> _Plan:
-    shape = _shape(channel)
-    owners = owners_of([member.grid.count for member in channel.members], device)
+def _plan_of(block_group: BlockGroup, device: torch.device) -> _Plan:
+    shape = _shape(block_group)
+    owners = owners_of([slot.grid.count for slot in block_group.slots], device)
     down = _padded_basis(shape["height"], shape["down"], device)
     across = _padded_basis(shape["width"], shape["across"], device)
     return _Plan(owners, down, across, Table(), Table(), Table())
@@ -141,15 +144,15 @@ def _padded_basis(side: int, room: int, device: torch.device) -> Tensor:
     return torch.nn.functional.pad(basis, (0, room - side, 0, room - side)).contiguous()
 
 
-def _shape(channel: Channel) -> dict[str, int]:
+def _shape(block_group: BlockGroup) -> dict[str, int]:
     """Sides of blocks, and powers of 2 that hold them."""
-    height, width = channel.kind.height, channel.kind.width
+    height, width = block_group.spec.height, block_group.spec.width
     down, across = (max(_LEAST_SIDE, 1 << width_for(side)) for side in (height, width))
     return {"height": height, "width": width, "down": down, "across": across}
 
 
-def _fields(channel: Channel, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> np.ndarray[Any, Any]:
-    grids = [member.grid for member in channel.members]
+def _fields(block_group: BlockGroup, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> np.ndarray[Any, Any]:
+    grids = [slot.grid for slot in block_group.slots]
     firsts = list(accumulate((grid.count for grid in grids), initial=0))[:-1]
     addresses = [gradient.data_ptr() for gradient in gradients] or [0] * len(grids)
     return np.array(
@@ -161,25 +164,25 @@ def _fields(channel: Channel, tensors: Sequence[Tensor], gradients: Sequence[Ten
     )
 
 
-def _knows(channel: Channel, tensors: Sequence[Tensor]) -> bool:
-    kind = channel.kind
+def _knows(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
+    spec = block_group.spec
     return (
         bool(tensors)
         and tensors[0].device.type in DEVICES
-        and kind.is_matrix
-        and max(kind.height, kind.width) <= MOST_SIDE
+        and spec.is_matrix
+        and max(spec.height, spec.width) <= MOST_SIDE
         and all(tensor.dtype == torch.float32 for tensor in tensors)
-        and all(member.grid.lies_flat(tensor) for member, tensor in zip(channel.members, tensors, strict=True))
+        and all(slot.grid.lies_flat(tensor) for slot, tensor in zip(block_group.slots, tensors, strict=True))
         and has_kernels(tensors[0].device)
     )
 
 
-def _are_aligned(channel: Channel, tensors: Sequence[Tensor]) -> bool:
+def _are_aligned(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
     """Whether four numbers can be read at a time."""
-    sides = [channel.kind.width, *(member.grid.cols for member in channel.members)]
+    sides = [block_group.spec.width, *(slot.grid.cols for slot in block_group.slots)]
     return all(side % 4 == 0 for side in sides) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
-def _precision(channel: Channel) -> str:
+def _precision(block_group: BlockGroup) -> str:
     """Of products: what rounds values to few bits anyway, and loses from the residual what it sent, needs no more."""
-    return "ieee" if torch.version.hip or channel.kind.section.values in ("fp32", "bf16") else "tf32"
+    return "ieee" if torch.version.hip or block_group.spec.codec.values in ("fp32", "bf16") else "tf32"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scantling.comm.blocks import divisor_side, even_side
-from scantling.comm.dct import basis
+from scantling.comm.codec.blocks import divisor_side, even_side
+from scantling.comm.codec.dct import basis
 
 
 def plain_exchange(

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.fft import dctn, idctn
 
-from scantling.comm import dct
-from scantling.comm.blocks import divisor_side, even_side, grid_of
+from scantling.comm.codec import dct
+from scantling.comm.codec.blocks import divisor_side, even_side, make_grid
 
 VIEWS = {
     1: [((0,), ())],
@@ -26,11 +26,11 @@ VIEWS = {
 def test_what_is_cut_is_pasted_back(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)))
     view = data.draw(st.sampled_from(VIEWS[len(shape)]))
-    grid = grid_of(shape, view, data.draw(st.integers(1, 6)), divide=data.draw(st.booleans()))
+    grid = make_grid(shape, view, data.draw(st.integers(1, 6)), divide=data.draw(st.booleans()))
     value = torch.arange(prod(shape), dtype=torch.float64).view(shape)
-    blocks = grid.cut(value)
+    blocks = grid.to_blocks(value)
     assert blocks.shape == (grid.count, grid.height, grid.width)
-    assert torch.equal(grid.paste(blocks), value)
+    assert torch.equal(grid.from_blocks(blocks), value)
     assert float(blocks.sum()) == float(value.sum())  # the padding is zero
 
 
@@ -38,13 +38,13 @@ def test_what_is_cut_is_pasted_back(data: st.DataObject) -> None:
 @settings(deadline=None)
 def test_some_numbers_are_added_as_whole_blocks_would_be(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
-    grid = grid_of(shape, data.draw(st.sampled_from(VIEWS[len(shape)])), data.draw(st.integers(1, 6)))
+    grid = make_grid(shape, data.draw(st.sampled_from(VIEWS[len(shape)])), data.draw(st.integers(1, 6)))
     size = grid.height * grid.width
     kept = data.draw(st.integers(1, size))
     index = torch.stack([torch.randperm(size)[:kept] for _ in range(grid.count)])
     values = torch.randn(grid.count, kept)
     before = torch.randn(shape)
-    wanted = before + grid.paste(
+    wanted = before + grid.from_blocks(
         torch.zeros(grid.count, size).scatter(1, index, values).view(-1, grid.height, grid.width)
     )
     if grid.lies_flat(before):
@@ -56,8 +56,8 @@ def test_some_numbers_are_added_as_whole_blocks_would_be(data: st.DataObject) ->
 
 def test_matrices_that_are_not_contiguous_are_cut_alike() -> None:
     value = torch.randn(7, 11).t()
-    grid = grid_of((11, 7), ((0,), (1,)), 4)
-    assert torch.equal(grid.cut(value), grid.cut(value.contiguous()))
+    grid = make_grid((11, 7), ((0,), (1,)), 4)
+    assert torch.equal(grid.to_blocks(value), grid.to_blocks(value.contiguous()))
 
 
 @pytest.mark.parametrize(

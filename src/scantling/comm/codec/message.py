@@ -45,7 +45,7 @@ class Header:
     configuration: int
 
 
-def seal(header: Header, body: Tensor) -> Tensor:
+def pack_message(header: Header, body: Tensor) -> Tensor:
     """A message: (`HEADER_BYTES` + n,) uint8, of a body of n uint8."""
     fields = (header.epoch, header.step & 0xFFFFFFFF, header.rank, header.configuration)
     head = _FORMAT.pack(MAGIC, VERSION, int(header.valid), *fields)
@@ -53,7 +53,7 @@ def seal(header: Header, body: Tensor) -> Tensor:
     return torch.cat([front, checksum(torch.cat([front, body])).view(torch.uint8), body])
 
 
-def unseal(messages: Sequence[Tensor]) -> tuple[list[Header], list[Tensor]]:
+def unpack_messages(messages: Sequence[Tensor]) -> tuple[list[Header], list[Tensor]]:
     """Headers and bodies of messages; one copy to the host for all of them.
 
     Raises:
@@ -80,7 +80,7 @@ def unseal(messages: Sequence[Tensor]) -> tuple[list[Header], list[Tensor]]:
     return found, bodies
 
 
-def check(headers: Sequence[Header], own: Header) -> None:
+def check_headers(headers: Sequence[Header], own: Header) -> None:
     """Whether the messages of all ranks belong to one step of one run.
 
     Args:

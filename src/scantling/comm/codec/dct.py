@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from scantling.comm.blocks import slices
+from scantling.comm.codec.blocks import slices
 from scantling.numerics.compute import without_autocast
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scantling.comm import fused
-from scantling.comm.channels import Channel, channels_of
-from scantling.comm.momentum import MomentumExchange
+from scantling.comm.codec import triton
+from scantling.comm.codec.block_group import BlockGroup, group_blocks
+from scantling.comm.exchange import MomentumExchange
 from tests.kernels import compile_for_gpus
 
 pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which is not installed")
@@ -26,11 +26,11 @@ def group_of(**options: Any) -> dict[str, Any]:
     return {**made.param_groups[0], "role": "matrix", "matrix_dims": None}
 
 
-def channels(shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> list[Channel]:
+def block_groups(shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> list[BlockGroup]:
     group = group_of(**options)
     places = dict(enumerate(shapes))
     numels = {place: torch.Size(shape).numel() for place, shape in places.items()}
-    return channels_of(places, numels, [group] * len(shapes))
+    return group_blocks(places, numels, [group] * len(shapes))
 
 
 def numbers(seed: int, shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -38,14 +38,14 @@ def numbers(seed: int, shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtyp
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
 
 
-def of(channel: Channel, tensors: list[Tensor]) -> list[Tensor]:
-    return [tensors[member.param] for member in channel.members]
+def of(block_group: BlockGroup, tensors: list[Tensor]) -> list[Tensor]:
+    return [tensors[slot.param] for slot in block_group.slots]
 
 
 @pytest.fixture(autouse=True)
 def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "DEVICES", (DEVICE,))
-    fused._plan_of.cache_clear()
+    monkeypatch.setattr(triton, "DEVICES", (DEVICE,))
+    triton._plan_of.cache_clear()
 
 
 @pytest.mark.parametrize("transform", ["dct", "none"])
@@ -61,36 +61,36 @@ def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_selected_is_what_the_operations_select(transform: str, topk: int, chunk: int, dtype: Any) -> None:
-    for channel in channels(transform=transform, topk=topk, chunk=chunk):
-        residuals, gradients = of(channel, numbers(0)), of(channel, numbers(1, dtype=dtype))
+    for block_group in block_groups(transform=transform, topk=topk, chunk=chunk):
+        residuals, gradients = of(block_group, numbers(0)), of(block_group, numbers(1, dtype=dtype))
         wanted = [
-            torch.add(gradient, residual, alpha=channel.kind.decay)
+            torch.add(gradient, residual, alpha=block_group.spec.decay)
             for residual, gradient in zip(residuals, gradients, strict=True)
         ]
-        cut = channel.cut({member.param: value for member, value in zip(channel.members, wanted, strict=True)})
-        assert fused.can_select(channel, residuals, gradients)
-        index, values = fused.select(channel, residuals, gradients)
+        cut = block_group.to_blocks({slot.param: value for slot, value in zip(block_group.slots, wanted, strict=True)})
+        assert triton.can_select(block_group, residuals, gradients)
+        index, values = triton.select(block_group, residuals, gradients)
         for residual, value in zip(residuals, wanted, strict=True):
             torch.testing.assert_close(residual, value)
         assert (index[:, 1:] > index[:, :-1]).all()
         torch.testing.assert_close(values, cut.gather(1, index), rtol=1e-4, atol=1e-5)
-        _, expected = channel.kind.section.select(cut)
+        _, expected = block_group.spec.codec.select(cut)
         torch.testing.assert_close(values.abs().sort(1).values, expected.abs().sort(1).values, rtol=1e-4, atol=1e-5)
 
 
 def test_of_equal_numbers_the_first_are_selected() -> None:
-    (channel,) = channels([(64, 64)], transform="none", topk=3)
+    (block_group,) = block_groups([(64, 64)], transform="none", topk=3)
     residual, gradient = torch.zeros(64, 64, device=DEVICE), torch.zeros(64, 64, device=DEVICE)
-    assert fused.select(channel, [residual], [gradient])[0].tolist() == [[0, 1, 2]]
+    assert triton.select(block_group, [residual], [gradient])[0].tolist() == [[0, 1, 2]]
     gradient[5, 6], gradient[1, 2], gradient[40, :] = -2.0, 1.0, 1.0
-    assert fused.select(channel, [residual], [gradient])[0].tolist() == [[64 + 2, 5 * 64 + 6, 40 * 64]]
+    assert triton.select(block_group, [residual], [gradient])[0].tolist() == [[64 + 2, 5 * 64 + 6, 40 * 64]]
 
 
 def test_a_number_that_is_none_is_selected_for_others_to_find() -> None:
-    (channel,) = channels([(64, 64)], transform="none", topk=2)
+    (block_group,) = block_groups([(64, 64)], transform="none", topk=2)
     gradient = torch.randn(64, 64, device=DEVICE)
     gradient[7, 7] = torch.nan
-    _, values = fused.select(channel, [torch.zeros(64, 64, device=DEVICE)], [gradient])
+    _, values = triton.select(block_group, [torch.zeros(64, 64, device=DEVICE)], [gradient])
     assert values.isnan().any()
 
 
@@ -100,21 +100,21 @@ def test_what_was_sent_is_added_as_by_the_operations(
     transform: str, senders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values of an index that several replicas sent are added."""
-    for channel in channels(transform=transform, topk=8):
+    for block_group in block_groups(transform=transform, topk=8):
         sent = [
-            channel.kind.section.select(torch.randn(channel.count, channel.kind.section.size, device=DEVICE))
+            block_group.spec.codec.select(torch.randn(block_group.count, block_group.spec.codec.size, device=DEVICE))
             for _ in range(senders)
         ]
         index = torch.cat([each[0] for each in sent if each[0] is not None], 1)
         values = torch.cat([each[1] for each in sent], 1)
         found = {}
         for name, devices in (("fused", (DEVICE,)), ("plain", ())):
-            monkeypatch.setattr(fused, "DEVICES", devices)
-            tensors = of(channel, numbers(3))
-            by_place = {member.param: value for member, value in zip(channel.members, tensors, strict=True)}
-            channel.add_sent(index, values, -0.5, to=by_place.__getitem__)
-            pasted = dict(channel.paste_sent(index, values))
-            found[name] = [*tensors, *(pasted[member.param] for member in channel.members)]
+            monkeypatch.setattr(triton, "DEVICES", devices)
+            tensors = of(block_group, numbers(3))
+            by_place = {slot.param: value for slot, value in zip(block_group.slots, tensors, strict=True)}
+            block_group.add_sparse(index, values, -0.5, to=by_place.__getitem__)
+            pasted = dict(block_group.decode_sparse(index, values))
+            found[name] = [*tensors, *(pasted[slot.param] for slot in block_group.slots)]
         for one, other in zip(found["fused"], found["plain"], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -125,15 +125,15 @@ def test_an_exchange_is_that_of_the_operations(values: str, transform: str, monk
     """Compare momentum and residuals over three steps; one parameter lacks a gradient once, and one is small."""
     kernels: list[str] = []
     for name in ("select", "add"):
-        plain = getattr(fused, name)
+        plain = getattr(triton, name)
         monkeypatch.setattr(
-            fused,
+            triton,
             name,
             lambda *given, _name=name, _plain=plain, **more: (kernels.append(_name), _plain(*given, **more))[1],
         )
 
     def run(devices: tuple[str, ...]) -> list[Tensor]:
-        monkeypatch.setattr(fused, "DEVICES", devices)
+        monkeypatch.setattr(triton, "DEVICES", devices)
         shapes = [(64, 128), (70, 96), (128,), (64, 64)]
         params = [nn.Parameter(value) for value in numbers(5, shapes)]
         made = MomentumExchange(params, topk=16, values=values, transform=transform, check_every=None)
@@ -157,12 +157,12 @@ def test_an_exchange_is_that_of_the_operations(values: str, transform: str, monk
 
 @pytest.mark.gpu
 def test_the_same_bits_every_time() -> None:
-    (channel,) = channels([(4096, 4096)], topk=8, values="sign")
+    (block_group,) = block_groups([(4096, 4096)], topk=8, values="sign")
     found = []
     for _ in range(2):
         residuals = numbers(0, [(4096, 4096)])
-        index, values = fused.select(channel, residuals, numbers(1, [(4096, 4096)]))
-        fused.add(channel, index, values, -1.0, residuals)
+        index, values = triton.select(block_group, residuals, numbers(1, [(4096, 4096)]))
+        triton.add(block_group, index, values, -1.0, residuals)
         found.append([index, values, *residuals])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -173,7 +173,7 @@ def test_kernels_compile_for_gpus() -> None:
 
 
 COMPILE = """
-from scantling.comm.kernels import blocks_gpu as kernels
+from scantling.comm.codec import kernels
 
 types = {"table": "*i64", "owners": "*i32", "index": "*i64", "kept": "i32", "count": "i32", "first": "i32"}
 types |= {"decay": "fp32", "alpha": "fp32"}

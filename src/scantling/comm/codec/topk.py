@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scantling.comm.blocks import slices
-from scantling.comm.values import Values, dequantise, quantise, quantised_bytes
+from scantling.comm.codec.blocks import slices
+from scantling.comm.codec.quantize import Values, dequantize, quantize, quantized_bytes
 from scantling.errors import PayloadError
 from scantling.numerics.subsets import pack_subsets, subsets_bytes, unpack_subsets
 
@@ -22,7 +22,7 @@ GROUP = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class TopKCodec:
     """How blocks of one kind are sent.
 
     Attributes:
@@ -41,7 +41,7 @@ class Section:
 
     def num_bytes(self, count: int) -> int:
         """Bytes of so many blocks."""
-        return self._index_bytes(count) + quantised_bytes(count, self.kept, self.values)
+        return self._index_bytes(count) + quantized_bytes(count, self.kept, self.values)
 
     def _index_bytes(self, count: int) -> int:
         return 0 if self.is_dense else subsets_bytes(count, self.kept, self.size)
@@ -62,13 +62,13 @@ class Section:
 
     def pack(self, index: Tensor | None, values: Tensor) -> Tensor:
         """Bytes of blocks: (`num_bytes(count)`,) uint8."""
-        coded = quantise(values, self.values)
+        coded = quantize(values, self.values)
         return coded if index is None else torch.cat([pack_subsets(index, self.size), coded])
 
     def as_received(self, index: Tensor | None, values: Tensor) -> tuple[Tensor | None, Tensor]:
         """What `unpack` makes of what `pack` makes of it: places as they are, values after their way in few bits."""
         count, length = values.shape
-        return index, dequantise(quantise(values, self.values), count, length, self.values)
+        return index, dequantize(quantize(values, self.values), count, length, self.values)
 
     def unpack(self, packed: Tensor, count: int) -> tuple[Tensor | None, Tensor]:
         """What the sender of blocks meant: index and values, as `select` gives them.
@@ -79,7 +79,7 @@ class Section:
         if packed.numel() != self.num_bytes(count):
             raise PayloadError(f"{count} blocks take {self.num_bytes(count)} bytes; {packed.numel()} came")
         cut = self._index_bytes(count)
-        values = dequantise(packed[cut:], count, self.kept, self.values)
+        values = dequantize(packed[cut:], count, self.kept, self.values)
         if self.is_dense:
             return None, values
         return unpack_subsets(packed[:cut], count, self.kept, self.size), values

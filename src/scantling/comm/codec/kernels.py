@@ -3,7 +3,7 @@
 A program finds in a table which parameter its block is of. It reads the block once, where it lies; the transform, and
 the search for the largest coefficients, are between that and what it writes.
 
-Launched by fused.py; the plain counterparts are in blocks.py, dct.py and section.py.
+Launched by triton.py; the PyTorch versions are in blocks.py, dct.py and topk.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from scantling.comm.fused import FIELDS
 from scantling.numerics.kernels.pointers_gpu import pointer
+
+FIELDS = ("tensor", "gradient", "first", "rows", "cols", "down", "across")
+"""Columns of the parameter table: addresses of the tensor and of its gradient, index of its first block, and the sides
+of its matrices in elements and in blocks."""
 
 _WIDTH: tl.constexpr = tl.constexpr(len(FIELDS))
 _TENSOR: tl.constexpr = tl.constexpr(FIELDS.index("tensor"))

@@ -23,13 +23,13 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from scantling.comm.channels import Channel, Kind
+from scantling.comm.codec.block_group import BlockGroup, BlockSpec
+from scantling.comm.codec.message import HEADER_BYTES, Header, check_headers, pack_message, unpack_messages
+from scantling.comm.codec.topk import TopKCodec
 from scantling.comm.link import Link
-from scantling.comm.payload import HEADER_BYTES, Header, check, seal, unseal
-from scantling.comm.section import Section
 from scantling.errors import NonFiniteError
 
-Way: TypeAlias = Literal["all_gather", "owner", "whole"]
+Strategy: TypeAlias = Literal["all_gather", "owner", "dense"]
 Sparse: TypeAlias = tuple[Tensor | None, Tensor]
 """Coefficients of blocks: places (count, k), None for all of them, and values (count, k)."""
 
@@ -45,12 +45,18 @@ class Outcome:
     """
 
     mean: Sparse
-    accepted: Sparse | None
-    gained: Sparse | None = None
+    applied: Sparse | None
+    owner_error: Sparse | None = None
 
 
 def exchange(
-    link: Link, way: Way, channels: Sequence[Channel], selected: Sequence[Sparse], header: Header, *, by_senders: bool
+    link: Link,
+    strategy: Strategy,
+    block_groups: Sequence[BlockGroup],
+    selected: Sequence[Sparse],
+    header: Header,
+    *,
+    mean_over_senders: bool,
 ) -> tuple[list[Outcome], list[int]]:
     """Exchange what was selected in each channel. Collectives: those of the way.
 
@@ -71,30 +77,32 @@ def exchange(
         NonFiniteError: no process has a valid message.
         PayloadError: a message that is damaged, or of another step or run.
     """
-    if way == "whole":
+    if strategy == "dense":
         return _in_full(link, selected, header)
-    if way == "owner":
-        return _by_owners(link, channels, selected, header)
-    packed = [channel.kind.section.pack(*one) for channel, one in zip(channels, selected, strict=True)]
-    headers, bodies = unseal(link.all_gather(seal(header, torch.cat(packed))))
+    if strategy == "owner":
+        return _by_owners(link, block_groups, selected, header)
+    packed = [block_group.spec.codec.pack(*one) for block_group, one in zip(block_groups, selected, strict=True)]
+    headers, bodies = unpack_messages(link.all_gather(pack_message(header, torch.cat(packed))))
     valid = _valid(headers, header)
-    sizes = [channel.num_bytes for channel in channels]
+    sizes = [block_group.num_bytes for block_group in block_groups]
     found = [torch.split(bodies[rank], sizes) for rank in valid]
     outcomes = []
-    for place, channel in enumerate(channels):
-        section = channel.kind.section
+    for place, block_group in enumerate(block_groups):
+        codec = block_group.spec.codec
         parts = [
-            section.as_received(*selected[place]) if rank == header.rank else section.unpack(body[place], channel.count)
+            codec.as_received(*selected[place]) if rank == header.rank else codec.unpack(body[place], block_group.count)
             for rank, body in zip(valid, found, strict=True)
         ]
-        accepted = parts[valid.index(header.rank)] if header.rank in valid else None
-        outcomes.append(Outcome(_mean(channel.kind, parts, by_senders=by_senders), accepted))
+        applied = parts[valid.index(header.rank)] if header.rank in valid else None
+        outcomes.append(Outcome(_mean(block_group.spec, parts, mean_over_senders=mean_over_senders), applied))
     return outcomes, _left_out(headers)
 
 
 def _in_full(link: Link, selected: Sequence[Sparse], header: Header) -> tuple[list[Outcome], list[int]]:
     device = selected[0][1].device if selected else None
-    headers, _ = unseal(link.all_gather(seal(header, torch.empty(0, dtype=torch.uint8, device=device))))
+    headers, _ = unpack_messages(
+        link.all_gather(pack_message(header, torch.empty(0, dtype=torch.uint8, device=device)))
+    )
     valid = _valid(headers, header)
     outcomes = []
     for _, values in selected:
@@ -106,46 +114,48 @@ def _in_full(link: Link, selected: Sequence[Sparse], header: Header) -> tuple[li
 
 
 def _by_owners(
-    link: Link, channels: Sequence[Channel], selected: Sequence[Sparse], header: Header
+    link: Link, block_groups: Sequence[BlockGroup], selected: Sequence[Sparse], header: Header
 ) -> tuple[list[Outcome], list[int]]:
-    shares = [_share(channel, link.size) for channel in channels]
+    shares = [_share(block_group, link.size) for block_group in block_groups]
     parted = [_parted(one, share, link.size) for one, share in zip(selected, shares, strict=True)]
     packed = [
-        [channel.kind.section.pack(*parts[rank]) for channel, parts in zip(channels, parted, strict=True)]
+        [block_group.spec.codec.pack(*parts[rank]) for block_group, parts in zip(block_groups, parted, strict=True)]
         for rank in range(link.size)
     ]
-    headers, bodies = unseal(link.all_to_all([seal(header, torch.cat(each)) for each in packed]))
+    headers, bodies = unpack_messages(link.all_to_all([pack_message(header, torch.cat(each)) for each in packed]))
     valid = _valid(headers, header)
-    sizes = [channel.kind.section.num_bytes(share) for channel, share in zip(channels, shares, strict=True)]
+    sizes = [block_group.spec.codec.num_bytes(share) for block_group, share in zip(block_groups, shares, strict=True)]
     found = [torch.split(bodies[rank], sizes) for rank in valid]
     own, exact = [], []
-    for place, (channel, share) in enumerate(zip(channels, shares, strict=True)):
-        section = channel.kind.section
-        total = torch.zeros(share, section.size, dtype=torch.float32, device=bodies[0].device)
+    for place, (block_group, share) in enumerate(zip(block_groups, shares, strict=True)):
+        codec = block_group.spec.codec
+        total = torch.zeros(share, codec.size, dtype=torch.float32, device=bodies[0].device)
         for body in found:
-            section.add(*section.unpack(body[place], share), to=total)
-        index, values = _back(section).select(total / len(valid))
+            codec.add(*codec.unpack(body[place], share), to=total)
+        index, values = _back(codec).select(total / len(valid))
         exact.append(values)
-        own.append(_back(section).pack(index, values))
-    headers_back, answers = unseal(link.all_gather(seal(header, torch.cat(own))))
-    check(headers_back, header)
-    sizes = [_back(channel.kind.section).num_bytes(share) for channel, share in zip(channels, shares, strict=True)]
+        own.append(_back(codec).pack(index, values))
+    headers_back, answers = unpack_messages(link.all_gather(pack_message(header, torch.cat(own))))
+    check_headers(headers_back, header)
+    sizes = [
+        _back(block_group.spec.codec).num_bytes(share) for block_group, share in zip(block_groups, shares, strict=True)
+    ]
     told = [torch.split(answer, sizes) for answer in answers]
     outcomes = []
-    for place, (channel, share) in enumerate(zip(channels, shares, strict=True)):
-        back = _back(channel.kind.section)
+    for place, (block_group, share) in enumerate(zip(block_groups, shares, strict=True)):
+        back = _back(block_group.spec.codec)
         parts = [back.unpack(answer[place], share) for answer in told]
-        index, values = _joined(parts, channel.count)
-        gained = torch.zeros(link.size, share, back.kept, dtype=torch.float32, device=values.device)
-        gained[header.rank] = len(valid) * (exact[place] - parts[header.rank][1])
-        accepted = None
+        index, values = _joined(parts, block_group.count)
+        owner_error = torch.zeros(link.size, share, back.kept, dtype=torch.float32, device=values.device)
+        owner_error[header.rank] = len(valid) * (exact[place] - parts[header.rank][1])
+        applied = None
         if header.rank in valid:
-            accepted = _accepted(channel.kind.section, channel.kind.section.as_received(*selected[place]), index)
-        outcomes.append(Outcome((index, values), accepted, (index, gained.flatten(0, 1)[: channel.count])))
+            applied = _accepted(block_group.spec.codec, block_group.spec.codec.as_received(*selected[place]), index)
+        outcomes.append(Outcome((index, values), applied, (index, owner_error.flatten(0, 1)[: block_group.count])))
     return outcomes, _left_out(headers)
 
 
-def wire_bytes(channels: Sequence[Channel], num_processes: int, way: Way) -> int:
+def wire_bytes(block_groups: Sequence[BlockGroup], num_processes: int, strategy: Strategy) -> int:
     """Bytes that each process sends in one exchange, headers included.
 
     Args:
@@ -156,36 +166,38 @@ def wire_bytes(channels: Sequence[Channel], num_processes: int, way: Way) -> int
     """
     if num_processes < 2:
         return 0
-    if way == "all_gather":
-        return (num_processes - 1) * (HEADER_BYTES + sum(channel.num_bytes for channel in channels))
-    if way == "whole":
+    if strategy == "all_gather":
+        return (num_processes - 1) * (HEADER_BYTES + sum(block_group.num_bytes for block_group in block_groups))
+    if strategy == "dense":
         turns = 2 * (num_processes - 1)
-        return (num_processes - 1) * HEADER_BYTES + sum(turns * each.num_bytes // num_processes for each in channels)
+        return (num_processes - 1) * HEADER_BYTES + sum(
+            turns * each.num_bytes // num_processes for each in block_groups
+        )
     total = 2 * HEADER_BYTES
-    for channel in channels:
-        section, share = channel.kind.section, _share(channel, num_processes)
-        total += section.num_bytes(share) + _back(section).num_bytes(share)
+    for block_group in block_groups:
+        codec, share = block_group.spec.codec, _share(block_group, num_processes)
+        total += codec.num_bytes(share) + _back(codec).num_bytes(share)
     return (num_processes - 1) * total
 
 
-def cheaper_way(channels: Sequence[Channel], num_processes: int) -> Way:
+def cheapest_strategy(block_groups: Sequence[BlockGroup], num_processes: int) -> Strategy:
     """The way that sends fewer bytes; all_gather where they are equal, since it takes one turn."""
-    owner, gather = (wire_bytes(channels, num_processes, way) for way in ("owner", "all_gather"))
+    owner, gather = (wire_bytes(block_groups, num_processes, strategy) for strategy in ("owner", "all_gather"))
     return "owner" if owner < gather else "all_gather"
 
 
-def _back(section: Section) -> Section:
+def _back(codec: TopKCodec) -> TopKCodec:
     """How an owner tells the mean: a sign alone would say too little of a mean of many."""
-    return replace(section, values="int4") if section.values == "sign" else section
+    return replace(codec, values="int4") if codec.values == "sign" else codec
 
 
-def _share(channel: Channel, num_processes: int) -> int:
+def _share(block_group: BlockGroup, num_processes: int) -> int:
     """Blocks of a channel that each process owns; what is beyond the last block is empty."""
-    return -(-channel.count // num_processes)
+    return -(-block_group.count // num_processes)
 
 
 def _valid(headers: Sequence[Header], own: Header) -> list[int]:
-    check(headers, own)
+    check_headers(headers, own)
     valid = [header.rank for header in headers if header.valid]
     if not valid:
         raise NonFiniteError(
@@ -198,18 +210,18 @@ def _left_out(headers: Sequence[Header]) -> list[int]:
     return [header.rank for header in headers if not header.valid]
 
 
-def _mean(kind: Kind, parts: Sequence[Sparse], *, by_senders: bool) -> Sparse:
-    section = kind.section
-    few = kind.width // 2 if kind.transformed else section.size // 4
-    if not by_senders and not section.is_dense and len(parts) * section.kept <= few:
+def _mean(spec: BlockSpec, parts: Sequence[Sparse], *, mean_over_senders: bool) -> Sparse:
+    codec = spec.codec
+    few = spec.width // 2 if spec.transformed else codec.size // 4
+    if not mean_over_senders and not codec.is_dense and len(parts) * codec.kept <= few:
         places = torch.cat([index for index, _ in parts if index is not None], dim=1)
         return places, torch.cat([values for _, values in parts], dim=1) / len(parts)
-    total = parts[0][1].new_zeros(len(parts[0][1]), section.size)
-    senders = torch.zeros_like(total) if by_senders else None
+    total = parts[0][1].new_zeros(len(parts[0][1]), codec.size)
+    senders = torch.zeros_like(total) if mean_over_senders else None
     for index, values in parts:  # rank by rank: no two additions to one place at a time, and always in one order
-        section.add(index, values, to=total)
+        codec.add(index, values, to=total)
         if senders is not None:
-            section.add(index, torch.ones_like(values), to=senders)
+            codec.add(index, torch.ones_like(values), to=senders)
     return None, total.div_(len(parts) if senders is None else senders.clamp_(min=1.0))
 
 
@@ -230,10 +242,10 @@ def _joined(parts: Sequence[Sparse], count: int) -> Sparse:
     return (torch.cat(indices)[:count] if indices else None), values
 
 
-def _accepted(section: Section, sent: Sparse, told: Tensor | None) -> Sparse:
+def _accepted(codec: TopKCodec, sent: Sparse, told: Tensor | None) -> Sparse:
     """Of what was sent, what is among the places that were told."""
     index, values = sent
     if index is None or told is None:
         return sent
-    mask = torch.zeros(len(values), section.size, dtype=torch.bool, device=values.device).scatter_(1, told, True)
+    mask = torch.zeros(len(values), codec.size, dtype=torch.bool, device=values.device).scatter_(1, told, True)
     return index, values * mask.gather(1, index)

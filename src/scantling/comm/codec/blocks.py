@@ -22,7 +22,7 @@ CACHED = 1 << 18
 
 
 @dataclass(frozen=True)
-class Grid:
+class BlockGrid:
     """A parameter as a stack of matrices, each cut into blocks.
 
     Attributes:
@@ -76,7 +76,7 @@ class Grid:
     def is_padded(self) -> bool:
         return self.down * self.height > self.rows or self.across * self.width > self.cols
 
-    def cut(self, value: Tensor, out: Tensor | None = None) -> Tensor:
+    def to_blocks(self, value: Tensor, out: Tensor | None = None) -> Tensor:
         """The blocks of a tensor of `shape`: (count, height, width), in `out` where that is given, in its dtype."""
         if out is None:
             out = value.new_empty(self.count, self.height, self.width)
@@ -91,7 +91,7 @@ class Grid:
         out.view(blocks.shape).copy_(blocks)
         return out
 
-    def paste(self, blocks: Tensor) -> Tensor:
+    def from_blocks(self, blocks: Tensor) -> Tensor:
         """The tensor of `shape` that blocks are of; what is in the padding is dropped."""
         if self.height == self.width == 1:
             return blocks.view([self.shape[dim] for dim in self._order]).permute(self._inverse)
@@ -123,7 +123,7 @@ class Grid:
         to.view(-1).scatter_add_(0, place.flatten(), values.flatten())
 
 
-def grid_of(shape: tuple[int, ...], view: MatrixDims, chunk: int, *, divide: bool = False) -> Grid:
+def make_grid(shape: tuple[int, ...], view: MatrixDims, chunk: int, *, divide: bool = False) -> BlockGrid:
     """The grid of a parameter.
 
     Args:
@@ -134,7 +134,7 @@ def grid_of(shape: tuple[int, ...], view: MatrixDims, chunk: int, *, divide: boo
     """
     rows, cols = (prod(shape[dim] for dim in dims) for dims in view)
     side = divisor_side if divide else even_side
-    return Grid(shape, view, side(rows, chunk), side(cols, chunk))
+    return BlockGrid(shape, view, side(rows, chunk), side(cols, chunk))
 
 
 def even_side(length: int, chunk: int) -> int:
