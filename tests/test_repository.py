@@ -170,9 +170,8 @@ def test_the_run_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_recipe_reference_names_every_preset() -> None:
-    rows = re.findall(
-        r"^\| `([\w-]+)` \|.*\| ([\w-]+) \|$", (ROOT / "docs" / "reference" / "recipe.md").read_text(), flags=re.MULTILINE
-    )
+    page = (ROOT / "docs" / "reference" / "recipe.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| ([\w-]+) \|$", page, flags=re.MULTILINE)
     assert rows == [(name, preset.task) for name, preset in PRESETS.items()]
 
 

@@ -205,7 +205,7 @@ def test_critical_tokens_elsewhere() -> None:
     ids=["llama-3-8b", "gemma-2-9b", "gpt-3"],
 )
 def test_worked_cases(case: tuple[float, float], bits: float, critical: float) -> None:
-    """The values of docs/reference/scaling-laws.md: 7 bits if N is free; if N is given, bits depend on the training length."""
+    """The documented cases: 7 bits if N is free; if N is given, bits depend on the training length."""
     N, D = case
     free, given = KUMAR.optimum(compute=6 * N * D), KUMAR.optimum(compute=6 * N * D, N=N)
     assert free.bits == pytest.approx(7.002, abs=5e-4)
