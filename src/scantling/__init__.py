@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from scantling.lazy_names import lazy_names
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from scantling import comm, errors, hf, laws, optim, precision, tensor

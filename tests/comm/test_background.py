@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.test_exchange import exchange_of, gradient, params_of
 from torch import Tensor, nn
 
 import scantling as sc
 from scantling.comm.exchange import MomentumExchange
 from scantling.errors import NonFiniteError, UserError
 from tests.comm.replicas import ThreadLink, together
+from tests.comm.test_exchange import exchange_of, gradient, params_of
 
 STEPS = 5
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.test_exchange import exchange_of, gradient, params_of
 from torch import Tensor, nn
 
 import scantling as sc
@@ -21,6 +20,7 @@ from scantling.comm.exchange import MomentumExchange
 from scantling.comm.link import Link, _warn_without_group
 from scantling.errors import NonFiniteError, PayloadError, UserError
 from tests.comm.replicas import ThreadLink, together
+from tests.comm.test_exchange import exchange_of, gradient, params_of
 from tests.processes import run
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.comm.test_exchange import exchange_of, gradient, params_of
 from torch import Tensor, nn
 
 from scantling.comm.codec.block_group import MIN_NUMBERS
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.residuals import ROW, Residuals, residual_bytes
 from tests.comm.replicas import ThreadLink, together
+from tests.comm.test_exchange import exchange_of, gradient, params_of
 
 
 def kept(value: Tensor, seed: int | None) -> tuple[Residuals, Tensor]:

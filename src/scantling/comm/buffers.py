@@ -9,6 +9,7 @@ from torch import nn
 
 from scantling.comm.link import link_to
 from scantling.comm.shards import local
+from scantling.numerics.torch_private import non_persistent_buffers
 
 
 @torch.no_grad()
@@ -32,7 +33,7 @@ def average_buffers(model: nn.Module, process_group: Any = None) -> int:
         local(value)
         for module in model.modules()
         for name, value in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set and value.is_floating_point()
+        if name not in non_persistent_buffers(module) and value.is_floating_point()
     ]
     for dtype in sorted({value.dtype for value in found}, key=str):
         parts = [value for value in found if value.dtype == dtype]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from scantling.comm.link import Link
 from scantling.errors import SilentPeerError, UserError, first_line
+from scantling.numerics.torch_private import all_gather_into
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class ManagedLink(Link):
 
     def _all_gather(self, whole: Tensor, message: Tensor) -> None:
         with _named():
-            self._group()._allgather_base(whole, message).wait()
+            all_gather_into(self._group(), whole, message).wait()
 
     def _all_to_all(self, found: Tensor, whole: Tensor) -> None:
         with _named():

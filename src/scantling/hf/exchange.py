@@ -25,6 +25,7 @@ from scantling.distributed.context import Place
 from scantling.distributed.folders import see_folders
 from scantling.errors import UserError
 from scantling.files import no_follow
+from scantling.numerics.torch_private import unwrap_compiled
 
 FILE = "exchange-rank{}.pt"
 
@@ -59,7 +60,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
 
     def _keep_gradients_local(self, model: torch.nn.Module) -> None:
         """Disable DistributedDataParallel's gradient averaging, once per module: it accepts only one hook."""
-        model = getattr(model, "_orig_mod", model)  # torch.compile wraps the module
+        model = unwrap_compiled(model)
         if isinstance(model, DistributedDataParallel):
             if model is not self._hooked:
                 model.register_comm_hook(None, noop_hook)

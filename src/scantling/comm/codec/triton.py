@@ -18,6 +18,7 @@ from torch import Tensor
 from scantling.comm.codec import dct
 from scantling.numerics.bits import width_for
 from scantling.numerics.tables import FLOATS, Table, device_of, has_kernels, owners_of, triton_dtype
+from scantling.numerics.torch_private import foreach_zero_
 
 if TYPE_CHECKING:
     from scantling.comm.codec.block_group import BlockGroup
@@ -111,7 +112,7 @@ def add(
             )
             return
         if begins:
-            torch._foreach_zero_(list(tensors))
+            foreach_zero_(list(tensors))
         kept, size = spec.codec.kept, 1 << width_for(spec.codec.kept)
         for first in range(0, count, kept):  # one sender at a time
             kernels.add_numbers[own](
