@@ -48,7 +48,7 @@ from scantling.comm.scaling import scale_of, unscale
 from scantling.comm.shards import as_gradient, local
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
-from scantling.numerics.compute import without_autocast
+from scantling.numerics.device import without_autocast
 from scantling.optimizer_state import check_saved_keys, load_keeping_dtypes
 
 logger = logging.getLogger(__name__)
