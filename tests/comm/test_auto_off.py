@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.comm import auto_off, diloco, load_rank_tensors, momentum, rank_tensors
 from scantling.comm.auto_off import WARM_UP, Trial
-from scantling.comm.link import Link
 from scantling.comm.momentum import MomentumExchange
+from scantling.comm.transport.group import ReplicaGroup
 from scantling.errors import NonFiniteError, UserError
-from tests.comm.replicas import ThreadLink, together
+from tests.comm.replicas import ThreadGroup, together
 from tests.processes import run
 
 FASTER = Trial(selected_s=2e-3, whole_s=1e-3, sent=100, numbers=100)
@@ -29,9 +29,9 @@ def params_of() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((70, 130), (300,), (3, 40, 50))]
 
 
-def exchange_of(link: Link, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
+def exchange_of(replicas: ReplicaGroup, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
     made = MomentumExchange(params, **{"topk": 8, "chunk": 16, "decay": 0.9, **options})
-    made.link = link
+    made.replicas = replicas
     return made
 
 
@@ -50,12 +50,12 @@ def test_everything_travels(options: dict[str, Any]) -> None:
     """M <- decay M + mean g, and (1 - decay) M goes into the update; vectors get the mean."""
     size, steps = 3, 6
 
-    def work(link: ThreadLink) -> list[list[Tensor]]:
+    def work(replicas: ThreadGroup) -> list[list[Tensor]]:
         params = params_of()
-        made = exchange_of(link, params, exchange="whole", dense="fp32", **options)
+        made = exchange_of(replicas, params, exchange="whole", dense="fp32", **options)
         found = []
         for step in range(steps):
-            give(params, link.rank, step)
+            give(params, replicas.rank, step)
             if made.exchange():
                 found.append([param.grad.clone() for param in params])
                 assert made.wire_bytes == made.planned_wire_bytes()
@@ -84,11 +84,11 @@ def test_everything_travels(options: dict[str, Any]) -> None:
 
 
 def test_a_replica_with_nan_is_left_out_and_all_of_them_stop() -> None:
-    def work(link: ThreadLink) -> Tensor:
+    def work(replicas: ThreadGroup) -> Tensor:
         params = params_of()
-        made = exchange_of(link, params, exchange="whole", dense="fp32", decay=0.0)
-        give(params, link.rank, 0)
-        if link.rank == 1:
+        made = exchange_of(replicas, params, exchange="whole", dense="fp32", decay=0.0)
+        give(params, replicas.rank, 0)
+        if replicas.rank == 1:
             params[0].grad[3, 4] = torch.nan
         made.exchange()
         assert made.left_out == [1]
@@ -111,11 +111,11 @@ def test_what_replicas_had_for_themselves_goes_into_the_updates(monkeypatch: pyt
     """With zero gradients after the switch to dense, all residuals left at the switch are eventually applied."""
     decide(monkeypatch, FASTER)
 
-    def work(link: ThreadLink) -> tuple[list[Tensor], list[Tensor]]:
+    def work(replicas: ThreadGroup) -> tuple[list[Tensor], list[Tensor]]:
         params = params_of()
-        made = exchange_of(link, params, auto_off=True, dense="sign")
+        made = exchange_of(replicas, params, auto_off=True, dense="sign")
         for step in range(WARM_UP):
-            give(params, link.rank, step)
+            give(params, replicas.rank, step)
             made.exchange()
         assert made.way != "whole"
         left = [made.state[param]["residual"].clone() for param in params]
@@ -137,14 +137,14 @@ def test_what_replicas_had_for_themselves_goes_into_the_updates(monkeypatch: pyt
         assert torch.equal(found[0][1][place], found[1][1][place])
 
 
-class SlowLink(ThreadLink):
-    """A link on which some collectives are slow."""
+class SlowGroup(ThreadGroup):
+    """Replicas of which some collectives are slow."""
 
     slow: str = ""
 
-    def mean(self, values: Tensor) -> Tensor:
+    def all_reduce_mean(self, values: Tensor) -> Tensor:
         time.sleep(0.1 if self.slow == "mean" else 0.0)
-        return super().mean(values)
+        return super().all_reduce_mean(values)
 
     def all_to_all(self, messages: Any) -> list[Tensor]:
         time.sleep(0.5 if self.slow == "all_to_all" else 0.0)
@@ -153,13 +153,13 @@ class SlowLink(ThreadLink):
 
 @pytest.mark.parametrize("slow", ["mean", "all_to_all"])
 def test_what_is_faster_is_done_and_all_decide_alike(slow: str, caplog: pytest.LogCaptureFixture) -> None:
-    def work(link: ThreadLink) -> tuple[Any, int, list[Tensor]]:
-        link = SlowLink(link.room, link.rank)
-        link.slow = slow if link.rank == 1 else ""  # slow on rank 1 only
+    def work(replicas: ThreadGroup) -> tuple[Any, int, list[Tensor]]:
+        replicas = SlowGroup(replicas.room, replicas.rank)
+        replicas.slow = slow if replicas.rank == 1 else ""  # slow on rank 1 only
         params = params_of()
-        made = exchange_of(link, params, auto_off=True, exchange="owner")
+        made = exchange_of(replicas, params, auto_off=True, exchange="owner")
         for step in range(WARM_UP + 2):
-            give(params, link.rank, step)
+            give(params, replicas.rank, step)
             made.exchange()
         return made.decided, made.wire_bytes, [param.grad for param in params]
 
@@ -167,7 +167,7 @@ def test_what_is_faster_is_done_and_all_decide_alike(slow: str, caplog: pytest.L
         found = together(2, work)
     is_whole = slow == "all_to_all"
     assert [decided for decided, _, _ in found] == [(is_whole, 2)] * 2
-    sparse = exchange_of(Link(), params_of(), exchange="owner").planned_wire_bytes(2)
+    sparse = exchange_of(ReplicaGroup(), params_of(), exchange="owner").planned_wire_bytes(2)
     assert (found[0][1] > 2 * sparse) == is_whole
     assert all(map(torch.equal, found[0][2], found[1][2]))
     told = [record for record in caplog.records if "auto_off" in record.getMessage()]
@@ -179,15 +179,15 @@ def test_a_slow_link_has_shown_itself_before_all_was_sent(monkeypatch: pytest.Mo
     """The measurement of an all-reduce at 2 MB/s stops long before all 40 MB are sent."""
     sent: list[int] = []
 
-    class Narrow(ThreadLink):
-        def mean(self, values: Tensor) -> Tensor:
+    class Narrow(ThreadGroup):
+        def all_reduce_mean(self, values: Tensor) -> Tensor:
             sent.append(values.nbytes)
             time.sleep(values.nbytes / 2e6)
-            return super().mean(values)
+            return super().all_reduce_mean(values)
 
-    def work(link: ThreadLink) -> Any:
+    def work(replicas: ThreadGroup) -> Any:
         params = [nn.Parameter(torch.zeros(5000, 4000))]
-        made = exchange_of(Narrow(link.room, link.rank), params, auto_off=True, topk=1, chunk=64)
+        made = exchange_of(Narrow(replicas.room, replicas.rank), params, auto_off=True, topk=1, chunk=64)
         made._calls, made.step = WARM_UP, WARM_UP
         give(params, 0, 0)
         made.exchange()
@@ -200,23 +200,23 @@ def test_a_slow_link_has_shown_itself_before_all_was_sent(monkeypatch: pytest.Mo
 def test_among_other_replicas_it_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def answer(link: Link, *_: Any) -> Trial:
-        asked.append(link.rank)
+    def answer(replicas: ReplicaGroup, *_: Any) -> Trial:
+        asked.append(replicas.rank)
         return SLOWER
 
     monkeypatch.setattr(momentum, "measured", answer)
 
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
         for saved, calls in (((True, 3), 1), ([True, 2], 0), ([False, 2], 0), (None, 1)):
-            made = exchange_of(link, params, auto_off=True)
+            made = exchange_of(replicas, params, auto_off=True)
             made.load_shared_state_dict({"step": 7, "decided": saved})
             assert (made.way == "whole") == (saved == [True, 2])
-            before = asked.count(link.rank)
+            before = asked.count(replicas.rank)
             for step in range(WARM_UP + 2):
-                give(params, link.rank, step)
+                give(params, replicas.rank, step)
                 made.exchange()
-            assert asked.count(link.rank) - before == calls
+            assert asked.count(replicas.rank) - before == calls
             assert made.shared_state_dict()["decided"] == ((False, 2) if calls else saved)
 
     together(2, work)

@@ -13,7 +13,7 @@ from scantling.comm.layout import buckets_of, channels_in, groups_of, keeps_resi
 from scantling.comm.options import Group
 from scantling.comm.replica import Replica
 from scantling.comm.rounds import Outcome, Sparse
-from scantling.comm.shards import all_finite, local
+from scantling.comm.transport.shards import all_finite, to_local
 
 AVERAGED_AT_ONCE = 1 << 24
 """Numbers of the residuals that are averaged in one collective; a larger one goes alone."""
@@ -30,7 +30,7 @@ class Accumulator(Replica):
         params, groups, kept = self._parameters(), groups_of(self.param_groups), self.residuals
         for member in channel.members:
             place = member.param
-            part, gradient = local(params[place]), gradients[place]
+            part, gradient = to_local(params[place]), gradients[place]
             group = groups[place]
             scale = float(group["lr"]) if group["compat"] == "paper" else 1.0
             if not keeps_residuals(channel, self.rounds):
@@ -52,12 +52,12 @@ class Accumulator(Replica):
         """What `_accumulated` and a selection do, by one kernel; None where there is none that does."""
         params = self._parameters()
         places = [member.param for member in channel.members]
-        if local(params[places[0]]).device.type not in fused.DEVICES or not keeps_residuals(channel, self.rounds):
+        if to_local(params[places[0]]).device.type not in fused.DEVICES or not keeps_residuals(channel, self.rounds):
             return None
         groups = groups_of(self.param_groups)
         if any(groups[place]["compat"] == "paper" or groups[place]["residual"] != "fp32" for place in places):
             return None
-        residuals = [self.residuals.read(params[place], local(params[place])) for place in places]
+        residuals = [self.residuals.read(params[place], to_local(params[place])) for place in places]
         given = [gradient for place in places if (gradient := gradients[place]) is not None]
         if len(given) < len(places) or not fused.can_select(channel, residuals, given):
             return None
@@ -90,7 +90,7 @@ class Accumulator(Replica):
 
         def read(place: int) -> Tensor:
             if place not in changed:
-                changed[place] = kept.read(params[place], local(params[place]))
+                changed[place] = kept.read(params[place], to_local(params[place]))
             return changed[place]
 
         alpha = channel.kind.alpha
@@ -115,13 +115,13 @@ class Accumulator(Replica):
         params, kept = self._parameters(), self.residuals
         for channel in channels_in(buckets_of(self.param_groups, self.rounds)):
             for place in (member.param for member in channel.members if keeps_residuals(channel, self.rounds)):
-                value = kept.read(params[place], local(params[place]))
+                value = kept.read(params[place], to_local(params[place]))
                 yield place, value if all_finite([value]) else torch.zeros_like(value)
 
     def _average_these(self, held: Sequence[tuple[int, Tensor]]) -> None:
         if not held:
             return
-        mean = self.link.mean(torch.cat([value.flatten() for _, value in held]))
+        mean = self.replicas.all_reduce_mean(torch.cat([value.flatten() for _, value in held]))
         parts = torch.split(mean, [value.numel() for _, value in held])
         params, groups = self._parameters(), groups_of(self.param_groups)
         for (place, value), part in zip(held, parts, strict=True):
@@ -138,11 +138,11 @@ def filled_up(channel: Channel, gradients: Mapping[int, Tensor | None], params: 
     found = {}
     for member in channel.members:
         gradient = gradients[member.param]
-        found[member.param] = torch.zeros_like(local(params[member.param])) if gradient is None else gradient
+        found[member.param] = torch.zeros_like(to_local(params[member.param])) if gradient is None else gradient
     return found
 
 
 def zeros_of(channel: Channel, params: Sequence[Tensor]) -> Tensor:
     """The blocks of a channel whose members have no gradient."""
-    like = local(params[channel.members[0].param])
+    like = to_local(params[channel.members[0].param])
     return torch.zeros(channel.count, channel.kind.section.size, dtype=torch.float32, device=like.device)

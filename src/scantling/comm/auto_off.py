@@ -1,4 +1,4 @@
-"""Whether everything may travel: on a fast link an all-reduce of all takes less time than selecting what travels.
+"""Whether everything may travel: on a fast replicas an all-reduce of all takes less time than selecting what travels.
 
 Measured once, in the middle of a run, with the residuals that are there and without changing anything:
 
@@ -6,10 +6,10 @@ Measured once, in the middle of a run, with the residuals that are there and wit
     whole_s      an all-reduce of as many numbers as all parameters have
 
 All processes begin each of them together, and all take the mean of what they measured, so that they decide alike. What
-is faster is done from then on. Before all numbers are sent, a few are, then eight times as many and so on: a slow link
-has shown itself long before they are all sent.
+is faster is done from then on. Before all numbers are sent, a few are, then eight times as many, and so on: a slow link
+is detected long before they are all sent.
 
-Cost: the time of `ROUNDS` exchanges, and of at most about as many all-reduces, or of eight exchanges on a slow link.
+Cost: the time of `ROUNDS` exchanges, and of at most about as many all-reduces, or of eight exchanges on a slow network.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from scantling.comm.channels import Channel
 from scantling.comm.layout import Layout
-from scantling.comm.link import Link
 from scantling.comm.payload import HEADER_BYTES, Header
 from scantling.comm.rounds import exchange
+from scantling.comm.transport.group import ReplicaGroup
 from scantling.comm.values import DTYPES
 
 WARM_UP = 4
@@ -66,11 +66,13 @@ class Trial:
         )
 
 
-def measured(link: Link, layout: Layout, whole: Sequence[Channel], held: Callable[[int], Tensor], step: int) -> Trial:
+def measured(
+    replicas: ReplicaGroup, layout: Layout, whole: Sequence[Channel], held: Callable[[int], Tensor], step: int
+) -> Trial:
     """Measure both.
 
     Args:
-        link: to the other processes.
+        replicas: to the other processes.
         layout: how what is selected travels.
         whole: channels of everything.
         held: a tensor like each parameter, by position; it is only read.
@@ -79,51 +81,53 @@ def measured(link: Link, layout: Layout, whole: Sequence[Channel], held: Callabl
     Collectives: of each round one all-gather before and one after it, and its own.
     """
     device = held(whole[0].members[0].param).device
-    selected_s = _seconds(link, partial(_exchange, link, layout, held, step), device)
+    selected_s = _seconds(replicas, partial(_exchange, replicas, layout, held, step), device)
     sizes = [channel.count for channel in whole]
     buffer = torch.zeros(max(sizes), dtype=DTYPES[whole[0].kind.section.values], device=device)
     numbers, few = sum(sizes), FIRST
     while few < numbers:
         parts = [few] if few <= len(buffer) else [len(buffer)] * (few // len(buffer))
-        whole_s = _seconds(link, partial(_all_reduce, link, buffer, parts), device, rounds=1)
+        whole_s = _seconds(replicas, partial(_all_reduce, replicas, buffer, parts), device, rounds=1)
         if whole_s > selected_s:
             return Trial(selected_s, whole_s, sum(parts), numbers)
         few *= GROWTH
-    return Trial(selected_s, _seconds(link, partial(_all_reduce, link, buffer, sizes), device), numbers, numbers)
+    return Trial(
+        selected_s, _seconds(replicas, partial(_all_reduce, replicas, buffer, sizes), device), numbers, numbers
+    )
 
 
-def _exchange(link: Link, layout: Layout, held: Callable[[int], Tensor], step: int) -> None:
+def _exchange(replicas: ReplicaGroup, layout: Layout, held: Callable[[int], Tensor], step: int) -> None:
     """An exchange of what is selected, whose result is thrown away."""
     for number, bucket in enumerate(layout.buckets):
         selected = []
         for channel in bucket.channels:
             blocks = channel.cut({member.param: held(member.param) for member in channel.members})
             selected.append(channel.kind.section.select(blocks))
-        header = Header(True, 0, step, link.rank, (layout.configuration + number) & 0xFFFFFFFF)
-        outcomes, _ = exchange(link, layout.way, bucket.channels, selected, header, by_senders=False)
+        header = Header(True, 0, step, replicas.rank, (layout.configuration + number) & 0xFFFFFFFF)
+        outcomes, _ = exchange(replicas, layout.way, bucket.channels, selected, header, by_senders=False)
         for channel, outcome in zip(bucket.channels, outcomes, strict=True):
             for part in (outcome.mean, outcome.accepted, outcome.gained):
                 for _ in () if part is None else channel.paste_sent(*part):
                     pass
 
 
-def _all_reduce(link: Link, buffer: Tensor, sizes: Sequence[int]) -> None:
+def _all_reduce(replicas: ReplicaGroup, buffer: Tensor, sizes: Sequence[int]) -> None:
     """All-reduces of so many numbers each, after a gather of headers as every exchange has."""
-    link.all_gather(torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=buffer.device))
+    replicas.all_gather(torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=buffer.device))
     for size in sizes:
-        link.mean(buffer[:size])
+        replicas.all_reduce_mean(buffer[:size])
 
 
-def _seconds(link: Link, work: Callable[[], None], device: torch.device, rounds: int = ROUNDS) -> float:
+def _seconds(replicas: ReplicaGroup, work: Callable[[], None], device: torch.device, rounds: int = ROUNDS) -> float:
     """The median time of some work that all processes begin together, the mean over them."""
     times = []
     for _ in range(rounds):
-        link.all_gather(torch.zeros(1, device=device))
+        replicas.all_gather(torch.zeros(1, device=device))
         began = _now(device)
         work()
         times.append(_now(device) - began)
     own = torch.tensor([median(times)], dtype=torch.float64, device=device)
-    return float(torch.stack(link.all_gather(own)).mean())
+    return float(torch.stack(replicas.all_gather(own)).mean())
 
 
 def _now(device: torch.device) -> float:

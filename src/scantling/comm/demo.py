@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from scantling.comm.blocks import Grid
-from scantling.comm.link import Link, link_to
 from scantling.comm.momentum import MomentumExchange
 from scantling.comm.options import (
     Exchange,
@@ -44,7 +43,8 @@ from scantling.comm.options import (
 )
 from scantling.comm.residuals import KEYS, Format, num_rows
 from scantling.comm.scaling import scale_of, unscale
-from scantling.comm.shards import as_gradient, local
+from scantling.comm.transport.group import ReplicaGroup, as_replica_group
+from scantling.comm.transport.shards import as_gradient, to_local
 from scantling.comm.values import Values
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
@@ -67,9 +67,9 @@ _DEFAULT = {"decay": 0.95, "values": "sign"}
 class DemoMomentum(MomentumExchange):
     """The exchange of an optimizer, on its groups and its state."""
 
-    def __init__(self, optimizer: DeMo, link: Link) -> None:
+    def __init__(self, optimizer: DeMo, replicas: ReplicaGroup) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._begin(optimizer.param_groups, optimizer.state, optimizer._rounds, link)
+        self._begin(optimizer.param_groups, optimizer.state, optimizer._rounds, replicas)
         self._compared = COMPARED
 
     def _shared_tensors(self) -> list[Tensor]:
@@ -78,7 +78,7 @@ class DemoMomentum(MomentumExchange):
         assert optimizer is not None
         found = []
         for param, is_matrix in zip(self._parameters(), self.are_matrices(), strict=True):
-            if not is_matrix and param.requires_grad and local(param).numel():
+            if not is_matrix and param.requires_grad and to_local(param).numel():
                 moments = optimizer.moments(param)
                 found += [moments[key] for key in MOMENTS]
         return found
@@ -178,10 +178,10 @@ class DeMo(torch.optim.Optimizer):
         )
         check_given(params)
         super().__init__(params, defaults)
-        self._connect(link_to(process_group))
+        self._connect(as_replica_group(process_group))
 
-    def _connect(self, link: Link) -> None:
-        self.exchange = DemoMomentum(self, link)
+    def _connect(self, replicas: ReplicaGroup) -> None:
+        self.exchange = DemoMomentum(self, replicas)
 
     @property
     def wire_bytes(self) -> int:
@@ -276,11 +276,11 @@ class DeMo(torch.optim.Optimizer):
             unscale((param for group in self.param_groups for param in group["params"]), scale)
 
     def _step_dense(self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        pairs = [(param, value) for param, value in pairs if local(param).numel()]
+        pairs = [(param, value) for param, value in pairs if to_local(param).numel()]
         if not pairs:
             return
         states = [self.moments(param) for param, _ in pairs]
-        parts = [local(param) for param, _ in pairs]
+        parts = [to_local(param) for param, _ in pairs]
         whole = [part.to(_dense_dtype(part)) for part in parts]  # itself where it is fp32 or fp64
         adamw(
             whole,
@@ -312,7 +312,7 @@ class DeMo(torch.optim.Optimizer):
         self.exchange.settle()
         found = super().state_dict()
         for group in found["param_groups"]:
-            group["replica"], group["replicas"] = self.exchange.link.rank, self.exchange.link.size
+            group["replica"], group["replicas"] = self.exchange.replicas.rank, self.exchange.replicas.world_size
         return found
 
     @torch.no_grad()
@@ -335,7 +335,7 @@ class DeMo(torch.optim.Optimizer):
         """AdamW's moments of a parameter, zeros where there are none yet; in fp32, in fp64 where the parameter is."""
         state = self.state[param]
         if MOMENTS[0] not in state:
-            like = torch.zeros_like(local(param), dtype=_dense_dtype(param))
+            like = torch.zeros_like(to_local(param), dtype=_dense_dtype(param))
             state |= {"exp_avg": like, "exp_avg_sq": like.clone(), "step": torch.zeros((), dtype=torch.float32)}
         found: dict[str, Tensor] = state
         return found
@@ -404,15 +404,16 @@ class DeMo(torch.optim.Optimizer):
         check_saved_keys("DeMo", state_dict, self.param_groups, keys)
         pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
         check_groups([{**saved, "params": group["params"]} for saved, group in pairs], self._rounds)
-        link = self.exchange.link
+        replicas = self.exchange.replicas
         for group in state_dict["param_groups"]:
-            saved = group.get("replica", link.rank), group.get("replicas", link.size)
-            if link.stays and saved != (link.rank, link.size):
+            saved = group.get("replica", replicas.rank), group.get("replicas", replicas.world_size)
+            if replicas.is_static and saved != (replicas.rank, replicas.world_size):
                 raise UserError(
-                    f"this is the state of rank {saved[0]} of {saved[1]}, here is {link.rank} of {link.size}. Every "
+                    f"this is the state of rank {saved[0]} of {saved[1]}, here is {replicas.rank} of "
+                    f"{replicas.world_size}. Every "
                     "replica has residuals of its own: let each save and load a file of its own, or load what is alike "
                     "by load_shared_state_dict and what scantling.comm.merge_local_states makes of all the rest. For "
-                    "torch.distributed.checkpoint there is scantling.comm.rank_tensors"
+                    "torch.distributed.checkpoint there is scantling.comm.dcp"
                 )
         load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
         self.exchange.drop()
@@ -424,7 +425,11 @@ class DeMo(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._reconnect()
         self.exchange.settle()
-        return {**super().__getstate__(), "_rounds": self._rounds, "_had_group": self.exchange.link.group is not None}
+        return {
+            **super().__getstate__(),
+            "_rounds": self._rounds,
+            "_had_group": self.exchange.replicas.group is not None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         had_group = state.pop("_had_group", False)
@@ -432,7 +437,7 @@ class DeMo(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("dense_set", group["dense_lr"])
         if "exchange" not in self.__dict__:  # not so when a state is loaded, which comes here too
-            self._connect(Link())
+            self._connect(ReplicaGroup())
             if had_group:
                 logger.warning(
                     "this DeMo exchanged over a process group of its own, which a pickle does not keep: it now "
@@ -445,7 +450,7 @@ class DeMo(torch.optim.Optimizer):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy({**self.__getstate__(), "_had_group": False}, memo))
-        made.exchange.link = self.exchange.link
+        made.exchange.replicas = self.exchange.replicas
         return made
 
 
@@ -457,7 +462,7 @@ def _dense_dtype(param: Tensor) -> torch.dtype:
 def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     lr = group["lr"]
     for param, value in pairs:
-        part = local(param)
+        part = to_local(param)
         part.mul_(1.0 - lr * group["weight_decay"])
         if group["update"] == "sign":
             part.add_(value.sign().to(part.dtype), alpha=-lr)
@@ -519,8 +524,8 @@ def _check(group: dict[str, Any], *, sets_dense_lr: bool = True) -> None:
 
 
 def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], name: str) -> None:
-    shape = tuple(local(param).shape)
-    wanted = {"step": (), "residual_scale": (num_rows(local(param).numel()),)}
+    shape = tuple(to_local(param).shape)
+    wanted = {"step": (), "residual_scale": (num_rows(to_local(param).numel()),)}
     for key, value in state.items():
         if tuple(value.shape) != wanted.get(key, shape):
             raise UserError(
@@ -530,5 +535,5 @@ def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], na
 
 
 def _place(group: dict[str, Any], param: Tensor, key: str, value: Tensor) -> Tensor:
-    device = torch.device("cpu") if key == "step" else local(param).device  # AdamW reads its count on the CPU
+    device = torch.device("cpu") if key == "step" else to_local(param).device  # AdamW reads its count on the CPU
     return value.detach().to(device, copy=True)

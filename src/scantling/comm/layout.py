@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from scantling.comm.agreement import check_alike
 from scantling.comm.channels import MOST_NUMBERS, MOST_ON_DEVICE, Channel, channels_of, kind_and_grid
-from scantling.comm.link import Link
+from scantling.comm.consistency import check_alike
 from scantling.comm.options import OPTIONS, Group, Rounds, check_groups
 from scantling.comm.residuals import Format, residual_bytes
 from scantling.comm.rounds import Way, cheaper_way, wire_bytes
-from scantling.comm.shards import local
+from scantling.comm.transport.group import ReplicaGroup
+from scantling.comm.transport.shards import to_local
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
 
     Attributes:
         exchange: how everything travels.
-        replicas: generation of the link, number of its processes and rank among them.
+        replicas: generation of the replicas, number of its processes and rank among them.
         shapes: of each parameter, with what tells it from others and whether it is trained.
         options: of each group.
     """
@@ -83,7 +83,7 @@ class Layout:
 def laid_out(
     groups: Sequence[Group],
     rounds: Rounds,
-    link: Link,
+    replicas: ReplicaGroup,
     last: Layout | None,
     *,
     step: int,
@@ -95,7 +95,7 @@ def laid_out(
     Args:
         groups: with all options.
         rounds: of all of them.
-        link: to the other replicas.
+        replicas: to the other replicas.
         last: the layout until now.
         step: calls so far, which must be alike too.
         also: further keys of groups that must be alike when something is new.
@@ -106,19 +106,19 @@ def laid_out(
     params = parameters_of(groups)
     shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
     options_of = tuple(tuple(group[option] for option in OPTIONS) for group in groups)
-    origin = Origin(rounds.exchange, (link.generation, link.size, link.rank), shapes, options_of)
+    origin = Origin(rounds.exchange, (replicas.generation, replicas.world_size, replicas.rank), shapes, options_of)
     if last is not None and last.origin == origin and not last.is_stale:
         return last
     check_groups(groups, rounds)
     has_changed = last is not None and (
         last.is_late or (last.origin.shapes, last.origin.options) != (shapes, options_of)
     )
-    if has_changed and not link.is_alone:
+    if has_changed and replicas.world_size != 1:
         logger.warning(
             "step %d, rank %d: options, shapes or what is frozen have changed, or a state was loaded; replicas are "
             "compared. If nothing has changed on the others, they are exchanging now, and the run hangs or ends in an "
             "error",
-            *(step, link.rank),
+            *(step, replicas.rank),
         )
     described = []
     for param, group in zip(params, groups_of(groups), strict=True):
@@ -127,7 +127,10 @@ def laid_out(
         described.append({**own, **facts, "calls so far": step})
     buckets = buckets_of(groups, rounds)
     return Layout(
-        origin, buckets, check_alike(link, described, names_of(groups), params), way_of(groups, rounds, link.size)
+        origin,
+        buckets,
+        check_alike(replicas, described, names_of(groups), params),
+        way_of(groups, rounds, replicas.world_size),
     )
 
 
@@ -148,7 +151,7 @@ def buckets_of(groups: Sequence[Group], rounds: Rounds) -> list[Bucket]:
     found = []
     for run in runs:
         positions = sorted(run)
-        shapes = {position: tuple(local(params[position]).shape) for position in positions}
+        shapes = {position: tuple(to_local(params[position]).shape) for position in positions}
         numels = {position: params[position].numel() for position in positions}
         channels = channels_of(shapes, numels, each_group, whole=rounds.exchange == "whole", most=most)
         found.append(Bucket(tuple(positions), tuple(channels)))
@@ -179,7 +182,7 @@ def residual_format(param: Tensor, group: Group) -> Format:
     form: Format = group["residual"]
     if form == "fp32":
         return form
-    kind, _ = kind_and_grid(tuple(local(param).shape), param.numel(), group)
+    kind, _ = kind_and_grid(tuple(to_local(param).shape), param.numel(), group)
     return form if kind.is_matrix else "fp32"
 
 
@@ -195,7 +198,7 @@ def planned_wire_bytes_a_step(groups: Sequence[Group], rounds: Rounds, num_proce
     if rounds.state_sync_every is not None and rounds.exchange != "whole" and num_processes > 1:
         params = parameters_of(groups)
         numbers = sum(
-            local(params[member.param]).numel()
+            to_local(params[member.param]).numel()
             for channel in channels_in(buckets_of(groups, rounds))
             if keeps_residuals(channel, rounds)
             for member in channel.members
@@ -208,7 +211,7 @@ def planned_state_bytes(groups: Sequence[Group], rounds: Rounds) -> int:
     """Bytes of the residuals once there was an exchange."""
     params, each_group = parameters_of(groups), groups_of(groups)
     return sum(
-        residual_bytes(local(param).numel(), residual_format(param, group))
+        residual_bytes(to_local(param).numel(), residual_format(param, group))
         for channel in channels_in(buckets_of(groups, rounds))
         if keeps_residuals(channel, rounds)
         for param, group in ((params[member.param], each_group[member.param]) for member in channel.members)
@@ -221,7 +224,7 @@ def described(groups: Sequence[Group], rounds: Rounds) -> str:
     params = parameters_of(groups)
     for channel in channels_in(buckets_of(groups, rounds)):
         kind, section = channel.kind, channel.kind.section
-        numbers = sum(local(params[member.param]).numel() for member in channel.members)
+        numbers = sum(to_local(params[member.param]).numel() for member in channel.members)
         what = f"{section.kept} of {kind.height} x {kind.width}" if kind.is_matrix else f"rows of {kind.width}"
         if rounds.exchange == "whole":
             what = "all of a matrix" if kind.is_matrix else "all"

@@ -35,10 +35,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from scantling.comm.accumulator import Accumulator, filled_up, seed_of, zeros_of
-from scantling.comm.agreement import averaging_error, refuse_averaged, spread, unlike
 from scantling.comm.auto_off import WARM_UP, measured
-from scantling.comm.background import Background
-from scantling.comm.guard import Averaging, find_averaging, find_wrappers
+from scantling.comm.consistency import averaging_error, refuse_averaged, spread, unlike
+from scantling.comm.ddp_guard import Averaging, find_averaging, find_wrappers
 from scantling.comm.layout import (
     Bucket,
     Layout,
@@ -54,13 +53,14 @@ from scantling.comm.layout import (
     planned_wire_bytes,
     planned_wire_bytes_a_step,
 )
-from scantling.comm.link import Link, link_to
 from scantling.comm.options import Exchange, Group, Rounds, Transform, as_groups, check_groups
 from scantling.comm.payload import Header
 from scantling.comm.residuals import Format
 from scantling.comm.rounds import Outcome, Sparse, Way, exchange
 from scantling.comm.second_momentum import MomentumWatch
-from scantling.comm.shards import all_agree, all_finite, as_gradient, check_meshes, local, place_gradient
+from scantling.comm.transport.background import Background
+from scantling.comm.transport.group import ReplicaGroup, as_replica_group
+from scantling.comm.transport.shards import all_agree, all_finite, as_gradient, check_meshes, match_placements, to_local
 from scantling.comm.values import DTYPES, Values
 from scantling.errors import NonFiniteError, ReplicaError, SilentPeerError, UserError
 
@@ -140,7 +140,7 @@ class MomentumExchange(Accumulator):
         residual: format of the residuals of matrices: "fp32", or "int8" with stochastic rounding, 1.03 bytes a number.
         auto_off: whether it is measured, once after a few calls, if everything would travel in less time, as with
             `exchange="whole"`; where it would, it does. What a run sends and computes then depends on a clock.
-        process_group: group of the replicas, a mesh of one dim, or a `ManagedLink`; default all processes.
+        process_group: group of the replicas, a mesh of one dim, or a `TorchFTGroup`; default all processes.
 
     Attributes:
         param_groups: the groups, with all options.
@@ -193,13 +193,17 @@ class MomentumExchange(Accumulator):
         rounds = Rounds(
             exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb, auto_off
         )
-        self._begin(as_groups(groups, defaults), {}, rounds, link_to(process_group))
+        self._begin(as_groups(groups, defaults), {}, rounds, as_replica_group(process_group))
 
-    def _begin(self, groups: list[Group], state: dict[Tensor, dict[str, Any]], rounds: Rounds, link: Link) -> None:
+    def _begin(
+        self, groups: list[Group], state: dict[Tensor, dict[str, Any]], rounds: Rounds, replicas: ReplicaGroup
+    ) -> None:
         check_groups(groups, rounds)
-        if not link.stays and (rounds.delay or rounds.overlap or rounds.auto_off):
-            raise UserError("delay, overlap and auto_off are for replicas that stay; leave them out with a ManagedLink")
-        self.param_groups, self.state, self.rounds, self.link = groups, state, rounds, link
+        if not replicas.is_static and (rounds.delay or rounds.overlap or rounds.auto_off):
+            raise UserError(
+                "delay, overlap and auto_off are for replicas that stay; leave them out with a TorchFTGroup"
+            )
+        self.param_groups, self.state, self.rounds, self.replicas = groups, state, rounds, replicas
         self.announces = True
         self._compared: tuple[str, ...] = ()
         self.facts: dict[str, Any] = {}
@@ -219,10 +223,10 @@ class MomentumExchange(Accumulator):
         self._sent: list[Sent] = []
         self._settled: tuple[int, list[int]] = 0, []
         self._failure: NonFiniteError | None = None
-        self._line: Link | None = None
+        self._line: ReplicaGroup | None = None
         self._background: Background | None = None
-        if link.stays:
-            check_meshes(self._parameters(), link.ranks)
+        if replicas.is_static:
+            check_meshes(self._parameters(), replicas.ranks)
 
     @torch.no_grad()
     def exchange(self) -> bool:
@@ -231,10 +235,10 @@ class MomentumExchange(Accumulator):
         Collectives: one all-gather, or an all-to-all and an all-gather, see `rounds.py`, for each bucket of `overlap`;
         at the first call, whenever shapes have changed or a state was loaded, and every `check_every` exchanges two
         more, which compare the replicas. With `delay` or `overlap` they are those of a thread, in a process group of
-        its own. Where a gradient is placed otherwise than its parameter, those of `place_gradient` in `shards.py`.
+        its own. Where a gradient is placed otherwise than its parameter, those of `match_placements` in `shards.py`.
 
         Returns:
-            Whether there is a result; where not (`sync_every`, the first call with `delay`, and over a `ManagedLink`
+            Whether there is a result; where not (`sync_every`, the first call with `delay`, and over a `TorchFTGroup`
             an exchange that broke), every `.grad` is None.
 
         Raises:
@@ -256,7 +260,7 @@ class MomentumExchange(Accumulator):
         if self._watch is not None:
             if self._watch.is_done:
                 self._watch.stop()
-        elif self.watches_optimizer and self.link.rank == 0:
+        elif self.watches_optimizer and self.replicas.rank == 0:
             pairs = zip(self._parameters(), groups_of(self.param_groups), self.are_matrices(), strict=True)
             self._watch = MomentumWatch(
                 param for param, group, is_matrix in pairs if is_matrix and group["decay"] > 0 and param.requires_grad
@@ -273,7 +277,7 @@ class MomentumExchange(Accumulator):
             self._send(opened)
         if self.rounds.overlap:  # when the step began, there were no gradients yet
             self.check_gradients()
-        if not self.link.commits():
+        if not self.replicas.should_commit():
             self._sent = []  # and so nothing of it leaves the residuals
             return None
         if opened.failure is not None:
@@ -307,7 +311,7 @@ class MomentumExchange(Accumulator):
         except BaseException as error:
             if opened.next == 0:
                 opened.waiting = _waiting(self._laid_out())
-            elif self.link.is_alone:  # what has left stays in the residuals
+            elif self.replicas.world_size == 1:  # what has left stays in the residuals
                 self._opened, self._sent, self._failure = None, [], opened.failure
                 self._set_pending(opened.before)
             else:
@@ -364,7 +368,7 @@ class MomentumExchange(Accumulator):
 
     def drop(self) -> None:
         """Wait for what is on its way and forget it: what is loaded is in its place. Replicas are compared again."""
-        if self._layout is not None and self.link.stays:  # over a ManagedLink, who comes loads alone
+        if self._layout is not None and self.replicas.is_static:  # over a TorchFTGroup, who comes loads alone
             self._layout = replace(self._layout, is_stale=True, is_late=self._layout.is_late or self._calls > 0)
         self._calls, self._opened, self._failure = 0, None, None
         sent, self._sent = self._sent, []
@@ -386,20 +390,20 @@ class MomentumExchange(Accumulator):
         if not self.rounds.delay:  # of a state that was saved with one: it comes with the result of this call
             self._set_pending(before)
             before = None
-        if self.link.step is not None:
-            self.step = self.link.step
+        if self.replicas.step is not None:
+            self.step = self.replicas.step
         try:
             layout = self._begun()
         except SilentPeerError as error:
-            self.link.failed(error)
+            self.replicas.handle_error(error)
             self._keep_gradients()
             return Opened(before, [], is_due=False, failure=failure)
-        self.wire_bytes += self.link.wire_bytes
+        self.wire_bytes += self.replicas.wire_bytes
         if self._line is None:
-            in_thread = bool(self.rounds.delay or self.rounds.overlap) and not self.link.is_alone
-            self._line = self.link.apart() if in_thread else self.link
+            in_thread = bool(self.rounds.delay or self.rounds.overlap) and self.replicas.world_size != 1
+            self._line = self.replicas.clone() if in_thread else self.replicas
             self._background = Background() if in_thread else None
-        self._line.start()
+        self._line.reset_wire_bytes()
         return Opened(before, _waiting(layout), self.rounds.is_due(self.step), failure=failure)
 
     def _keep_gradients(self) -> None:
@@ -422,17 +426,17 @@ class MomentumExchange(Accumulator):
         rounds, params = self.rounds, self._parameters()
         if not rounds.overlap:
             self.check_gradients()
-        self.link.start()
+        self.replicas.reset_wire_bytes()
         if rounds.comes_round(self.step, rounds.check_every):
             self._compare(params)
         self._calls += 1
-        is_decided = self.decided is not None and self.decided[1] == self.link.size
-        has_to_decide = rounds.auto_off and not is_decided and not self.link.is_alone and self._calls > WARM_UP
+        is_decided = self.decided is not None and self.decided[1] == self.replicas.world_size
+        has_to_decide = rounds.auto_off and not is_decided and self.replicas.world_size != 1 and self._calls > WARM_UP
         if has_to_decide and channels_in(layout.buckets):
             self._decide(layout)
             layout = self._laid_out()
         elif has_to_decide and any(isinstance(param, DTensor) for param in params):  # this shard holds no numbers
-            self.decided = all_agree(params, True), self.link.size
+            self.decided = all_agree(params, True), self.replicas.world_size
         elif layout.way != "whole" and rounds.comes_round(self.step, rounds.state_sync_every):
             self._average()
         return layout
@@ -441,20 +445,22 @@ class MomentumExchange(Accumulator):
         """Find what wraps the model, in the first step in this process. No communication."""
         if not self._has_started:
             self._has_started, params = True, self._parameters()
-            if self.link.stays:
-                check_meshes(params, self.link.ranks)  # again: accelerate replaces parameters of a finished optimizer
-            self._wrappers = [] if self.link.is_alone else find_wrappers(params, self.link.ranks)
+            if self.replicas.is_static:
+                check_meshes(
+                    params, self.replicas.ranks
+                )  # again: accelerate replaces parameters of a finished optimizer
+            self._wrappers = [] if self.replicas.world_size == 1 else find_wrappers(params, self.replicas.ranks)
 
     def check_gradients(self) -> None:
         """Refuse gradients that were averaged.
 
-        Collective in the first step in this process: one all-gather. Over a `ManagedLink` in the first step of all
+        Collective in the first step in this process: one all-gather. Over a `TorchFTGroup` in the first step of all
         replicas, since one that comes later would be alone in it. Later steps ask the wrappers found then, without
         communication: a loop may leave out `no_sync()` later, or evaluate before its first step.
         """
         self._look_around()
-        if self._wrappers is not None and (self.link.stays or self.step == 1):
-            refuse_averaged(self.link, self._parameters(), self._wrappers)
+        if self._wrappers is not None and (self.replicas.is_static or self.step == 1):
+            refuse_averaged(self.replicas, self._parameters(), self._wrappers)
             self._known_wrappers, self._wrappers = [weakref.ref(wrapper) for wrapper in self._wrappers], None
             return
         wrappers = [wrapper for reference in self._known_wrappers if (wrapper := reference()) is not None]
@@ -504,28 +510,28 @@ class MomentumExchange(Accumulator):
                 selected.append(channel.kind.section.select(blocks))
         if not opened.is_due or self._line is None:
             if not valid:
-                logger.warning("step %d, rank %d: NaN or Inf gradients are left out", self.step, self.link.rank)
+                logger.warning("step %d, rank %d: NaN or Inf gradients are left out", self.step, self.replicas.rank)
             return
         if valid and layout.way != "whole" and not all_finite(values for _, values in selected):
-            logger.warning("step %d, rank %d: a residual is NaN or Inf and begins anew", self.step, self.link.rank)
+            logger.warning("step %d, rank %d: a residual is NaN or Inf and begins anew", self.step, self.replicas.rank)
             for place in bucket.params:
                 self.residuals.drop(params[place])
             valid, self.withheld = False, True
             selected = [channel.kind.section.select(zeros_of(channel, params)) for channel in bucket.channels]
         configuration = (layout.configuration + number) & 0xFFFFFFFF
-        header = Header(valid, self.link.epoch, self.step, self.link.rank, configuration)
+        header = Header(valid, self.replicas.quorum_id, self.step, self.replicas.rank, configuration)
         by_senders = self.param_groups[0]["compat"] == "paper"
         work = partial(exchange, self._line, layout.way, bucket.channels, selected, header, by_senders=by_senders)
         if self._background is None:
             try:
                 found = work()
             except SilentPeerError as error:
-                self.link.failed(error)
+                self.replicas.handle_error(error)
                 opened.is_due = False
                 return
             self._sent.append(Sent(bucket, self.step, lambda: found))
         else:
-            device = local(params[bucket.params[0]]).device
+            device = to_local(params[bucket.params[0]]).device
             task = self._background.submit(work, device)
             self._sent.append(Sent(bucket, self.step, partial(task.result, _tensors)))
 
@@ -545,7 +551,7 @@ class MomentumExchange(Accumulator):
             raise errors[0]
         self.left_out = sorted({rank for _, ranks in arrived for rank in ranks})
         self.wire_bytes += self._line.wire_bytes if self._line is not None else 0
-        if self.left_out and self.link.rank == 0:
+        if self.left_out and self.replicas.rank == 0:
             logger.warning("step %d: ranks %s have NaN or Inf gradients and are left out", sent[0].step, self.left_out)
         found: list[Tensor | None] = [None] * len(params)
         is_whole, groups = self._layout is not None and self._layout.way == "whole", groups_of(self.param_groups)
@@ -594,11 +600,11 @@ class MomentumExchange(Accumulator):
         Args:
             num_processes: how many; those that there are unless given.
         """
-        return planned_wire_bytes(self.param_groups, self.current, num_processes or self.link.size)
+        return planned_wire_bytes(self.param_groups, self.current, num_processes or self.replicas.world_size)
 
     def planned_wire_bytes_a_step(self, num_processes: int | None = None) -> float:
         """As `planned_wire_bytes`, in a call on average: with `sync_every`, and `state_sync_every`."""
-        return planned_wire_bytes_a_step(self.param_groups, self.current, num_processes or self.link.size)
+        return planned_wire_bytes_a_step(self.param_groups, self.current, num_processes or self.replicas.world_size)
 
     def planned_state_bytes(self) -> int:
         """Bytes of the residuals once there was an exchange; no communication."""
@@ -619,15 +625,15 @@ class MomentumExchange(Accumulator):
     def _laid_out(self) -> Layout:
         """How everything travels; compared with how it does on the other replicas where it is new."""
         compared: dict[str, Any] = {"also": self._compared, "facts": self.facts}
-        found = laid_out(self.param_groups, self.current, self.link, self._layout, step=self.step, **compared)
-        if self.announces and self._layout is None and self.link.rank == 0:
-            announce(f"{self}\nexchange by {found.way} among {self.link.size} processes")
+        found = laid_out(self.param_groups, self.current, self.replicas, self._layout, step=self.step, **compared)
+        if self.announces and self._layout is None and self.replicas.rank == 0:
+            announce(f"{self}\nexchange by {found.way} among {self.replicas.world_size} processes")
         self._layout = found
         return found
 
     def _compare(self, params: Sequence[Tensor]) -> None:
         """Compare the parameters of all replicas, and measure how far their residuals are apart."""
-        found = unlike(self.link, params)
+        found = unlike(self.replicas, params)
         if found is not None:
             rank, place, sound = found
             text = f"step {self.step}: {names_of(self.param_groups)[place]} is not on rank {rank} what it is on others"
@@ -635,15 +641,15 @@ class MomentumExchange(Accumulator):
                 raise ReplicaError(
                     f"{text}. Go on from the last checkpoint; on_mismatch='resync' takes the values of rank {sound}"
                 )
-            if self.link.rank == 0:
+            if self.replicas.rank == 0:
                 logger.warning("%s; all take those of rank %d", text, sound)
-            device = local(params[0]).device
-            for tensor in (*map(local, params), *self._shared_tensors()):
+            device = to_local(params[0]).device
+            for tensor in (*map(to_local, params), *self._shared_tensors()):
                 sent = tensor.to(device)  # AdamW's count of steps is on the CPU, which a group may have no backend for
-                self.link.broadcast(sent, sound)
+                self.replicas.broadcast(sent, sound)
                 if sent is not tensor:
                     tensor.copy_(sent)
-        self.replica_divergence = spread(self.link, (value for _, value in self._all_residuals()), self.step)
+        self.replica_divergence = spread(self.replicas, (value for _, value in self._all_residuals()), self.step)
 
     def _decide(self, layout: Layout) -> None:
         """Measure whether everything may travel, and if so fold in what each replica has for itself.
@@ -653,13 +659,13 @@ class MomentumExchange(Accumulator):
         params = self._parameters()
 
         def held(place: int) -> Tensor:
-            return self.residuals.read(params[place], local(params[place]))
+            return self.residuals.read(params[place], to_local(params[place]))
 
         whole = channels_in(buckets_of(self.param_groups, replace(self.rounds, exchange="whole")))
-        trial = measured(self.link, layout, whole, held, self.step)
+        trial = measured(self.replicas, layout, whole, held, self.step)
         is_whole = all_agree(params, trial.is_whole)
-        self.decided = is_whole, self.link.size
-        if self.link.rank == 0:
+        self.decided = is_whole, self.replicas.world_size
+        if self.replicas.rank == 0:
             logger.log(logging.WARNING if is_whole else logging.INFO, "step %d: %s", self.step, trial)
         if is_whole:
             self._average()
@@ -687,7 +693,7 @@ def _filled(found: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Te
 
 def _zeros_like(param: Tensor) -> Tensor:
     """Zeros in fp32 like the local part of a parameter; for a frozen one, which has no step, they take no memory."""
-    part = local(param)
+    part = to_local(param)
     if param.requires_grad:
         return torch.zeros_like(part, dtype=torch.float32)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
@@ -700,5 +706,5 @@ def _gradient(param: Tensor) -> Tensor | None:
         raise UserError(
             f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; use sparse=False in its embedding"
         )
-    place_gradient(param)
-    return local(param.grad)
+    match_placements(param)
+    return to_local(param.grad)

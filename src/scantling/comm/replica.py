@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from scantling.comm.layout import groups_of, names_of, parameters_of, residual_format
-from scantling.comm.link import Link
 from scantling.comm.options import Decided, Group, Rounds
 from scantling.comm.residuals import Residuals
-from scantling.comm.shards import local
+from scantling.comm.transport.group import ReplicaGroup
+from scantling.comm.transport.shards import to_local
 from scantling.errors import UserError
 
 
@@ -23,7 +23,7 @@ class Replica:
     Attributes:
         param_groups: the groups, with all options.
         state: by parameter.
-        link: to the other replicas.
+        replicas: to the other replicas.
         step: calls so far.
         rounds: when what is exchanged, as set.
         decided: with `auto_off`, whether everything travels, and among how many processes that was found to be faster.
@@ -31,7 +31,7 @@ class Replica:
 
     param_groups: list[Group]
     state: dict[Tensor, dict[str, Any]]
-    link: Link
+    replicas: ReplicaGroup
     step: int
     rounds: Rounds
     decided: Decided = None
@@ -39,7 +39,7 @@ class Replica:
     @property
     def current(self) -> Rounds:
         """As set, but that everything travels where that was found to be faster among as many processes."""
-        if self.decided is None or tuple(self.decided) != (True, self.link.size):
+        if self.decided is None or tuple(self.decided) != (True, self.replicas.world_size):
             return self.rounds
         return replace(self.rounds, exchange="whole")
 
@@ -54,21 +54,21 @@ class Replica:
         self.settle()
         names = names_of(self.param_groups)
         residuals = {names[place]: value.clone() for place, value in self._residuals()}
-        return {"world_size": self.link.size, "rank": self.link.rank, "residuals": residuals}
+        return {"world_size": self.replicas.world_size, "rank": self.replicas.rank, "residuals": residuals}
 
     def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `local_state_dict` gave on this replica.
 
         Args:
             state_dict: of the same rank and world size, or of `merge_local_states`, which fits every replica. Over a
-                `ManagedLink`, whose ranks change, of any.
+                `TorchFTGroup`, whose ranks change, of any.
 
         Raises:
             UserError: another kind of state, world size or rank, other parameters or shapes; nothing has been loaded.
         """
         check_kind(state_dict, "local_state_dict", ("world_size", "rank", "residuals"))
-        for key, own in (("world_size", self.link.size), ("rank", self.link.rank)):
-            if self.link.stays and state_dict[key] not in (None, own):
+        for key, own in (("world_size", self.replicas.world_size), ("rank", self.replicas.rank)):
+            if self.replicas.is_static and state_dict[key] not in (None, own):
                 raise UserError(
                     f"the residuals are those of {key} {state_dict[key]}, this is {key} {own}. Every replica has its "
                     "own; for another number of replicas give each what scantling.comm.merge_local_states makes of all"
@@ -80,7 +80,7 @@ class Replica:
         for name, param, group in zip(names_of(self.param_groups), self._parameters(), groups, strict=True):
             if name in state_dict["residuals"]:
                 residual = state_dict["residuals"][name]
-                self._keep(param, group, residual.to(device=local(param).device, dtype=torch.float32, copy=True))
+                self._keep(param, group, residual.to(device=to_local(param).device, dtype=torch.float32, copy=True))
             else:
                 kept.drop(param)
 
@@ -91,8 +91,8 @@ class Replica:
         for name, value in values.items():
             if not isinstance(value, Tensor):
                 raise UserError(f"the {what} of {name} must be a tensor; given {value!r}")
-            if name not in known or tuple(value.shape) != tuple(local(known[name]).shape):
-                shape = tuple(local(known[name]).shape) if name in known else None
+            if name not in known or tuple(value.shape) != tuple(to_local(known[name]).shape):
+                shape = tuple(to_local(known[name]).shape) if name in known else None
                 raise UserError(
                     f"the {what} of {name} has the shape {tuple(value.shape)}, "
                     + ("there is no such parameter here" if shape is None else f"its parameter here {shape}")
@@ -109,7 +109,7 @@ class Replica:
         self.settle()
         if param in self.residuals:
             place = next(place for place, each in enumerate(self._parameters()) if each is param)
-            residual = self.residuals.read(param, local(param))
+            residual = self.residuals.read(param, to_local(param))
             self._keep(param, groups_of(self.param_groups)[place], residual.index_select(dim, index))
         if "pending" in self.state.get(param, {}):
             self.state[param]["pending"] = self.state[param]["pending"].index_select(dim, index)
@@ -141,7 +141,7 @@ class Replica:
         for name, param in zip(names_of(self.param_groups), self._parameters(), strict=True):
             self.state.get(param, {}).pop("pending", None)
             if name in pending:
-                self.state.setdefault(param, {})["pending"] = pending[name].to(local(param).device, copy=True)
+                self.state.setdefault(param, {})["pending"] = pending[name].to(to_local(param).device, copy=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Both, for a replica that keeps a file of its own."""
@@ -166,7 +166,7 @@ class Replica:
         kept = self.residuals
         for place, param in enumerate(self._parameters()):
             if param in kept:
-                yield place, kept.read(param, local(param))
+                yield place, kept.read(param, to_local(param))
 
     def _parameters(self) -> list[Tensor]:
         return parameters_of(self.param_groups)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from scantling.comm.channels import Channel, Kind
-from scantling.comm.link import Link
 from scantling.comm.payload import HEADER_BYTES, Header, check, seal, unseal
 from scantling.comm.section import Section
+from scantling.comm.transport.group import ReplicaGroup
 from scantling.errors import NonFiniteError
 
 Way: TypeAlias = Literal["all_gather", "owner", "whole"]
@@ -50,12 +50,18 @@ class Outcome:
 
 
 def exchange(
-    link: Link, way: Way, channels: Sequence[Channel], selected: Sequence[Sparse], header: Header, *, by_senders: bool
+    replicas: ReplicaGroup,
+    way: Way,
+    channels: Sequence[Channel],
+    selected: Sequence[Sparse],
+    header: Header,
+    *,
+    by_senders: bool,
 ) -> tuple[list[Outcome], list[int]]:
     """Exchange what was selected in each channel. Collectives: those of the way.
 
     Args:
-        link: to the other processes.
+        replicas: to the other processes.
         way: all_gather, owner or whole.
         channels: the same on all processes.
         selected: coefficients of this process, see `Section.select`; of zeros where its header is not valid. With whole
@@ -72,11 +78,11 @@ def exchange(
         PayloadError: a message that is damaged, or of another step or run.
     """
     if way == "whole":
-        return _in_full(link, selected, header)
+        return _in_full(replicas, selected, header)
     if way == "owner":
-        return _by_owners(link, channels, selected, header)
+        return _by_owners(replicas, channels, selected, header)
     packed = [channel.kind.section.pack(*one) for channel, one in zip(channels, selected, strict=True)]
-    headers, bodies = unseal(link.all_gather(seal(header, torch.cat(packed))))
+    headers, bodies = unseal(replicas.all_gather(seal(header, torch.cat(packed))))
     valid = _valid(headers, header)
     sizes = [channel.num_bytes for channel in channels]
     found = [torch.split(bodies[rank], sizes) for rank in valid]
@@ -92,29 +98,29 @@ def exchange(
     return outcomes, _left_out(headers)
 
 
-def _in_full(link: Link, selected: Sequence[Sparse], header: Header) -> tuple[list[Outcome], list[int]]:
+def _in_full(replicas: ReplicaGroup, selected: Sequence[Sparse], header: Header) -> tuple[list[Outcome], list[int]]:
     device = selected[0][1].device if selected else None
-    headers, _ = unseal(link.all_gather(seal(header, torch.empty(0, dtype=torch.uint8, device=device))))
+    headers, _ = unseal(replicas.all_gather(seal(header, torch.empty(0, dtype=torch.uint8, device=device))))
     valid = _valid(headers, header)
     outcomes = []
     for _, values in selected:
-        mean = link.mean(values)
-        if len(valid) < link.size:
-            mean *= link.size / len(valid)
+        mean = replicas.all_reduce_mean(values)
+        if len(valid) < replicas.world_size:
+            mean *= replicas.world_size / len(valid)
         outcomes.append(Outcome((None, mean), None))
     return outcomes, _left_out(headers)
 
 
 def _by_owners(
-    link: Link, channels: Sequence[Channel], selected: Sequence[Sparse], header: Header
+    replicas: ReplicaGroup, channels: Sequence[Channel], selected: Sequence[Sparse], header: Header
 ) -> tuple[list[Outcome], list[int]]:
-    shares = [_share(channel, link.size) for channel in channels]
-    parted = [_parted(one, share, link.size) for one, share in zip(selected, shares, strict=True)]
+    shares = [_share(channel, replicas.world_size) for channel in channels]
+    parted = [_parted(one, share, replicas.world_size) for one, share in zip(selected, shares, strict=True)]
     packed = [
         [channel.kind.section.pack(*parts[rank]) for channel, parts in zip(channels, parted, strict=True)]
-        for rank in range(link.size)
+        for rank in range(replicas.world_size)
     ]
-    headers, bodies = unseal(link.all_to_all([seal(header, torch.cat(each)) for each in packed]))
+    headers, bodies = unseal(replicas.all_to_all([seal(header, torch.cat(each)) for each in packed]))
     valid = _valid(headers, header)
     sizes = [channel.kind.section.num_bytes(share) for channel, share in zip(channels, shares, strict=True)]
     found = [torch.split(bodies[rank], sizes) for rank in valid]
@@ -127,7 +133,7 @@ def _by_owners(
         index, values = _back(section).select(total / len(valid))
         exact.append(values)
         own.append(_back(section).pack(index, values))
-    headers_back, answers = unseal(link.all_gather(seal(header, torch.cat(own))))
+    headers_back, answers = unseal(replicas.all_gather(seal(header, torch.cat(own))))
     check(headers_back, header)
     sizes = [_back(channel.kind.section).num_bytes(share) for channel, share in zip(channels, shares, strict=True)]
     told = [torch.split(answer, sizes) for answer in answers]
@@ -136,7 +142,7 @@ def _by_owners(
         back = _back(channel.kind.section)
         parts = [back.unpack(answer[place], share) for answer in told]
         index, values = _joined(parts, channel.count)
-        gained = torch.zeros(link.size, share, back.kept, dtype=torch.float32, device=values.device)
+        gained = torch.zeros(replicas.world_size, share, back.kept, dtype=torch.float32, device=values.device)
         gained[header.rank] = len(valid) * (exact[place] - parts[header.rank][1])
         accepted = None
         if header.rank in valid:

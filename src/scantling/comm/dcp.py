@@ -22,7 +22,7 @@ from torch import Tensor
 from scantling.comm.demo import MOMENTS, DeMo
 from scantling.comm.layout import buckets_of, channels_in, keeps_residuals, names_of, parameters_of
 from scantling.comm.momentum import MomentumExchange
-from scantling.comm.shards import local
+from scantling.comm.transport.shards import to_local
 from scantling.errors import UserError
 
 _PROCESSES = "processes"
@@ -57,12 +57,12 @@ def rank_tensors(optimizer: DeMo | MomentumExchange) -> dict[str, Tensor]:
         for member in channel.members:
             param, name = params[member.param], f"{prefix}/{names[member.param]}"
             if keeps_residuals(channel, exchange.rounds) or (exchange.rounds.auto_off and channel.kind.is_matrix):
-                found[f"{name}/residual"] = exchange.residuals.read(param, local(param)).clone()
+                found[f"{name}/residual"] = exchange.residuals.read(param, to_local(param)).clone()
             if isinstance(optimizer, DeMo) and not channel.kind.is_matrix:
                 moments = optimizer.moments(param)
                 found |= {f"{name}/{key}": moments[key].clone() for key in MOMENTS}
             if exchange.rounds.delay:
-                zeros = torch.zeros_like(local(param), dtype=torch.float32)
+                zeros = torch.zeros_like(to_local(param), dtype=torch.float32)
                 found[f"{name}/result"] = exchange.state.get(param, {}).get("pending", zeros).clone()
     return found
 
