@@ -53,14 +53,14 @@ from typing import Any
 
 from dated import RESULTS
 from optim_quality import MODEL
-from resumable import Grid, Ledger, Line, Spec, command_line, key_of
+from resumable import BlockGrid, Ledger, Line, Spec, command_line, key_of
 from small_models import facts, printed, text
 
 REPLICAS = 2
 ALSO = (4, 8)
 """Numbers of replicas of further runs."""
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
-GRID = Grid(RATES, start=4, least=3)  # starts at 2e-3
+GRID = BlockGrid(RATES, start=4, least=3)  # starts at 2e-3
 STARTS = {"ddp sgd": 10}
 OURS = "ours k8 all_gather"
 LOCAL, LOCAL_OWNER = "ours k192 h5 all_gather", "ours k144 h5 owner"
@@ -92,7 +92,7 @@ class Work:
     dense_lr: float
     methods: tuple[str, ...] = ()
     eval_samples: int = 400
-    grid: Grid = GRID
+    grid: BlockGrid = GRID
     seeds: range = range(1, 9)
     few_seeds: range = range(1, 4)
     compute: str = "fp32"
@@ -205,7 +205,7 @@ def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLI
     }
 
 
-def grid_of(data: str, method: str) -> Grid:
+def make_grid(data: str, method: str) -> BlockGrid:
     """Return the learning rates of a method, starting near its expected best rate."""
     grid = WORKS[data].grid
     return replace(grid, start=STARTS.get(method, grid.start))
@@ -357,7 +357,7 @@ def swept(lines: Lines, data: str, method: str) -> list[float | None]:
 
 def best_rate(lines: Lines, data: str, method: str) -> float | None:
     """Return the best rate, or None if the sweep has not ended or every run failed."""
-    return grid_of(data, method).best(swept(lines, data, method))
+    return make_grid(data, method).best(swept(lines, data, method))
 
 
 def methods_of(data: str) -> tuple[str, ...]:
@@ -402,7 +402,7 @@ def main() -> int:
         report(ledger.lines(), options.data)
     elif options.phase == "sweep":
         for method in methods:
-            grid_of(options.data, method).sweep(
+            make_grid(options.data, method).sweep(
                 ledger, lambda rate, method=method: run_spec(options.data, method, rate, 0), "eval_loss"
             )
     elif options.phase == "seeds":

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.comm.momentum import MomentumExchange
+from scantling.comm.exchange import MomentumExchange
 from scantling.errors import NonFiniteError, UserError
 from tests.comm.replicas import ThreadGroup, together
-from tests.comm.test_momentum import exchange_of, gradient, params_of
+from tests.comm.test_exchange import exchange_of, gradient, params_of
 
 STEPS = 5
 
@@ -35,13 +35,13 @@ def stepped(made: MomentumExchange, params: list[nn.Parameter], rank: int, steps
     return found
 
 
-@pytest.mark.parametrize("way", ["all_gather", "owner"])
+@pytest.mark.parametrize("strategy", ["all_gather", "owner"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_delayed_result_is_that_of_the_call_before(size: int, way: str) -> None:
+def test_a_delayed_result_is_that_of_the_call_before(size: int, strategy: str) -> None:
     def work(replicas: ThreadGroup) -> tuple[list[Any], list[Any]]:
         plain, late = params_of(), params_of()
-        first = exchange_of(replicas, plain, exchange=way, check_every=2)
-        second = exchange_of(replicas, late, exchange=way, check_every=2, delay=1)
+        first = exchange_of(replicas, plain, exchange=strategy, check_every=2)
+        second = exchange_of(replicas, late, exchange=strategy, check_every=2, delay=1)
         return (
             stepped(first, plain, replicas.rank, range(STEPS)),
             stepped(second, late, replicas.rank, range(STEPS)),
@@ -67,7 +67,7 @@ def test_a_step_in_which_all_overflow_costs_no_other_one(saves: bool) -> None:
                     torch.full_like(param, torch.inf) if step == 1 else gradient(replicas.rank, step, param.shape)
                 )
             if saves:
-                made.settle()
+                made.flush()
             try:
                 found.append(made.exchange())
             except NonFiniteError:
@@ -186,7 +186,7 @@ def test_what_is_held_back_is_cut_with_its_parameter() -> None:
     made = MomentumExchange(params, delay=1, residual="int8")
     params[0].grad = torch.randn(64, 80)
     made.exchange()
-    made.settle()
+    made.flush()
     index = torch.arange(3, 40)
     wanted = made.state[params[0]]["pending"][index]
     with torch.no_grad():
@@ -387,7 +387,7 @@ def test_an_error_on_its_way_is_raised_by_the_next_call() -> None:
 def test_a_process_that_ends_waits_for_the_thread_but_not_for_ever(takes_s: float, waits_s: float) -> None:
     script = f"""
 import time, torch
-from scantling.comm.transport import background
+from scantling.comm import background
 
 background.WAIT_S = {waits_s}
 tasks = background.Background()
@@ -420,7 +420,7 @@ def test_threads_end_with_what_they_work_for() -> None:
         for _ in range(3):
             made = exchange_of(replicas, params, delay=1)
             stepped(made, params, replicas.rank, range(2))
-            made.settle()
+            made.flush()
 
     together(2, work)
     gc.collect()

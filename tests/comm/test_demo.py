@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
+from benchmarks.comm_reference import plain_exchange
 from scantling.comm import merge_local_states
 from scantling.comm.demo import DeMo
-from scantling.comm.momentum import MomentumExchange
-from scantling.comm.reference import plain_exchange
+from scantling.comm.exchange import MomentumExchange
 from scantling.errors import UserError
 from tests.comm.replicas import ThreadGroup, together
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.comm import LocalSteps
+from scantling.comm.codec.message import unpack_messages
 from scantling.comm.consistency import unlike
-from scantling.comm.momentum import MomentumExchange
-from scantling.comm.payload import unseal
+from scantling.comm.exchange import MomentumExchange
 from scantling.comm.transport.group import ReplicaGroup, _warn_without_group
 from scantling.errors import NonFiniteError, PayloadError, UserError
 from tests.comm.replicas import ThreadGroup, together
-from tests.comm.test_momentum import exchange_of, gradient, params_of
+from tests.comm.test_exchange import exchange_of, gradient, params_of
 from tests.processes import run
 
 
@@ -120,24 +120,6 @@ def test_of_two_replicas_the_finite_one_is_sound_and_the_lower_one_of_two_finite
     for nan, apart in together(2, work):
         assert nan == (bad, 2, 1 - bad)
         assert apart == (1, 3, 0)
-
-
-def test_resync_mends_moments_too() -> None:
-    def work(replicas: ThreadGroup) -> list[list[Tensor]]:
-        params = params_of()
-        optimizer = demo_of(replicas, params, check_every=2, on_mismatch="resync", dense="fp32")
-        steps = []
-        for step in range(8):
-            fill(params, replicas.rank, step)
-            optimizer.step()
-            if step == 0 and replicas.rank == 1:
-                optimizer.state[params[4]]["exp_avg"] += 0.1
-            steps.append([param.detach().clone() for param in params])
-        return steps
-
-    first, second = together(2, work)
-    assert not torch.equal(first[1][4], second[1][4])
-    assert all(map(torch.equal, first[-1], second[-1]))
 
 
 def test_wire_bytes_are_those_of_the_step() -> None:
@@ -536,12 +518,12 @@ def test_groups_that_do_not_fit(groups: list[dict[str, Any]], text: str) -> None
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("way", ["all_gather", "owner", "whole"])
-def test_nothing_to_exchange_is_no_error(way: Any, delay: int) -> None:
+@pytest.mark.parametrize("strategy", ["all_gather", "owner", "dense"])
+def test_nothing_to_exchange_is_no_error(strategy: Any, delay: int) -> None:
     def work(replicas: ThreadGroup) -> None:
         params = [nn.Parameter(torch.ones(64, 64), requires_grad=False), nn.Parameter(torch.ones(0, 3))]
-        optimizer = demo_of(replicas, params, exchange=way, delay=delay, weight_decay=0.1)
-        made = MomentumExchange(params[:1], exchange=way, delay=delay, check_every=1, process_group=replicas)
+        optimizer = demo_of(replicas, params, exchange=strategy, delay=delay, weight_decay=0.1)
+        made = MomentumExchange(params[:1], exchange=strategy, delay=delay, check_every=1, process_group=replicas)
         for step in range(3):
             optimizer.step()
             assert made.exchange() == (delay == 0 or step > 0)
@@ -553,15 +535,15 @@ def test_nothing_to_exchange_is_no_error(way: Any, delay: int) -> None:
         MomentumExchange([{"params": []}])
 
 
-@pytest.mark.parametrize("way", ["all_gather", "owner"])
-def test_another_default_dtype_changes_nothing(way: Any) -> None:
+@pytest.mark.parametrize("strategy", ["all_gather", "owner"])
+def test_another_default_dtype_changes_nothing(strategy: Any) -> None:
     begin = params_of()
     given = [[[gradient(rank, step, param.shape) for param in begin] for step in range(3)] for rank in range(2)]
     given[1][1][0][0, 0] = torch.nan
 
     def work(replicas: ThreadGroup) -> list[Tensor]:
         params = copy.deepcopy(begin)
-        optimizer = demo_of(replicas, params, exchange=way, values="int8")
+        optimizer = demo_of(replicas, params, exchange=strategy, values="int8")
         for step in range(3):
             for param, value in zip(params, given[replicas.rank][step], strict=True):
                 param.grad = value.clone()
@@ -738,4 +720,4 @@ def test_states_of_another_kind_are_refused() -> None:
     with pytest.raises(UserError, match="local_state_dict"):
         sc.comm.merge_local_states([optimizer.state_dict()])
     with pytest.raises(PayloadError, match="less than a header"):
-        unseal([torch.zeros(7, dtype=torch.uint8)])
+        unpack_messages([torch.zeros(7, dtype=torch.uint8)])

@@ -157,7 +157,7 @@ def test_who_comes_takes_all_but_residuals() -> None:
     assert torch.equal(joiner.state[new.bias]["exp_avg_sq"], donor.state[old.bias]["exp_avg_sq"])
 
 
-@pytest.mark.parametrize("options", [{"delay": 1}, {"overlap": True}, {"auto_off": True}])
+@pytest.mark.parametrize("options", [{"delay": 1}, {"overlap": True}])
 def test_what_needs_replicas_that_stay_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="TorchFTGroup"):
         sc.MomentumExchange(

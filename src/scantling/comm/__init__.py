@@ -6,8 +6,8 @@ from scantling.comm.ddp_guard import refuse_reduction
 from scantling.comm.demo import DeMo
 from scantling.comm.demo_exchange import DemoExchange
 from scantling.comm.diloco import LocalSteps, diloco, sparseloco
-from scantling.comm.exchange import GradientExchange, NoExchange
-from scantling.comm.momentum import MomentumExchange
+from scantling.comm.exchange import MomentumExchange
+from scantling.comm.gradient_exchange import GradientExchange, NoExchange
 from scantling.comm.replica import merge_local_states
 from scantling.comm.transport.torchft import TorchFTGroup
 

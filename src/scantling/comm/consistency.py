@@ -66,7 +66,7 @@ def check_alike(
         if replicas.rank == 0:
             logger.warning(
                 "replicas are on GPUs of several kinds (%s), whose products may differ in the last bits: parameters "
-                "are then found to differ after a while. on_mismatch='resync' goes on",
+                "are then found to differ after a while",
                 ", ".join(dict.fromkeys(kinds)),
             )
     if len({of_texts for of_texts, _ in hashes}) > 1:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scantling.comm.demo import MOMENTS, DeMo
-from scantling.comm.layout import buckets_of, channels_in, keeps_residuals, names_of, parameters_of
-from scantling.comm.momentum import MomentumExchange
+from scantling.comm.exchange import MomentumExchange
+from scantling.comm.layout import all_block_groups, all_parameters, keeps_residuals, make_buckets, parameter_names
 from scantling.comm.transport.shards import to_local
 from scantling.errors import UserError
 
@@ -44,24 +44,22 @@ def rank_tensors(optimizer: DeMo | MomentumExchange) -> dict[str, Tensor]:
         UserError: neither a DeMo nor a MomentumExchange.
     """
     exchange = _exchange_of(optimizer)
-    exchange.settle()
+    exchange.flush()
     prefix = f"rank{_rank()}"
     found = {f"{prefix}/step": torch.tensor([exchange.step]), f"{prefix}/{_PROCESSES}": torch.tensor([_processes()])}
-    params, names = parameters_of(exchange.param_groups), names_of(exchange.param_groups)
+    params, names = all_parameters(exchange.param_groups), parameter_names(exchange.param_groups)
     has_result = any("pending" in exchange.state.get(param, {}) for param in params)
     found[f"{prefix}/has_result"] = torch.tensor([has_result])
     found |= {name: torch.tensor(float(group[key]), dtype=torch.float64) for name, group, key in _scheduled(exchange)}
-    if exchange.rounds.auto_off:
-        found[f"{prefix}/decided"] = torch.tensor(exchange.decided or (False, 0), dtype=torch.int64)
-    for channel in channels_in(buckets_of(exchange.param_groups, exchange.rounds)):
-        for member in channel.members:
-            param, name = params[member.param], f"{prefix}/{names[member.param]}"
-            if keeps_residuals(channel, exchange.rounds) or (exchange.rounds.auto_off and channel.kind.is_matrix):
+    for block_group in all_block_groups(make_buckets(exchange.param_groups, exchange.config)):
+        for slot in block_group.slots:
+            param, name = params[slot.param], f"{prefix}/{names[slot.param]}"
+            if keeps_residuals(block_group, exchange.config):
                 found[f"{name}/residual"] = exchange.residuals.read(param, to_local(param)).clone()
-            if isinstance(optimizer, DeMo) and not channel.kind.is_matrix:
+            if isinstance(optimizer, DeMo) and not block_group.spec.is_matrix:
                 moments = optimizer.moments(param)
                 found |= {f"{name}/{key}": moments[key].clone() for key in MOMENTS}
-            if exchange.rounds.delay:
+            if exchange.config.delay:
                 zeros = torch.zeros_like(to_local(param), dtype=torch.float32)
                 found[f"{name}/result"] = exchange.state.get(param, {}).get("pending", zeros).clone()
     return found
@@ -99,8 +97,7 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
         )
     exchange.drop()
     step = int(tensors[f"{prefix}/step"])
-    is_whole, processes = tensors.get(f"{prefix}/decided", torch.zeros(2, dtype=torch.int64)).tolist()
-    exchange.step, exchange.decided = step, (bool(is_whole), processes) if processes else None
+    exchange.step = step
     for name, group, key in _scheduled(exchange):
         if isinstance(group[key], Tensor):
             group[key].fill_(tensors[name])
@@ -108,13 +105,13 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
             group[key] = float(tensors[name])
     if isinstance(optimizer, DeMo):
         for group in optimizer.param_groups:
-            group["steps"], group["decided"] = exchange.step, exchange.decided
+            group["steps"] = exchange.step
             group["dense_set"] = group["dense_lr"]
-    names = names_of(exchange.param_groups)
+    names = parameter_names(exchange.param_groups)
     residuals = {name: tensors[f"{prefix}/{name}/residual"] for name in names if f"{prefix}/{name}/residual" in wanted}
     exchange.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
     has_result = bool(tensors[f"{prefix}/has_result"])
-    for param, name in zip(parameters_of(exchange.param_groups), names, strict=True):
+    for param, name in zip(all_parameters(exchange.param_groups), names, strict=True):
         state = exchange.state.setdefault(param, {})
         state.pop("pending", None)
         if has_result and f"{prefix}/{name}/result" in wanted:

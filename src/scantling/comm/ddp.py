@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from scantling.comm.exchange import GradientExchange
+from scantling.comm.gradient_exchange import GradientExchange
 from scantling.comm.transport.group import as_replica_group
 from scantling.comm.transport.shards import to_local
 from scantling.errors import UserError
+from scantling.numerics.torch_private import non_persistent_buffers
 
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
@@ -142,7 +143,7 @@ def average_buffers(model: nn.Module, process_group: Any = None) -> int:
         to_local(value)
         for module in model.modules()
         for name, value in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set and value.is_floating_point()
+        if name not in non_persistent_buffers(module) and value.is_floating_point()
     ]
     for dtype in sorted({value.dtype for value in found}, key=str):
         parts = [value for value in found if value.dtype == dtype]

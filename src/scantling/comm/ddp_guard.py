@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from scantling.errors import UserError
+from scantling.numerics.torch_private import comm_hooks
 
 _FSDP1, _DEEPSPEED = "FullyShardedDataParallel", "DeepSpeedEngine"
 _WRAPPERS = frozenset({DistributedDataParallel.__name__, _FSDP1, _DEEPSPEED})
@@ -96,7 +97,7 @@ def find_averaging(wrapper: nn.Module) -> Averaging:
         return Averaging.PERHAPS
     if not getattr(wrapper, "require_forward_param_sync", True):  # the last forward pass ran in no_sync()
         return Averaging.NO
-    hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", [])]
+    hooks = comm_hooks(wrapper)
     if any(hook in (noop_hook, _refuse) for hook in hooks):
         return Averaging.NO
     return Averaging.PERHAPS if hooks else Averaging.YES

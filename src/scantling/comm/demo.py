@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from scantling.comm.blocks import Grid
-from scantling.comm.momentum import MomentumExchange
-from scantling.comm.options import (
+from scantling.comm.codec.blocks import BlockGrid
+from scantling.comm.codec.quantize import Values
+from scantling.comm.config import (
     Exchange,
-    Rounds,
+    ExchangeConfig,
     check_given,
     check_group,
     check_groups,
@@ -41,11 +41,11 @@ from scantling.comm.options import (
     check_real,
     is_number,
 )
+from scantling.comm.exchange import MomentumExchange
 from scantling.comm.residuals import KEYS, Format, num_rows
 from scantling.comm.scaling import scale_of, unscale
 from scantling.comm.transport.group import ReplicaGroup, as_replica_group
 from scantling.comm.transport.shards import as_gradient, to_local
-from scantling.comm.values import Values
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
 from scantling.numerics.compute import without_autocast
@@ -72,17 +72,6 @@ class DemoMomentum(MomentumExchange):
         self._begin(optimizer.param_groups, optimizer.state, optimizer._rounds, replicas)
         self._compared = COMPARED
 
-    def _shared_tensors(self) -> list[Tensor]:
-        """The moments of what travels densely, made where they are not there yet."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        found = []
-        for param, is_matrix in zip(self._parameters(), self.are_matrices(), strict=True):
-            if not is_matrix and param.requires_grad and to_local(param).numel():
-                moments = optimizer.moments(param)
-                found += [moments[key] for key in MOMENTS]
-        return found
-
 
 class DeMo(torch.optim.Optimizer):
     """DeMo (Peng et al., arXiv 2411.19870) as a plain `torch.optim.Optimizer`; it replaces the gradient all-reduce.
@@ -97,8 +86,8 @@ class DeMo(torch.optim.Optimizer):
         lr: of matrices. With `update="sign"` each number moves by it: about a third of AdamW's is a good start.
         decay: of the residual; default 0.95, the paper's is 0.999.
         topk, chunk, alpha, values, dense, process_group: as of `MomentumExchange`.
-        exchange, sync_every, state_sync_every, check_every, on_mismatch: as of `MomentumExchange`.
-        delay, overlap, bucket_mb, residual, auto_off: as of `MomentumExchange`.
+        exchange, sync_every, state_sync_every, check_every: as of `MomentumExchange`.
+        delay, overlap, bucket_mb, residual: as of `MomentumExchange`.
         weight_decay: decoupled, scaled by the current lr.
         update: what is done with the decoded momentum of matrices; of sharded ones, "muon" takes each shard for itself.
         dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`, which must not be 0;
@@ -141,12 +130,10 @@ class DeMo(torch.optim.Optimizer):
         sync_every: int = 1,
         state_sync_every: int | None = None,
         check_every: int | None = 100,
-        on_mismatch: Literal["stop", "resync"] = "stop",
         delay: int = 0,
         overlap: bool = False,
         bucket_mb: float = 25.0,
         residual: Format = "fp32",
-        auto_off: bool = False,
         compat: Literal["paper"] | None = None,
         process_group: Any = None,
     ) -> None:
@@ -170,12 +157,9 @@ class DeMo(torch.optim.Optimizer):
             "role": None,
             "matrix_dims": None,
             "steps": 0,
-            "decided": None,
         }
         _check(defaults)
-        self._rounds = Rounds(
-            exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb, auto_off
-        )
+        self._rounds = ExchangeConfig(exchange, sync_every, state_sync_every, check_every, delay, overlap, bucket_mb)
         check_given(params)
         super().__init__(params, defaults)
         self._connect(as_replica_group(process_group))
@@ -243,7 +227,7 @@ class DeMo(torch.optim.Optimizer):
             logger.warning("%s; the step is left out, and the scaler lowers its scale", error)
             decoded = None
         for group in self.param_groups:
-            group["steps"], group["decided"] = self.exchange.step, self.exchange.decided
+            group["steps"] = self.exchange.step
         if decoded is None:
             for group in self.param_groups:
                 for param in group["params"]:
@@ -309,7 +293,7 @@ class DeMo(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """What the step needs to go on on this rank; with `delay`, what is on its way is waited for."""
         self._reconnect()
-        self.exchange.settle()
+        self.exchange.flush()
         found = super().state_dict()
         for group in found["param_groups"]:
             group["replica"], group["replicas"] = self.exchange.replicas.rank, self.exchange.replicas.world_size
@@ -390,8 +374,7 @@ class DeMo(torch.optim.Optimizer):
         """The exchange works on the groups and the state of this optimizer, which loading and copying replace."""
         self.exchange.param_groups, self.exchange.state = self.param_groups, self.state
         if not self.exchange.has_begun:  # `overlapped` has counted the step that `step` ends
-            first = self.param_groups[0]
-            self.exchange.step, self.exchange.decided = first["steps"], first.get("decided")
+            self.exchange.step = self.param_groups[0]["steps"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned on this rank: every tensor keeps the dtype it was saved with.
@@ -400,7 +383,7 @@ class DeMo(torch.optim.Optimizer):
             UserError: the state of another optimizer, rank or world size, options that do not go with those of this
                 one, or a residual of another shape than its parameter; nothing has been loaded.
         """
-        keys = [*(key for key in self.defaults if key != "decided"), "dense_ratio"]
+        keys = [*self.defaults, "dense_ratio"]
         check_saved_keys("DeMo", state_dict, self.param_groups, keys)
         pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
         check_groups([{**saved, "params": group["params"]} for saved, group in pairs], self._rounds)
@@ -413,7 +396,7 @@ class DeMo(torch.optim.Optimizer):
                     f"{replicas.world_size}. Every "
                     "replica has residuals of its own: let each save and load a file of its own, or load what is alike "
                     "by load_shared_state_dict and what scantling.comm.merge_local_states makes of all the rest. For "
-                    "torch.distributed.checkpoint there is scantling.comm.dcp"
+                    "torch.distributed.checkpoint there is scantling.comm.rank_tensors"
                 )
         load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
         self.exchange.drop()
@@ -424,7 +407,7 @@ class DeMo(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._reconnect()
-        self.exchange.settle()
+        self.exchange.flush()
         return {
             **super().__getstate__(),
             "_rounds": self._rounds,
@@ -481,8 +464,8 @@ def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
     dims = tuple(range(value.ndim))
     view = group["matrix_dims"] or (default_matrix_dims(value.ndim) if value.ndim > 1 else (dims[:-1], dims[-1:]))
     rows, cols = (prod(value.shape[dim] for dim in dims) for dims in view)
-    whole = Grid(tuple(value.shape), view, rows, cols)  # one block a matrix
-    x = whole.cut(value)
+    whole = BlockGrid(tuple(value.shape), view, rows, cols)  # one block a matrix
+    x = whole.to_blocks(value)
     tall = rows > cols
     x = x.transpose(1, 2) if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -491,7 +474,7 @@ def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
             gram = x @ x.transpose(1, 2)
             x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
     x = (x.transpose(1, 2) if tall else x) * (0.2 * float(max(rows, cols)) ** 0.5)
-    return whole.paste(x.contiguous())
+    return whole.from_blocks(x.contiguous())
 
 
 def _set_dense_ratio(group: dict[str, Any]) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from scantling.comm.momentum import MomentumExchange
-from scantling.comm.options import as_groups, is_number, is_whole
+from scantling.comm.config import as_groups, is_number, is_whole
+from scantling.comm.exchange import MomentumExchange
 from scantling.comm.replica import check_kind
 from scantling.comm.scaling import scale_of, unscale
 from scantling.comm.transport.shards import all_agree, all_finite, as_gradient, to_local
@@ -80,8 +80,8 @@ class LocalSteps:
         self._params = [param for group in exchange.param_groups for param in group["params"]]
         if {id(p) for group in inner.param_groups for p in group["params"]} != {id(p) for p in self._params}:
             raise UserError("the inner optimizer and the exchange must hold the same parameters")
-        for name, usual in (("auto_off", False), ("delay", 0), ("overlap", False), ("sync_every", 1)):
-            given = getattr(exchange.rounds, name)
+        for name, usual in (("delay", 0), ("overlap", False), ("sync_every", 1)):
+            given = getattr(exchange.config, name)
             if given != usual:
                 raise UserError(f"{name}={given} is for an exchange at every step, not for local steps; leave it out")
         if not exchange.replicas.is_static:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from scantling.numerics.torch_private import default_group_devices
+
 DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 """Dtypes by the names that tensors are sent and stored under, such as `float32`."""
 
@@ -97,7 +99,7 @@ def _from_bytes(content: torch.Tensor) -> bytes:
 
 def _device() -> torch.device:
     """Return a device whose tensors the default process group can send; a group of NCCL alone has only the GPU's."""
-    kinds = dist.distributed_c10d._get_default_group()._device_types
+    kinds = default_group_devices()
     if torch.device("cpu") in kinds:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device()) if torch.device("cuda") in kinds else kinds[0]

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from scantling.errors import RunError, ScantlingError, SilentPeerError, UserError, first_line
+from scantling.numerics.torch_private import default_store
 from scantling.torchrun_env import local_rank_from_env, rank_from_env, world_size_from_env
 
 _ENDED, _ANY_ENDED = "scantling/ended/", "scantling/ended"
@@ -71,7 +72,7 @@ def group_store() -> Any:
     if _opened:
         return open_store(TELL_S)
     return dist.PrefixStore(  # type: ignore[attr-defined]
-        f"scantling-{_session}", dist.distributed_c10d._get_default_store()
+        f"scantling-{_session}", default_store()
     )
 
 

@@ -25,6 +25,7 @@ from scantling.distributed.context import DistContext
 from scantling.distributed.folders import detect_shared_folders
 from scantling.errors import UserError
 from scantling.files import no_follow
+from scantling.numerics.torch_private import unwrap_compiled
 
 FILE = "exchange-rank{}.pt"
 
@@ -59,7 +60,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
 
     def _keep_gradients_local(self, model: torch.nn.Module) -> None:
         """Disable DistributedDataParallel's gradient averaging, once per module: it accepts only one hook."""
-        model = getattr(model, "_orig_mod", model)  # torch.compile wraps the module
+        model = unwrap_compiled(model)
         if isinstance(model, DistributedDataParallel):
             if model is not self._hooked:
                 model.register_comm_hook(None, noop_hook)
@@ -154,7 +155,7 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
         raise UserError("sc.hf.attach: fp16 scales the loss anew now and then, which a momentum would keep; use bf16")
     if getattr(trainer.args, "enable_jit_checkpoint", False):
         raise UserError(
-            "sc.hf.attach: enable_jit_checkpoint saves without telling callbacks, so that what each process keeps for "
+            "sc.hf.attach: enable_jit_checkpoint saves without calling callbacks, so that what each process keeps for "
             "itself would be missing from the checkpoint; leave it out"
         )
     if options.get("overlap"):

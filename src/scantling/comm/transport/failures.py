@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from scantling.errors import SilentPeerError, first_line
+from scantling.numerics.torch_private import default_store
 
 WAIT_S = 10.0
 """How long notes of the others are waited for."""
@@ -77,12 +78,12 @@ def find_silent_ranks(wait_s: float, group: Any = None) -> list[int] | None:
 
 def record_failure() -> None:
     """Leave the note of a process that heard of an error, or had one itself."""
-    dist.distributed_c10d._get_default_store().set(f"scantling/failed/{dist.get_rank()}", "1")
+    default_store().set(f"scantling/failed/{dist.get_rank()}", "1")
 
 
 def _not_there(wait_s: float, group: Any, found: list[list[int]]) -> None:
     """Keep in a list what is known, which is nothing where the store is gone from the start."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     silent = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     until = time.monotonic() + wait_s
     with suppress(RuntimeError):

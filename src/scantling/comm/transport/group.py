@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scantling.comm.transport.failures import name_silent_ranks
 from scantling.errors import SilentPeerError, UserError
+from scantling.numerics.torch_private import group_timeout
 from scantling.torchrun_env import world_size_from_env
 
 logger = logging.getLogger(__name__)
@@ -236,6 +237,5 @@ def _timeout(group: Any) -> timedelta | None:
     group = dist.group.WORLD if group is None else group
     for device in ("cpu", "cuda"):
         with suppress(RuntimeError, AttributeError):
-            found: timedelta = group._get_backend(torch.device(device)).options._timeout
-            return found
+            return group_timeout(group, torch.device(device))
     return None

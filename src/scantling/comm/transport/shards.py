@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from scantling.comm.transport.failures import name_silent_ranks
 from scantling.errors import UserError
+from scantling.numerics.torch_private import foreach_norm
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def _norms_at_most(values: Sequence[Tensor], order: int, most: float) -> bool:
     if not values:
         return True
     dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-    found = torch.stack([norm.float() for norm in torch._foreach_norm(list(values), order, dtype)])
+    found = torch.stack([norm.float() for norm in foreach_norm(list(values), order, dtype)])
     return bool((torch.isfinite(found) & (found <= most)).all())
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from scantling.comm.transport.group import ReplicaGroup
 from scantling.errors import SilentPeerError, UserError, first_line
+from scantling.numerics.torch_private import all_gather_into
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,9 @@ class TorchFTGroup(ReplicaGroup):
     """What replicas exchange over whose number a `torchft.Manager` decides at every step.
 
     It goes into `process_group` of `DeMo` and of `MomentumExchange`, whose `exchange()` is False, and whose `step()`
-    changes nothing, where the exchange broke. `delay`, `overlap` and `auto_off` need replicas that stay, and are
+    changes nothing, where the exchange broke. `delay` and `overlap` need a fixed set of replicas, and are
     refused. Of what is sent in fp32 in full no residual is kept, and its gradients in a step that broke are lost; with
-    `exchange="whole"`, those of everything.
+    `exchange="dense"`, those of everything.
 
     Args:
         manager: with `use_async_quorum=False`: replicas are whole before their forward pass, or not there. Call its
@@ -126,7 +127,7 @@ class TorchFTGroup(ReplicaGroup):
 
     def _all_gather(self, whole: Tensor, message: Tensor) -> None:
         with _named():
-            self._group()._allgather_base(whole, message).wait()
+            all_gather_into(self._group(), whole, message).wait()
 
     def _all_to_all(self, found: Tensor, whole: Tensor) -> None:
         with _named():
