@@ -387,7 +387,7 @@ def test_an_error_on_its_way_is_raised_by_the_next_call() -> None:
 def test_a_process_that_ends_waits_for_the_thread_but_not_for_ever(takes_s: float, waits_s: float) -> None:
     script = f"""
 import time, torch
-from scantling.comm import background
+from scantling.comm.transport import background
 
 background.WAIT_S = {waits_s}
 tasks = background.Background()
