@@ -265,7 +265,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     from comm_methods import numel
 
     from scantling.comm import allreduce_wire_bytes
-    from scantling.distributed.context import Place
+    from scantling.distributed.context import DistContext
     from scantling.errors import NonFiniteError
     from scantling.numerics.device import autocast, has_fast_matmul
     from scantling.trainer.data.loader import BatchSource
@@ -290,12 +290,12 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     sampler = Sampler(len(data.train), batch_size=work.batch, seed=spec["seed"], lengths=data.lengths)
     share = work.batch // world
     batches = BatchSource(data.train, data.collate, sampler, micro_batch_size=share, rank=rank, world_size=world)
-    place = Place(rank, world, torch.device("cpu"))
+    context = DistContext(rank, world, torch.device("cpu"))
     rates = [group["lr"] for group in replica.optimizer.param_groups]
     losses, heldout, figures = [], [], {}
 
     def loss_of(called: torch.nn.Module) -> torch.Tensor:
-        with autocast(work.compute, place.device):
+        with autocast(work.compute, context.device):
             return task.loss(called, batch).loss / batch.num_targets
 
     for step in range(1, spec["steps"] + 1):
@@ -310,7 +310,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
             break
         losses.append(float(loss))
         if step % max(1, spec["steps"] // 10) == 0 or step == spec["steps"]:
-            figures = run_evaluation(recipe, model, task, data, place)
+            figures = run_evaluation(recipe, model, task, data, context)
             heldout.append([step, figures["eval_loss"]])
             model.train()
     dense = float(allreduce_wire_bytes(4 * numel(model), world))
@@ -323,7 +323,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
         "computed_bytes": sent,
         "bytes_over_the_run": early * dense + (1.0 - early) * sent,
         "num_parameters": numel(model),
-        **({} if has_fast_matmul(work.compute, place.device) else {"widened": True}),
+        **({} if has_fast_matmul(work.compute, context.device) else {"widened": True}),
     }
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.comm.exchange import MomentumExchange
-from scantling.comm.link import Link
+from scantling.comm.transport.group import ReplicaGroup
 from scantling.errors import NonFiniteError, UserError
-from tests.comm.replicas import ThreadLink, together
+from tests.comm.replicas import ThreadGroup, together
 
 
 def params_of() -> list[nn.Parameter]:
@@ -20,9 +20,9 @@ def params_of() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((70, 130), (300,), (3, 40, 50))]
 
 
-def exchange_of(link: Link, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
+def exchange_of(replicas: ReplicaGroup, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
     made = MomentumExchange(params, **{"topk": 8, "chunk": 16, "decay": 0.9, **options})
-    made.link = link
+    made.replicas = replicas
     return made
 
 
@@ -37,12 +37,12 @@ def test_dense_exchange_applies_the_mean_momentum(options: dict[str, Any]) -> No
     """M <- decay M + mean g, and (1 - decay) M goes into the update; vectors get the mean."""
     size, steps = 3, 6
 
-    def work(link: ThreadLink) -> list[list[Tensor]]:
+    def work(replicas: ThreadGroup) -> list[list[Tensor]]:
         params = params_of()
-        made = exchange_of(link, params, exchange="dense", dense="fp32", **options)
+        made = exchange_of(replicas, params, exchange="dense", dense="fp32", **options)
         found = []
         for step in range(steps):
-            give(params, link.rank, step)
+            give(params, replicas.rank, step)
             if made.exchange():
                 found.append([param.grad.clone() for param in params])
                 assert made.wire_bytes == made.planned_wire_bytes()
@@ -71,11 +71,11 @@ def test_dense_exchange_applies_the_mean_momentum(options: dict[str, Any]) -> No
 
 
 def test_dense_exchange_skips_nonfinite_rank() -> None:
-    def work(link: ThreadLink) -> Tensor:
+    def work(replicas: ThreadGroup) -> Tensor:
         params = params_of()
-        made = exchange_of(link, params, exchange="dense", dense="fp32", decay=0.0)
-        give(params, link.rank, 0)
-        if link.rank == 1:
+        made = exchange_of(replicas, params, exchange="dense", dense="fp32", decay=0.0)
+        give(params, replicas.rank, 0)
+        if replicas.rank == 1:
             params[0].grad[3, 4] = torch.nan
         made.exchange()
         assert made.left_out == [1]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.comm.agreement import _decoder
 from scantling.comm.codec.block_group import group_blocks, make_spec
 from scantling.comm.codec.quantize import VALUES
+from scantling.comm.consistency import _decoder
 from scantling.comm.exchange import MomentumExchange
 from scantling.errors import NonFiniteError, PayloadError, ReplicaError, UserError
-from tests.comm.replicas import ThreadLink, together
+from tests.comm.replicas import ThreadGroup, together
 
 DENSE = {"chunk": 64, "topk": 8, "values": "sign", "dense": "sign", "transform": "dct", "decay": 0.9, "alpha": 1.0}
 SHAPES = {
@@ -45,10 +45,10 @@ def gradient(rank: int, step: int, shape: torch.Size) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def exchange_of(link: ThreadLink | None, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
+def exchange_of(replicas: ThreadGroup | None, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
     made = MomentumExchange(group_by_param(params), **{"topk": 8, "chunk": 16, **options})
-    if link is not None:
-        made.link = link
+    if replicas is not None:
+        made.replicas = replicas
     return made
 
 
@@ -62,14 +62,14 @@ def residuals(made: MomentumExchange, params: list[nn.Parameter]) -> list[Tensor
 def test_nothing_is_lost(size: int, strategy: str, values: str) -> None:
     """Without decay, the mean gradient over replicas, summed over steps, equals the applied updates plus residuals."""
 
-    def work(link: ThreadLink) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def work(replicas: ThreadGroup) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         params = params_of()
-        made = exchange_of(link, params, decay=1.0, values=values, dense=values, exchange=strategy)
+        made = exchange_of(replicas, params, decay=1.0, values=values, dense=values, exchange=strategy)
         given = [torch.zeros_like(param) for param in params]
         applied = [torch.zeros_like(param) for param in params]
         for step in range(4):
             for param, sum_of in zip(params, given, strict=True):
-                param.grad = gradient(link.rank, step, param.shape)
+                param.grad = gradient(replicas.rank, step, param.shape)
                 sum_of += param.grad
             assert made.exchange()
             for param, sum_of in zip(params, applied, strict=True):
@@ -86,11 +86,11 @@ def test_nothing_is_lost(size: int, strategy: str, values: str) -> None:
 
 
 def test_with_everything_sent_it_is_the_mean_of_the_gradients() -> None:
-    def work(link: ThreadLink) -> list[Tensor]:
+    def work(replicas: ThreadGroup) -> list[Tensor]:
         params = params_of()
-        made = exchange_of(link, params, topk=256, values="fp32", dense="fp32")
+        made = exchange_of(replicas, params, topk=256, values="fp32", dense="fp32")
         for param in params:
-            param.grad = gradient(link.rank, 0, param.shape)
+            param.grad = gradient(replicas.rank, 0, param.shape)
         made.exchange()
         return [param.grad for param in params]
 
@@ -102,14 +102,14 @@ def test_with_everything_sent_it_is_the_mean_of_the_gradients() -> None:
 
 @pytest.mark.parametrize("strategy", ["all_gather", "owner"])
 def test_a_replica_with_nan_is_left_out_and_comes_back(strategy: str) -> None:
-    def work(link: ThreadLink) -> tuple[list[list[Tensor]], MomentumExchange]:
+    def work(replicas: ThreadGroup) -> tuple[list[list[Tensor]], MomentumExchange]:
         params = params_of()
-        made = exchange_of(link, params, topk=256, values="fp32", dense="fp32", exchange=strategy, decay=0.0)
+        made = exchange_of(replicas, params, topk=256, values="fp32", dense="fp32", exchange=strategy, decay=0.0)
         steps = []
         for step in range(3):
             for param in params:
-                param.grad = gradient(link.rank, step, param.shape)
-            if step == 1 and link.rank == 1:
+                param.grad = gradient(replicas.rank, step, param.shape)
+            if step == 1 and replicas.rank == 1:
                 params[0].grad[3, 4] = torch.nan
             made.exchange()
             assert made.left_out == ([1] if step == 1 else [])
@@ -125,11 +125,11 @@ def test_a_replica_with_nan_is_left_out_and_comes_back(strategy: str) -> None:
 
 
 def test_when_all_are_nan_it_stops_everywhere_and_nothing_has_changed() -> None:
-    def work(link: ThreadLink) -> tuple[str, list[Tensor]]:
+    def work(replicas: ThreadGroup) -> tuple[str, list[Tensor]]:
         params = params_of()
-        made = exchange_of(link, params)
+        made = exchange_of(replicas, params)
         for param in params:
-            param.grad = gradient(link.rank, 0, param.shape)
+            param.grad = gradient(replicas.rank, 0, param.shape)
         made.exchange()
         before = [each.clone() for each in residuals(made, params)]
         for param in params:
@@ -144,12 +144,12 @@ def test_when_all_are_nan_it_stops_everywhere_and_nothing_has_changed() -> None:
 
 
 def test_other_weights_are_named_with_their_rank() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        if link.rank == 2:
+        if replicas.rank == 2:
             with torch.no_grad():
                 params[2][1, 2, 3] += 1e-6
-        exchange_of(link, params).exchange()
+        exchange_of(replicas, params).exchange()
 
     with pytest.raises(UserError, match="rank 2 differs from the others: stack has other values"):
         together(3, work)
@@ -159,9 +159,9 @@ def test_other_weights_are_named_with_their_rank() -> None:
 def test_after_a_load_replicas_are_compared_again(begun: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A replica that has already exchanged logs a warning, because it may be the only one that loads a state."""
 
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params)
+        made = exchange_of(replicas, params)
         assert made.strategy
         if begun:
             made.exchange()
@@ -169,7 +169,7 @@ def test_after_a_load_replicas_are_compared_again(begun: bool, caplog: pytest.Lo
         made.exchange()
         made.load_state_dict(made.state_dict())
         with torch.no_grad():
-            params[2][1, 2, 3] += 1e-6 * link.rank
+            params[2][1, 2, 3] += 1e-6 * replicas.rank
         made.exchange()
 
     with caplog.at_level(logging.WARNING), pytest.raises(UserError, match=r"rank 1 differs .* stack has other values"):
@@ -178,8 +178,8 @@ def test_after_a_load_replicas_are_compared_again(begun: bool, caplog: pytest.Lo
 
 
 def test_other_options_are_named_with_their_rank() -> None:
-    def work(link: ThreadLink) -> None:
-        exchange_of(link, params_of(), topk=4 if link.rank == 1 else 8).exchange()
+    def work(replicas: ThreadGroup) -> None:
+        exchange_of(replicas, params_of(), topk=4 if replicas.rank == 1 else 8).exchange()
 
     with pytest.raises(UserError, match=r"rank 1 differs from the others in square: it has topk 4; they have topk 8$"):
         together(3, work)
@@ -208,9 +208,9 @@ def test_the_precision_of_products_is_read_however_it_was_set(module: Any, unset
 
 
 def test_damaged_messages_are_errors() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params)
+        made = exchange_of(replicas, params)
         made.exchange()
 
         def damage(message: Tensor) -> Tensor:
@@ -218,8 +218,8 @@ def test_damaged_messages_are_errors() -> None:
             changed[40] ^= 16
             return changed
 
-        if link.rank == 1:
-            link.on_its_way = damage
+        if replicas.rank == 1:
+            replicas.on_its_way = damage
         made.exchange()
 
     with pytest.raises(PayloadError, match="rank 1 was damaged"):
@@ -227,9 +227,9 @@ def test_damaged_messages_are_errors() -> None:
 
 
 def test_steps_without_an_exchange_fill_the_residuals() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params, sync_every=3, decay=0.5, dense="fp32")
+        made = exchange_of(replicas, params, sync_every=3, decay=0.5, dense="fp32")
         for step in range(3):
             for param in params:
                 param.grad = torch.ones_like(param)
@@ -293,15 +293,15 @@ def test_the_groups_of_a_model() -> None:
 
 
 def test_exchange_stops_when_parameters_differ() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params, check_every=2)
+        made = exchange_of(replicas, params, check_every=2)
         for step in range(5):
-            if step == 1 and link.rank == 1:
+            if step == 1 and replicas.rank == 1:
                 with torch.no_grad():
                     params[3].view(-1)[7] += 1e-4
             for param in params:
-                param.grad = gradient(link.rank, step, param.shape)
+                param.grad = gradient(replicas.rank, step, param.shape)
             made.exchange()
 
     with pytest.raises(ReplicaError, match=r"step 3: conv on rank 1 differs from the other ranks"):
@@ -309,18 +309,18 @@ def test_exchange_stops_when_parameters_differ() -> None:
 
 
 def test_divergence_and_averaged_residuals() -> None:
-    def work(link: ThreadLink) -> tuple[float | None, float | None, list[Tensor]]:
+    def work(replicas: ThreadGroup) -> tuple[float | None, float | None, list[Tensor]]:
         params = params_of()
-        alike, apart = (exchange_of(link, params_of(), check_every=1) for _ in range(2))
+        alike, apart = (exchange_of(replicas, params_of(), check_every=1) for _ in range(2))
         for step in range(2):
-            for made, rank in ((alike, 0), (apart, link.rank)):
+            for made, rank in ((alike, 0), (apart, replicas.rank)):
                 for param in made.param_groups[0]["params"]:
                     param.grad = gradient(rank, step, param.shape)
                 made.exchange()
-        synced = exchange_of(link, params, state_sync_every=2, decay=1.0, topk=1)
+        synced = exchange_of(replicas, params, state_sync_every=2, decay=1.0, topk=1)
         for step in range(3):
             for param in params:
-                param.grad = gradient(link.rank, step, param.shape) if step < 2 else torch.zeros_like(param)
+                param.grad = gradient(replicas.rank, step, param.shape) if step < 2 else torch.zeros_like(param)
             synced.exchange()
         return alike.replica_divergence, apart.replica_divergence, residuals(synced, params)
 
@@ -405,12 +405,12 @@ def test_autocast_around_a_step_changes_nothing(options: dict[str, Any]) -> None
 
 
 def test_bytes_of_the_last_step_stay_when_a_delayed_one_is_waited_for() -> None:
-    def work(link: ThreadLink) -> list[int]:
+    def work(replicas: ThreadGroup) -> list[int]:
         params, sent = params_of(), []
-        made = exchange_of(link, params, delay=1, check_every=None)
+        made = exchange_of(replicas, params, delay=1, check_every=None)
         for step in range(5):
             for param in params:
-                param.grad = gradient(link.rank, step, param.shape)
+                param.grad = gradient(replicas.rank, step, param.shape)
             made.exchange()
             sent.append(made.wire_bytes)
             if step == 2:
@@ -423,16 +423,16 @@ def test_bytes_of_the_last_step_stay_when_a_delayed_one_is_waited_for() -> None:
 
 
 def test_who_takes_over_tells_of_what_was_on_its_way() -> None:
-    def work(link: ThreadLink) -> list[int]:
+    def work(replicas: ThreadGroup) -> list[int]:
         params = params_of()
-        made = exchange_of(link, params, delay=1, check_every=None)
+        made = exchange_of(replicas, params, delay=1, check_every=None)
         for step in range(3):
             for param in params:
-                param.grad = gradient(link.rank, step, param.shape)
-            if link.rank == 1 and step == 1:
+                param.grad = gradient(replicas.rank, step, param.shape)
+            if replicas.rank == 1 and step == 1:
                 params[0].grad[0, 0] = torch.nan
             if step == 2:
-                before, made = made, exchange_of(link, params, delay=1, check_every=None)
+                before, made = made, exchange_of(replicas, params, delay=1, check_every=None)
                 made.transfer_state(before)
             made.exchange()
         assert made.wire_bytes == made.planned_wire_bytes()
@@ -442,12 +442,12 @@ def test_who_takes_over_tells_of_what_was_on_its_way() -> None:
 
 
 def test_a_state_that_is_refused_leaves_what_is_on_its_way() -> None:
-    def work(link: ThreadLink, refused: bool) -> list[Tensor]:
+    def work(replicas: ThreadGroup, refused: bool) -> list[Tensor]:
         params = params_of()
-        made = exchange_of(link, params, delay=1)
+        made = exchange_of(replicas, params, delay=1)
         for step in range(4):
             for param in params:
-                param.grad = gradient(link.rank, step, param.shape)
+                param.grad = gradient(replicas.rank, step, param.shape)
             made.exchange()
             if refused and step == 2:
                 with pytest.raises(UserError, match="this is rank"):
@@ -456,7 +456,9 @@ def test_a_state_that_is_refused_leaves_what_is_on_its_way() -> None:
                     made.load_shared_state_dict({"step": 3, "pending": {"param_groups.0.0": 3}})
         return [param.grad for param in params if param.grad is not None]
 
-    found, wanted = (together(2, lambda link, refused=refused: work(link, refused)) for refused in (True, False))
+    found, wanted = (
+        together(2, lambda replicas, refused=refused: work(replicas, refused)) for refused in (True, False)
+    )
     assert any(grad.any() for grad in wanted[0])
     for ours, theirs in zip(found, wanted, strict=True):
         assert all(map(torch.equal, ours, theirs))

@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 import scantling as sc
 from scantling.comm import AllReduce, diloco, load_rank_tensors, rank_tensors, refuse_reduction, sparseloco
-from scantling.comm.agreement import SKETCH
-from scantling.comm.link import Link
-from scantling.comm.silence import named
+from scantling.comm.consistency import SKETCH
+from scantling.comm.transport.failures import name_silent_ranks
+from scantling.comm.transport.group import ReplicaGroup
 from scantling.errors import SilentPeerError, UserError
 from tests.processes import counted, run
 
@@ -152,14 +152,17 @@ def replicas_of_shards() -> None:
     for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
         assert isinstance(part, DTensor)
         torch.testing.assert_close(part.full_tensor(), whole, rtol=1e-4, atol=1e-6)
-    link = Link()
-    link.broadcast(torch.zeros(6), 0)
-    assert link.wire_bytes == 3 * 24 // 4
+    replicas = ReplicaGroup()
+    replicas.broadcast(torch.zeros(6), 0)
+    assert replicas.wire_bytes == 3 * 24 // 4
     for group in (None, mesh["shard"]):
         with pytest.raises(UserError, match=r"would exchange with each other .* process_group=mesh\['replicate'\]"):
             sc.DeMo(sc.param_groups(sharded), lr=1e-3, process_group=group)
     if mesh.get_local_rank("shard") == 0:  # in this shard's group; the other group knows nothing of the failure
-        with pytest.raises(SilentPeerError, match="all are still there"), named(mesh["replicate"].get_group()):
+        with (
+            pytest.raises(SilentPeerError, match="all are still there"),
+            name_silent_ranks(mesh["replicate"].get_group()),
+        ):
             raise RuntimeError("gloo: connection closed")
 
 
@@ -209,10 +212,10 @@ def uneven_shards(options: dict[str, Any]) -> None:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    link = Link(mesh["replicate"])
+    replicas = ReplicaGroup(mesh["replicate"])
     for param in net.parameters():
         assert isinstance(param, DTensor)
-        one, other = link.all_gather(param.to_local().flatten())
+        one, other = replicas.all_gather(param.to_local().flatten())
         assert torch.equal(one, other)
 
 

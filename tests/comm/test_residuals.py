@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from scantling.comm.codec.block_group import MIN_NUMBERS
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.residuals import ROW, Residuals, residual_bytes
-from tests.comm.replicas import ThreadLink, together
+from tests.comm.replicas import ThreadGroup, together
 from tests.comm.test_exchange import exchange_of, gradient, params_of
 
 
@@ -62,13 +62,13 @@ def test_what_int8_loses_is_small_and_no_bias(strategy: str) -> None:
     Densely exchanged parameters keep fp32 residuals.
     """
 
-    def work(link: ThreadLink) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def work(replicas: ThreadGroup) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         params = params_of()
-        made = exchange_of(link, params, decay=1.0, exchange=strategy, residual="int8", topk=1)
+        made = exchange_of(replicas, params, decay=1.0, exchange=strategy, residual="int8", topk=1)
         given, applied = ([torch.zeros_like(param) for param in params] for _ in range(2))
         for step in range(20):
             for place, param in enumerate(params):
-                param.grad = gradient(link.rank, step, param.shape)
+                param.grad = gradient(replicas.rank, step, param.shape)
                 given[place] += param.grad
             made.exchange()
             for place, param in enumerate(params):

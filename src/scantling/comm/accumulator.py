@@ -13,7 +13,7 @@ from scantling.comm.collectives import Outcome, Sparse
 from scantling.comm.config import Group
 from scantling.comm.layout import all_block_groups, group_by_param, keeps_residuals, make_buckets
 from scantling.comm.replica import Replica
-from scantling.comm.shards import all_finite, local
+from scantling.comm.transport.shards import all_finite, to_local
 
 AVERAGED_AT_ONCE = 1 << 24
 """Numbers of the residuals that are averaged in one collective; a larger one goes alone."""
@@ -30,7 +30,7 @@ class Accumulator(Replica):
         params, groups, kept = self._parameters(), group_by_param(self.param_groups), self.residuals
         for slot in block_group.slots:
             place = slot.param
-            part, gradient = local(params[place]), gradients[place]
+            part, gradient = to_local(params[place]), gradients[place]
             group = groups[place]
             scale = float(group["lr"]) if group["compat"] == "paper" else 1.0
             if not keeps_residuals(block_group, self.config):
@@ -52,12 +52,14 @@ class Accumulator(Replica):
         """What `_accumulated` and a selection do, by one kernel; None where there is none that does."""
         params = self._parameters()
         places = [slot.param for slot in block_group.slots]
-        if local(params[places[0]]).device.type not in triton.DEVICES or not keeps_residuals(block_group, self.config):
+        if to_local(params[places[0]]).device.type not in triton.DEVICES or not keeps_residuals(
+            block_group, self.config
+        ):
             return None
         groups = group_by_param(self.param_groups)
         if any(groups[place]["compat"] == "paper" or groups[place]["residual"] != "fp32" for place in places):
             return None
-        residuals = [self.residuals.read(params[place], local(params[place])) for place in places]
+        residuals = [self.residuals.read(params[place], to_local(params[place])) for place in places]
         given = [gradient for place in places if (gradient := gradients[place]) is not None]
         if len(given) < len(places) or not triton.can_select(block_group, residuals, given):
             return None
@@ -90,7 +92,7 @@ class Accumulator(Replica):
 
         def read(place: int) -> Tensor:
             if place not in changed:
-                changed[place] = kept.read(params[place], local(params[place]))
+                changed[place] = kept.read(params[place], to_local(params[place]))
             return changed[place]
 
         alpha = block_group.spec.alpha
@@ -115,13 +117,13 @@ class Accumulator(Replica):
         params, kept = self._parameters(), self.residuals
         for block_group in all_block_groups(make_buckets(self.param_groups, self.config)):
             for place in (slot.param for slot in block_group.slots if keeps_residuals(block_group, self.config)):
-                value = kept.read(params[place], local(params[place]))
+                value = kept.read(params[place], to_local(params[place]))
                 yield place, value if all_finite([value]) else torch.zeros_like(value)
 
     def _average_these(self, held: Sequence[tuple[int, Tensor]]) -> None:
         if not held:
             return
-        mean = self.link.mean(torch.cat([value.flatten() for _, value in held]))
+        mean = self.replicas.all_reduce_mean(torch.cat([value.flatten() for _, value in held]))
         parts = torch.split(mean, [value.numel() for _, value in held])
         params, groups = self._parameters(), group_by_param(self.param_groups)
         for (place, value), part in zip(held, parts, strict=True):
@@ -140,11 +142,11 @@ def filled_up(
     found = {}
     for slot in block_group.slots:
         gradient = gradients[slot.param]
-        found[slot.param] = torch.zeros_like(local(params[slot.param])) if gradient is None else gradient
+        found[slot.param] = torch.zeros_like(to_local(params[slot.param])) if gradient is None else gradient
     return found
 
 
 def zeros_of(block_group: BlockGroup, params: Sequence[Tensor]) -> Tensor:
     """The blocks of a channel whose members have no gradient."""
-    like = local(params[block_group.slots[0].param])
+    like = to_local(params[block_group.slots[0].param])
     return torch.zeros(block_group.count, block_group.spec.codec.size, dtype=torch.float32, device=like.device)

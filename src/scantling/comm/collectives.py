@@ -26,7 +26,7 @@ from torch import Tensor
 from scantling.comm.codec.block_group import BlockGroup, BlockSpec
 from scantling.comm.codec.message import HEADER_BYTES, Header, check_headers, pack_message, unpack_messages
 from scantling.comm.codec.topk import TopKCodec
-from scantling.comm.link import Link
+from scantling.comm.transport.group import ReplicaGroup
 from scantling.errors import NonFiniteError
 
 Strategy: TypeAlias = Literal["all_gather", "owner", "dense"]
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def exchange(
-    link: Link,
+    replicas: ReplicaGroup,
     strategy: Strategy,
     block_groups: Sequence[BlockGroup],
     selected: Sequence[Sparse],
@@ -61,7 +61,7 @@ def exchange(
     """Exchange what was selected in each channel. Collectives: those of the way.
 
     Args:
-        link: to the other processes.
+        replicas: to the other processes.
         way: all_gather, owner or whole.
         channels: the same on all processes.
         selected: coefficients of this process, see `Section.select`; of zeros where its header is not valid. With whole
@@ -78,11 +78,11 @@ def exchange(
         PayloadError: a message that is damaged, or of another step or run.
     """
     if strategy == "dense":
-        return _in_full(link, selected, header)
+        return _in_full(replicas, selected, header)
     if strategy == "owner":
-        return _by_owners(link, block_groups, selected, header)
+        return _by_owners(replicas, block_groups, selected, header)
     packed = [block_group.spec.codec.pack(*one) for block_group, one in zip(block_groups, selected, strict=True)]
-    headers, bodies = unpack_messages(link.all_gather(pack_message(header, torch.cat(packed))))
+    headers, bodies = unpack_messages(replicas.all_gather(pack_message(header, torch.cat(packed))))
     valid = _valid(headers, header)
     sizes = [block_group.num_bytes for block_group in block_groups]
     found = [torch.split(bodies[rank], sizes) for rank in valid]
@@ -98,31 +98,31 @@ def exchange(
     return outcomes, _left_out(headers)
 
 
-def _in_full(link: Link, selected: Sequence[Sparse], header: Header) -> tuple[list[Outcome], list[int]]:
+def _in_full(replicas: ReplicaGroup, selected: Sequence[Sparse], header: Header) -> tuple[list[Outcome], list[int]]:
     device = selected[0][1].device if selected else None
     headers, _ = unpack_messages(
-        link.all_gather(pack_message(header, torch.empty(0, dtype=torch.uint8, device=device)))
+        replicas.all_gather(pack_message(header, torch.empty(0, dtype=torch.uint8, device=device)))
     )
     valid = _valid(headers, header)
     outcomes = []
     for _, values in selected:
-        mean = link.mean(values)
-        if len(valid) < link.size:
-            mean *= link.size / len(valid)
+        mean = replicas.all_reduce_mean(values)
+        if len(valid) < replicas.world_size:
+            mean *= replicas.world_size / len(valid)
         outcomes.append(Outcome((None, mean), None))
     return outcomes, _left_out(headers)
 
 
 def _by_owners(
-    link: Link, block_groups: Sequence[BlockGroup], selected: Sequence[Sparse], header: Header
+    replicas: ReplicaGroup, block_groups: Sequence[BlockGroup], selected: Sequence[Sparse], header: Header
 ) -> tuple[list[Outcome], list[int]]:
-    shares = [_share(block_group, link.size) for block_group in block_groups]
-    parted = [_parted(one, share, link.size) for one, share in zip(selected, shares, strict=True)]
+    shares = [_share(block_group, replicas.world_size) for block_group in block_groups]
+    parted = [_parted(one, share, replicas.world_size) for one, share in zip(selected, shares, strict=True)]
     packed = [
         [block_group.spec.codec.pack(*parts[rank]) for block_group, parts in zip(block_groups, parted, strict=True)]
-        for rank in range(link.size)
+        for rank in range(replicas.world_size)
     ]
-    headers, bodies = unpack_messages(link.all_to_all([pack_message(header, torch.cat(each)) for each in packed]))
+    headers, bodies = unpack_messages(replicas.all_to_all([pack_message(header, torch.cat(each)) for each in packed]))
     valid = _valid(headers, header)
     sizes = [block_group.spec.codec.num_bytes(share) for block_group, share in zip(block_groups, shares, strict=True)]
     found = [torch.split(bodies[rank], sizes) for rank in valid]
@@ -135,7 +135,7 @@ def _by_owners(
         index, values = _back(codec).select(total / len(valid))
         exact.append(values)
         own.append(_back(codec).pack(index, values))
-    headers_back, answers = unpack_messages(link.all_gather(pack_message(header, torch.cat(own))))
+    headers_back, answers = unpack_messages(replicas.all_gather(pack_message(header, torch.cat(own))))
     check_headers(headers_back, header)
     sizes = [
         _back(block_group.spec.codec).num_bytes(share) for block_group, share in zip(block_groups, shares, strict=True)
@@ -146,7 +146,7 @@ def _by_owners(
         back = _back(block_group.spec.codec)
         parts = [back.unpack(answer[place], share) for answer in told]
         index, values = _joined(parts, block_group.count)
-        owner_error = torch.zeros(link.size, share, back.kept, dtype=torch.float32, device=values.device)
+        owner_error = torch.zeros(replicas.world_size, share, back.kept, dtype=torch.float32, device=values.device)
         owner_error[header.rank] = len(valid) * (exact[place] - parts[header.rank][1])
         applied = None
         if header.rank in valid:

@@ -42,10 +42,10 @@ from scantling.comm.config import (
     is_number,
 )
 from scantling.comm.exchange import MomentumExchange
-from scantling.comm.link import Link, link_to
 from scantling.comm.residuals import KEYS, Format, num_rows
 from scantling.comm.scaling import scale_of, unscale
-from scantling.comm.shards import as_gradient, local
+from scantling.comm.transport.group import ReplicaGroup, as_replica_group
+from scantling.comm.transport.shards import as_gradient, to_local
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
 from scantling.numerics.device import without_autocast
@@ -67,9 +67,9 @@ _DEFAULT = {"decay": 0.95, "values": "sign"}
 class DemoMomentum(MomentumExchange):
     """The exchange of an optimizer, on its groups and its state."""
 
-    def __init__(self, optimizer: DeMo, link: Link) -> None:
+    def __init__(self, optimizer: DeMo, replicas: ReplicaGroup) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._begin(optimizer.param_groups, optimizer.state, optimizer._rounds, link)
+        self._begin(optimizer.param_groups, optimizer.state, optimizer._rounds, replicas)
         self._compared = COMPARED
 
 
@@ -162,10 +162,10 @@ class DeMo(torch.optim.Optimizer):
         self._rounds = ExchangeConfig(exchange, sync_every, state_sync_every, check_every, delay, overlap, bucket_mb)
         check_given(params)
         super().__init__(params, defaults)
-        self._connect(link_to(process_group))
+        self._connect(as_replica_group(process_group))
 
-    def _connect(self, link: Link) -> None:
-        self.exchange = DemoMomentum(self, link)
+    def _connect(self, replicas: ReplicaGroup) -> None:
+        self.exchange = DemoMomentum(self, replicas)
 
     @property
     def wire_bytes(self) -> int:
@@ -260,11 +260,11 @@ class DeMo(torch.optim.Optimizer):
             unscale((param for group in self.param_groups for param in group["params"]), scale)
 
     def _step_dense(self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        pairs = [(param, value) for param, value in pairs if local(param).numel()]
+        pairs = [(param, value) for param, value in pairs if to_local(param).numel()]
         if not pairs:
             return
         states = [self.moments(param) for param, _ in pairs]
-        parts = [local(param) for param, _ in pairs]
+        parts = [to_local(param) for param, _ in pairs]
         whole = [part.to(_dense_dtype(part)) for part in parts]  # itself where it is fp32 or fp64
         adamw(
             whole,
@@ -296,7 +296,7 @@ class DeMo(torch.optim.Optimizer):
         self.exchange.flush()
         found = super().state_dict()
         for group in found["param_groups"]:
-            group["replica"], group["replicas"] = self.exchange.link.rank, self.exchange.link.size
+            group["replica"], group["replicas"] = self.exchange.replicas.rank, self.exchange.replicas.world_size
         return found
 
     @torch.no_grad()
@@ -319,7 +319,7 @@ class DeMo(torch.optim.Optimizer):
         """AdamW's moments of a parameter, zeros where there are none yet; in fp32, in fp64 where the parameter is."""
         state = self.state[param]
         if MOMENTS[0] not in state:
-            like = torch.zeros_like(local(param), dtype=_dense_dtype(param))
+            like = torch.zeros_like(to_local(param), dtype=_dense_dtype(param))
             state |= {"exp_avg": like, "exp_avg_sq": like.clone(), "step": torch.zeros((), dtype=torch.float32)}
         found: dict[str, Tensor] = state
         return found
@@ -387,12 +387,13 @@ class DeMo(torch.optim.Optimizer):
         check_saved_keys("DeMo", state_dict, self.param_groups, keys)
         pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
         check_groups([{**saved, "params": group["params"]} for saved, group in pairs], self._rounds)
-        link = self.exchange.link
+        replicas = self.exchange.replicas
         for group in state_dict["param_groups"]:
-            saved = group.get("replica", link.rank), group.get("replicas", link.size)
-            if link.stays and saved != (link.rank, link.size):
+            saved = group.get("replica", replicas.rank), group.get("replicas", replicas.world_size)
+            if replicas.is_static and saved != (replicas.rank, replicas.world_size):
                 raise UserError(
-                    f"this is the state of rank {saved[0]} of {saved[1]}, here is {link.rank} of {link.size}. Every "
+                    f"this is the state of rank {saved[0]} of {saved[1]}, here is {replicas.rank} of "
+                    f"{replicas.world_size}. Every "
                     "replica has residuals of its own: let each save and load a file of its own, or load what is alike "
                     "by load_shared_state_dict and what scantling.comm.merge_local_states makes of all the rest. For "
                     "torch.distributed.checkpoint there is scantling.comm.rank_tensors"
@@ -407,7 +408,11 @@ class DeMo(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._reconnect()
         self.exchange.flush()
-        return {**super().__getstate__(), "_rounds": self._rounds, "_had_group": self.exchange.link.group is not None}
+        return {
+            **super().__getstate__(),
+            "_rounds": self._rounds,
+            "_had_group": self.exchange.replicas.group is not None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         had_group = state.pop("_had_group", False)
@@ -415,7 +420,7 @@ class DeMo(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("dense_set", group["dense_lr"])
         if "exchange" not in self.__dict__:  # not so when a state is loaded, which comes here too
-            self._connect(Link())
+            self._connect(ReplicaGroup())
             if had_group:
                 logger.warning(
                     "this DeMo exchanged over a process group of its own, which a pickle does not keep: it now "
@@ -428,7 +433,7 @@ class DeMo(torch.optim.Optimizer):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy({**self.__getstate__(), "_had_group": False}, memo))
-        made.exchange.link = self.exchange.link
+        made.exchange.replicas = self.exchange.replicas
         return made
 
 
@@ -440,7 +445,7 @@ def _dense_dtype(param: Tensor) -> torch.dtype:
 def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     lr = group["lr"]
     for param, value in pairs:
-        part = local(param)
+        part = to_local(param)
         part.mul_(1.0 - lr * group["weight_decay"])
         if group["update"] == "sign":
             part.add_(value.sign().to(part.dtype), alpha=-lr)
@@ -502,8 +507,8 @@ def _check(group: dict[str, Any], *, sets_dense_lr: bool = True) -> None:
 
 
 def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], name: str) -> None:
-    shape = tuple(local(param).shape)
-    wanted = {"step": (), "residual_scale": (num_rows(local(param).numel()),)}
+    shape = tuple(to_local(param).shape)
+    wanted = {"step": (), "residual_scale": (num_rows(to_local(param).numel()),)}
     for key, value in state.items():
         if tuple(value.shape) != wanted.get(key, shape):
             raise UserError(
@@ -513,5 +518,5 @@ def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], na
 
 
 def _place(group: dict[str, Any], param: Tensor, key: str, value: Tensor) -> Tensor:
-    device = torch.device("cpu") if key == "step" else local(param).device  # AdamW reads its count on the CPU
+    device = torch.device("cpu") if key == "step" else to_local(param).device  # AdamW reads its count on the CPU
     return value.detach().to(device, copy=True)

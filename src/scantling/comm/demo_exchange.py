@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scantling.comm.buffers import average_buffers
+from scantling.comm.ddp import average_buffers
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.gradient_exchange import GradientExchange
 from scantling.errors import UserError
@@ -54,7 +54,7 @@ class DemoExchange(GradientExchange):
     def describe(self) -> str:
         """The groups, and how their messages travel."""
         inner = self.inner
-        return f"{inner}\n  exchange by {inner.strategy} among {inner.link.size} processes"
+        return f"{inner}\n  exchange by {inner.strategy} among {inner.replicas.world_size} processes"
 
     def prepare(self, model: nn.Module) -> nn.Module:
         inner = MomentumExchange(exchange_groups(model, self.options), **self.options)
@@ -74,7 +74,7 @@ class DemoExchange(GradientExchange):
         if self.clip is not None and bool(torch.isfinite(self.norm)):
             torch.nn.utils.clip_grads_with_norm_(params, self.clip, self.norm)
         inner.exchange()
-        sent = average_buffers(self._model, inner.link)
+        sent = average_buffers(self._model, inner.replicas)
         self.wire_bytes, self.left_out = inner.wire_bytes + sent, tuple(inner.left_out)
         self.withheld = inner.withheld
 

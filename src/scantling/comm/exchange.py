@@ -34,13 +34,12 @@ import torch
 from torch import Tensor, nn
 
 from scantling.comm.accumulator import Accumulator, filled_up, seed_of, zeros_of
-from scantling.comm.agreement import averaging_error, refuse_averaged, spread, unlike
-from scantling.comm.background import Background
 from scantling.comm.codec.message import Header
 from scantling.comm.codec.quantize import DTYPES, Values
 from scantling.comm.collectives import Outcome, Sparse, Strategy, exchange
 from scantling.comm.config import Exchange, ExchangeConfig, Group, Transform, as_groups, check_groups
-from scantling.comm.guard import Averaging, find_averaging, find_wrappers
+from scantling.comm.consistency import averaging_error, refuse_averaged, spread, unlike
+from scantling.comm.ddp_guard import Averaging, find_averaging, find_wrappers
 from scantling.comm.layout import (
     Bucket,
     Layout,
@@ -56,10 +55,11 @@ from scantling.comm.layout import (
     planned_wire_bytes_a_step,
     update_layout,
 )
-from scantling.comm.link import Link, link_to
 from scantling.comm.momentum_watch import MomentumWatch
 from scantling.comm.residuals import Format
-from scantling.comm.shards import all_agree, all_finite, as_gradient, check_meshes, local, place_gradient
+from scantling.comm.transport.background import Background
+from scantling.comm.transport.group import ReplicaGroup, as_replica_group
+from scantling.comm.transport.shards import all_agree, all_finite, as_gradient, check_meshes, match_placements, to_local
 from scantling.errors import NonFiniteError, ReplicaError, SilentPeerError, UserError
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class MomentumExchange(Accumulator):
         overlap: whether what is ready leaves during the backward pass, in a context of `overlapped`.
         bucket_mb: with overlap, MiB of parameters that share a message, at least; there are about eight at most.
         residual: format of the residuals of matrices: "fp32", or "int8" with stochastic rounding, 1.03 bytes a number.
-        process_group: group of the replicas, a mesh of one dim, or a `ManagedLink`; default all processes.
+        process_group: group of the replicas, a mesh of one dim, or a `TorchFTGroup`; default all processes.
 
     Attributes:
         param_groups: the groups, with all options.
@@ -181,15 +181,15 @@ class MomentumExchange(Accumulator):
         options |= {"dense": dense, "transform": transform, "residual": residual}
         defaults = {**options, "role": None, "matrix_dims": None, "compat": None}
         config = ExchangeConfig(exchange, sync_every, state_sync_every, check_every, delay, overlap, bucket_mb)
-        self._begin(as_groups(groups, defaults), {}, config, link_to(process_group))
+        self._begin(as_groups(groups, defaults), {}, config, as_replica_group(process_group))
 
     def _begin(
-        self, groups: list[Group], state: dict[Tensor, dict[str, Any]], config: ExchangeConfig, link: Link
+        self, groups: list[Group], state: dict[Tensor, dict[str, Any]], config: ExchangeConfig, replicas: ReplicaGroup
     ) -> None:
         check_groups(groups, config)
-        if not link.stays and (config.delay or config.overlap):
-            raise UserError("delay and overlap need a fixed set of replicas; leave them out with a ManagedLink")
-        self.param_groups, self.state, self.config, self.link = groups, state, config, link
+        if not replicas.is_static and (config.delay or config.overlap):
+            raise UserError("delay and overlap need a fixed set of replicas; leave them out with a TorchFTGroup")
+        self.param_groups, self.state, self.config, self.replicas = groups, state, config, replicas
         self.announces = True
         self._compared: tuple[str, ...] = ()
         self.facts: dict[str, Any] = {}
@@ -208,10 +208,10 @@ class MomentumExchange(Accumulator):
         self._sent: list[Sent] = []
         self._settled: tuple[int, list[int]] = 0, []
         self._failure: NonFiniteError | None = None
-        self._line: Link | None = None
+        self._line: ReplicaGroup | None = None
         self._background: Background | None = None
-        if link.stays:
-            check_meshes(self._parameters(), link.ranks)
+        if replicas.is_static:
+            check_meshes(self._parameters(), replicas.ranks)
 
     @torch.no_grad()
     def exchange(self) -> bool:
@@ -220,10 +220,10 @@ class MomentumExchange(Accumulator):
         Collectives: one all-gather, or an all-to-all and an all-gather, see `rounds.py`, for each bucket of `overlap`;
         at the first call, whenever shapes have changed or a state was loaded, and every `check_every` exchanges two
         more, which compare the replicas. With `delay` or `overlap` they are those of a thread, in a process group of
-        its own. Where a gradient is placed otherwise than its parameter, those of `place_gradient` in `shards.py`.
+        its own. Where a gradient is placed otherwise than its parameter, those of `match_placements` in `shards.py`.
 
         Returns:
-            Whether there is a result; where not (`sync_every`, the first call with `delay`, and over a `ManagedLink`
+            Whether there is a result; where not (`sync_every`, the first call with `delay`, and over a `TorchFTGroup`
             an exchange that broke), every `.grad` is None.
 
         Raises:
@@ -245,7 +245,7 @@ class MomentumExchange(Accumulator):
         if self._watch is not None:
             if self._watch.is_done:
                 self._watch.stop()
-        elif self.watches_optimizer and self.link.rank == 0:
+        elif self.watches_optimizer and self.replicas.rank == 0:
             pairs = zip(self._parameters(), group_by_param(self.param_groups), self.are_matrices(), strict=True)
             self._watch = MomentumWatch(
                 param for param, group, is_matrix in pairs if is_matrix and group["decay"] > 0 and param.requires_grad
@@ -262,7 +262,7 @@ class MomentumExchange(Accumulator):
             self._send(opened)
         if self.config.overlap:  # when the step began, there were no gradients yet
             self.check_gradients()
-        if not self.link.commits():
+        if not self.replicas.should_commit():
             self._sent = []  # and so nothing of it leaves the residuals
             return None
         if opened.failure is not None:
@@ -296,7 +296,7 @@ class MomentumExchange(Accumulator):
         except BaseException as error:
             if opened.next == 0:
                 opened.waiting = _waiting(self._update_layout())
-            elif self.link.is_alone:  # what has left stays in the residuals
+            elif self.replicas.world_size == 1:  # what has left stays in the residuals
                 self._opened, self._sent, self._failure = None, [], opened.failure
                 self._set_pending(opened.before)
             else:
@@ -353,7 +353,7 @@ class MomentumExchange(Accumulator):
 
     def drop(self) -> None:
         """Wait for what is on its way and forget it: what is loaded is in its place. Replicas are compared again."""
-        if self._layout is not None and self.link.stays:  # over a ManagedLink, who comes loads alone
+        if self._layout is not None and self.replicas.is_static:  # over a TorchFTGroup, who comes loads alone
             self._layout = replace(self._layout, is_stale=True, is_late=self._layout.is_late or self._calls > 0)
         self._calls, self._opened, self._failure = 0, None, None
         sent, self._sent = self._sent, []
@@ -375,20 +375,20 @@ class MomentumExchange(Accumulator):
         if not self.config.delay:  # of a state that was saved with one: it comes with the result of this call
             self._set_pending(before)
             before = None
-        if self.link.step is not None:
-            self.step = self.link.step
+        if self.replicas.step is not None:
+            self.step = self.replicas.step
         try:
             layout = self._begun()
         except SilentPeerError as error:
-            self.link.failed(error)
+            self.replicas.handle_error(error)
             self._keep_gradients()
             return Opened(before, [], is_due=False, failure=failure)
-        self.wire_bytes += self.link.wire_bytes
+        self.wire_bytes += self.replicas.wire_bytes
         if self._line is None:
-            in_thread = bool(self.config.delay or self.config.overlap) and not self.link.is_alone
-            self._line = self.link.apart() if in_thread else self.link
+            in_thread = bool(self.config.delay or self.config.overlap) and self.replicas.world_size > 1
+            self._line = self.replicas.clone() if in_thread else self.replicas
             self._background = Background() if in_thread else None
-        self._line.start()
+        self._line.reset_wire_bytes()
         return Opened(before, _waiting(layout), self.config.is_due(self.step), failure=failure)
 
     def _keep_gradients(self) -> None:
@@ -411,7 +411,7 @@ class MomentumExchange(Accumulator):
         config, params = self.config, self._parameters()
         if not config.overlap:
             self.check_gradients()
-        self.link.start()
+        self.replicas.reset_wire_bytes()
         if config.comes_round(self.step, config.check_every):
             self._compare(params)
         self._calls += 1
@@ -423,20 +423,22 @@ class MomentumExchange(Accumulator):
         """Find what wraps the model, in the first step in this process. No communication."""
         if not self._has_started:
             self._has_started, params = True, self._parameters()
-            if self.link.stays:
-                check_meshes(params, self.link.ranks)  # again: accelerate replaces parameters of a finished optimizer
-            self._wrappers = [] if self.link.is_alone else find_wrappers(params, self.link.ranks)
+            if self.replicas.is_static:
+                check_meshes(
+                    params, self.replicas.ranks
+                )  # again: accelerate replaces parameters of a finished optimizer
+            self._wrappers = [] if self.replicas.world_size == 1 else find_wrappers(params, self.replicas.ranks)
 
     def check_gradients(self) -> None:
         """Refuse gradients that were averaged.
 
-        Collective in the first step in this process: one all-gather. Over a `ManagedLink` in the first step of all
+        Collective in the first step in this process: one all-gather. Over a `TorchFTGroup` in the first step of all
         replicas, since one that comes later would be alone in it. Later steps ask the wrappers found then, without
         communication: a loop may leave out `no_sync()` later, or evaluate before its first step.
         """
         self._look_around()
-        if self._wrappers is not None and (self.link.stays or self.step == 1):
-            refuse_averaged(self.link, self._parameters(), self._wrappers)
+        if self._wrappers is not None and (self.replicas.is_static or self.step == 1):
+            refuse_averaged(self.replicas, self._parameters(), self._wrappers)
             self._known_wrappers, self._wrappers = [weakref.ref(wrapper) for wrapper in self._wrappers], None
             return
         wrappers = [wrapper for reference in self._known_wrappers if (wrapper := reference()) is not None]
@@ -491,10 +493,10 @@ class MomentumExchange(Accumulator):
                 selected.append(block_group.spec.codec.select(blocks))
         if not opened.is_due or self._line is None:
             if not valid:
-                logger.warning("step %d, rank %d: NaN or Inf gradients are left out", self.step, self.link.rank)
+                logger.warning("step %d, rank %d: NaN or Inf gradients are left out", self.step, self.replicas.rank)
             return
         if valid and layout.strategy != "dense" and not all_finite(values for _, values in selected):
-            logger.warning("step %d, rank %d: a residual is NaN or Inf and begins anew", self.step, self.link.rank)
+            logger.warning("step %d, rank %d: a residual is NaN or Inf and begins anew", self.step, self.replicas.rank)
             for place in bucket.params:
                 self.residuals.drop(params[place])
             valid, self.withheld = False, True
@@ -502,7 +504,7 @@ class MomentumExchange(Accumulator):
                 block_group.spec.codec.select(zeros_of(block_group, params)) for block_group in bucket.block_groups
             ]
         configuration = (layout.configuration + number) & 0xFFFFFFFF
-        header = Header(valid, self.link.epoch, self.step, self.link.rank, configuration)
+        header = Header(valid, self.replicas.quorum_id, self.step, self.replicas.rank, configuration)
         mean_over_senders = self.param_groups[0]["compat"] == "paper"
         work = partial(
             exchange,
@@ -517,12 +519,12 @@ class MomentumExchange(Accumulator):
             try:
                 found = work()
             except SilentPeerError as error:
-                self.link.failed(error)
+                self.replicas.handle_error(error)
                 opened.is_due = False
                 return
             self._sent.append(Sent(bucket, self.step, lambda: found))
         else:
-            device = local(params[bucket.params[0]]).device
+            device = to_local(params[bucket.params[0]]).device
             task = self._background.submit(work, device)
             self._sent.append(Sent(bucket, self.step, partial(task.result, _tensors)))
 
@@ -542,7 +544,7 @@ class MomentumExchange(Accumulator):
             raise errors[0]
         self.left_out = sorted({rank for _, ranks in arrived for rank in ranks})
         self.wire_bytes += self._line.wire_bytes if self._line is not None else 0
-        if self.left_out and self.link.rank == 0:
+        if self.left_out and self.replicas.rank == 0:
             logger.warning("step %d: ranks %s have NaN or Inf gradients and are left out", sent[0].step, self.left_out)
         found: list[Tensor | None] = [None] * len(params)
         is_whole, groups = (
@@ -594,11 +596,11 @@ class MomentumExchange(Accumulator):
         Args:
             num_processes: how many; those that there are unless given.
         """
-        return planned_wire_bytes(self.param_groups, self.config, num_processes or self.link.size)
+        return planned_wire_bytes(self.param_groups, self.config, num_processes or self.replicas.world_size)
 
     def planned_wire_bytes_a_step(self, num_processes: int | None = None) -> float:
         """As `planned_wire_bytes`, in a call on average: with `sync_every`, and `state_sync_every`."""
-        return planned_wire_bytes_a_step(self.param_groups, self.config, num_processes or self.link.size)
+        return planned_wire_bytes_a_step(self.param_groups, self.config, num_processes or self.replicas.world_size)
 
     def planned_state_bytes(self) -> int:
         """Bytes of the residuals once there was an exchange; no communication."""
@@ -619,22 +621,22 @@ class MomentumExchange(Accumulator):
     def _update_layout(self) -> Layout:
         """How everything travels; compared with how it does on the other replicas where it is new."""
         compared: dict[str, Any] = {"also": self._compared, "facts": self.facts}
-        found = update_layout(self.param_groups, self.config, self.link, self._layout, step=self.step, **compared)
-        if self.announces and self._layout is None and self.link.rank == 0:
-            log_layout(f"{self}\nexchange by {found.strategy} among {self.link.size} processes")
+        found = update_layout(self.param_groups, self.config, self.replicas, self._layout, step=self.step, **compared)
+        if self.announces and self._layout is None and self.replicas.rank == 0:
+            log_layout(f"{self}\nexchange by {found.strategy} among {self.replicas.world_size} processes")
         self._layout = found
         return found
 
     def _compare(self, params: Sequence[Tensor]) -> None:
         """Compare the parameters of all replicas, and measure how far their residuals are apart."""
-        found = unlike(self.link, params)
+        found = unlike(self.replicas, params)
         if found is not None:
             rank, place, _ = found
             name = parameter_names(self.param_groups)[place]
             raise ReplicaError(
                 f"step {self.step}: {name} on rank {rank} differs from the other ranks. Resume from the last checkpoint"
             )
-        self.replica_divergence = spread(self.link, (value for _, value in self._all_residuals()), self.step)
+        self.replica_divergence = spread(self.replicas, (value for _, value in self._all_residuals()), self.step)
 
 
 def _tensors(found: Found) -> Iterator[Tensor]:
@@ -655,7 +657,7 @@ def _filled(found: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Te
 
 def _zeros_like(param: Tensor) -> Tensor:
     """Zeros in fp32 like the local part of a parameter; for a frozen one, which has no step, they take no memory."""
-    part = local(param)
+    part = to_local(param)
     if param.requires_grad:
         return torch.zeros_like(part, dtype=torch.float32)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
@@ -668,5 +670,5 @@ def _gradient(param: Tensor) -> Tensor | None:
         raise UserError(
             f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; use sparse=False in its embedding"
         )
-    place_gradient(param)
-    return local(param.grad)
+    match_placements(param)
+    return to_local(param.grad)

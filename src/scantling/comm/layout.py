@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from scantling.comm.agreement import check_alike
 from scantling.comm.codec.block_group import MOST_NUMBERS, MOST_ON_DEVICE, BlockGroup, group_blocks, make_spec
 from scantling.comm.collectives import Strategy, cheapest_strategy, wire_bytes
 from scantling.comm.config import OPTIONS, ExchangeConfig, Group, check_groups
-from scantling.comm.link import Link
+from scantling.comm.consistency import check_alike
 from scantling.comm.residuals import Format, residual_bytes
-from scantling.comm.shards import local
+from scantling.comm.transport.group import ReplicaGroup
+from scantling.comm.transport.shards import to_local
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
 
     Attributes:
         exchange: how everything travels.
-        replicas: generation of the link, number of its processes and rank among them.
+        replicas: generation of the replicas, number of its processes and rank among them.
         shapes: of each parameter, with what tells it from others and whether it is trained.
         options: of each group.
     """
@@ -83,7 +83,7 @@ class Layout:
 def update_layout(
     groups: Sequence[Group],
     config: ExchangeConfig,
-    link: Link,
+    replicas: ReplicaGroup,
     last: Layout | None,
     *,
     step: int,
@@ -95,7 +95,7 @@ def update_layout(
     Args:
         groups: with all options.
         rounds: of all of them.
-        link: to the other replicas.
+        replicas: to the other replicas.
         last: the layout until now.
         step: calls so far, which must be alike too.
         also: further keys of groups that must be alike when something is new.
@@ -106,19 +106,19 @@ def update_layout(
     params = all_parameters(groups)
     shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
     options_of = tuple(tuple(group[option] for option in OPTIONS) for group in groups)
-    origin = Origin(config.exchange, (link.generation, link.size, link.rank), shapes, options_of)
+    origin = Origin(config.exchange, (replicas.generation, replicas.world_size, replicas.rank), shapes, options_of)
     if last is not None and last.origin == origin and not last.is_stale:
         return last
     check_groups(groups, config)
     has_changed = last is not None and (
         last.is_late or (last.origin.shapes, last.origin.options) != (shapes, options_of)
     )
-    if has_changed and not link.is_alone:
+    if has_changed and replicas.world_size > 1:
         logger.warning(
             "step %d, rank %d: options, shapes or what is frozen have changed, or a state was loaded; replicas are "
             "compared. If nothing has changed on the others, they are exchanging now, and the run hangs or ends in an "
             "error",
-            *(step, link.rank),
+            *(step, replicas.rank),
         )
     describe_layout = []
     for param, group in zip(params, group_by_param(groups), strict=True):
@@ -129,8 +129,8 @@ def update_layout(
     return Layout(
         origin,
         buckets,
-        check_alike(link, describe_layout, parameter_names(groups), params),
-        choose_strategy(groups, config, link.size),
+        check_alike(replicas, describe_layout, parameter_names(groups), params),
+        choose_strategy(groups, config, replicas.world_size),
     )
 
 
@@ -151,7 +151,7 @@ def make_buckets(groups: Sequence[Group], config: ExchangeConfig) -> list[Bucket
     found = []
     for run in runs:
         positions = sorted(run)
-        shapes = {position: tuple(local(params[position]).shape) for position in positions}
+        shapes = {position: tuple(to_local(params[position]).shape) for position in positions}
         numels = {position: params[position].numel() for position in positions}
         block_groups = group_blocks(shapes, numels, each_group, whole=config.exchange == "dense", most=most)
         found.append(Bucket(tuple(positions), tuple(block_groups)))
@@ -182,7 +182,7 @@ def residual_format(param: Tensor, group: Group) -> Format:
     form: Format = group["residual"]
     if form == "fp32":
         return form
-    spec, _ = make_spec(tuple(local(param).shape), param.numel(), group)
+    spec, _ = make_spec(tuple(to_local(param).shape), param.numel(), group)
     return form if spec.is_matrix else "fp32"
 
 
@@ -198,7 +198,7 @@ def planned_wire_bytes_a_step(groups: Sequence[Group], config: ExchangeConfig, n
     if config.state_sync_every is not None and config.exchange != "dense" and num_processes > 1:
         params = all_parameters(groups)
         numbers = sum(
-            local(params[slot.param]).numel()
+            to_local(params[slot.param]).numel()
             for block_group in all_block_groups(make_buckets(groups, config))
             if keeps_residuals(block_group, config)
             for slot in block_group.slots
@@ -211,7 +211,7 @@ def planned_state_bytes(groups: Sequence[Group], config: ExchangeConfig) -> int:
     """Bytes of the residuals once there was an exchange."""
     params, each_group = all_parameters(groups), group_by_param(groups)
     return sum(
-        residual_bytes(local(param).numel(), residual_format(param, group))
+        residual_bytes(to_local(param).numel(), residual_format(param, group))
         for block_group in all_block_groups(make_buckets(groups, config))
         if keeps_residuals(block_group, config)
         for param, group in ((params[slot.param], each_group[slot.param]) for slot in block_group.slots)
@@ -224,7 +224,7 @@ def describe_layout(groups: Sequence[Group], config: ExchangeConfig) -> str:
     params = all_parameters(groups)
     for block_group in all_block_groups(make_buckets(groups, config)):
         spec, codec = block_group.spec, block_group.spec.codec
-        numbers = sum(local(params[slot.param]).numel() for slot in block_group.slots)
+        numbers = sum(to_local(params[slot.param]).numel() for slot in block_group.slots)
         what = f"{codec.kept} of {spec.height} x {spec.width}" if spec.is_matrix else f"rows of {spec.width}"
         if config.exchange == "dense":
             what = "all of a matrix" if spec.is_matrix else "all"

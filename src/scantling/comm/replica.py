@@ -10,9 +10,9 @@ from torch import Tensor
 
 from scantling.comm.config import ExchangeConfig, Group
 from scantling.comm.layout import all_parameters, group_by_param, parameter_names, residual_format
-from scantling.comm.link import Link
 from scantling.comm.residuals import Residuals
-from scantling.comm.shards import local
+from scantling.comm.transport.group import ReplicaGroup
+from scantling.comm.transport.shards import to_local
 from scantling.errors import UserError
 
 
@@ -22,14 +22,14 @@ class Replica:
     Attributes:
         param_groups: the groups, with all options.
         state: by parameter.
-        link: to the other replicas.
+        replicas: to the other replicas.
         step: calls so far.
         rounds: when what is exchanged, as set.
     """
 
     param_groups: list[Group]
     state: dict[Tensor, dict[str, Any]]
-    link: Link
+    replicas: ReplicaGroup
     step: int
     config: ExchangeConfig
 
@@ -44,21 +44,21 @@ class Replica:
         self.flush()
         names = parameter_names(self.param_groups)
         residuals = {names[place]: value.clone() for place, value in self._residuals()}
-        return {"world_size": self.link.size, "rank": self.link.rank, "residuals": residuals}
+        return {"world_size": self.replicas.world_size, "rank": self.replicas.rank, "residuals": residuals}
 
     def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `local_state_dict` gave on this replica.
 
         Args:
             state_dict: of the same rank and world size, or of `merge_local_states`, which fits every replica. Over a
-                `ManagedLink`, whose ranks change, of any.
+                `TorchFTGroup`, whose ranks change, of any.
 
         Raises:
             UserError: another kind of state, world size or rank, other parameters or shapes; nothing has been loaded.
         """
         check_kind(state_dict, "local_state_dict", ("world_size", "rank", "residuals"))
-        for key, own in (("world_size", self.link.size), ("rank", self.link.rank)):
-            if self.link.stays and state_dict[key] not in (None, own):
+        for key, own in (("world_size", self.replicas.world_size), ("rank", self.replicas.rank)):
+            if self.replicas.is_static and state_dict[key] not in (None, own):
                 raise UserError(
                     f"the residuals are those of {key} {state_dict[key]}, this is {key} {own}. Every replica has its "
                     "own; for another number of replicas give each what scantling.comm.merge_local_states makes of all"
@@ -70,7 +70,7 @@ class Replica:
         for name, param, group in zip(parameter_names(self.param_groups), self._parameters(), groups, strict=True):
             if name in state_dict["residuals"]:
                 residual = state_dict["residuals"][name]
-                self._keep(param, group, residual.to(device=local(param).device, dtype=torch.float32, copy=True))
+                self._keep(param, group, residual.to(device=to_local(param).device, dtype=torch.float32, copy=True))
             else:
                 kept.drop(param)
 
@@ -81,8 +81,8 @@ class Replica:
         for name, value in values.items():
             if not isinstance(value, Tensor):
                 raise UserError(f"the {what} of {name} must be a tensor; given {value!r}")
-            if name not in known or tuple(value.shape) != tuple(local(known[name]).shape):
-                shape = tuple(local(known[name]).shape) if name in known else None
+            if name not in known or tuple(value.shape) != tuple(to_local(known[name]).shape):
+                shape = tuple(to_local(known[name]).shape) if name in known else None
                 raise UserError(
                     f"the {what} of {name} has the shape {tuple(value.shape)}, "
                     + ("there is no such parameter here" if shape is None else f"its parameter here {shape}")
@@ -99,7 +99,7 @@ class Replica:
         self.flush()
         if param in self.residuals:
             place = next(place for place, each in enumerate(self._parameters()) if each is param)
-            residual = self.residuals.read(param, local(param))
+            residual = self.residuals.read(param, to_local(param))
             self._keep(param, group_by_param(self.param_groups)[place], residual.index_select(dim, index))
         if "pending" in self.state.get(param, {}):
             self.state[param]["pending"] = self.state[param]["pending"].index_select(dim, index)
@@ -128,7 +128,7 @@ class Replica:
         for name, param in zip(parameter_names(self.param_groups), self._parameters(), strict=True):
             self.state.get(param, {}).pop("pending", None)
             if name in pending:
-                self.state.setdefault(param, {})["pending"] = pending[name].to(local(param).device, copy=True)
+                self.state.setdefault(param, {})["pending"] = pending[name].to(to_local(param).device, copy=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Both, for a replica that keeps a file of its own."""
@@ -153,7 +153,7 @@ class Replica:
         kept = self.residuals
         for place, param in enumerate(self._parameters()):
             if param in kept:
-                yield place, kept.read(param, local(param))
+                yield place, kept.read(param, to_local(param))
 
     def _parameters(self) -> list[Tensor]:
         return all_parameters(self.param_groups)

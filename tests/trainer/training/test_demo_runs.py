@@ -13,7 +13,7 @@ import torch
 
 import scantling as sc
 from scantling.comm.gradient_exchange import GradientExchange
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError
 from scantling.trainer.training import states
 from scantling.trainer.training.checkpoint import load_tensors
@@ -183,7 +183,7 @@ def test_on_another_number_of_processes_residuals_begin_with_their_mean(tmp_path
 
     for world in (3, 1):
         taken = Taken()
-        load_exchange(taken, saved, Place(0, world, torch.device("cpu")))
+        load_exchange(taken, saved, DistContext(0, world, torch.device("cpu")))
         assert taken.state["step"] == 4
         for name, value in first.items():
             torch.testing.assert_close(taken.state[name], (value + second[name]) / 2)
@@ -205,5 +205,5 @@ def test_a_residual_that_one_process_has_not_is_zeros_there(tmp_path: Path, monk
     monkeypatch.setattr(states, "ranks_held", lambda _: [0, 1])
     found: dict[str, Any] = {}
     monkeypatch.setattr(GradientExchange, "load_state_dict", lambda _, state: found.update(state))
-    load_exchange(GradientExchange(), tmp_path, Place(0, 1, torch.device("cpu")))
+    load_exchange(GradientExchange(), tmp_path, DistContext(0, 1, torch.device("cpu")))
     torch.testing.assert_close(found["a"], torch.full((2,), 0.5))

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from scantling.comm.silence import named
+from scantling.comm.transport.failures import name_silent_ranks
 from scantling.errors import UserError
 from scantling.numerics.torch_private import foreach_norm
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, without a gradient."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -24,7 +24,7 @@ def as_gradient(value: Tensor, param: Tensor) -> Tensor:
 
     Fused optimizers read a gradient in the order in which the numbers of its parameter lie.
     """
-    cast, part = value.to(param.dtype), local(param)
+    cast, part = value.to(param.dtype), to_local(param)
     if cast.stride() != part.stride():
         cast = torch.empty_like(part).copy_(cast)
     if isinstance(param, DTensor):
@@ -34,7 +34,7 @@ def as_gradient(value: Tensor, param: Tensor) -> Tensor:
     return cast
 
 
-def place_gradient(param: Tensor) -> None:
+def match_placements(param: Tensor) -> None:
     """Place the gradient of a parameter as the parameter is placed.
 
     Under tensor and sequence parallelism each process can hold a part of the sum that is the gradient of a parameter
@@ -95,7 +95,7 @@ def all_agree(params: Iterable[Tensor], value: bool) -> bool:
     for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
         found = torch.tensor([float(value)], device=mesh.device_type)
         for group in mesh.get_all_groups():
-            with named(group):
+            with name_silent_ranks(group):
                 dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
                 value = bool(found)  # a GPU is waited for here, so that its errors come here too
     return value

@@ -22,7 +22,7 @@ from torch import Tensor
 from scantling.comm.demo import MOMENTS, DeMo
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.layout import all_block_groups, all_parameters, keeps_residuals, make_buckets, parameter_names
-from scantling.comm.shards import local
+from scantling.comm.transport.shards import to_local
 from scantling.errors import UserError
 
 _PROCESSES = "processes"
@@ -55,12 +55,12 @@ def rank_tensors(optimizer: DeMo | MomentumExchange) -> dict[str, Tensor]:
         for slot in block_group.slots:
             param, name = params[slot.param], f"{prefix}/{names[slot.param]}"
             if keeps_residuals(block_group, exchange.config):
-                found[f"{name}/residual"] = exchange.residuals.read(param, local(param)).clone()
+                found[f"{name}/residual"] = exchange.residuals.read(param, to_local(param)).clone()
             if isinstance(optimizer, DeMo) and not block_group.spec.is_matrix:
                 moments = optimizer.moments(param)
                 found |= {f"{name}/{key}": moments[key].clone() for key in MOMENTS}
             if exchange.config.delay:
-                zeros = torch.zeros_like(local(param), dtype=torch.float32)
+                zeros = torch.zeros_like(to_local(param), dtype=torch.float32)
                 found[f"{name}/result"] = exchange.state.get(param, {}).get("pending", zeros).clone()
     return found
 

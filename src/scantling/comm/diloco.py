@@ -27,7 +27,7 @@ from scantling.comm.config import as_groups, is_number, is_whole
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.replica import check_kind
 from scantling.comm.scaling import scale_of, unscale
-from scantling.comm.shards import all_agree, all_finite, as_gradient, local
+from scantling.comm.transport.shards import all_agree, all_finite, as_gradient, to_local
 from scantling.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class LocalSteps:
         wire_bytes: what this process sent in the last step, 0 but for every H-th.
 
     Raises:
-        UserError: a value out of range, an exchange over other parameters or at other times, or a `ManagedLink`;
+        UserError: a value out of range, an exchange over other parameters or at other times, or a `TorchFTGroup`;
             in a step, a parameter that a `RankAdapter` has cut: it chooses ranks by gradients, which are not shared.
     """
 
@@ -84,14 +84,14 @@ class LocalSteps:
             given = getattr(exchange.config, name)
             if given != usual:
                 raise UserError(f"{name}={given} is for an exchange at every step, not for local steps; leave it out")
-        if not exchange.link.stays:
+        if not exchange.replicas.is_static:
             raise UserError(
                 "local steps are for replicas that stay: one that comes, or was away, would lack what the others "
-                "started from. With a ManagedLink use sc.DeMo"
+                "started from. With a TorchFTGroup use sc.DeMo"
             )
         nesterov = outer_momentum > 0.0
         self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
-        self._anchors = [local(param).clone() for param in self._params]
+        self._anchors = [to_local(param).clone() for param in self._params]
         self.steps, self.wire_bytes = 0, 0
         exchange.watches_optimizer = False  # pseudo-gradients are no momentum, and the outer one is wanted
         exchange.facts = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
@@ -115,7 +115,9 @@ class LocalSteps:
         Raises:
             UserError, NonFiniteError, PayloadError: as of `MomentumExchange.exchange`.
         """
-        if any(local(param).shape != anchor.shape for param, anchor in zip(self._params, self._anchors, strict=True)):
+        if any(
+            to_local(param).shape != anchor.shape for param, anchor in zip(self._params, self._anchors, strict=True)
+        ):
             raise UserError(
                 "a parameter has another shape than when local steps began: ranks that a RankAdapter brings down would "
                 "be chosen by each replica from gradients of its own. Use sc.DeMo or sc.MomentumExchange with it"
@@ -123,7 +125,7 @@ class LocalSteps:
         self.exchange.check_gradients()
         if (scale := scale_of(self)) is not None:
             unscale(self._params, scale)
-        finite = all_finite(local(param.grad) for param in self._params if param.grad is not None)
+        finite = all_finite(to_local(param.grad) for param in self._params if param.grad is not None)
         if all_agree(self._params, finite):
             self.inner.step()
         else:
@@ -133,7 +135,7 @@ class LocalSteps:
         if self.steps % self.sync_every:
             return
         for param, anchor in zip(self._params, self._anchors, strict=True):
-            part = local(param)
+            part = to_local(param)
             moved = anchor - part
             part.copy_(anchor)  # what replicas compare, and where the outer step begins
             param.grad = None
@@ -144,7 +146,7 @@ class LocalSteps:
         self.outer.step()
         self.outer.zero_grad()
         for param, anchor in zip(self._params, self._anchors, strict=True):
-            anchor.copy_(local(param))
+            anchor.copy_(to_local(param))
 
     def state_dict(self) -> dict[str, Any]:
         """All that this replica needs to go on."""

@@ -20,7 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scantling.comm.gradient_exchange import GradientExchange
+from scantling.comm.transport.group import as_replica_group
+from scantling.comm.transport.shards import to_local
 from scantling.errors import UserError
+from scantling.numerics.torch_private import non_persistent_buffers
 
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
@@ -117,3 +120,40 @@ def _average(
     future = dist.all_reduce(buffer, async_op=True).get_future()
     averaged: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
     return averaged
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, process_group: Any = None) -> int:
+    """Give all replicas the mean of their buffers, such as the running statistics of batch normalisation.
+
+    Of the buffers that are saved, those of real numbers: others are counters and masks, which are alike. The mean of a
+    buffer is over the replicas on which it is finite; where it is on none, it stays. Call it before an evaluation or a
+    checkpoint, on all replicas. Collective: one all-reduce for each dtype among them.
+
+    Args:
+        model: the same on all replicas.
+        process_group: of the replicas, or a mesh of one dim; default all processes.
+
+    Returns:
+        Bytes that this process sent.
+    """
+    replicas = as_replica_group(process_group)
+    replicas.reset_wire_bytes()
+    found = [
+        to_local(value)
+        for module in model.modules()
+        for name, value in module.named_buffers(recurse=False)
+        if name not in non_persistent_buffers(module) and value.is_floating_point()
+    ]
+    for dtype in sorted({value.dtype for value in found}, key=str):
+        parts = [value for value in found if value.dtype == dtype]
+        sound = torch.stack([value.isfinite().all() for value in parts])
+        sent = [torch.where(each, value, 0.0).flatten() for each, value in zip(sound, parts, strict=True)]
+        sizes = [value.numel() for value in parts]
+        *means, share = torch.split(replicas.all_reduce_mean(torch.cat([*sent, sound.to(dtype)])), [*sizes, len(parts)])
+        for value, mean, number in zip(
+            parts, means, (share.float() * replicas.world_size).round().tolist(), strict=True
+        ):
+            if number:
+                value.copy_(mean.view_as(value) * (replicas.world_size / number))
+    return replicas.wire_bytes

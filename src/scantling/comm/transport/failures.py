@@ -26,7 +26,7 @@ _SIGNS = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe", re.IGNOR
 
 
 @contextmanager
-def named(group: Any = None) -> Iterator[None]:
+def name_silent_ranks(group: Any = None) -> Iterator[None]:
     """Context of collectives: an error of the network becomes one that names the silent processes.
 
     Args:
@@ -48,7 +48,7 @@ def named(group: Any = None) -> Iterator[None]:
 def _explained(error: RuntimeError, group: Any) -> str:
     first = first_line(error)
     advice = "Start the run again from its last checkpoint; all processes must be started together"
-    silent = silent_ranks(WAIT_S, group)
+    silent = find_silent_ranks(WAIT_S, group)
     if silent is None:
         return f"the process that holds the store of the group, in general rank 0, does not answer ({first}). {advice}"
     if not silent:
@@ -60,7 +60,7 @@ def _explained(error: RuntimeError, group: Any) -> str:
     return f"no sign from ranks {ranks} of {world}, of whom at least one is gone ({first}). {advice}"
 
 
-def silent_ranks(wait_s: float, group: Any = None) -> list[int] | None:
+def find_silent_ranks(wait_s: float, group: Any = None) -> list[int] | None:
     """The processes that have not come here too, by their ranks among all; None where the store does not answer either.
 
     Where it has answered, and is gone later, what was known last.
@@ -76,7 +76,7 @@ def silent_ranks(wait_s: float, group: Any = None) -> list[int] | None:
     return found[0] if found else None
 
 
-def note_failure() -> None:
+def record_failure() -> None:
     """Leave the note of a process that heard of an error, or had one itself."""
     default_store().set(f"scantling/failed/{dist.get_rank()}", "1")
 
@@ -87,7 +87,7 @@ def _not_there(wait_s: float, group: Any, found: list[list[int]]) -> None:
     silent = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     until = time.monotonic() + wait_s
     with suppress(RuntimeError):
-        note_failure()
+        record_failure()
         while silent and time.monotonic() < until:
             silent = [rank for rank in silent if not store.check([f"scantling/failed/{rank}"])]
             found[:] = [silent]

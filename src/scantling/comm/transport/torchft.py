@@ -7,9 +7,9 @@ and begins with residuals of zero.
 
     manager = torchft.Manager(pg=group, load_state_dict=None, state_dict=None, min_replica_size=1,
                               use_async_quorum=False, timeout=timedelta(seconds=10))
-    link = scantling.comm.ManagedLink(manager, group)
-    optimizer = scantling.DeMo(scantling.param_groups(model), lr=3e-4, process_group=link)
-    link.heal(model, optimizer)
+    replicas = scantling.comm.TorchFTGroup(manager, group)
+    optimizer = scantling.DeMo(scantling.param_groups(model), lr=3e-4, process_group=replicas)
+    replicas.join(model, optimizer)
     while manager.current_step() < steps:
         manager.start_quorum()
         loss(model).backward()
@@ -26,14 +26,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scantling.comm.link import Link
+from scantling.comm.transport.group import ReplicaGroup
 from scantling.errors import SilentPeerError, UserError, first_line
 from scantling.numerics.torch_private import all_gather_into
 
 logger = logging.getLogger(__name__)
 
 
-class ManagedLink(Link):
+class TorchFTGroup(ReplicaGroup):
     """What replicas exchange over whose number a `torchft.Manager` decides at every step.
 
     It goes into `process_group` of `DeMo` and of `MomentumExchange`, whose `exchange()` is False, and whose `step()`
@@ -50,21 +50,21 @@ class ManagedLink(Link):
         UserError: a manager that heals replicas while the others train.
 
     Example:
-        >>> link = sc.comm.ManagedLink(manager, group)  # doctest: +SKIP
-        >>> optimizer = sc.DeMo(sc.param_groups(model), lr=3e-4, process_group=link)  # doctest: +SKIP
-        >>> link.heal(model, optimizer)  # doctest: +SKIP
+        >>> replicas = sc.comm.TorchFTGroup(manager, group)  # doctest: +SKIP
+        >>> optimizer = sc.DeMo(sc.param_groups(model), lr=3e-4, process_group=replicas)  # doctest: +SKIP
+        >>> replicas.join(model, optimizer)  # doctest: +SKIP
     """
 
     def __init__(self, manager: Any, group: Any) -> None:
         super().__init__()
-        self.stays = False
+        self.is_static = False
         if getattr(manager, "_use_async_quorum", False):
             raise UserError("a replica must be whole before its forward pass: torchft.Manager(use_async_quorum=False)")
         self.manager, self._managed = manager, group
         self._last: Any = None
         self._generation = 0
 
-    def heal(self, model: nn.Module, *parts: Any) -> None:
+    def join(self, model: nn.Module, *parts: Any) -> None:
         """Let the manager give a replica that comes, or was away, what the others have. Call it once, at the start.
 
         Args:
@@ -98,11 +98,11 @@ class ManagedLink(Link):
         return self._generation
 
     @property
-    def epoch(self) -> int:
+    def quorum_id(self) -> int:
         return int(getattr(self.manager, "_quorum_id", 0)) & 0xFFFFFFFF  # which the manager has no public name for
 
     @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         group = self._group()
         return 1 if group is None else int(group.size())
 
@@ -111,12 +111,12 @@ class ManagedLink(Link):
         group = self._group()
         return 0 if group is None else int(group.rank())
 
-    def failed(self, error: SilentPeerError) -> None:
+    def handle_error(self, error: SilentPeerError) -> None:
         """Leave out the step, and let the manager find out who is left."""
         logger.warning("step %d is left out, its gradients stay where there are residuals: %s", self.step + 1, error)
         self.manager.report_error(error)
 
-    def commits(self) -> bool:
+    def should_commit(self) -> bool:
         found: bool = self.manager.should_commit()
         return found
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from scantling.comm.silence import named
+from scantling.comm.transport.failures import name_silent_ranks
 from scantling.errors import SilentPeerError, UserError
 from scantling.numerics.torch_private import group_timeout
-from scantling.torchrun_env import launched_world_size
+from scantling.torchrun_env import world_size_from_env
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 """PyTorch 2.13 renamed it."""
 
 
-class Link:
+class ReplicaGroup:
     """A process group, and a count of what this process sent.
 
     Collectives raise a SilentPeerError that names the processes that do not answer within the timeout of the group.
@@ -64,18 +64,18 @@ class Link:
         elif group is not None and not isinstance(group, dist.ProcessGroup):
             raise UserError(f"process_group must be a process group or a mesh of one dim; given {group!r}")
         self.group = group
-        self.wire_bytes, self.stays = 0, True
+        self.wire_bytes, self.is_static = 0, True
         self._had_group = group is not None or dist.is_initialized()
 
-    def apart(self) -> Link:
-        """A link between the same processes that nothing else uses. Collective: a new process group.
+    def clone(self) -> ReplicaGroup:
+        """A replicas between the same processes that nothing else uses. Collective: a new process group.
 
         Its timeout is that of the group it is made of.
         """
-        if self.is_alone:
-            return Link(self.group)
+        if self.world_size == 1:
+            return ReplicaGroup(self.group)
         ranks = dist.get_process_group_ranks(self.group)
-        return Link(dist.new_group(ranks, timeout=_timeout(self.group), use_local_synchronization=True))
+        return ReplicaGroup(dist.new_group(ranks, timeout=_timeout(self.group), use_local_synchronization=True))
 
     @property
     def step(self) -> int | None:
@@ -86,16 +86,12 @@ class Link:
         return 0
 
     @property
-    def epoch(self) -> int:
+    def quorum_id(self) -> int:
         """Of the membership, alike on all who take part; 0 where the processes stay the same."""
         return 0
 
     @property
-    def is_alone(self) -> bool:
-        return self.size == 1
-
-    @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         """Processes in the group."""
         return dist.get_world_size(self.group) if self._has_group() else 1
 
@@ -109,7 +105,7 @@ class Link:
         """Of the processes in the group, counted among all there are."""
         return dist.get_process_group_ranks(self.group) if self._has_group() else []
 
-    def start(self) -> None:
+    def reset_wire_bytes(self) -> None:
         """Begin to count anew."""
         self.wire_bytes = 0
 
@@ -119,11 +115,11 @@ class Link:
         Args:
             message: (n,), of the same length and dtype on all ranks.
         """
-        if self.is_alone:
+        if self.world_size == 1:
             return [message]
-        whole = message.new_empty(self.size, message.numel())
+        whole = message.new_empty(self.world_size, message.numel())
         self._all_gather(whole.view(-1), message.contiguous())
-        self.wire_bytes += (self.size - 1) * message.nbytes
+        self.wire_bytes += (self.world_size - 1) * message.nbytes
         return list(whole)
 
     def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
@@ -132,20 +128,20 @@ class Link:
         Args:
             messages: for rank 0, 1, ..., all (n,) of one length.
         """
-        if self.is_alone:
+        if self.world_size == 1:
             return list(messages)
         whole = torch.stack(list(messages))
         found = torch.empty_like(whole)
         self._all_to_all(found.view(-1), whole.view(-1))
-        self.wire_bytes += (self.size - 1) * whole[0].nbytes
+        self.wire_bytes += (self.world_size - 1) * whole[0].nbytes
         return list(found)
 
-    def mean(self, values: Tensor) -> Tensor:
+    def all_reduce_mean(self, values: Tensor) -> Tensor:
         """The mean over all ranks, in place. Collective: one all-reduce."""
-        if not self.is_alone:
+        if self.world_size > 1:
             self._all_reduce(values)
-            self.wire_bytes += 2 * (self.size - 1) * values.nbytes // self.size
-            values /= self.size
+            self.wire_bytes += 2 * (self.world_size - 1) * values.nbytes // self.world_size
+            values /= self.world_size
         return values
 
     def broadcast(self, values: Tensor, source: int) -> None:
@@ -154,17 +150,17 @@ class Link:
         Args:
             source: rank in the group.
         """
-        if not self.is_alone:
+        if self.world_size > 1:
             self._broadcast(values, source)
-            self.wire_bytes += (self.size - 1) * values.nbytes // self.size
+            self.wire_bytes += (self.world_size - 1) * values.nbytes // self.world_size
 
-    def gather_texts(self, texts: Sequence[str], device: torch.device) -> list[list[str]]:
+    def all_gather_strings(self, texts: Sequence[str], device: torch.device) -> list[list[str]]:
         """The texts of all ranks, in order. Collectives: two all-gathers, of a length and of JSON.
 
         Args:
             device: of the tensors that are sent, since a group may have a backend for one kind of device alone.
         """
-        if self.is_alone:
+        if self.world_size == 1:
             return [list(texts)]
         own = json.dumps(list(texts)).encode()
         lengths = [int(each) for each in self.all_gather(torch.tensor([len(own)], device=device))]
@@ -173,11 +169,11 @@ class Link:
         found = self.all_gather(padded.to(device))
         return [json.loads(bytes(each[:length].tolist())) for each, length in zip(found, lengths, strict=True)]
 
-    def failed(self, error: SilentPeerError) -> None:
+    def handle_error(self, error: SilentPeerError) -> None:
         """Raise the error, unless the step it broke can be left out."""
         raise error
 
-    def commits(self) -> bool:
+    def should_commit(self) -> bool:
         """Whether what was exchanged is to be applied; asked once, after the exchange of every step."""
         return True
 
@@ -189,30 +185,30 @@ class Link:
                 "the process group of this exchange is gone: destroy_process_group() was called. Step, save and load "
                 "before it"
             )
-        elif (count := launched_world_size()) > 1:
+        elif (count := world_size_from_env()) > 1:
             _warn_without_group(count)
         return self._had_group
 
     def _all_gather(self, whole: Tensor, message: Tensor) -> None:
-        with named(self.group):
+        with name_silent_ranks(self.group):
             getattr(dist, _ALL_GATHER)(whole, message, group=self.group)
 
     def _all_to_all(self, found: Tensor, whole: Tensor) -> None:
-        with named(self.group):
+        with name_silent_ranks(self.group):
             dist.all_to_all_single(found, whole, group=self.group)
 
     def _all_reduce(self, values: Tensor) -> None:
-        with named(self.group):
+        with name_silent_ranks(self.group):
             dist.all_reduce(values, group=self.group)
 
     def _broadcast(self, values: Tensor, source: int) -> None:
-        with named(self.group):
+        with name_silent_ranks(self.group):
             dist.broadcast(values, group=self.group, group_src=source)
 
 
-def link_to(group: Any) -> Link:
-    """The link itself, or one over a process group, a mesh or None."""
-    return group if isinstance(group, Link) else Link(group)
+def as_replica_group(group: Any) -> ReplicaGroup:
+    """The replicas itself, or one over a process group, a mesh or None."""
+    return group if isinstance(group, ReplicaGroup) else ReplicaGroup(group)
 
 
 @functools.cache

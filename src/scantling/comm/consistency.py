@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scantling.comm.guard import Averaging, find_averaging
-from scantling.comm.link import Link
-from scantling.comm.shards import all_finite, local
+from scantling.comm.ddp_guard import Averaging, find_averaging
+from scantling.comm.transport.group import ReplicaGroup
+from scantling.comm.transport.shards import all_finite, to_local
 from scantling.errors import UserError
 from scantling.numerics.bits import checksum
 from scantling.numerics.device import has_kernels
@@ -38,12 +38,12 @@ _OF_THE_LAST_BITS = (
 
 
 def check_alike(
-    link: Link, described: Sequence[Mapping[str, Any]], names: Sequence[str], params: Sequence[Tensor]
+    replicas: ReplicaGroup, described: Sequence[Mapping[str, Any]], names: Sequence[str], params: Sequence[Tensor]
 ) -> int:
     """Compare replicas. Collectives: two all-gathers, and one more where the options differ.
 
     Args:
-        link: to the other replicas.
+        replicas: to the other replicas.
         described: what each parameter is and how it travels: facts by name.
         names: of the parameters.
         params: the parameters.
@@ -57,20 +57,20 @@ def check_alike(
     device = params[0].device
     texts = [_decoder(device), *map(_in_words, names, described)]
     own = zlib.crc32("\n".join(texts).encode())
-    if link.is_alone:
+    if replicas.world_size == 1:
         return own
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    hashes = torch.stack(link.all_gather(torch.tensor([own, zlib.crc32(kind.encode())], device=device))).tolist()
+    hashes = torch.stack(replicas.all_gather(torch.tensor([own, zlib.crc32(kind.encode())], device=device))).tolist()
     if len({of_kind for _, of_kind in hashes}) > 1:
-        kinds = [each for (each,) in link.gather_texts([kind], device)]
-        if link.rank == 0:
+        kinds = [each for (each,) in replicas.all_gather_strings([kind], device)]
+        if replicas.rank == 0:
             logger.warning(
                 "replicas are on GPUs of several kinds (%s), whose products may differ in the last bits: parameters "
                 "are then found to differ after a while",
                 ", ".join(dict.fromkeys(kinds)),
             )
     if len({of_texts for of_texts, _ in hashes}) > 1:
-        everywhere = link.gather_texts(texts, device)
+        everywhere = replicas.all_gather_strings(texts, device)
         usual = Counter(map(tuple, everywhere)).most_common(1)[0][0]
         rank = next(rank for rank, theirs in enumerate(everywhere) if tuple(theirs) != usual)
         theirs = everywhere[rank]
@@ -83,7 +83,7 @@ def check_alike(
         raise UserError(
             f"rank {rank} differs from the others in {names[place - 1]}: it has {pair[0]}; they have {pair[1]}"
         )
-    differing = unlike(link, params)
+    differing = unlike(replicas, params)
     if differing is not None:
         rank, place, _ = differing
         raise UserError(
@@ -120,11 +120,11 @@ def _unlike_facts(one: str, other: str) -> tuple[str, str]:
     return ", ".join(fact for fact, _ in differing), ", ".join(fact for _, fact in differing)
 
 
-def refuse_averaged(link: Link, params: Sequence[Tensor], wrappers: Sequence[nn.Module]) -> None:
+def refuse_averaged(replicas: ReplicaGroup, params: Sequence[Tensor], wrappers: Sequence[nn.Module]) -> None:
     """Raise if gradients were averaged over the replicas; warn if they are the same for another reason.
 
     Args:
-        link: to the other replicas.
+        replicas: to the other replicas.
         params: the parameters; those without a gradient say nothing.
         wrappers: of `find_wrappers`.
 
@@ -133,22 +133,22 @@ def refuse_averaged(link: Link, params: Sequence[Tensor], wrappers: Sequence[nn.
     Raises:
         UserError: a wrapper around the model averages gradients; on all ranks.
     """
-    if link.is_alone:
+    if replicas.world_size == 1:
         return
-    gradients = [local(param.grad) for param in params if param.grad is not None and not param.grad.is_sparse]
+    gradients = [to_local(param.grad) for param in params if param.grad is not None and not param.grad.is_sparse]
     sums = [checksum(gradient) for gradient in gradients]
     own = torch.stack(sums).sum(0) if sums else torch.zeros(1, dtype=torch.int64, device=params[0].device)
     certainty = max(map(find_averaging, wrappers), default=Averaging.NO)
-    found = torch.stack(link.all_gather(torch.cat([own.flatten(), own.new_tensor([certainty])]))).tolist()
+    found = torch.stack(replicas.all_gather(torch.cat([own.flatten(), own.new_tensor([certainty])]))).tolist()
     most = max(theirs for *_, theirs in found)
     are_equal = len({of_gradients for of_gradients, _ in found}) == 1 and any(map(torch.any, gradients))
     if most == Averaging.YES or (most == Averaging.PERHAPS and are_equal):
         raise averaging_error(wrappers)
-    if are_equal and link.rank == 0:
+    if are_equal and replicas.rank == 0:
         logger.warning(
             "the gradients of all %d replicas are the same: all read the same data, or your loop reduces gradients "
             "before the exchange. Give each replica its own share of the data, and do not reduce gradients",
-            link.size,
+            replicas.world_size,
         )
 
 
@@ -163,7 +163,7 @@ def averaging_error(wrappers: Sequence[nn.Module]) -> UserError:
     )
 
 
-def spread(link: Link, values: Iterable[Tensor], seed: int) -> float:
+def spread(replicas: ReplicaGroup, values: Iterable[Tensor], seed: int) -> float:
     """How far values that each replica has for itself are apart: 0 where alike, near 1 where nothing is shared.
 
     The root of (mean over replicas of |x_i - mean x|^2) / (mean of |x_i|^2), of all values together. Norms are those of
@@ -171,7 +171,7 @@ def spread(link: Link, values: Iterable[Tensor], seed: int) -> float:
     some tenth of itself. Collective: one all-gather.
 
     Args:
-        link: to the other replicas.
+        replicas: to the other replicas.
         values: of this one, of the same shapes on all.
         seed: of the sketch, the same on all.
     """
@@ -187,13 +187,13 @@ def spread(link: Link, values: Iterable[Tensor], seed: int) -> float:
         sketch += (flat * signs).sum(0, dtype=torch.float64)
     if sketch is None:
         return 0.0
-    all_of_them = torch.stack(link.all_gather(sketch))
+    all_of_them = torch.stack(replicas.all_gather(sketch))
     apart = (all_of_them - all_of_them.mean(0)).square().sum()
     whole = all_of_them.square().sum()
     return float((apart / whole).sqrt()) if float(whole) > 0.0 else 0.0
 
 
-def unlike(link: Link, params: Sequence[Tensor]) -> tuple[int, int, int] | None:
+def unlike(replicas: ReplicaGroup, params: Sequence[Tensor]) -> tuple[int, int, int] | None:
     """Where parameters are not what they are on most ranks; None where all are alike.
 
     Returns:
@@ -202,9 +202,9 @@ def unlike(link: Link, params: Sequence[Tensor]) -> tuple[int, int, int] | None:
 
     Collectives: one all-gather of 8 bytes a parameter, and 8 more.
     """
-    finite = all_finite(map(local, params))
-    sums = torch.cat([checksum(local(param)) for param in params])
-    gathered = torch.stack(link.all_gather(torch.cat([sums, sums.new_tensor([finite])]))).cpu()
+    finite = all_finite(map(to_local, params))
+    sums = torch.cat([checksum(to_local(param)) for param in params])
+    gathered = torch.stack(replicas.all_gather(torch.cat([sums, sums.new_tensor([finite])]))).cpu()
     found, is_finite = gathered[:, :-1], gathered[:, -1].bool()
     if (found == found[0]).all():
         return None
