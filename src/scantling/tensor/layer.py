@@ -238,7 +238,7 @@ class TTLayer(nn.Module):
         return best_orders(network, {"once": 1.0, "kept": 0.0, "shared": 1.0 / self._passes}[merges])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shared": None, "_kept": None}
+        return {**self.__dict__, "_merged_once": None, "_merged_kept": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

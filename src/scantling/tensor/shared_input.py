@@ -121,7 +121,7 @@ class SharedInputGroup:
         if self.is_disabled or torch.compiler.is_compiling():
             return
         layers: dict[str, Any] = {name: getattr(parent, name, None) for name in self.names}
-        ours = {name: layer for name, layer in layers.items() if getattr(layer, "joint", None) is self}
+        ours = {name: layer for name, layer in layers.items() if getattr(layer, "shared_input", None) is self}
         if len(ours) > 1 and _are_alike(list(ours.values())):
             self._passes[get_ident()] = _Pass(ours, _saving_hooks(), None, {})
 

@@ -159,7 +159,7 @@ def test_an_evaluation_merges_once_for_all_its_batches(tmp_path: Path, monkeypat
 
     def seen(self: TTLayer) -> list[torch.Tensor]:
         if not torch.is_grad_enabled():
-            kept.append(self._kept is not None)
+            kept.append(self._merged_kept is not None)
         return gated(self)
 
     monkeypatch.setattr(TTLayer, "gated", seen)
