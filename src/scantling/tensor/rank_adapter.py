@@ -24,7 +24,7 @@ from scantling.tensor.options import RankOptions
 from scantling.tensor.rank_budget import CoreBytes, RankBudget
 from scantling.tensor.schedules import SCHEDULES
 from scantling.tensor.slicing import StateHolder, slice_parameter
-from scantling.tensor.steps import call_after_steps, version_counter
+from scantling.tensor.steps import call_after_steps, tensor_version
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ class RankAdapter:
         self._schedule.refresh()
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(version_counter(gate) for gate in self._budget.rank_gates)
+        return tuple(tensor_version(gate) for gate in self._budget.rank_gates)
 
     @torch.no_grad()
     def truncate(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
+from scantling.numerics.torch_private import foreach_norm, own_parameters
 from scantling.tensor.flops import LayerUses
 from scantling.tensor.layer import TTLayer, threshold_gate
 from scantling.tensor.options import RankOptions
@@ -127,7 +128,7 @@ class RankBudget:
 
     def core_norm(self) -> Tensor:
         """Return the squared norm of all cores, 0-D, with a gradient."""
-        return torch.stack(list(torch._foreach_norm(self.cores()))).square().sum()
+        return torch.stack(list(foreach_norm(self.cores()))).square().sum()
 
     @torch.no_grad()
     def fit_to(self, wanted: float, scores: Tensor | None = None) -> None:
@@ -245,7 +246,7 @@ class RankBudget:
         """
         for layer in self._layers.values():
             if layer.rank_gates is not None:
-                yield from (gate for gate in layer.rank_gates._parameters.values() if gate is not None)
+                yield from (gate for gate in own_parameters(layer.rank_gates).values() if gate is not None)
 
     def _flat_gates(self) -> Tensor:
         return torch.cat(list(self.rank_gates))

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from scantling.numerics.torch_private import saved_tensor_hooks
 from scantling.tensor.contraction import Step, core_indices
-from scantling.tensor.steps import version_counter
+from scantling.tensor.steps import tensor_version
 
 if TYPE_CHECKING:
     from scantling.tensor.linear import TTLinear
@@ -155,12 +156,12 @@ def _state(x: Tensor) -> tuple[Any, ...]:
     """Return the state that must not change for a product with x to stay valid."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return version_counter(x), x.requires_grad, torch.is_grad_enabled(), autocast
+    return tensor_version(x), x.requires_grad, torch.is_grad_enabled(), autocast
 
 
 def _saving_hooks() -> Any:
     """Return the innermost saved-tensor hooks: a tensor saved under some hooks must not be used under others."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks(even_if_tracing=True)
     return None if hooks is None else hooks[0]
 
 

@@ -186,9 +186,8 @@ def test_flights_recipe_runs(tmp_path: Path) -> None:
     assert not used & {"dep_delay", "dep_time", "arr_time", "arr_delay", "air_time"}
     settings = [
         f"data.csv={ROOT / 'tests' / 'data' / 'flights.csv.gz'}",
-        "train.steps=60",
-        "train.batch_size=256",
-        "optim.lr=0.01",
+        "train.steps=40",
+        "train.batch_size=128",
     ]
     metrics = sc.train(recipe, run_dir=tmp_path / "run", settings=[*settings, "train.device=cpu"]).metrics
     assert metrics["auc"] > 0.6
