@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.numerics.compute import without_autocast
+from scantling.numerics.device import without_autocast
 from scantling.numerics.torch_private import FakeTensor, assert_async, is_batched, is_in_functorch
 from scantling.tensor.contraction import Lookup, Plan, Step, best_plan, core_indices
 from scantling.tensor.cores import clip_ranks, dense, random_cores

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.numerics.compute import without_autocast
+from scantling.numerics.device import without_autocast
 from scantling.numerics.torch_private import own_parameters
 from scantling.tensor.contraction import (
     MAX_KEPT_ORDERS,
