@@ -197,8 +197,8 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
     layer: Any = module
     if is_of_cores(module):
         rounded = list(zip(layer.cores, layer.gated(), strict=True))
-        if layer.controls is not None:  # the rounded cores include the gates
-            lives = zip(layer.controls, layer.live(), strict=True)
+        if layer.rank_gates is not None:  # the rounded cores include the gates
+            lives = zip(layer.rank_gates, layer.active_ranks(), strict=True)
             rounded += [(control, torch.where(live, 1.0, control)) for control, live in lives]
     else:
         rounded = [(layer.master_weight(), layer.rounded_weight())]

@@ -280,11 +280,11 @@ def _ranks_that_come_down(recipe: Recipe, model: Any) -> list[str]:
     """Return a note on TT layers whose ranks are pruned to a target size."""
     if recipe.tensor is None or recipe.tensor.size_target is None:
         return []
-    from scantling.tensor.ranks import RankAdapter
-    from scantling.trainer.planning.memory import bytes_of_cores
+    from scantling.tensor.rank_adapter import RankAdapter
+    from scantling.trainer.planning.memory import core_bytes
 
     options = recipe.tensor.rank_options(recipe.train.steps)
-    adapter = RankAdapter(model, bytes_of=bytes_of_cores(recipe), **options)
+    adapter = RankAdapter(model, core_bytes=core_bytes(recipe), **options)
     target = f"{format_number(adapter.target)} {adapter.options.unit}"
     return [f"planned at the first ranks; the cores come down to {target} by step {adapter.options.steps}"]
 

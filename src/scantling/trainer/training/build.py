@@ -20,7 +20,7 @@ from scantling.precision.products import check_device
 from scantling.trainer.data.loader import BatchSource, eval_batches
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.build import build_model, checkpoint_activations, convert_model, mixes_documents
-from scantling.trainer.planning.memory import bytes_of_cores, held_gradient_bytes
+from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes
 from scantling.trainer.planning.momentum import optimizer_groups
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.recipe.schema import CommSection, TrainSection
@@ -156,7 +156,7 @@ def build_methods(recipe: Recipe) -> list[Method]:
         TensorMethod(
             recipe.tensor,
             steps=recipe.train.steps,
-            bytes_of=bytes_of_cores(recipe),
+            core_bytes=core_bytes(recipe),
             merges=not recipe.optim.release_gradients,
         )
     ]
