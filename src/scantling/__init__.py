@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from scantling.lazy_names import lazy_names
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from scantling import comm, errors, hf, laws, optim, precision, tensor
     from scantling.comm.demo import DeMo
-    from scantling.comm.momentum import MomentumExchange
+    from scantling.comm.exchange import MomentumExchange
     from scantling.groups import param_groups
     from scantling.optim.came import CAME
     from scantling.precision.training import quantize_training
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from scantling.tensor.convert import densify, tensorize
     from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
     from scantling.tensor.linear import TTLinear
-    from scantling.tensor.ranks import RankAdapter
+    from scantling.tensor.rank_adapter import RankAdapter
     from scantling.trainer.models.load import load
     from scantling.trainer.planning.plan import Plan, plan
     from scantling.trainer.training.run import RunResult, train
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "CAME": "scantling.optim.came",
     "DeMo": "scantling.comm.demo",
-    "MomentumExchange": "scantling.comm.momentum",
+    "MomentumExchange": "scantling.comm.exchange",
     "Plan": "scantling.trainer.planning.plan",
-    "RankAdapter": "scantling.tensor.ranks",
+    "RankAdapter": "scantling.tensor.rank_adapter",
     "RunResult": "scantling.trainer.training.run",
     "TTLinear": "scantling.tensor.linear",
     "TTMEmbedding": "scantling.tensor.embedding",

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
+from scantling.numerics.torch_private import ConvBase, NormBase
 
 Role: TypeAlias = Literal["matrix", "embedding", "vector"]
 MatrixDims: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -30,7 +31,7 @@ _NORMS = (
     nn.LayerNorm,
     nn.RMSNorm,
     nn.GroupNorm,
-    nn.modules.batchnorm._NormBase,
+    NormBase,
 )
 # A parameter can be claimed by several modules when it is tied; the highest claim decides.
 _BY_SHAPE, _BY_LAYER, _BY_EMBEDDING, _BY_DECLARATION = range(4)
@@ -68,7 +69,7 @@ def param_groups(
             a good start. Default: that of the optimizer.
         embedding_core_lr: of the cores of embeddings, likewise. Rows of a table begin small beside matrices, and each
             is met now and then, so that they want a higher rate, as dense tables do. Default: `core_lr`.
-        control_lr: learning rate of the rank controls of a `RankAdapter`, likewise. A control begins at 1 and an
+        control_lr: learning rate of the rank gates of a `RankAdapter`, likewise. A control begins at 1 and an
             optimizer that normalises moves it by at most its rate a step; ten times that of the optimizer is a good
             start in runs of hundreds of steps. Default: that of the optimizer.
         embedding_lr: learning rate of parameters of the role `embedding` that are no cores, likewise. T5 begins with
@@ -89,7 +90,7 @@ def param_groups(
     if not weight_decay >= 0.0:
         raise UserError(f"weight_decay must be at least 0; given {weight_decay!r}")
     claims = _claims(model)
-    cores, controls = _listed(model, "cores"), _listed(model, "controls")
+    cores, controls = _listed(model, "cores"), _listed(model, "rank_gates")
     tables = {key for key, (role, _) in claims.items() if role == "embedding"}
     rates: dict[int, float] = {}
     for name, params, rate in (
@@ -213,7 +214,7 @@ def _by_rule(path: str, module: nn.Module, heads: set[int]) -> Iterator[_Claim]:
             yield param, _BY_EMBEDDING, "embedding", ((0,), (1,))
         elif isinstance(module, _NORMS) or ndim < 2 or _is_bias(name):
             yield param, _BY_LAYER, "vector", None
-        elif isinstance(module, nn.modules.conv._ConvNd):
+        elif isinstance(module, ConvBase):
             yield param, _BY_LAYER, "matrix", ((0,), tuple(range(1, ndim)))
         elif isinstance(module, nn.Linear):
             yield param, _BY_LAYER, "matrix", ((0,), (1,))

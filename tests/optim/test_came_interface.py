@@ -289,7 +289,7 @@ def test_state_of_other_optimizers_is_refused() -> None:
     with pytest.raises(UserError, match="has the keys state and param_groups; given list"):
         optimizer.load_state_dict([])  # type: ignore[arg-type]
     fresh = came_pytorch.CAME([nn.Parameter(torch.zeros(2))], lr=1e-3)
-    with pytest.raises(UserError, match=r"group 0 has no debias, .*from_came_pytorch "):
+    with pytest.raises(UserError, match=r"group 0 has no debias, .*from_came_pytorch"):
         optimizer.load_state_dict(fresh.state_dict())
     for other in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD):
         with pytest.raises(UserError, match=r"this is no state of CAME: group 0 has no .*momentum|clip_threshold"):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scantling.numerics.torch_private import foreach_add_
 from scantling.optim._compile import CompileError, load_library
 from scantling.optim.state import POINTERS, HyperParams, ParamStep, is_plain_memory
 
@@ -101,10 +102,10 @@ def _call(steps: Sequence[ParamStep]) -> None:
     if library is None or not steps:
         return
     counters = [step.state["step"] for step in steps]
-    torch._foreach_add_(counters, 1.0)
+    foreach_add_(counters, 1.0)
     array = (_CStep * len(steps))(*map(_to_c, steps))
     if library.came_step(array, ctypes.c_int64(len(steps)), ctypes.c_int(torch.get_num_threads())):
-        torch._foreach_sub_(counters, 1.0)
+        foreach_add_(counters, -1.0)
         raise MemoryError("no memory for the scratch of an optimizer step")
     # Autograd does not see writes from C: a backward pass that still needs the old weights must raise.
     torch.autograd.graph.increment_version([step.param for step in steps])

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from scantling.numerics.torch_private import foreach_copy_
 from scantling.optim import _cpu, _eager, _triton
 from scantling.optim._eager import ParamStages, PartialSum, param_stages
 from scantling.optim.state import ParamStep
@@ -132,4 +133,4 @@ def _all_reduce(partial: Iterable[PartialSum]) -> None:
             continue
         torch.distributed.all_reduce(flat, group=group)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+        foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])

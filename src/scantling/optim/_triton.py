@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scantling.numerics.tables import FLOATS, Table, device_of, has_kernels, owners_of, triton_dtype
+from scantling.numerics.device import FLOATS, DeviceTable, device_context, has_kernels, program_owners, triton_dtype
+from scantling.numerics.torch_private import foreach_add_
 from scantling.optim.codecs import noise_seed
 from scantling.optim.state import HyperParams, ParamStep, is_plain_memory
 
@@ -65,8 +66,8 @@ def step_params(steps: Sequence[ParamStep]) -> None:
     for step in steps:
         launches.setdefault(_launch_key(step), []).append(step)
     for key, members in launches.items():
-        torch._foreach_add_([step.state["step"] for step in members], 1.0)
-        with device_of(members[0].param):
+        foreach_add_([step.state["step"] for step in members], 1.0)
+        with device_context(members[0].param):
             for batch in _split_batches(members):
                 if key.is_factored:
                     _launch_factored(key, batch)
@@ -175,7 +176,7 @@ class _TileGrid:
             "col_part": _exclusive_cumsum(col_parts),
         }
         lines = [-(-(matrices * each) // _LINE) for each in (rows, cols)]
-        owners = [owners_of(counts, device) for counts in (tiles, *lines, matrices)]
+        owners = [program_owners(counts, device) for counts in (tiles, *lines, matrices)]
         self.tiles, self.rows, self.cols, self.matrices = owners
         firsts = [torch.from_numpy(_exclusive_cumsum(counts).astype(np.int32)).to(device) for counts in lines]
         self.first_rows, self.first_cols = firsts
@@ -189,13 +190,13 @@ def _exclusive_cumsum(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 class _CachedTables(NamedTuple):
     grid: _TileGrid
-    fields: Table
-    values: Table
+    fields: DeviceTable
+    values: DeviceTable
 
 
 @lru_cache(maxsize=512)
 def _cached_tables(key: _LaunchKey, sizes: tuple[tuple[int, int, int], ...], tile: tuple[int, int]) -> _CachedTables:
-    return _CachedTables(_TileGrid(sizes, tile, key.device), Table(), Table())
+    return _CachedTables(_TileGrid(sizes, tile, key.device), DeviceTable(), DeviceTable())
 
 
 _NUM_LOGS = 3
@@ -221,8 +222,8 @@ def _build_tables(
         if shared not in numbers:
             numbers[shared] = _value_row(step.hyper, step.layout.sizes, is_factored=key.is_factored)
         value_row[:] = numbers[shared]
-    table = field_table.send(fields, key.device)
-    return grid, table, _add_step_values(key, steps, table, value_table.send(values, key.device))
+    table = field_table.upload(fields, key.device)
+    return grid, table, _add_step_values(key, steps, table, value_table.upload(values, key.device))
 
 
 def _value_row(hyper: HyperParams, sizes: tuple[int, int, int], *, is_factored: bool) -> tuple[float, ...]:

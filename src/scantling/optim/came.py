@@ -65,10 +65,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from scantling.errors import UserError
 from scantling.groups import check_matrix_dims
+from scantling.numerics.torch_private import disable_dynamo
 from scantling.optim._dispatch import dispatch_steps
 from scantling.optim.checks import (
     check_grads,
@@ -231,7 +231,7 @@ class CAME(torch.optim.Optimizer):
             raise
         _move_lr(group)
 
-    @_disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; a parameter without a gradient keeps its value and state.
@@ -269,7 +269,7 @@ class CAME(torch.optim.Optimizer):
         dispatch_steps(steps)
         return loss
 
-    @_disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step_parameters(self, params: Sequence[Tensor]) -> None:
         """Take the step of some parameters with their gradients, as `release_gradients` does.

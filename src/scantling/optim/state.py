@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, check_matrix_dims, default_matrix_dims
+from scantling.numerics.torch_private import is_zero_tensor
 from scantling.optim.codecs import MOMENTA, ROUNDINGS, Momentum, Rounding, momentum_shapes
 from scantling.optim.sharding import ShardPlan
 from scantling.optim.stages import bias_correction
@@ -313,7 +314,7 @@ def is_plain_memory(tensor: Tensor) -> bool:
         and tensor.device.type != "meta"
         and tensor.is_contiguous()
         and not tensor.is_neg()
-        and not tensor._is_zerotensor()
+        and not is_zero_tensor(tensor)
     )
 
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from scantling.numerics.resident import resident_bytes
-from scantling.torchrun_env import launched_local_world_size, launched_world_size
+from scantling.torchrun_env import local_world_size_from_env, world_size_from_env
 from scantling.trainer.planning.machine import MachineMemory, machine_memory
 from scantling.trainer.planning.plan import Plan, plan
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.reporting.format import format_bytes
+from scantling.trainer.rss import rss_bytes
 
 if TYPE_CHECKING:
     from scantling.trainer.tasks.base import TaskData
@@ -107,12 +107,12 @@ def check_fit(recipe: Recipe, planned: Plan, *, search: bool = True, task_data: 
     """
     machine = machine_memory(planned.device)
     on_cpu = planned.device == "cpu"
-    launched = launched_world_size() > 1
-    processes = (launched_local_world_size() if launched else planned.world_size) if on_cpu else 1
+    launched = world_size_from_env() > 1
+    processes = (local_world_size_from_env() if launched else planned.world_size) if on_cpu else 1
     available = None
     if machine is not None:
         # memory that this process already holds is part of its plan, so it counts as available
-        mine = resident_bytes() * (processes if launched else 1) if on_cpu else 0
+        mine = rss_bytes() * (processes if launched else 1) if on_cpu else 0
         available = min(machine.total, machine.available + mine)
     held = planned.weight_bytes + planned.gradient_bytes + (planned.optimizer_state_bytes or 0)
     held += planned.residual_bytes

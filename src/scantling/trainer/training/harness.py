@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from scantling.errors import UserError, first_line, hinted
-from scantling.numerics.compute import autocast
+from scantling.numerics.device import autocast
 from scantling.trainer.data.prepare import document_marks
 from scantling.trainer.data.tokenizers import Tokenizer
 from scantling.trainer.models.build import quiet
@@ -54,7 +54,7 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | N
         run.task.save_inputs(Path(folder), data=run.data, config=model.config)
         with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        _compute_in(run.recipe.precision.autocast(run.place.device.type), model, run.place.device)
+        _compute_in(run.recipe.precision.autocast(run.context.device.type), model, run.context.device)
         harnessed = HFLM(
             pretrained=model.eval(), tokenizer=tokenizer, batch_size=BATCH, **_beginnings(tokenizer, run.data.tokenizer)
         )
