@@ -40,7 +40,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the pools of waiting loop
 import numpy as np
 import torch
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.trainer.data.batch import Batch
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
@@ -118,7 +118,7 @@ class Setup:
             }
         )
         self.device = torch.device(options.device)
-        self.place = Place(0, 1, self.device)
+        self.context = DistContext(0, 1, self.device)
         self.task = get_task("causal-lm")
         self.data = self.task.prepare(self.recipe.data, seed=0, progress=None)
 
@@ -185,10 +185,10 @@ def ours(setup: Setup, turn: Callable[[], None]) -> list[float]:
     """Run the library's loop as `scantling train` does, with its metrics file and a checkpoint after the last turn."""
     with tempfile.TemporaryDirectory() as folder:
         memory, energy = MemoryMeter(setup.device), EnergyMeter(setup.device)
-        checkpointer = Checkpointer(Path(folder) / "checkpoints", setup.place)
+        checkpointer = Checkpointer(Path(folder) / "checkpoints", setup.context)
         with BUILD:
             loop = build_loop(
-                setup.recipe, setup.task, setup.data, setup.place, checkpointer, memory=memory, energy=energy
+                setup.recipe, setup.task, setup.data, setup.context, checkpointer, memory=memory, energy=energy
             )
         loop.sink = JsonlSink(Path(folder) / "metrics.jsonl")
         take = loop.batches.next_step

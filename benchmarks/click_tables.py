@@ -27,7 +27,7 @@ from small_models import ROOT, data_folder, facts
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import UserError
 from scantling.optim.registry import build_optimizer
 from scantling.trainer.data.hashing import key64, uniform
@@ -182,7 +182,7 @@ def run_training(spec: Spec) -> Line:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    figures = run_evaluation(recipe, model, task, data, Place(0, 1, torch.device("cpu")))
+    figures = run_evaluation(recipe, model, task, data, DistContext(0, 1, torch.device("cpu")))
     sizes = {
         "num_parameters": sum(param.numel() for param in model.parameters()),
         "table_numbers": sum(param.numel() for param in model.tables.parameters()),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scantling import files
-from scantling.distributed.context import ALONE
+from scantling.distributed.context import SINGLE_PROCESS
 from scantling.errors import RunError, UserError
 from scantling.trainer.data.cache import Cache
 from scantling.trainer.training.checkpoint import Checkpointer, State
@@ -134,7 +134,7 @@ def test_checkpoints_follow_no_planted_link(tmp_path: Path, name: str, target: s
         victim.write_text("kept")
     (folder / name).parent.mkdir(parents=True)
     (folder / name).symlink_to(victim)
-    checkpointer = Checkpointer(folder, ALONE)
+    checkpointer = Checkpointer(folder, SINGLE_PROCESS)
     with contextlib.suppress(RunError):
         checkpointer.save(3, State({"a": torch.arange(3)}, {}))
         assert damage(folder / "step-3") is None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.comm.exchange import NoExchange
+from scantling.comm.gradient_exchange import NoExchange
 from scantling.optim.combined import CombinedOptimizer
 from scantling.optim.registry import build_optimizer
 from scantling.tensor.ranks import RankAdapter

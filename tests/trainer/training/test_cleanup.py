@@ -14,11 +14,11 @@ from scantling.trainer.training.manifest import damage
 from scantling.trainer.training.rundir import RunDir
 from scantling.trainer.training.sinks import EVENTS_SUFFIX
 from tests.runs import tiny_recipe
-from tests.trainer.training.test_checkpoint import ALONE
+from tests.trainer.training.test_checkpoint import SINGLE_PROCESS
 
 
 def save(folder: Path, *steps: int, keep: int = 9) -> Checkpointer:
-    saver = Checkpointer(folder, ALONE, keep=keep)
+    saver = Checkpointer(folder, SINGLE_PROCESS, keep=keep)
     for step in steps:
         saver.save(step, State({"x": torch.arange(step + 1)}))
     return saver

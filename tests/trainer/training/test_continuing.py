@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import scantling as sc
-from scantling.distributed.context import ALONE, Place
+from scantling.distributed.context import SINGLE_PROCESS, DistContext
 from scantling.errors import UserError
 from scantling.trainer.training import run as training
 from scantling.trainer.training.checkpoint import load_tensors
@@ -211,12 +211,12 @@ def test_start_over_is_checked_on_all_ranks(tmp_path: Path, monkeypatch: pytest.
     shutil.rmtree(run / "checkpoints")
     told: list[Any] = []
 
-    class Noted(Place):
+    class Noted(DistContext):
         def gather(self, value: Any) -> list[Any]:
             told.append(value)
             return [value, None]
 
-    saver = training.Checkpointer(run / "checkpoints", ALONE)
+    saver = training.Checkpointer(run / "checkpoints", SINGLE_PROCESS)
     with pytest.raises(UserError, match="no checkpoint, although one was saved"):
         training._check_never_saved(RunDir(run), saver, Noted(0, 2, torch.device("cpu")))
     assert told[0] is not None

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import scantling as sc
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.files import open_lock_file
 from scantling.trainer.training.checkpoint import Checkpointer
@@ -45,11 +45,11 @@ from tests.runs import (
 )
 from tests.trainer.training import poisoned
 
-ALONE = Place(0, 1, torch.device("cpu"))
+SINGLE_PROCESS = DistContext(0, 1, torch.device("cpu"))
 
 
 def newest_step(run_dir: Path) -> int:
-    return Checkpointer(run_dir / "checkpoints", ALONE).steps()[0]
+    return Checkpointer(run_dir / "checkpoints", SINGLE_PROCESS).steps()[0]
 
 
 @pytest.mark.dist
@@ -203,7 +203,7 @@ def test_full_disk_keeps_the_checkpoint_before(tmp_path: Path, small_disk: Path)
     assert process.returncode == 1, output
     assert "Traceback" not in output
     assert "disk is full" in output or "No space left" in output
-    steps = Checkpointer(run / "checkpoints", ALONE).steps()
+    steps = Checkpointer(run / "checkpoints", SINGLE_PROCESS).steps()
     assert steps
     assert damage(run / "checkpoints" / f"step-{steps[0]}") is None
     assert not list((run / "checkpoints").glob("*.tmp")), "the half-written checkpoint was not removed"
@@ -240,7 +240,7 @@ def descendants(parent: int) -> list[int]:
 
 
 def has_checkpoint(run: Path, step: int) -> bool:
-    return any(found >= step for found in Checkpointer(run / "checkpoints", ALONE).steps())
+    return any(found >= step for found in Checkpointer(run / "checkpoints", SINGLE_PROCESS).steps())
 
 
 def is_alive(pid: int) -> bool:

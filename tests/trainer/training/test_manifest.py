@@ -20,7 +20,7 @@ from scantling.trainer.training.checkpoint import Checkpointer, State, load_tens
 from scantling.trainer.training.index import INDEX, METADATA
 from scantling.trainer.training.manifest import MANIFEST, damage, file_digest, read_manifest, write_manifest
 from scantling.trainer.training.states import merge, rng_state
-from tests.trainer.training.test_checkpoint import ALONE
+from tests.trainer.training.test_checkpoint import SINGLE_PROCESS
 
 Content = dict[str, Any]
 
@@ -32,7 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
     values["optimizer"] = {"plain": {"x": {"step": 4}}, "on_cpu": [], "groups": [group]}
     values["exchange"] = {"0": {}}
     state = State({"model/x": torch.arange(100.0), "optimizer/x/m": torch.ones(3, 5, dtype=torch.bfloat16)}, values)
-    return Checkpointer(tmp_path / "checkpoints", ALONE).save(4, merge(state, rng_state(ALONE)))
+    return Checkpointer(tmp_path / "checkpoints", SINGLE_PROCESS).save(4, merge(state, rng_state(SINGLE_PROCESS)))
 
 
 def rewrite(path: Path, change: Callable[[Content], object]) -> None:
@@ -172,11 +172,11 @@ def test_manifest_with_a_right_checksum_is_checked_field_by_field(
 def test_checkpoint_under_the_name_of_another_step_is_damaged(checkpoint: Path) -> None:
     shutil.copytree(checkpoint, checkpoint.with_name("step-9"))
     assert damage(checkpoint.with_name("step-9")) == "its manifest is that of step 4"
-    assert Checkpointer(checkpoint.parent, ALONE).newest() == checkpoint
+    assert Checkpointer(checkpoint.parent, SINGLE_PROCESS).newest() == checkpoint
 
 
 def test_manifest_of_another_checkpoint_is_damaged(checkpoint: Path) -> None:
-    other = Checkpointer(checkpoint.parent / "other", ALONE).save(4, State({"model/x": torch.zeros(100)}))
+    other = Checkpointer(checkpoint.parent / "other", SINGLE_PROCESS).save(4, State({"model/x": torch.zeros(100)}))
     shutil.copy(other / MANIFEST, checkpoint / MANIFEST)
     assert damage(checkpoint) is not None
 
@@ -208,8 +208,8 @@ def damaged(content: bytes, source: random.Random) -> bytes:
         return content[:position] + content[position + source.randrange(1, 9) :]
     changed = bytearray(content)
     for _ in range(source.choice([1, 1, 4])):
-        place = source.randrange(len(content))
-        changed[place] = changed[place] ^ (1 << source.randrange(8)) if kind == 3 else source.randrange(256)
+        context = source.randrange(len(content))
+        changed[context] = changed[context] ^ (1 << source.randrange(8)) if kind == 3 else source.randrange(256)
     return bytes(changed)
 
 
@@ -317,6 +317,6 @@ def test_any_json_as_index_is_refused(checkpoint: Path, text: str) -> None:
 
 def test_expanded_and_empty_tensors_come_back(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(1).expand(1000), "b": torch.zeros(0, 3), "c": torch.tensor(3.5), "d": torch.ones(4, 6).T}
-    path = Checkpointer(tmp_path, ALONE).save(1, State(tensors))
+    path = Checkpointer(tmp_path, SINGLE_PROCESS).save(1, State(tensors))
     assert damage(path) is None
     assert all(torch.equal(found, tensors[key]) for key, found in load_tensors(path).items())

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from scantling.distributed import folders
-from scantling.distributed.context import ALONE, Place
+from scantling.distributed.context import SINGLE_PROCESS, DistContext
 from scantling.trainer.training import checkpoint as saving
 from scantling.trainer.training import run as training
 from scantling.trainer.training.checkpoint import Checkpointer, load_tensors
@@ -61,7 +61,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 
 def steps(run: Path) -> list[int]:
-    return Checkpointer(run / "checkpoints", ALONE).steps()
+    return Checkpointer(run / "checkpoints", SINGLE_PROCESS).steps()
 
 
 @pytest.fixture(scope="module", params=["demo", "allreduce"])
@@ -92,7 +92,7 @@ def test_each_folder_holds_the_weights_and_its_own_ranks(trained: tuple[Path, li
     whole = tensors(recipe.parent / "shared", 6)
     for rank, run in enumerate(runs):
         assert steps(run) == [6, 4]
-        path = Checkpointer(run / "checkpoints", ALONE).newest(weights_only=True)
+        path = Checkpointer(run / "checkpoints", SINGLE_PROCESS).newest(weights_only=True)
         assert path == run / "checkpoints" / "step-6"
         assert ranks_held(path) == [rank]
         own = tensors(run, 6)
@@ -121,7 +121,7 @@ def test_eval_needs_no_residuals_of_other_ranks(tmp_path: Path, damage: str) -> 
     recipe = write(tmp_path, {"comm": {"name": "demo", "topk": 8}})
     done = scantling("train", recipe, "--run-dir", tmp_path / "run", processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    newest = Checkpointer(tmp_path / "run" / "checkpoints", ALONE).newest()
+    newest = Checkpointer(tmp_path / "run" / "checkpoints", SINGLE_PROCESS).newest()
     assert newest is not None
     shard = newest / "__1_0.distcp"
     content = shard.read_bytes()
@@ -363,7 +363,7 @@ def _see_while_another_run_makes_the_parent(folder: Path) -> None:
         folders.secrets.token_hex = after_a_look
     else:
         store.wait(["made"])
-    assert folders.see_folders(path, Place(rank, 2, torch.device("cpu"))).writers == (0, 0)
+    assert folders.detect_shared_folders(path, DistContext(rank, 2, torch.device("cpu"))).writers == (0, 0)
     assert not [*folder.glob("**/.scantling-*")]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from scantling.comm import AllReduce, DemoExchange, GradientExchange, NoExchange
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import UserError
 from scantling.groups import param_groups
 from scantling.numerics.compute import warn_of_slow_products
@@ -40,7 +40,7 @@ def build_loop(
     recipe: Recipe,
     task: Task,
     data: TaskData,
-    place: Place,
+    context: DistContext,
     checkpointer: Checkpointer,
     *,
     memory: MemoryMeter,
@@ -48,31 +48,31 @@ def build_loop(
 ) -> Loop:
     """Model, optimizer, exchange, batches and schedule from their sections, as one loop at step 0."""
     settings = recipe.train
-    check_device(recipe.precision.compute, place.device)
-    if place.rank == 0:
-        autocast = recipe.precision.autocast(place.device.type)
-        warn_of_slow_products(autocast, place.device, "set precision.compute: fp32")
+    check_device(recipe.precision.compute, context.device)
+    if context.rank == 0:
+        autocast = recipe.precision.autocast(context.device.type)
+        warn_of_slow_products(autocast, context.device, "set precision.compute: fp32")
     methods = build_methods(recipe)
-    model = build_run_model(recipe, task, data, methods).to(place.device)
+    model = build_run_model(recipe, task, data, methods).to(context.device)
     for method in methods:
         method.attach(model)
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:
         model.compile()
-    optimizer = build_run_optimizer(recipe, model, place.device)
-    _seed_generators(settings.seed + 1 + place.rank)  # dropout differs between ranks, weights do not
+    optimizer = build_run_optimizer(recipe, model, context.device)
+    _seed_generators(settings.seed + 1 + context.rank)  # dropout differs between ranks, weights do not
     looks = [method.see_gradient for method in methods]
     release = GradientRelease(model, optimizer, looks) if recipe.optim.release_gradients else None
     stepper = Stepper(
         model,
         task,
         optimizer,
-        build_exchange(recipe.comm, place, settings.clip),
-        place,
+        build_exchange(recipe.comm, context, settings.clip),
+        context,
         methods=methods,
         clip=settings.clip if recipe.comm.name == "allreduce" else None,
-        compute=recipe.precision.autocast(place.device.type),
+        compute=recipe.precision.autocast(context.device.type),
         release=release,
         graph=settings.graph,
     )
@@ -82,13 +82,13 @@ def build_loop(
         return {
             "num_parameters": sum(p.numel() for p in weights),
             "weight_bytes": sum(p.nbytes for p in weights),
-            "gradient_bytes": held_gradient_bytes(recipe, weights, world_size=place.world_size),
+            "gradient_bytes": held_gradient_bytes(recipe, weights, world_size=context.world_size),
         }
 
-    held_out = None if data.heldout is None else partial(run_evaluation, recipe, model, task, data, place)
+    held_out = None if data.heldout is None else partial(run_evaluation, recipe, model, task, data, context)
     return Loop(
         stepper,
-        _batches(recipe, data, place),
+        _batches(recipe, data, context),
         lr_schedule(settings),
         evaluate=held_out,
         checkpointer=checkpointer,
@@ -115,16 +115,16 @@ def build_run_optimizer(recipe: Recipe, model: torch.nn.Module, device: torch.de
     )
 
 
-def _batches(recipe: Recipe, data: TaskData, place: Place) -> BatchSource:
+def _batches(recipe: Recipe, data: TaskData, context: DistContext) -> BatchSource:
     return BatchSource(
         data.train,
         data.collate,
         Sampler(len(data.train), batch_size=recipe.batch_size, seed=recipe.train.seed, lengths=data.lengths),
-        micro_batch_size=recipe.micro_batch_size(place.world_size),
-        rank=place.rank,
-        world_size=place.world_size,
+        micro_batch_size=recipe.micro_batch_size(context.world_size),
+        rank=context.rank,
+        world_size=context.world_size,
         workers=recipe.data.workers,
-        pin_memory=place.device.type == "cuda",
+        pin_memory=context.device.type == "cuda",
     )
 
 
@@ -191,7 +191,7 @@ def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequenc
 
 
 def run_evaluation(
-    recipe: Recipe, model: torch.nn.Module, task: Task, data: TaskData, place: Place
+    recipe: Recipe, model: torch.nn.Module, task: Task, data: TaskData, context: DistContext
 ) -> dict[str, float]:
     """The held-out metrics of a model. Collectives: those of `evaluate`."""
     if data.heldout is None:
@@ -199,16 +199,16 @@ def run_evaluation(
     batches = eval_batches(
         data.heldout,
         data.collate,
-        recipe.micro_batch_size(place.world_size),
-        rank=place.rank,
-        world_size=place.world_size,
+        recipe.micro_batch_size(context.world_size),
+        rank=context.rank,
+        world_size=context.world_size,
         max_samples=recipe.train.eval_samples,
         workers=0,
     )
-    return evaluate(model, task, data, batches, place, compute=recipe.precision.autocast(place.device.type))
+    return evaluate(model, task, data, batches, context, compute=recipe.precision.autocast(context.device.type))
 
 
-def build_exchange(section: CommSection, place: Place, clip: float | None) -> GradientExchange:
+def build_exchange(section: CommSection, context: DistContext, clip: float | None) -> GradientExchange:
     """What the processes exchange; gradients are left as they are where there is only one.
 
     Args:
@@ -216,7 +216,7 @@ def build_exchange(section: CommSection, place: Place, clip: float | None) -> Gr
     """
     if section.name == "demo":
         return DemoExchange(clip=clip, **section.demo_options)
-    if place.world_size == 1:
+    if context.world_size == 1:
         return NoExchange()
     return AllReduce(bucket_mb=section.bucket_mb, find_unused_parameters=section.find_unused_parameters)
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import RunError, UserError, first_line
 from scantling.files import sync
 from scantling.trainer.training.cleanup import checkpoint_steps, publish, remove_checkpoint, remove_torn
@@ -67,12 +67,12 @@ class Checkpointer:
 
     Args:
         folder: the run's `checkpoints` folder, as this process sees it.
-        place: this process's rank and world size, and which ranks see the same folder.
+        context: this process's rank and world size, and which ranks see the same folder.
         keep: how many of the newest checkpoints stay.
     """
 
-    def __init__(self, folder: Path, place: Place, *, keep: int = 2) -> None:
-        self.folder, self.place, self.keep = folder, place, keep
+    def __init__(self, folder: Path, context: DistContext, *, keep: int = 2) -> None:
+        self.folder, self.context, self.keep = folder, context, keep
         self.refused: list[str] = []
         """Why `newest` passed over checkpoints."""
 
@@ -84,22 +84,24 @@ class Checkpointer:
         Raises:
             RunError: a rank could not write it, such as on a full disk; earlier checkpoints are untouched.
         """
-        place, target, aside = self.place, self.folder / f"step-{step}", self.folder / f"step-{step}.tmp"
-        number = place.share(secrets.token_hex(8))
+        context, target, aside = self.context, self.folder / f"step-{step}", self.folder / f"step-{step}.tmp"
+        number = context.broadcast_object(secrets.token_hex(8))
         written: dict[str, Any] = {}
-        problem = place.problem(_attempt(lambda: _fresh_folder(aside)) if place.is_writer else None)
+        problem = context.collect_errors(_attempt(lambda: _fresh_folder(aside)) if context.is_writer else None)
         if problem is None:
-            own = {key: each for key, each in state.tensors.items() if place.is_writer or is_rank_key(key)}
-            problem = self._try(lambda: written.update(_save_tensors(own, aside, place.rank)))
+            own = {key: each for key, each in state.tensors.items() if context.is_writer or is_rank_key(key)}
+            problem = self._try(lambda: written.update(_save_tensors(own, aside, context.rank)))
         if problem is None:
-            parts = place.gather(None if place.is_writer else written)
-            for rank in place.ranks_of(place.rank):
+            parts = context.all_gather_object(None if context.is_writer else written)
+            for rank in context.ranks_sharing(context.rank):
                 written.update(parts[rank] or {})
-            problem = self._try(lambda: self._seal(step, number, state, written, aside), taking_part=place.is_writer)
+            problem = self._try(lambda: self._seal(step, number, state, written, aside), taking_part=context.is_writer)
         if problem is None:
-            problem = place.problem(_attempt(lambda: self._publish(aside, target)) if place.is_writer else None)
+            problem = context.collect_errors(
+                _attempt(lambda: self._publish(aside, target)) if context.is_writer else None
+            )
         if problem is not None:
-            if place.is_writer and aside.is_dir():
+            if context.is_writer and aside.is_dir():
                 with contextlib.suppress(OSError):
                     remove_checkpoint(aside)
             newest = next((other for other in self.steps() if other != step), None)
@@ -107,22 +109,22 @@ class Checkpointer:
                 f"the checkpoint of step {newest} is intact" if newest is not None else "there is no earlier checkpoint"
             )
             raise RunError(f"cannot save the checkpoint of step {step} in {self.folder}: {problem}; {kept}")
-        if place.is_writer:  # not before all have the new one: after a crash they go on from one that all have
+        if context.is_writer:  # not before all have the new one: after a crash they go on from one that all have
             self._remove_old(step)
         return target
 
     def _try(self, action: Callable[[], None], *, taking_part: bool = True) -> str | None:
         """Run an action of the file system on some ranks; return what went wrong on any of them."""
         own = _attempt(action) if taking_part else None
-        self.place.meet()  # large files take longer than a collective may
-        return self.place.problem(own)
+        self.context.wait_for_all()  # large files take longer than a collective may
+        return self.context.collect_errors(own)
 
     def _seal(self, step: int, number: str, state: State, entries: dict[str, Any], aside: Path) -> None:
         write_index(entries, aside)
         names = {METADATA, INDEX, *read_index(aside).files}
         manifest = {
             "step": step,
-            "world_size": self.place.world_size,
+            "world_size": self.context.world_size,
             "save": number,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "values": state.values,
@@ -155,14 +157,14 @@ class Checkpointer:
         Args:
             weights_only: the own states of ranks, such as residuals, may be missing.
         """
-        place = self.place
+        context = self.context
         self.refused = []
-        by_rank = place.gather(self.steps() if place.is_writer else [])
+        by_rank = context.all_gather_object(self.steps() if context.is_writer else [])
         for step in sorted(set().union(*by_rank), reverse=True):
             path = self.folder / f"step-{step}"
-            found = _look(path, weights_only=weights_only) if place.is_writer else None
-            place.meet()
-            problem = self._disagreement(place.gather(found), weights_only=weights_only)
+            found = _look(path, weights_only=weights_only) if context.is_writer else None
+            context.wait_for_all()
+            problem = self._disagreement(context.all_gather_object(found), weights_only=weights_only)
             if problem is None:
                 return path
             self.refused.append(f"checkpoint {path} is damaged ({problem})")
@@ -171,10 +173,12 @@ class Checkpointer:
 
     def _disagreement(self, found: list[Any], *, weights_only: bool) -> str | None:
         """Return why the checkpoints of all folders are not one, or None. No collective."""
-        place = self.place
+        context = self.context
         held = {rank: each for rank, each in enumerate(found) if each is not None}
         problems = [
-            f"{place.name(rank)}, {each['path']}: {each['problem']}" if place.is_split else each["problem"]
+            f"{context.describe_rank(rank)}, {each['path']}: {each['problem']}"
+            if context.has_separate_folders
+            else each["problem"]
             for rank, each in held.items()
             if each["problem"] is not None
         ]
@@ -184,11 +188,11 @@ class Checkpointer:
         for rank, each in held.items():
             saves.setdefault(each["save"], []).append(rank)
         if len(saves) > 1:
-            groups = "; ".join(", ".join(map(place.name, ranks)) for ranks in saves.values())
+            groups = "; ".join(", ".join(map(context.describe_rank, ranks)) for ranks in saves.values())
             return f"the folders hold checkpoints of different saves: {groups}"
         one = next(iter(held.values()))
         missing = set(one["expected"]).difference(*(each["ranks"] for each in held.values()))
-        if missing and one["world_size"] == place.world_size and not weights_only:
+        if missing and one["world_size"] == context.world_size and not weights_only:
             names = ", ".join(f"__{rank}_0.distcp" for rank in sorted(missing))
             return f"each rank has a state of its own, and no folder has {names}; bring the folders of all machines"
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scantling.distributed.context import ALONE, Place, is_restart, launch
-from scantling.distributed.folders import machine_path, see_folders
+from scantling.distributed.context import SINGLE_PROCESS, DistContext, is_restart, launch_id
+from scantling.distributed.folders import detect_shared_folders, resolve_machine_path
 from scantling.errors import UserError
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.training.checkpoint import Checkpointer
@@ -13,8 +13,8 @@ from scantling.trainer.training.rundir import InUseError, RunDir
 
 
 def claim(
-    run_dir: Path | None, recipe: Recipe, place: Place, *, resume: bool, force: bool
-) -> tuple[RunDir, Place, bool]:
+    run_dir: Path | None, recipe: Recipe, context: DistContext, *, resume: bool, force: bool
+) -> tuple[RunDir, DistContext, bool]:
     """Lock the run directory on each machine and check that it fits.
 
     Collectives: gathers; all ranks raise the same error.
@@ -22,21 +22,21 @@ def claim(
     Args:
         run_dir: as given to this process; None takes the first free name, which is the same on all machines.
         recipe: of the run.
-        place: of this process.
+        context: of this process.
         resume, force: as of `train`.
 
     Returns:
-        The run directory, locked on the ranks that write; the place with what it says of who sees which folder; and
+        The run directory, locked on the ranks that write; the context that says which ranks see which folder; and
         True if the run goes on.
 
     Raises:
         UserError: a folder is in use, holds another run, or cannot be written.
     """
-    path = machine_path(run_dir, place)
-    resuming = [rank for rank, resumes in enumerate(place.gather(resume)) if resumes]
-    if 0 < len(resuming) < place.world_size:
+    path = resolve_machine_path(run_dir, context)
+    resuming = [rank for rank, resumes in enumerate(context.all_gather_object(resume)) if resumes]
+    if 0 < len(resuming) < context.world_size:
         raise UserError(
-            f"only {', '.join(map(place.name, resuming))} of {place.world_size} processes resume a run; "
+            f"only {', '.join(map(context.describe_rank, resuming))} of {context.world_size} processes resume a run; "
             "start all of them with --resume, or none"
         )
     if path is None:
@@ -44,14 +44,14 @@ def claim(
             raise UserError(
                 "torchrun has started this run again, which does not know where it was: give it a --run-dir"
             )
-        return *_claim_free(Path("runs") / (recipe.name or "run"), place), resume
-    place = see_folders(path, place)
+        return *_claim_free(Path("runs") / (recipe.name or "run"), context), resume
+    context = detect_shared_folders(path, context)
     folder = RunDir(path)
-    _check_checkpoints(folder, place)
+    _check_checkpoints(folder, context)
     if is_restart():
-        resume, force = _resume_after_restart(folder, place, resume=resume, force=force)
+        resume, force = _resume_after_restart(folder, context, resume=resume, force=force)
     exists = folder.holds_run() or folder.was_claimed()
-    is_known = any(place.gather(exists))
+    is_known = any(context.all_gather_object(exists))
 
     def lock() -> None:
         if resume and not is_known:
@@ -60,21 +60,21 @@ def claim(
         check_folder(folder, recipe, resume=resume, force=force)  # a locked folder can be resumed
 
     try:
-        place.attempt(lock, taking_part=place.is_writer)
+        context.run_on_all(lock, taking_part=context.is_writer)
     except UserError:
         folder.unlock()
         raise
-    return folder, place, resume
+    return folder, context, resume
 
 
-def _check_checkpoints(folder: RunDir, place: Place) -> None:
+def _check_checkpoints(folder: RunDir, context: DistContext) -> None:
     """Raise a UserError if checkpoints are behind a link, in a folder that is shared otherwise than the run directory.
 
-    Collectives: a gather, and those of `see_folders` where there is a link.
+    Collectives: a gather, and those of `detect_shared_folders` where there is a link.
     """
-    links = place.gather(folder.checkpoints.is_symlink())
-    if any(links) and see_folders(folder.checkpoints, place).writers != place.writers:
-        linking = ", ".join(place.name(rank) for rank, is_link in enumerate(links) if is_link)
+    links = context.all_gather_object(folder.checkpoints.is_symlink())
+    if any(links) and detect_shared_folders(folder.checkpoints, context).writers != context.writers:
+        linking = ", ".join(context.describe_rank(rank) for rank, is_link in enumerate(links) if is_link)
         raise UserError(
             f"{folder.checkpoints} is a link ({linking}), and the folder it leads to is not seen by the same processes "
             f"as {folder.path}. Remove the link, or let the same machines share both"
@@ -96,34 +96,36 @@ def check_folder(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -
         folder.check_replaceable()
 
 
-def _resume_after_restart(folder: RunDir, place: Place, *, resume: bool, force: bool) -> tuple[bool, bool]:
+def _resume_after_restart(folder: RunDir, context: DistContext, *, resume: bool, force: bool) -> tuple[bool, bool]:
     """Return whether a run that torchrun starts again goes on, and whether it replaces what is in its folder.
 
     A run that this launch began continues from its newest checkpoint, or from the start if it has none. If this launch
     began no run (it was refused, for example), `resume` and `force` hold as given, so that no other run is touched.
     Collective: a gather.
     """
-    begun = folder.was_begun_by(launch())
-    has_saved = begun and bool(Checkpointer(folder.checkpoints, ALONE).steps())
-    everywhere = [each for rank, each in enumerate(place.gather([begun, has_saved])) if rank in _writers(place)]
+    begun = folder.was_begun_by(launch_id())
+    has_saved = begun and bool(Checkpointer(folder.checkpoints, SINGLE_PROCESS).steps())
+    everywhere = [
+        each for rank, each in enumerate(context.all_gather_object([begun, has_saved])) if rank in _writers(context)
+    ]
     if not any(any_begun for any_begun, _ in everywhere):
         return resume, force
     goes_on = all(any_saved for _, any_saved in everywhere)
     return goes_on, (begun and not goes_on) or force
 
 
-def _writers(place: Place) -> set[int]:
-    return set(place.writers) or {0}
+def _writers(context: DistContext) -> set[int]:
+    return set(context.writers) or {0}
 
 
-def _claim_free(base: Path, place: Place) -> tuple[RunDir, Place]:
+def _claim_free(base: Path, context: DistContext) -> tuple[RunDir, DistContext]:
     """Lock the first of `base`, `base-2`, `base-3`, ... that holds no run on any machine and that no run has taken."""
-    place = see_folders(base.parent, place)
+    context = detect_shared_folders(base.parent, context)
     number = 1
     while True:
         folder = RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
         number += 1
-        if any(place.gather(folder.holds_run())):
+        if any(context.all_gather_object(folder.holds_run())):
             continue
         is_taken = False
 
@@ -136,7 +138,7 @@ def _claim_free(base: Path, place: Place) -> tuple[RunDir, Place]:
             else:
                 is_taken = folder.holds_run()
 
-        place.attempt(lock, taking_part=place.is_writer)
-        if not any(place.gather(is_taken)):
-            return folder, place
+        context.run_on_all(lock, taking_part=context.is_writer)
+        if not any(context.all_gather_object(is_taken)):
+            return folder, context
         folder.unlock()

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import UserError
 from scantling.trainer.recipe import Recipe, differences
 from scantling.trainer.recipe.schema import adapt_steps
@@ -24,12 +24,12 @@ def stored_values(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json")
 
 
-def check_same_recipe(recipe: Recipe, place: Place) -> None:
+def check_same_recipe(recipe: Recipe, context: DistContext) -> None:
     """Raise a UserError on each rank if a rank was given another recipe than rank 0. Collective: gathers.
 
     Data may lie under other paths on other machines.
     """
-    first = place.share(stored_values(recipe))
+    first = context.broadcast_object(stored_values(recipe))
 
     def check() -> None:
         lines = differences(Recipe.model_validate(first), Recipe.model_validate(stored_values(recipe)))
@@ -39,18 +39,18 @@ def check_same_recipe(recipe: Recipe, place: Place) -> None:
                 + "\n".join(f"  - {line}" for line in listed)
             )
 
-    place.attempt(check)
+    context.run_on_all(check)
 
 
-def check_same_data(fingerprint: str | None, place: Place) -> None:
+def check_same_data(fingerprint: str | None, context: DistContext) -> None:
     """Raise a UserError on each rank if a rank prepared other data than rank 0. Collective: gathers."""
-    first = place.share(fingerprint)
+    first = context.broadcast_object(fingerprint)
 
     def check() -> None:
         if fingerprint != first:
             raise UserError("the data differs from that of rank 0; copy the same files to every machine")
 
-    place.attempt(check)
+    context.run_on_all(check)
 
 
 def check_continues(path: Path, manifest: dict[str, Any], recipe: Recipe) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import RunError, first_line
 
 _ROUNDS = 10
@@ -69,7 +69,7 @@ def settings() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def measure_pairs(place: Place) -> list[Pair]:
+def measure_pairs(context: DistContext) -> list[Pair]:
     """Latency and bandwidth of all pairs, on every rank. Collectives: a barrier a pair, sends, and a gather.
 
     Raises:
@@ -77,11 +77,11 @@ def measure_pairs(place: Place) -> list[Pair]:
     """
     own: list[Pair] = []
     told = "before any pair was measured a process did not answer"
-    for source, target in permutations(range(place.world_size), 2):
+    for source, target in permutations(range(context.world_size), 2):
         try:
             dist.barrier()  # all wait for the pair before
             told = f"between rank {source} and rank {target} nothing came through"
-            found = _pair(place, source, target)
+            found = _pair(context, source, target)
         except RuntimeError as error:
             raise RunError(
                 f"{told}: {first_line(error)}. Look at firewalls, at MASTER_ADDR, and at GLOO_SOCKET_IFNAME, "
@@ -89,32 +89,32 @@ def measure_pairs(place: Place) -> list[Pair]:
             ) from error
         if found is not None:
             own.append(found)
-    return [Pair(**pair) for pairs in place.gather([vars(pair) for pair in own]) for pair in pairs]
+    return [Pair(**pair) for pairs in context.all_gather_object([vars(pair) for pair in own]) for pair in pairs]
 
 
-def measure_allreduce(place: Place) -> float:
+def measure_allreduce(context: DistContext) -> float:
     """Seconds of an all-reduce of 4 MiB over all processes, the median of some."""
-    values = torch.zeros(_ALLREDUCE_BYTES // 4, device=place.device)
+    values = torch.zeros(_ALLREDUCE_BYTES // 4, device=context.device)
     times = []
     for _ in range(5):
-        place.barrier()
+        context.barrier()
         began = time.perf_counter()
-        place.sum(values)
+        context.all_reduce(values)
         float(values[0])
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
 
-def _pair(place: Place, source: int, target: int) -> Pair | None:
+def _pair(context: DistContext, source: int, target: int) -> Pair | None:
     """What the source measures; the target answers.
 
     On a GPU sends and receives return once they are queued: the source reads what it received before it stops a clock,
     and waits for its device before it starts one.
     """
-    if place.rank not in (source, target):
+    if context.rank not in (source, target):
         return None
-    small = torch.zeros(1, dtype=torch.int64, device=place.device)
-    if place.rank == target:
+    small = torch.zeros(1, dtype=torch.int64, device=context.device)
+    if context.rank == target:
         for _ in range(_ROUNDS):
             dist.recv(small, source)
             dist.send(small, source)
@@ -122,7 +122,7 @@ def _pair(place: Place, source: int, target: int) -> Pair | None:
             dist.recv(small, source)
             if not int(small):
                 return None
-            dist.recv(torch.empty(int(small), dtype=torch.uint8, device=place.device), source)
+            dist.recv(torch.empty(int(small), dtype=torch.uint8, device=context.device), source)
             dist.send(small, source)
     trips = []
     int(small)
@@ -135,7 +135,7 @@ def _pair(place: Place, source: int, target: int) -> Pair | None:
     trip = statistics.median(trips)
     rate = 0.0
     for size in _SIZES:
-        message = torch.zeros(size, dtype=torch.uint8, device=place.device)
+        message = torch.zeros(size, dtype=torch.uint8, device=context.device)
         int(message[-1])
         began = time.perf_counter()
         dist.send(small.fill_(size), target)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.eval_mode import evaluating
 from scantling.numerics.compute import autocast
 from scantling.tensor.layer import keep_merged
@@ -31,7 +31,13 @@ def same_draws(device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, task: Task, data: TaskData, batches: Iterable[Batch], place: Place, *, compute: str = "fp32"
+    model: nn.Module,
+    task: Task,
+    data: TaskData,
+    batches: Iterable[Batch],
+    context: DistContext,
+    *,
+    compute: str = "fp32",
 ) -> dict[str, float]:
     """The task's metrics over `batches`, summed over all processes; mode and global generators are put back.
 
@@ -42,13 +48,13 @@ def evaluate(
     outputs: dict[str, list[torch.Tensor]] = {}
 
     def add(name: str, value: torch.Tensor) -> None:
-        value = value.detach().to(place.device, torch.float64)
+        value = value.detach().to(context.device, torch.float64)
         sums[name] = sums[name] + value if name in sums else value
 
-    with evaluating(model), same_draws(place.device), keep_merged(model):
+    with evaluating(model), same_draws(context.device), keep_merged(model):
         for batch in batches:
-            batch = batch.to(place.device, non_blocking=True)
-            with autocast(compute, place.device):
+            batch = batch.to(context.device, non_blocking=True)
+            with autocast(compute, context.device):
                 result = task.loss(model, batch)
             add("loss", result.loss)
             add("targets", torch.tensor(batch.num_targets))
@@ -57,15 +63,17 @@ def evaluate(
             for name, value in result.outputs.items():
                 outputs.setdefault(name, []).append(value)
     own = {name: torch.cat(parts).float().cpu().numpy() for name, parts in outputs.items()}
-    known = place.gather([sorted(sums), sorted(own)])
+    known = context.all_gather_object([sorted(sums), sorted(own)])
     names = sorted(set().union(*(summed for summed, _ in known)))
-    values = torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64, device=place.device)) for name in names])
-    totals = dict(zip(names, place.sum(values).tolist(), strict=True))
+    values = torch.stack(
+        [sums.get(name, torch.zeros((), dtype=torch.float64, device=context.device)) for name in names]
+    )
+    totals = dict(zip(names, context.all_reduce(values).tolist(), strict=True))
     figures = task.metrics(totals, data)
     if any(collected for _, collected in known):
         joined = {}
         for name in sorted(set().union(*(collected for _, collected in known))):
-            parts = place.gather_arrays(own.get(name, np.zeros(0, np.float32)))
+            parts = context.all_gather_arrays(own.get(name, np.zeros(0, np.float32)))
             held = zip(parts, known, strict=True)
             joined[name] = np.concatenate([part for part, (_, collected) in held if name in collected])
         figures |= task.output_metrics(joined)

@@ -54,7 +54,7 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | N
         run.task.save_inputs(Path(folder), data=run.data, config=model.config)
         with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        _compute_in(run.recipe.precision.autocast(run.place.device.type), model, run.place.device)
+        _compute_in(run.recipe.precision.autocast(run.context.device.type), model, run.context.device)
         harnessed = HFLM(
             pretrained=model.eval(), tokenizer=tokenizer, batch_size=BATCH, **_beginnings(tokenizer, run.data.tokenizer)
         )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError, RunError, first_line
 from scantling.optim.memory import state_bytes
 from scantling.trainer.data.loader import BatchSource
@@ -108,8 +108,8 @@ class Loop:
         self._earlier_joules = 0.0
 
     @property
-    def place(self) -> Place:
-        return self.stepper.place
+    def context(self) -> DistContext:
+        return self.stepper.context
 
     @property
     def model(self) -> nn.Module:
@@ -231,8 +231,8 @@ class Loop:
         parts = (
             model_state(self.model),
             optimizer_state(self.stepper.optimizer, self.model),
-            exchange_state(self.stepper.exchange, self.place),
-            rng_state(self.place),
+            exchange_state(self.stepper.exchange, self.context),
+            rng_state(self.context),
         )
         return self.checkpointer.save(self.step, merge(*parts, methods, own))
 
@@ -251,21 +251,21 @@ class Loop:
         values = manifest["values"]
         check_data(path, values, self.fingerprint)
         load_methods(self.methods, path, values)
-        if self.place.world_size > 1:
+        if self.context.world_size > 1:
             self.model.train()
             self.stepper.reshape(self.batches.next_step()[-1])
         load_model(self.model, path)
         load_optimizer(self.stepper.optimizer, self.model, path)
-        load_exchange(self.stepper.exchange, path, self.place)
+        load_exchange(self.stepper.exchange, path, self.context)
         self.stepper.recapture()
         self.batches.load_state_dict(values["data"])
         if values["scaler"]:
             self.stepper.scaler.load_state_dict(values["scaler"])
         self.step, self.tokens = values["step"], values["tokens"]
         self._earlier_joules = values["joules"] or 0.0
-        same = bool(manifest["world_size"] == self.place.world_size)
+        same = bool(manifest["world_size"] == self.context.world_size)
         if same:
-            load_rng(path, self.place)
+            load_rng(path, self.context)
         return same
 
 

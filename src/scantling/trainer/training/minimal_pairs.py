@@ -60,7 +60,7 @@ def evaluate_pairs(
         `phenomena` and `paradigms`.
 
     Raises:
-        UserError: no such run, a run of another task, pairs that cannot be read, a sentence longer than the context.
+        UserError: no such run, a run of another task, pairs that cannot be read, a sentence longer than the max_length.
     """
     pairs = read_pairs(files)
     if limit is not None and limit < len(pairs):
@@ -75,7 +75,7 @@ def evaluate_pairs(
             logger.warning(
                 "the longest sentence has %d tokens; the run was trained on sequences of %d", longest, seq_len
             )
-        compute = run.recipe.precision.autocast(run.place.device.type)
+        compute = run.recipe.precision.autocast(run.context.device.type)
         return {"step": run.step, **tally(pairs, prefers_good(run.model, tokenizer, pairs, compute=compute))}
 
 
@@ -112,10 +112,12 @@ def log_probabilities(
     rows = [np.concatenate([prefix, ids]).astype(np.int64) for ids in sentences]
     before = max(len(prefix) - 1, 0)
     config = model_config(model).get_text_config()
-    context = getattr(config, "max_position_embeddings", None)
+    max_length = getattr(config, "max_position_embeddings", None)
     longest = max(map(len, rows), default=1) - 1  # the last token is only predicted
-    if context is not None and longest > context:
-        raise UserError(f"a sentence of {longest} tokens is longer than the model's context of {context}; leave it out")
+    if max_length is not None and longest > max_length:
+        raise UserError(
+            f"a sentence of {longest} tokens is longer than the model's context of {max_length}; leave it out"
+        )
     device = next(model.parameters()).device
     scores = np.zeros(len(rows))
     with evaluating(model), same_draws(device), keep_merged(model):

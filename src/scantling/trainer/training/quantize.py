@@ -176,7 +176,7 @@ def calibration_batches(run: Trained, count: int) -> Iterator[Any]:
     """`count` training examples, evenly spread, as functions that put a batch through the model as the task does."""
     recipe, data = run.recipe, run.data
     for batch in eval_batches(data.train, data.collate, min(recipe.micro_batch_size(), count), max_samples=count):
-        batch = batch.to(run.place.device)
+        batch = batch.to(run.context.device)
         yield lambda model, batch=batch: run.task.loss(model, batch)
 
 

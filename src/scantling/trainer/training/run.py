@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from scantling.distributed.context import Place, device_type, joined, launch
-from scantling.distributed.folders import describe_folders
-from scantling.distributed.peers import telling
+from scantling.distributed.context import DistContext, device_type, init_distributed, launch_id
+from scantling.distributed.folders import describe_run_folders
+from scantling.distributed.peers import report_errors_to_peers
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.trainer.data.progress import Progress
@@ -96,7 +96,7 @@ def train(
         >>> result = sc.train("recipes/demo-lean.yaml", train={"steps": 20})  # doctest: +SKIP
         >>> result.metrics["eval_loss"]  # doctest: +SKIP
     """
-    with telling():
+    with report_errors_to_peers():
         recipe, run_dir = resolve(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
         return _train_together(recipe, run_dir, resume=resume, force=force, sinks=sinks, progress=progress)
 
@@ -110,11 +110,11 @@ def _train_together(
     sinks: Sequence[Sink],
     progress: Progress | None,
 ) -> RunResult:
-    with joined(recipe.train.device, timeout_s=recipe.comm.timeout) as place:
-        check_same_recipe(recipe, place)
-        folder, place, resume = claim(run_dir, recipe, place, resume=resume, force=force)
+    with init_distributed(recipe.train.device, timeout_s=recipe.comm.timeout) as context:
+        check_same_recipe(recipe, context)
+        folder, context, resume = claim(run_dir, recipe, context, resume=resume, force=force)
         try:
-            return _train(recipe, folder, place, resume=resume, sinks=sinks, progress=progress)
+            return _train(recipe, folder, context, resume=resume, sinks=sinks, progress=progress)
         except (RuntimeError, MemoryError) as error:
             clear = out_of_memory(error)
             if clear is None:
@@ -177,34 +177,40 @@ def _check_extras(recipe: Recipe, world_size: int, device: str) -> None:
 
 
 def _train(
-    recipe: Recipe, folder: RunDir, place: Place, *, resume: bool, sinks: Sequence[Sink], progress: Progress | None
+    recipe: Recipe,
+    folder: RunDir,
+    context: DistContext,
+    *,
+    resume: bool,
+    sinks: Sequence[Sink],
+    progress: Progress | None,
 ) -> RunResult:
-    _check_extras(recipe, place.world_size, place.device.type)
-    checkpointer = Checkpointer(folder.checkpoints, place, keep=recipe.train.keep_checkpoints)
+    _check_extras(recipe, context.world_size, context.device.type)
+    checkpointer = Checkpointer(folder.checkpoints, context, keep=recipe.train.keep_checkpoints)
     checkpoint = checkpointer.newest() if resume else None
     starts_over = resume and checkpoint is None
     if starts_over:
-        _check_never_saved(folder, checkpointer, place)
+        _check_never_saved(folder, checkpointer, context)
         resume = False
     changes_schedule = False
     if checkpoint is not None:
         changes_schedule = check_continues(checkpoint, read_manifest(checkpoint), recipe)
     task = get_task(recipe_task(recipe))
-    report = Sinks(sinks) if place.is_main else Sink()
+    report = Sinks(sinks) if context.is_rank0 else Sink()
     report.phase("planning")
-    is_warned = _check_memory(recipe, _plan_without_data(recipe, place), place)
+    is_warned = _check_memory(recipe, _plan_without_data(recipe, context), context)
     report.phase("reading the data")
-    data = task.prepare(recipe.data, seed=recipe.train.seed, progress=progress if place.is_main else None)
-    place.meet()
-    check_same_data(data.info.get("fingerprint"), place)
-    planned = silent_plan(recipe, world_size=place.world_size, device=place.device.type, task_data=data)
-    _check_memory(recipe, planned, place, task_data=data, is_warned=is_warned)
-    _set_determinism(recipe, place)
+    data = task.prepare(recipe.data, seed=recipe.train.seed, progress=progress if context.is_rank0 else None)
+    context.wait_for_all()
+    check_same_data(data.info.get("fingerprint"), context)
+    planned = silent_plan(recipe, world_size=context.world_size, device=context.device.type, task_data=data)
+    _check_memory(recipe, planned, context, task_data=data, is_warned=is_warned)
+    _set_determinism(recipe, context)
     report.phase("building the model")
-    memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
-    loop = build_loop(recipe, task, data, place, checkpointer, memory=memory, energy=energy)
+    memory, energy = MemoryMeter(context.device), EnergyMeter(context.device)
+    loop = build_loop(recipe, task, data, context, checkpointer, memory=memory, energy=energy)
     loop.fingerprint, loop.recipe = data.info.get("fingerprint"), stored_values(recipe)
-    place.meet()  # notices a process that failed to build its model; some backends wait for it until the timeout
+    context.wait_for_all()  # detects a process that failed to build its model before the timeout
     loop.first_phase = first_phase(recipe)
     if checkpoint is not None:
         report.phase(f"reading {checkpoint}")
@@ -214,34 +220,34 @@ def _train(
     def begin() -> None:
         if not resume:
             folder.clear()  # not before everything that can be wrong with the new run has been tried
-            folder.note_launch(launch())
+            folder.note_launch(launch_id())
             folder.write_recipe(recipe)
         else:
             if folder.metrics.exists():
                 read_metrics(folder.metrics)  # a broken line is better known now than after the last step
             if changes_schedule or not folder.recipe.exists():
                 folder.write_recipe(recipe)
-        folder.write_environment(world_size=place.world_size, device=str(place.device), data=data.info)
+        folder.write_environment(world_size=context.world_size, device=str(context.device), data=data.info)
         write_json(folder.plan, planned.to_dict())
         receivers.append(JsonlSink(folder.metrics))
-        if place.is_main:
+        if context.is_rank0:
             receivers.extend(sinks)
             if recipe.train.tensorboard:
                 receivers.append(TensorBoardSink(folder.path / "tensorboard"))
 
-    place.attempt(begin, taking_part=place.is_writer)
+    context.run_on_all(begin, taking_part=context.is_writer)
     loop.sink = Sinks(receivers)
     name = recipe.name or folder.path.name
     loop.sink.start(
         name=name, run_dir=folder.path, plan=planned, first_step=loop.step + 1, last_step=loop.schedule.steps
     )
-    if (folders := describe_folders(folder.path, place)) is not None:
+    if (folders := describe_run_folders(folder.path, context)) is not None:
         loop.sink.message(folders)
     told = loop.stepper.exchange.describe()
     if told is not None:
         loop.sink.message(told)
     if checkpoint is not None:
-        loop.sink.message(f"resumed from {checkpoint}" + ("" if exact else _changes_by_world_size(checkpoint, place)))
+        loop.sink.message(f"resumed from {checkpoint}" + ("" if exact else _changes_by_world_size(checkpoint, context)))
     if starts_over:
         loop.sink.message(f"{folder.path} has no checkpoint yet: the run starts from step 0")
     try:
@@ -250,15 +256,15 @@ def _train(
         loop.batches.close()
         loop.stepper.close()
         loop.sink.close()
-    return _finish(folder, name, outcome, place)
+    return _finish(folder, name, outcome, context)
 
 
-def _changes_by_world_size(checkpoint: Path, place: Place) -> str:
+def _changes_by_world_size(checkpoint: Path, context: DistContext) -> str:
     """Return what a resume on another number of processes does not restore as it was."""
     manifest = read_manifest(checkpoint)
     residuals = " and each exchange starts from the mean of the saved residuals"
     return (
-        f", saved by {manifest['world_size']} processes, now {place.world_size}: the random generators start again"
+        f", saved by {manifest['world_size']} processes, now {context.world_size}: the random generators start again"
         + (residuals if any(manifest["values"].get("exchange", {}).values()) else "")
     )
 
@@ -270,18 +276,23 @@ def first_phase(recipe: Recipe) -> str:
     return "capturing CUDA graphs in the first steps" if recipe.train.graph else "first step"
 
 
-def _plan_without_data(recipe: Recipe, place: Place) -> Plan | None:
+def _plan_without_data(recipe: Recipe, context: DistContext) -> Plan | None:
     """Return the plan as far as it is known before the data is read; None if only the data describes the model."""
     try:
-        return silent_plan(recipe, world_size=place.world_size, device=place.device.type)
+        return silent_plan(recipe, world_size=context.world_size, device=context.device.type)
     except UserError:
         return None
 
 
 def _check_memory(
-    recipe: Recipe, planned: Plan | None, place: Place, *, task_data: TaskData | None = None, is_warned: bool = False
+    recipe: Recipe,
+    planned: Plan | None,
+    context: DistContext,
+    *,
+    task_data: TaskData | None = None,
+    is_warned: bool = False,
 ) -> bool:
-    """Compare a plan with the memory here, and warn if it is short. Collective: `meet` and `attempt`.
+    """Compare a plan with the memory here, and warn if it is short. Collectives: `wait_for_all`, `run_on_all`.
 
     Returns:
         True if this call or one before has warned.
@@ -291,29 +302,29 @@ def _check_memory(
     """
     fit = None
     if planned is not None:
-        fit = check_fit(recipe, planned, search=place.is_main and not is_warned, task_data=task_data)
+        fit = check_fit(recipe, planned, search=context.is_rank0 and not is_warned, task_data=task_data)
 
     def refuse() -> None:
         if fit is not None and fit.is_impossible:
             raise UserError(f"the run {fit}")
 
-    place.meet()  # the search takes rank 0 longer than a collective may take
-    place.attempt(refuse)
+    context.wait_for_all()  # the search takes rank 0 longer than a collective may take
+    context.run_on_all(refuse)
     if fit is None or fit.fits is not False or is_warned:
         return is_warned
-    if place.is_main:
+    if context.is_rank0:
         logger.warning("the run %s", fit)
     return True
 
 
-def _check_never_saved(folder: RunDir, checkpointer: Checkpointer, place: Place) -> None:
+def _check_never_saved(folder: RunDir, checkpointer: Checkpointer, context: DistContext) -> None:
     """Raise a UserError if a run without a usable checkpoint cannot start from step 0. Collective: a gather."""
 
     def check() -> None:
         if (problem := _lost_checkpoint(folder, checkpointer)) is not None:
             raise UserError(problem)
 
-    place.attempt(check, taking_part=place.is_writer)
+    context.run_on_all(check, taking_part=context.is_writer)
 
 
 def _lost_checkpoint(folder: RunDir, checkpointer: Checkpointer) -> str | None:
@@ -335,12 +346,12 @@ def _lost_checkpoint(folder: RunDir, checkpointer: Checkpointer) -> str | None:
     return None
 
 
-def _set_determinism(recipe: Recipe, place: Place) -> None:
-    if recipe.train.deterministic and place.device.type == "cuda":
+def _set_determinism(recipe: Recipe, context: DistContext) -> None:
+    if recipe.train.deterministic and context.device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=False)
 
 
-def _finish(folder: RunDir, name: str, outcome: Outcome, place: Place) -> RunResult:
+def _finish(folder: RunDir, name: str, outcome: Outcome, context: DistContext) -> RunResult:
     """Write `result.json` and the report into each run directory; every rank returns the same result."""
     metrics: dict[str, Any] = {}
 
@@ -353,6 +364,6 @@ def _finish(folder: RunDir, name: str, outcome: Outcome, place: Place) -> RunRes
         if records:
             write_report([read_run(folder.path, records)], folder.report)
 
-    place.attempt(write, taking_part=place.is_writer)
-    metrics = place.share(metrics)
+    context.run_on_all(write, taking_part=context.is_writer)
+    metrics = context.broadcast_object(metrics)
     return RunResult(folder.path, str(metrics["status"]), outcome.step, metrics)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from scantling.numerics.torch_private import found_inf
+
 
 class SharedGradScaler(torch.amp.GradScaler):
     """A GradScaler whose verdict is the same on all ranks: an overflow on one skips the update on all.
@@ -15,5 +17,5 @@ class SharedGradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
         if self.is_enabled() and dist.is_available() and dist.is_initialized():
-            for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            for flag in found_inf(self, optimizer):
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX)

@@ -15,7 +15,7 @@ from torch import nn
 
 from scantling.comm import GradientExchange
 from scantling.comm.replica import mean_of_tensors
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.distributed.objects import broadcast_tensors
 from scantling.errors import RunError, UserError
 from scantling.trainer.training.checkpoint import State, load_tensors
@@ -107,17 +107,17 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Pat
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def exchange_state(exchange: GradientExchange, place: Place) -> State:
+def exchange_state(exchange: GradientExchange, context: DistContext) -> State:
     """What each process keeps for the exchange, under keys of its rank. Collective: a gather of JSON values."""
     own = exchange.state_dict()
     tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
-    state = State({f"exchange/rank{place.rank}/{key}": value for key, value in tensors.items()})
-    values = place.gather({key: value for key, value in own.items() if key not in tensors})
+    state = State({f"exchange/rank{context.rank}/{key}": value for key, value in tensors.items()})
+    values = context.all_gather_object({key: value for key, value in own.items() if key not in tensors})
     state.values["exchange"] = {str(rank): each for rank, each in enumerate(values)}
     return state
 
 
-def load_exchange(exchange: GradientExchange, path: Path, place: Place) -> None:
+def load_exchange(exchange: GradientExchange, path: Path, context: DistContext) -> None:
     """Give the exchange back what this process kept; from another number of processes, the mean of what all kept.
 
     Collectives: those of `_rank_tensors`.
@@ -126,8 +126,8 @@ def load_exchange(exchange: GradientExchange, path: Path, place: Place) -> None:
     values = manifest["values"].get("exchange", {})
     if not any(values.values()):
         return
-    ranks = range(manifest["world_size"]) if manifest["world_size"] != place.world_size else [place.rank]
-    by_rank = _rank_tensors("exchange", path, ranks, place)
+    ranks = range(manifest["world_size"]) if manifest["world_size"] != context.world_size else [context.rank]
+    by_rank = _rank_tensors("exchange", path, ranks, context)
     if lost := [rank for rank in ranks if rank not in by_rank]:
         logger.warning(
             "%s: no folder of this run has the residuals of ranks %s; the mean of the others is taken",
@@ -139,7 +139,9 @@ def load_exchange(exchange: GradientExchange, path: Path, place: Place) -> None:
     exchange.load_state_dict({**found, **values[str(ranks[0])]})
 
 
-def _rank_tensors(kind: str, path: Path, ranks: Sequence[int], place: Place) -> dict[int, dict[str, torch.Tensor]]:
+def _rank_tensors(
+    kind: str, path: Path, ranks: Sequence[int], context: DistContext
+) -> dict[int, dict[str, torch.Tensor]]:
     """Return the own tensors of ranks by key, without ranks whose state no folder has.
 
     Collectives, if ranks see several folders: gathers of who has and who needs what, and broadcasts of the latter. A
@@ -147,13 +149,13 @@ def _rank_tensors(kind: str, path: Path, ranks: Sequence[int], place: Place) -> 
     """
     held = ranks_held(path)
     found = {rank: _own_tensors(kind, path, rank) for rank in ranks if rank in held}
-    if place.is_split:
-        holders = place.gather(held)
-        needed = place.gather([rank for rank in ranks if rank not in held])
+    if context.has_separate_folders:
+        holders = context.all_gather_object(held)
+        needed = context.all_gather_object([rank for rank in ranks if rank not in held])
         for rank in sorted(set().union(*needed)):
             source = next((number for number, of in enumerate(holders) if rank in of), None)
             if source is not None:
-                own = _own_tensors(kind, path, rank) if place.rank == source else None
+                own = _own_tensors(kind, path, rank) if context.rank == source else None
                 received = broadcast_tensors(own, source)
                 if rank in ranks:
                     found[rank] = received
@@ -165,30 +167,30 @@ def _own_tensors(kind: str, path: Path, rank: int) -> dict[str, torch.Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in load_tensors(path, prefix).items()}
 
 
-def rng_state(place: Place) -> State:
+def rng_state(context: DistContext) -> State:
     """The random generators of this process, under keys of its rank."""
     numpy_name, numpy_keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    prefix = f"rng/rank{place.rank}"
+    prefix = f"rng/rank{context.rank}"
     state = State(
         {f"{prefix}/cpu": torch.get_rng_state(), f"{prefix}/numpy": torch.from_numpy(np.array(numpy_keys, np.int64))}
     )
-    if place.device.type == "cuda":
-        state.tensors[f"{prefix}/cuda"] = torch.cuda.get_rng_state(place.device)
+    if context.device.type == "cuda":
+        state.tensors[f"{prefix}/cuda"] = torch.cuda.get_rng_state(context.device)
     ours = {
         "python": random.getstate(),
         "numpy": [numpy_name, int(position), int(has_gauss), float(cached)],
     }
-    state.values["rng"] = {str(rank): values for rank, values in enumerate(place.gather(ours))}
+    state.values["rng"] = {str(rank): values for rank, values in enumerate(context.all_gather_object(ours))}
     return state
 
 
-def load_rng(path: Path, place: Place) -> None:
+def load_rng(path: Path, context: DistContext) -> None:
     """Restore this rank's generators, from a checkpoint of the same world size. Collectives: as `load_exchange`."""
-    values = read_manifest(path)["values"]["rng"][str(place.rank)]
-    tensors = _rank_tensors("rng", path, [place.rank], place)[place.rank]
+    values = read_manifest(path)["values"]["rng"][str(context.rank)]
+    tensors = _rank_tensors("rng", path, [context.rank], context)[context.rank]
     torch.set_rng_state(tensors["cpu"])
-    if "cuda" in tensors and place.device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["cuda"], place.device)
+    if "cuda" in tensors and context.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["cuda"], context.device)
     name, position, has_gauss, cached = values["numpy"]
     np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
     version, internal, gauss = values["python"]

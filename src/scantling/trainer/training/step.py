@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from scantling.comm import GradientExchange
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError
 from scantling.numerics.compute import autocast
 from scantling.trainer.data.batch import Batch
@@ -63,7 +63,7 @@ class Stepper:
         task: Task,
         optimizer: torch.optim.Optimizer,
         exchange: GradientExchange,
-        place: Place,
+        context: DistContext,
         *,
         methods: Sequence[Method] = (),
         clip: float | None = 1.0,
@@ -71,12 +71,12 @@ class Stepper:
         release: GradientRelease | None = None,
         graph: bool = False,
     ) -> None:
-        self.model, self.task, self.optimizer, self.exchange, self.place = model, task, optimizer, exchange, place
+        self.model, self.task, self.optimizer, self.exchange, self.context = model, task, optimizer, exchange, context
         self.methods = list(methods)
         self.clip, self.compute, self.release = clip, compute, release
-        self.scaler = SharedGradScaler(place.device.type, enabled=compute == "fp16")
+        self.scaler = SharedGradScaler(context.device.type, enabled=compute == "fp16")
         self.forward_model = exchange.prepare(model)
-        self.watch = Stopwatch(place.device)
+        self.watch = Stopwatch(context.device)
         self.graphs = StepGraphs(model, self._unwatched_passes, self._update, CudaGraphs) if graph else None
 
     def step(self, step: int, batches: Sequence[Batch], *, stop: Callable[[], bool] = lambda: False) -> StepResult:
@@ -86,14 +86,14 @@ class Stepper:
             NonFiniteError: the loss or a gradient is NaN or Inf; nothing was updated, but where gradients are released
                 perhaps other parameters, see `GradientRelease`.
         """
-        device = self.place.device
+        device = self.context.device
         for method in self.methods:
             method.before_step(step)
         counts = torch.tensor(
             [sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches)], dtype=torch.float64
         )
-        counts = self.place.sum(counts.to(device, torch.float32 if device.type == "mps" else torch.float64))
-        share = self.place.world_size / counts[0].float()  # the exchange takes the mean over processes
+        counts = self.context.all_reduce(counts.to(device, torch.float32 if device.type == "mps" else torch.float64))
+        share = self.context.world_size / counts[0].float()  # the exchange takes the mean over processes
         self.watch.lap("data")
         replayed = None if self.graphs is None else self.graphs.passes(batches, share)
         if replayed is not None:
@@ -106,7 +106,7 @@ class Stepper:
             figures.zero_()
             left_out = float(sum(b.num_targets for b in batches))
         rest = torch.tensor([float(stop()), left_out], dtype=torch.float64, device=device)
-        figures = self.place.sum(torch.cat([figures, rest]))
+        figures = self.context.all_reduce(torch.cat([figures, rest]))
         self.watch.lap("exchange")
         total, bad_losses, bad_norms, stops, targets_left_out = figures.tolist()
         targets, tokens = counts.tolist()
@@ -128,14 +128,14 @@ class Stepper:
 
     def _passes(self, batches: Sequence[Batch], share: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward passes of all micro-batches, and the exchange: the sum of the losses, the norm."""
-        device = self.place.device
+        device = self.context.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         with ExitStack() as around:
             if self.release is not None:
                 around.enter_context(self.release.during(step, len(batches)))
             # an exchange wants all gradients of the last pass in that pass
             shared = around.enter_context(ExitStack())
-            together = len(batches) if self.place.world_size == 1 else len(batches) - 1
+            together = len(batches) if self.context.world_size == 1 else len(batches) - 1
             for method in self.methods:
                 shared.enter_context(method.passes(self.model, together))
             for index, batch in enumerate(batches):
@@ -175,7 +175,7 @@ class Stepper:
     def reshape(self, batch: Batch) -> None:
         """Let exchange and graphs see the parameters anew: some have other shapes. Collectives: those of `rehearse`."""
         self.recapture()
-        if self.place.world_size > 1:
+        if self.context.world_size > 1:
             self.forward_model = self.exchange.prepare(self.model)
             self.rehearse(batch)
 
@@ -199,8 +199,8 @@ class Stepper:
         """
         if not self.exchange.learns_from_a_pass:
             return
-        with self.exchange.accumulate(last=True), autocast(self.compute, self.place.device):
-            loss = self.task.loss(self.forward_model, batch.to(self.place.device)).loss
+        with self.exchange.accumulate(last=True), autocast(self.compute, self.context.device):
+            loss = self.task.loss(self.forward_model, batch.to(self.context.device)).loss
             loss.backward()  # type: ignore[no-untyped-call]
         self.exchange.exchange()
         self.optimizer.zero_grad(set_to_none=True)
@@ -225,9 +225,9 @@ class Stepper:
             found = f"the loss is {float(own_loss)}"
         elif bad := self.exchange.bad_parameters():
             found = self._first_bad(bad) or f"the gradient of one of {', '.join(bad[:3])} is not finite"
-        everywhere = self.place.gather((found, self._first_bad(None)))
+        everywhere = self.context.all_gather_object((found, self._first_bad(None)))
         ranks = [(rank, own) for rank, (own, _) in enumerate(everywhere) if own]
-        rank, reason = ranks[0] if ranks else (self.place.rank, everywhere[self.place.rank][1])
+        rank, reason = ranks[0] if ranks else (self.context.rank, everywhere[self.context.rank][1])
         names = everywhere[rank][1]
         detail = f"; first bad tensor: {names}" if names and reason != names else ""
         raise NonFiniteError(

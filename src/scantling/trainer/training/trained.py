@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scantling.distributed.context import ALONE, Place, joined
-from scantling.distributed.peers import telling
+from scantling.distributed.context import SINGLE_PROCESS, DistContext, init_distributed
+from scantling.distributed.peers import report_errors_to_peers
 from scantling.errors import UserError
 from scantling.tensor.report import without_warnings
 from scantling.trainer.models.build import recipe_task
@@ -32,9 +32,9 @@ class Trained:
     Attributes:
         recipe: of the run.
         task, data: of the recipe.
-        model: on the device of `place`.
+        model: on the device of `context`.
         step, tokens: how far the model was trained.
-        place: where it is evaluated.
+        context: where it is evaluated.
     """
 
     recipe: Recipe
@@ -43,11 +43,11 @@ class Trained:
     model: Any
     step: int
     tokens: int
-    place: Place
+    context: DistContext
 
     def evaluate(self, model: Any = None) -> dict[str, float]:
-        """The held-out metrics of the model, or of another one in its place. Collectives: those of `evaluate`."""
-        return run_evaluation(self.recipe, self.model if model is None else model, self.task, self.data, self.place)
+        """The held-out metrics of the model, or of another one in its context. Collectives: those of `evaluate`."""
+        return run_evaluation(self.recipe, self.model if model is None else model, self.task, self.data, self.context)
 
 
 @contextmanager
@@ -62,14 +62,14 @@ def opened(run_dir: str | Path, *, device: str | None = None, causal: str | None
     Raises:
         UserError: as of `load_trained`, and a run of another task than is needed.
     """
-    with telling():
+    with report_errors_to_peers():
         folder = RunDir(Path(run_dir))
         recipe = folder.stored_recipe()
         if causal is not None and (name := recipe_task(recipe)) != "causal-lm":
             raise UserError(f"{causal}; {run_dir} holds a run of the task '{name}'")
-        with joined(device or recipe.train.device, timeout_s=recipe.comm.timeout) as place:
-            trained = _load(folder, recipe, place)
-            place.meet()
+        with init_distributed(device or recipe.train.device, timeout_s=recipe.comm.timeout) as context:
+            trained = _load(folder, recipe, context)
+            context.wait_for_all()
             yield trained
 
 
@@ -80,13 +80,13 @@ def load_trained(run_dir: str | Path) -> Trained:
         UserError: there is no such run or no whole checkpoint, or the data has changed.
     """
     folder = RunDir(Path(run_dir))
-    return _load(folder, folder.stored_recipe(), ALONE)
+    return _load(folder, folder.stored_recipe(), SINGLE_PROCESS)
 
 
-def _load(folder: RunDir, recipe: Recipe, place: Place) -> Trained:
-    if place.world_size > 1:  # each looks for itself: machines may have folders of their own
-        place = replace(place, writers=tuple(range(place.world_size)))
-    checkpoint = Checkpointer(folder.checkpoints, place).newest(weights_only=True)
+def _load(folder: RunDir, recipe: Recipe, context: DistContext) -> Trained:
+    if context.world_size > 1:  # each looks for itself: machines may have folders of their own
+        context = replace(context, writers=tuple(range(context.world_size)))
+    checkpoint = Checkpointer(folder.checkpoints, context).newest(weights_only=True)
     if checkpoint is None:
         raise UserError(f"{folder.path} has no whole checkpoint; train it first")
     task = get_task(recipe_task(recipe))
@@ -104,7 +104,7 @@ def _load(folder: RunDir, recipe: Recipe, place: Place) -> Trained:
     load_model(model, checkpoint)
     for method in methods:
         method.detach(model)
-    return Trained(recipe, task, data, model.to(place.device), values["step"], values["tokens"], place)
+    return Trained(recipe, task, data, model.to(context.device), values["step"], values["tokens"], context)
 
 
 def evaluate_run(run_dir: str | Path, *, device: str | None = None) -> dict[str, float | int | str]:
