@@ -29,8 +29,8 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.groups import MatrixDims, Role
 from scantling.tensor.formats import FORMATS
-from scantling.tensor.joint import join_siblings
 from scantling.tensor.modes import split
+from scantling.tensor.shared_input import fuse_shared_inputs
 from scantling.trainer.training.methods import Method
 
 Roles = dict[str, tuple[Role, MatrixDims | None]]
@@ -106,7 +106,7 @@ class Format(Method):
             if type(module) is nn.Linear and ".layers." in path:
                 parent, _, last = path.rpartition(".")
                 setattr(model.get_submodule(parent), last, made(self.format, module, self.share))
-        join_siblings(model)
+        fuse_shared_inputs(model)
         return model
 
 
