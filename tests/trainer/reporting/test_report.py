@@ -112,7 +112,7 @@ def test_report_of_each_odd_run(tmp_path: Path, i: int) -> None:
     page = Page(render([run]))
     assert page.count("svg") == 6
     assert ("held-out loss" in page.text.lower()) == bool(np.isfinite(run.column("eval_loss")).any())
-    assert ("Planned and measured" in page.text) == bool(run.plan)
+    assert ("Plan vs. measurement" in page.text) == bool(run.plan)
     foretold = [label for label, _ in _plan_lines([run])]
     assert ("optimizer state" in foretold) == ("peak memory" in foretold) == bool(run.plan)
 
