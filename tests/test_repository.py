@@ -19,6 +19,15 @@ from packaging.utils import canonicalize_name
 from scantling.trainer.models.presets import PRESETS
 from scantling.trainer.recipe import check_recipe, load_recipe, read_yaml
 from scantling.trainer.recipe.loading import is_sweep
+from scantling.trainer.recipe.schema import (
+    CommSection,
+    DataSection,
+    ModelSection,
+    OptimSection,
+    PrecisionSection,
+    TensorSection,
+    TrainSection,
+)
 from scantling.trainer.sweeping.grid import expand_sweep
 from scantling.trainer.sweeping.schema import Sweep, load_sweep
 
