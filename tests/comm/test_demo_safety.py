@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.comm import LocalSteps
 from scantling.comm.codec.message import unpack_messages
-from scantling.comm.consistency import unlike
+from scantling.comm.consistency import find_mismatch
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.transport.group import ReplicaGroup, _warn_without_group
 from scantling.errors import NonFiniteError, PayloadError, UserError
@@ -115,7 +115,7 @@ def test_of_two_replicas_the_finite_one_is_sound_and_the_lower_one_of_two_finite
             if replicas.rank == bad:
                 damaged[2][0, 0, 0] = torch.nan
                 other[3][0, 0, 0, 0] += 1e-3
-        return unlike(replicas, damaged), unlike(replicas, other)
+        return find_mismatch(replicas, damaged), find_mismatch(replicas, other)
 
     for nan, apart in together(2, work):
         assert nan == (bad, 2, 1 - bad)
@@ -153,7 +153,7 @@ def test_who_was_left_out_is_of_the_step() -> None:
             if step == 1 and replicas.rank == 1:
                 params[0].grad[0, 0] = torch.nan
             made.exchange()
-            found.append(made.left_out)
+            found.append(made.nonfinite_ranks)
         assert found == [[], [1], [], []]
 
     together(2, work)
@@ -174,7 +174,7 @@ def test_large_gradients_are_finite_and_a_residual_that_overflows_begins_anew(ca
     made = MomentumExchange([param], topk=8, decay=1.0)
     param.grad = torch.full((64, 64), 1e34)
     assert made.exchange()
-    assert made.left_out == []
+    assert made.nonfinite_ranks == []
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             param.grad = torch.zeros(64, 64)
@@ -196,7 +196,7 @@ def test_replicas_are_compared_though_one_has_lost_its_residuals() -> None:
         for step in range(3):
             fill(params, replicas.rank, step)
             if step == 2 and replicas.rank == 1:
-                made.residuals.drop(params[0])
+                made.residuals.discard(params[0])
             made.exchange()
         return made.replica_divergence
 

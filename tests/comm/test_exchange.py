@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.comm.codec.block_group import group_blocks, make_spec
+from scantling.comm.codec.block_group import make_block_groups, make_spec
 from scantling.comm.codec.quantize import VALUES
 from scantling.comm.consistency import _decoder
 from scantling.comm.exchange import MomentumExchange
@@ -112,7 +112,7 @@ def test_a_replica_with_nan_is_left_out_and_comes_back(strategy: str) -> None:
             if step == 1 and replicas.rank == 1:
                 params[0].grad[3, 4] = torch.nan
             made.exchange()
-            assert made.left_out == ([1] if step == 1 else [])
+            assert made.nonfinite_ranks == ([1] if step == 1 else [])
             steps.append([param.grad for param in params])
         return steps, made
 
@@ -436,7 +436,7 @@ def test_who_takes_over_tells_of_what_was_on_its_way() -> None:
                 made.transfer_state(before)
             made.exchange()
         assert made.wire_bytes == made.planned_wire_bytes()
-        return made.left_out
+        return made.nonfinite_ranks
 
     assert together(2, work) == [[1], [1]]
 
@@ -469,7 +469,7 @@ def test_a_channel_holds_as_many_numbers_as_its_device_allows() -> None:
     shapes = dict.fromkeys(range(8), (128, 128))
     counts = dict.fromkeys(shapes, 128 * 128)
     for most, wanted in ((2 * 128 * 128, 4), (4 * 128 * 128, 2), (8 * 128 * 128, 1)):
-        assert len(group_blocks(shapes, counts, groups, most=most)) == wanted
+        assert len(make_block_groups(shapes, counts, groups, most=most)) == wanted
 
 
 @pytest.mark.parametrize("given", [[3], ["abc"], "abc", 3, [{"params": 3}], [("a", "b", "c")]], ids=repr)

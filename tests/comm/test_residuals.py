@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scantling.comm.codec.block_group import MIN_NUMBERS
+from scantling.comm.codec.block_group import MIN_MATRIX_NUMEL
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.residuals import ROW, Residuals, residual_bytes
 from tests.comm.replicas import ThreadGroup, together
@@ -81,5 +81,5 @@ def test_what_int8_loses_is_small_and_no_bias(strategy: str) -> None:
         given, left = (torch.stack([each[part][place] for each in found]).mean(0) for part in (0, 2))
         error = found[0][1][place] + left - given
         step = max(each[2][place].abs().max() for each in found) / 127
-        assert error.abs().max() < (8 * step if error.numel() >= MIN_NUMBERS else 1e-4)
+        assert error.abs().max() < (8 * step if error.numel() >= MIN_MATRIX_NUMEL else 1e-4)
         assert error.mean().abs() < 1e-4 + 4 * error.std(correction=0) / error.numel() ** 0.5

@@ -8,7 +8,7 @@ from scantling.comm.demo_exchange import DemoExchange
 from scantling.comm.diloco import LocalSteps, diloco, sparseloco
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.gradient_exchange import GradientExchange, NoExchange
-from scantling.comm.replica import merge_local_states
+from scantling.comm.residuals import merge_local_states
 from scantling.comm.transport.torchft import TorchFTGroup
 
 __all__ = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scantling.comm.codec.message import HEADER_BYTES, Header, check_headers, pack_message, unpack_messages
 from scantling.comm.codec.quantize import VALUES, Values, dequantize, quantize, quantized_bytes
-from scantling.comm.codec.topk import TopKCodec, largest
+from scantling.comm.codec.topk import TopKCodec, topk_indices
 from scantling.errors import PayloadError
 
 OWN = Header(True, 3, 70_000, 1, 0xDEADBEEF)
@@ -49,12 +49,12 @@ def test_the_largest_numbers_of_blocks_are_sent(size: int, count: int, data: st.
     packed = codec.pack(index, values)
     assert packed.numel() == codec.num_bytes(count)
     found_index, found = codec.unpack(packed, count)
-    assert torch.equal(codec.as_received(index, values)[1], found)
+    assert torch.equal(codec.round_trip(index, values)[1], found)
     if index is None:
         assert found_index is None
     else:
         assert torch.equal(found_index, index)
-        least = blocks.abs().sort(descending=True).values[:, codec.kept - 1 : codec.kept]
+        least = blocks.abs().sort(descending=True).values[:, codec.k - 1 : codec.k]
         assert (values.abs() >= least).all()
     if codec.values == "fp32":
         whole = torch.zeros(count, size)
@@ -65,7 +65,7 @@ def test_the_largest_numbers_of_blocks_are_sent(size: int, count: int, data: st.
 @pytest.mark.parametrize("kept", [1, 8, 192, 1000])
 def test_more_blocks_than_are_selected_from_at_once_are_selected_from(kept: int) -> None:
     blocks = torch.randn(300, 4096)
-    assert torch.equal(largest(blocks, kept).sort().values, blocks.abs().topk(kept).indices.sort().values)
+    assert torch.equal(topk_indices(blocks, kept).sort().values, blocks.abs().topk(kept).indices.sort().values)
 
 
 def test_messages_come_back() -> None:

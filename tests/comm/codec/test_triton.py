@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.comm.codec import triton
-from scantling.comm.codec.block_group import BlockGroup, group_blocks
+from scantling.comm.codec.block_group import BlockGroup, make_block_groups
 from scantling.comm.exchange import MomentumExchange
 from tests.kernels import compile_for_gpus
 
@@ -30,7 +30,7 @@ def block_groups(shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> list
     group = group_of(**options)
     places = dict(enumerate(shapes))
     numels = {place: torch.Size(shape).numel() for place, shape in places.items()}
-    return group_blocks(places, numels, [group] * len(shapes))
+    return make_block_groups(places, numels, [group] * len(shapes))
 
 
 def numbers(seed: int, shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -45,7 +45,7 @@ def of(block_group: BlockGroup, tensors: list[Tensor]) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "DEVICES", (DEVICE,))
-    triton._plan_of.cache_clear()
+    triton._make_plan.cache_clear()
 
 
 @pytest.mark.parametrize("transform", ["dct", "none"])

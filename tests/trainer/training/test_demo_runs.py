@@ -96,7 +96,7 @@ def test_a_process_with_nan_is_left_out_of_one_step(tmp_path: Path, delay: int) 
     assert "step 3: ranks [1] have NaN or Inf gradients and are left out" in done.stderr
     found = records(tmp_path / "run")
     told = {3 + delay: [1]}
-    assert [record.get("left_out") for record in found] == [told.get(step) for step in range(1, 9)]
+    assert [record.get("nonfinite_ranks") for record in found] == [told.get(step) for step in range(1, 9)]
     assert all(record["loss"] > 0 for record in found)
 
 
