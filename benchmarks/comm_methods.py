@@ -56,10 +56,10 @@ class Replica:
     exchanging: Callable[[], object] | None = None
     published_bytes: int | None = None
 
-    def step(self, loss_of: Callable[[nn.Module], Tensor]) -> Tensor:
+    def step(self, compute_loss: Callable[[nn.Module], Tensor]) -> Tensor:
         """Run forward, backward, exchange and update; return the loss of this replica."""
         self.optimizer.zero_grad()
-        loss = loss_of(self.model)
+        loss = compute_loss(self.model)
         with self.last_backward():
             loss.backward()  # type: ignore[no-untyped-call]
         if self.exchanging is not None:
@@ -195,8 +195,8 @@ def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
 
 def published_bytes(exchange: sc.MomentumExchange) -> int:
     """Return the bytes per step of DeMo's published code: an 8-byte index and a 4-byte value per coefficient."""
-    block_groups = all_block_groups(make_buckets(exchange.param_groups, exchange.rounds))
-    kept = sum(block_group.count * block_group.spec.codec.kept for block_group in block_groups)
+    block_groups = all_block_groups(make_buckets(exchange.param_groups, exchange.config))
+    kept = sum(block_group.count * block_group.spec.codec.k for block_group in block_groups)
     return (dist.get_world_size() - 1) * 12 * kept
 
 

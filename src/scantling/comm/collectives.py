@@ -3,8 +3,8 @@
     all_gather   every replica gets the messages of all others: (N - 1) |m| bytes each (arXiv 2411.19870)
     owner        replica j owns 1/N of the blocks: it receives all coefficients of these, takes the mean, selects again,
                  and sends a reply to all: (N - 1)/N (|m| + |reply|) bytes each, whatever N is
-    dense        no selection: an all-reduce of everything, 2 (N - 1)/N of its bytes, after an all-gather of headers; for
-                 links that are faster than the selection
+    dense        no selection: an all-reduce of everything, 2 (N - 1)/N of its bytes, after an all-gather of headers;
+                 for links that are faster than the selection
 
 With each strategy all replicas compute the mean from the same bytes in the same order, so that it is bitwise equal.
 Messages that are marked invalid (NaN or Inf at their sender) are left out of the mean.

@@ -23,60 +23,91 @@ Exchange: TypeAlias = Literal["auto", "all_gather", "owner", "dense"]
 Class = TypeVar("Class", bound=type)
 
 
-def _option(default: Any, doc: str, *, least: float | None = None, most: float | None = None, **kinds: bool) -> Any:
-    return field(default=default, metadata={"doc": doc, "least": least, "most": most, **kinds})
+def _about(doc: str, *, least: float | None = None, most: float | None = None, **flags: bool) -> dict[str, Any]:
+    """Return the metadata of an option: its description, limits, and the flags `per_group` and `above_zero`."""
+    return {"doc": doc, "least": least, "most": most, **flags}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeConfig:
     """Options of a momentum exchange. Those marked `per_group` may be set for each parameter group."""
 
-    decay: float = _option(
-        0.95, "Decay of the residual of matrices in each step.", least=0.0, most=1.0, per_group=True
+    decay: float = field(
+        default=0.95,
+        metadata=_about("Decay of the residual of matrices in each step.", least=0, most=1, per_group=True),
     )
-    topk: int = _option(
-        32, "Coefficients to send of a block of chunk x chunk; smaller blocks send the same share.", least=1,
-        per_group=True,
-    )  # fmt: skip
-    chunk: int = _option(64, "Longest side of a block.", least=1, most=4096, per_group=True)
-    values: Values = _option("sign", "Format of the coefficients.", per_group=True)
-    dense: Values = _option("bf16", "Format of parameters that are not matrices; all of them is sent.", per_group=True)
-    residual: ResidualFormat = _option(
-        "fp32", "Format of the residuals of matrices; int8 uses stochastic rounding and 1.03 bytes per element.",
-        per_group=True,
-    )  # fmt: skip
-    exchange: Exchange = _option(
-        "auto",
-        "Strategy, see collectives.py. `auto` takes all_gather or owner, whichever sends fewer bytes; `dense` sends "
-        "everything by all-reduce, in bf16, or in fp32 if `dense` is fp32.",
+    topk: int = field(
+        default=32,
+        metadata=_about(
+            "Coefficients to send of a block of chunk x chunk; smaller blocks send the same share.",
+            least=1,
+            per_group=True,
+        ),
     )
-    sync_every: int = _option(
-        1, "Steps from one exchange to the next; in between, gradients accumulate in the residuals.", least=1
+    chunk: int = field(default=64, metadata=_about("Longest side of a block.", least=1, most=4096, per_group=True))
+    values: Values = field(default="sign", metadata=_about("Format of the coefficients.", per_group=True))
+    dense: Values = field(
+        default="bf16",
+        metadata=_about("Format of parameters that are not matrices, which are sent in full.", per_group=True),
     )
-    state_sync_every: int | None = _option(
-        None,
-        "Exchanges between averages of all replicas' residuals, which send 8 bytes per element; None for never.",
-        least=1,
+    residual: ResidualFormat = field(
+        default="fp32",
+        metadata=_about(
+            "Format of the residuals of matrices; int8 uses stochastic rounding and 1.03 bytes per element.",
+            per_group=True,
+        ),
     )
-    check_every: int | None = _option(
-        100,
-        "Exchanges between comparisons of all replicas' parameters by hash, which send 8 bytes per parameter and also "
-        "measure `replica_divergence`; None for never.",
-        least=1,
+    exchange: Exchange = field(
+        default="auto",
+        metadata=_about(
+            "Strategy: all_gather or owner; `auto` takes the one that sends fewer bytes; `dense` sends everything by "
+            "all-reduce, in bf16, or in fp32 if `dense` is fp32."
+        ),
     )
-    delay: int = _option(
-        0, "Steps from an exchange to its result: with 1, messages have a whole step to arrive.", least=0, most=1
+    sync_every: int = field(
+        default=1,
+        metadata=_about(
+            "Steps from one exchange to the next; in between, gradients accumulate in the residuals.", least=1
+        ),
     )
-    overlap: bool = _option(False, "True to send complete buckets during the backward pass, see `overlapped`.")
-    bucket_mb: float = _option(
-        25.0, "With overlap: least MiB of parameters in one message; there are at most about eight.", above_zero=True
+    state_sync_every: int | None = field(
+        default=None,
+        metadata=_about(
+            "Exchanges between averages of all replicas' residuals, which send 8 bytes per element; None for never.",
+            least=1,
+        ),
+    )
+    check_every: int | None = field(
+        default=100,
+        metadata=_about(
+            "Exchanges between comparisons of all replicas' parameters by hash, which send 8 bytes per parameter and "
+            "also measure `replica_divergence`; None for never.",
+            least=1,
+        ),
+    )
+    delay: int = field(
+        default=0,
+        metadata=_about(
+            "Steps from an exchange to its result: with 1, messages have a whole step to arrive.", least=0, most=1
+        ),
+    )
+    overlap: bool = field(
+        default=False, metadata=_about("True to send complete buckets during the backward pass, see `overlapped`.")
+    )
+    bucket_mb: float = field(
+        default=25.0,
+        metadata=_about(
+            "With overlap, least MiB of parameters in one message; there are at most about eight.", above_zero=True
+        ),
     )
 
     def __post_init__(self) -> None:
         for name in OPTIONS:
             check_option(name, getattr(self, name))
         if self.sync_every > 1 and self.exchange == "dense":
-            raise UserError(f"exchange='dense' sends everything in every step: set sync_every=1; given {self.sync_every}")
+            raise UserError(
+                f"exchange='dense' sends everything in every step: set sync_every=1; given {self.sync_every}"
+            )
 
     @property
     def group_options(self) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from scantling.comm.ddp_guard import Averaging, find_averaging, find_wrappers
 from scantling.comm.transport.group import ReplicaGroup
 from scantling.comm.transport.shards import all_finite, check_meshes, to_local
 from scantling.errors import UserError
-from scantling.numerics.checksum import checksum
-from scantling.numerics.tables import has_kernels
+from scantling.numerics.bits import checksum
+from scantling.numerics.device import has_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -208,8 +208,8 @@ def residual_divergence(replicas: ReplicaGroup, values: Iterable[Tensor], seed: 
     """Return the relative distance between the replicas' values: 0 if they are equal, near 1 if they are unrelated.
 
     The root of (mean over replicas of |x_i - mean x|^2) / (mean of |x_i|^2), over all values. The norms are those of
-    random sketches with `SKETCH` elements (Charikar, Chen and Farach-Colton, 2002), so that little is sent; the error is
-    about 10 %. Collective: one all-gather.
+    random sketches with `SKETCH` elements (Charikar, Chen and Farach-Colton, 2002), so that little is sent; the
+    error is about 10 %. Collective: one all-gather.
 
     Args:
         replicas: group of the replicas.

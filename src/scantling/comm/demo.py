@@ -1,16 +1,17 @@
 """DeMo: an optimizer that updates parameters with the momentum that replicas exchange.
 
-For matrices, with m the mean of what all replicas sent (arXiv 2411.19870, algorithm 1; equations 1 to 5 in exchange.py):
+For matrices, with m the mean of what all replicas sent (arXiv 2411.19870, algorithm 1; equations 1 to 5: exchange.py):
 
     (6)  p  <-  p (1 - lr weight_decay)
     (7)  p  <-  p - lr phi(m),        phi = sign, identity, or the nearest orthogonal matrix (Muon's map)
 
-Other parameters take AdamW's step with their synchronized gradient, at `dense_lr`. With `compat="paper"` everything goes
-as in the published code instead: gradients are scaled by lr before they are accumulated, the mean of a coefficient is
-over the replicas that sent it, blocks have sides that divide those of the matrix, and vectors are matrices of one row.
+Other parameters take AdamW's step with their synchronized gradient, at `dense_lr`. With `compat="paper"` everything is
+done as in the published code instead: gradients are scaled by lr before they are accumulated, the mean of a coefficient
+is over the replicas that sent it, blocks have sides that divide those of the matrix, and vectors are matrices of one
+row.
 
-Cost: a residual of 4 bytes per element of a matrix; for other parameters 8 bytes of AdamW's moments, and 4 of a residual
-unless they are sent in fp32.
+Cost: a residual of 4 bytes per element of a matrix; for other parameters 8 bytes of AdamW's moments, and 4 of a
+residual unless they are sent in fp32.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from scantling.comm.transport.group import ReplicaGroup, as_replica_group
 from scantling.comm.transport.shards import as_gradient, to_local
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
-from scantling.numerics.compute import without_autocast
+from scantling.numerics.device import without_autocast
 from scantling.numerics.torch_private import foreach_div_
 from scantling.optimizer_state import check_saved_keys, load_keeping_dtypes
 
@@ -66,8 +67,8 @@ class DeMo(torch.optim.Optimizer):
     """DeMo (Peng et al., arXiv 2411.19870) as a plain `torch.optim.Optimizer`; it replaces the gradient all-reduce.
 
     Gradients must not be averaged over the replicas: no DistributedDataParallel, or every backward pass in its
-    `no_sync()`. It works unchanged on one process, and with `torch.amp.GradScaler.step`. Frozen parameters are skipped. A
-    parameter without a gradient counts as having a zero gradient: its residual is still sent, and its weight decays.
+    `no_sync()`. It works unchanged on one process, and with `torch.amp.GradScaler.step`. Frozen parameters are skipped.
+    A parameter without a gradient counts as having a zero gradient: its residual is still sent, and its weight decays.
 
     Args:
         params: parameters, named parameters or groups; `scantling.param_groups(model)` also marks embeddings. Bare
@@ -85,8 +86,8 @@ class DeMo(torch.optim.Optimizer):
     Attributes:
         exchange: the `MomentumExchange`; print it to see the layout of the messages.
 
-    Options that concern parameters (`lr` to `dense_eps`; decay, topk, chunk, values, dense, residual) are group keys and
-    can be set per group.
+    Options that concern parameters (`lr` to `dense_eps`; decay, topk, chunk, values, dense, residual) are group keys
+    and can be set per group.
 
     Raises:
         UserError: a value out of range; from `step`, a closure, and replicas that differ.
@@ -204,7 +205,8 @@ class DeMo(torch.optim.Optimizer):
         start, are_matrices = 0, self.exchange.are_matrices()
         for group in self.param_groups:
             end = start + len(group["params"])
-            matrices, others = [], []
+            matrices: list[tuple[Tensor, Tensor]] = []
+            others: list[tuple[Tensor, Tensor]] = []
             for param, value, is_matrix in zip(
                 group["params"], momentum[start:end], are_matrices[start:end], strict=True
             ):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
@@ -73,7 +73,7 @@ class LocalSteps:
         outer_momentum: float = 0.0,
     ) -> None:
         if not is_integer(sync_every, least=1):
-            raise UserError(f"sync_every must be a whole number from 1 on; given {sync_every!r}")
+            raise UserError(f"sync_every must be an integer of at least 1; given {sync_every!r}")
         if not is_number(outer_lr) or not 0.0 < outer_lr < math.inf:
             raise UserError(f"outer_lr must be above 0 and finite; given {outer_lr!r}")
         if not is_number(outer_momentum) or not 0.0 <= outer_momentum < 1.0:
@@ -95,7 +95,9 @@ class LocalSteps:
         self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self._anchors = [to_local(param).clone() for param in self._params]
         self.steps, self.wire_bytes = 0, 0
-        exchange.momentum_watch = MomentumWatch(())  # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
+        exchange.momentum_watch = MomentumWatch(
+            ()
+        )  # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
         exchange.compared_values = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
 
     @property
@@ -183,7 +185,7 @@ def diloco(
     sync_every: int = 100,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
-    **options: Unpack[ExchangeOptions],
+    **options: Any,
 ) -> LocalSteps:
     """DiLoCo (arXiv 2311.08105): everything is exchanged every `sync_every` steps.
 
@@ -219,7 +221,7 @@ def sparseloco(
     *,
     sync_every: int = 30,
     outer_lr: float = 1.0,
-    **options: Unpack[ExchangeOptions],
+    **options: Any,
 ) -> LocalSteps:
     """SparseLoCo (arXiv 2508.15706): the 64 largest of 4096 numbers every `sync_every` steps, with error feedback.
 

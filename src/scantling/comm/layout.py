@@ -1,10 +1,10 @@
 """Layout of the messages: which parameter is encoded how, and travels in which message.
 
-- A parameter with at least two dims, at least `MIN_MATRIX_NUMEL` elements and the role `matrix` is divided into blocks of
-  at most chunk x chunk. A share of topk / chunk^2 of the coefficients of a block's cosine transform is sent, rounded, at
+- A parameter with at least two dims, at least `MIN_MATRIX_NUMEL` elements and the role `matrix` is divided into blocks
+  of at most chunk x chunk. Of the coefficients of a block's cosine transform, a share of topk / chunk^2 is sent, at
   least one: a smaller block sends less.
-- Everything else (embeddings, vectors, small parameters) is sent densely, without a transform: in rows of at most `ROW`
-  elements along the last dim, or along all dims if that one is short. Each row has its own scale.
+- Everything else (embeddings, vectors, small parameters) is sent densely, without a transform: in rows of at most
+  `ROW` elements along the last dim, or along all dims if that one is short. Each row has its own scale.
 - With `exchange="dense"`, blocks are single elements and everything is sent.
 
 All parameters share one message. With `overlap` there are several, from the last parameters to the first: gradients
@@ -148,7 +148,9 @@ def update_layout(
         )
     descriptions = [
         {
-            **{"shape": tuple(param.shape), "dtype": param.dtype, "frozen": not param.requires_grad},
+            "shape": tuple(param.shape),
+            "dtype": param.dtype,
+            "frozen": not param.requires_grad,
             **asdict(config),
             **{option: group[option] for option in (*COMPARED_OPTIONS, *compared_keys)},
             **compared_values,

@@ -8,8 +8,8 @@ magnitude m, and
 
     code = floor(127 v / m + noise),  noise uniform in [0, 1)
 
-is unbiased, so that values below the step of their row are kept on average. The largest element of a row keeps its code,
-so that decoded values encode to the same codes.
+is unbiased, so that values below the step of their row are kept on average. The largest element of a row keeps its
+code, so that decoded values encode to the same codes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from scantling.comm import config, residuals
-from scantling.comm.codec import quantize
+from scantling.comm import config
 from scantling.distributed.context import DEVICES
 from scantling.tensor import formats, replace
 from scantling.tensor import options as tensor_options
@@ -19,10 +18,10 @@ from scantling.trainer.tasks import TASKS
 @pytest.mark.parametrize(
     ("section", "key", "choices"),
     [
-        (schema.CommSection, "values", quantize.Values),
-        (schema.CommSection, "dense", quantize.Values),
+        (schema.CommSection, "values", config.Values),
+        (schema.CommSection, "dense", config.Values),
         (schema.CommSection, "exchange", config.Exchange),
-        (schema.CommSection, "residual", residuals.Format),
+        (schema.CommSection, "residual", config.ResidualFormat),
         (schema.TensorSection, "format", formats.Format),
         (schema.TensorSection, "init", replace.Init),
         (schema.TensorSection, "unit", tensor_options.Unit),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from scantling.numerics.kernels.pointers_gpu import pointer
+from scantling.numerics.kernels import pointer
 
 FIELDS = ("tensor", "gradient", "first", "rows", "cols", "down", "across")
 """Columns of the parameter table: addresses of the tensor and of its gradient, index of its first block, and the sides
@@ -43,7 +43,7 @@ def _elements(
     table, owners, height: tl.constexpr, width: tl.constexpr, down: tl.constexpr, across: tl.constexpr,
     aligned: tl.constexpr,
 ):  # fmt: skip
-    """Return the table row, offsets of the block's elements in the tensor, a mask of existing ones, rows and columns."""
+    """Return the table row, offsets and mask of the block's elements in the tensor, rows and columns."""
     fields, matrix, first_row, first_col = _corner(table, owners, height, width)
     rows, cols = tl.load(fields + _ROWS), tl.load(fields + _COLS)
     if aligned:

@@ -1,6 +1,6 @@
 """Codec of blocks: select the k largest coefficients of each block, and pack their indices and quantized values.
 
-A packed message has the indices of all blocks first (see numerics/subsets.py), then the values. A block of which
+A packed message has the indices of all blocks first (see numerics/elias_fano.py), then the values. A block of which
 everything is sent needs no indices. The length is known beforehand, so that sizes are never exchanged.
 """
 
@@ -15,7 +15,7 @@ from scantling.comm.codec.blocks import split_for_cache
 from scantling.comm.codec.quantize import dequantize, quantize, quantized_bytes
 from scantling.comm.config import Values
 from scantling.errors import PayloadError
-from scantling.numerics.subsets import pack_subsets, subsets_bytes, unpack_subsets
+from scantling.numerics.elias_fano import indices_bytes, pack_indices, unpack_indices
 
 GROUP = 4
 """Elements of a block that share one maximum in the first pass of a selection on a CPU."""
@@ -44,7 +44,7 @@ class TopKCodec:
         return self._index_bytes(count) + quantized_bytes(count, self.k, self.values)
 
     def _index_bytes(self, count: int) -> int:
-        return 0 if self.is_dense else subsets_bytes(count, self.k, self.size)
+        return 0 if self.is_dense else indices_bytes(count, self.k, self.size)
 
     def select(self, blocks: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the k elements of largest magnitude of each block.
@@ -63,7 +63,7 @@ class TopKCodec:
     def pack(self, index: Tensor | None, values: Tensor) -> Tensor:
         """Return selected elements as bytes: (`num_bytes(count)`,) uint8."""
         coded = quantize(values, self.values)
-        return coded if index is None else torch.cat([pack_subsets(index, self.size), coded])
+        return coded if index is None else torch.cat([pack_indices(index, self.size), coded])
 
     def unpack(self, packed: Tensor, count: int) -> tuple[Tensor | None, Tensor]:
         """Return index and values, as `select` does, of packed blocks.
@@ -77,7 +77,7 @@ class TopKCodec:
         values = dequantize(packed[start:], count, self.k, self.values)
         if self.is_dense:
             return None, values
-        return unpack_subsets(packed[:start], count, self.k, self.size), values
+        return unpack_indices(packed[:start], count, self.k, self.size), values
 
     def round_trip(self, index: Tensor | None, values: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return what `unpack` gives of what `pack` makes: the same indices, and quantized values."""

@@ -14,13 +14,13 @@ from scantling.comm import AllReduce, DemoExchange, GradientExchange, NoExchange
 from scantling.distributed.context import DistContext
 from scantling.errors import UserError
 from scantling.groups import param_groups
-from scantling.numerics.compute import warn_of_slow_products
+from scantling.numerics.device import warn_if_slow_matmul
 from scantling.optim.registry import build_optimizer
 from scantling.precision.products import check_device
 from scantling.trainer.data.loader import BatchSource, eval_batches
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.build import build_model, checkpoint_activations, convert_model, mixes_documents
-from scantling.trainer.planning.memory import bytes_of_cores, held_gradient_bytes
+from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes
 from scantling.trainer.planning.momentum import optimizer_groups
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.recipe.schema import CommSection, TrainSection
@@ -51,7 +51,7 @@ def build_loop(
     check_device(recipe.precision.compute, context.device)
     if context.rank == 0:
         autocast = recipe.precision.autocast(context.device.type)
-        warn_of_slow_products(autocast, context.device, "set precision.compute: fp32")
+        warn_if_slow_matmul(autocast, context.device, "set precision.compute: fp32")
     methods = build_methods(recipe)
     model = build_run_model(recipe, task, data, methods).to(context.device)
     for method in methods:
@@ -156,7 +156,7 @@ def build_methods(recipe: Recipe) -> list[Method]:
         TensorMethod(
             recipe.tensor,
             steps=recipe.train.steps,
-            bytes_of=bytes_of_cores(recipe),
+            core_bytes=core_bytes(recipe),
             merges=not recipe.optim.release_gradients,
         )
     ]

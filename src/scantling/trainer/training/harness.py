@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from scantling.errors import UserError, first_line, hinted
-from scantling.numerics.compute import autocast
+from scantling.numerics.device import autocast
 from scantling.trainer.data.prepare import document_marks
 from scantling.trainer.data.tokenizers import Tokenizer
 from scantling.trainer.models.build import quiet

@@ -16,7 +16,7 @@ from torch import nn
 from scantling.comm import GradientExchange
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError
-from scantling.numerics.compute import autocast
+from scantling.numerics.device import autocast
 from scantling.trainer.data.batch import Batch
 from scantling.trainer.tasks.base import Task
 from scantling.trainer.training.graph import CudaGraphs, StepGraphs

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from scantling.comm import GradientExchange
-from scantling.tensor.bonds import BytesOf
 from scantling.tensor.layer import merge_once
-from scantling.tensor.ranks import RankAdapter
+from scantling.tensor.rank_adapter import RankAdapter
+from scantling.tensor.rank_budget import CoreBytes
 from scantling.trainer.recipe.schema import TensorSection
 from scantling.trainer.training.methods import Method
 
@@ -22,7 +22,7 @@ class TensorMethod(Method):
     Args:
         section: of the recipe.
         steps: of the run.
-        bytes_of: bytes that training keeps for a core, see `RankAdapter`.
+        core_bytes: bytes that training keeps for a core, see `RankAdapter`.
         merges: whether cores are merged once for all micro-batches of a step; not where gradients are released, which
             counts the passes of each parameter.
     """
@@ -30,9 +30,9 @@ class TensorMethod(Method):
     name = "tensor"
 
     def __init__(
-        self, section: TensorSection, *, steps: int, bytes_of: BytesOf | None = None, merges: bool = True
+        self, section: TensorSection, *, steps: int, core_bytes: CoreBytes | None = None, merges: bool = True
     ) -> None:
-        self._section, self._steps, self._bytes_of, self._merges = section, steps, bytes_of, merges
+        self._section, self._steps, self._core_bytes, self._merges = section, steps, core_bytes, merges
         self.adapter: RankAdapter | None = None
         self._recorded: dict[str, tuple[int, ...]] | None = None
         self._is_resumed = False
@@ -40,7 +40,7 @@ class TensorMethod(Method):
     def attach(self, model: nn.Module) -> None:
         if self._section.size_target is not None:
             options = self._section.rank_options(self._steps)
-            self.adapter = RankAdapter(model, bytes_of=self._bytes_of, **options)
+            self.adapter = RankAdapter(model, core_bytes=self._core_bytes, **options)
 
     def detach(self, model: nn.Module) -> None:
         if self.adapter is not None:

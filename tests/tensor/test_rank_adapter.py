@@ -1,0 +1,974 @@
+"""Tests of RankAdapter: sizes, gates, schedules, physical removal with the optimizer's state, resuming."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import made
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.errors import UserError
+from scantling.optim.combined import CombinedOptimizer
+from scantling.tensor.contraction import best_plan, rank_factors
+from scantling.tensor.experts import TTExperts
+from scantling.tensor.head import TTMHead
+from scantling.tensor.layer import TTLayer, threshold_gate
+from scantling.tensor.rank_adapter import RankAdapter
+from scantling.tensor.rank_selection import select_ranks
+from scantling.tensor.sizes import SizePolynomial, parameter_terms
+from scantling.tensor.slicing import slice_parameter
+
+
+class Net(nn.Module):
+    """A TT embedding, two TT layers and a dense head."""
+
+    def __init__(self, width: int = 32, rank: int = 8) -> None:
+        super().__init__()
+        self.table = sc.TTMEmbedding(50, width, rank, num_modes=2)
+        self.first = sc.TTLinear(2 * width, 2 * width, rank)
+        self.second = sc.TTLinear(2 * width, width, rank, num_modes=2)
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.relu(self.second(torch.relu(self.first(self.table(ids).flatten(1))))))
+
+
+def net(seed: int = 0, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(50, (32, 2), generator=generator)
+    return ids, (ids[:, 0] + 3 * ids[:, 1]) % 50
+
+
+def steps(
+    model: Net, adapter: RankAdapter | None, optimizer: torch.optim.Optimizer, numbers: range, cut_every: int = 0
+) -> list[float]:
+    losses = []
+    for number in numbers:
+        ids, wanted = batch(number)
+        loss = nn.functional.cross_entropy(model(ids), wanted)
+        losses.append(loss.item())
+        (loss if adapter is None else adapter.loss(loss)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if adapter is not None and cut_every and number % cut_every == cut_every - 1:
+            adapter.truncate(optimizer)
+    return losses
+
+
+def numbers_in(model: nn.Module) -> int:
+    return sum(core.numel() for layer in model.modules() if isinstance(layer, TTLayer) for core in layer.cores)
+
+
+def came(model: nn.Module, **options: Any) -> sc.CAME:
+    return sc.CAME(sc.param_groups(model), lr=3e-3, debias=True, betas=(0.9, 0.95, 0.995), **options)
+
+
+def test_there_are_no_controls_before_an_adapter_and_none_after_it() -> None:
+    model = net()
+    names = [name for name, _ in model.named_parameters()]
+    assert not any("control" in name for name in names)
+    ids = batch(0)[0]
+    before = model(ids)
+    adapter = RankAdapter(model)
+    torch.testing.assert_close(model(ids), before, rtol=0, atol=0)
+    rank_gates = [name for name, _ in model.named_parameters() if "rank_gates" in name]
+    assert len(rank_gates) == 1 + 5 + 3
+    roles = {name: group["role"] for group in sc.param_groups(model) for name, _ in group["params"]}
+    assert {roles[name] for name in rank_gates} == {"vector"}
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for gate in layer.rank_gates or ():
+                gate.uniform_(-0.5, 1.5)
+    adapter.truncate()
+    before = model(ids)
+    adapter.detach()
+    torch.testing.assert_close(model(ids), before)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_a_gate_is_shut_below_its_threshold_and_passes_its_gradient() -> None:
+    gate = torch.tensor([1.0, 0.011, 0.01, 0.0, -3.0], requires_grad=True)
+    value = threshold_gate(gate, 0.01)
+    assert value.tolist() == pytest.approx([1.0, 0.011, 0.0, 0.0, 0.0])
+    value.backward(torch.arange(5.0))
+    assert gate.grad is not None
+    assert gate.grad.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_sizes_are_those_of_the_parameters_and_of_the_plan() -> None:
+    model = net()
+    layer, table = model.first, model.table
+    ranks = torch.tensor([*layer.ranks[1:-1], *table.ranks[1:-1]], dtype=torch.float64)
+    terms = parameter_terms(layer.sizes, 0) + parameter_terms(table.sizes, len(layer.cores) - 1)
+    size = SizePolynomial.of(terms, len(ranks))
+    assert size(ranks).item() == sum(core.numel() for core in [*layer.cores, *table.cores])
+    slope = size.derivatives(ranks)
+    for bond in range(len(ranks)):
+        more = ranks.clone()
+        more[bond] += 1
+        assert (size(more) - size(ranks)).item() == pytest.approx(slope[bond].item())
+    for tokens in (1, 30, 5000):
+        for part in (layer, table):
+            network = part.network
+            plan = best_plan(network, tokens)
+            ranks_of = (1, *network.ranks[1:-1], 1)
+            total = 0.0
+            for macs, bonds in rank_factors(network, plan):
+                product = macs
+                for bond in bonds:
+                    product *= ranks_of[bond]
+                total += product
+            assert total == pytest.approx(plan.macs)
+
+
+@pytest.mark.parametrize("target", [0.5, 0.2])
+@pytest.mark.parametrize("optimizer", ["came", "came-int8", "adamw", "sgd"])
+def test_the_size_comes_down_to_the_target(target: float, optimizer: str) -> None:
+    model = net(width=64, rank=12)
+    before = numbers_in(model)
+    adapter = RankAdapter(model, size_target=target, steps=60)
+    made: torch.optim.Optimizer
+    if optimizer.startswith("came"):
+        made = came(model, momentum="int8" if optimizer == "came-int8" else "fp32")
+    elif optimizer == "adamw":
+        made = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    else:
+        made = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    assert adapter.num_parameters() == before
+    losses = steps(model, adapter, made, range(70), cut_every=15)
+    adapter.truncate(made)
+    assert adapter.num_parameters() == numbers_in(model)
+    assert numbers_in(model) == pytest.approx(target * before, rel=0.02)
+    assert all(layer.ranks == adapter.ranks()[name] for name, layer in adapter.layers.items())
+    assert losses[-1] == losses[-1] < losses[0] + 0.5
+    assert steps(model, adapter, made, range(70, 75))[-1] < losses[0] + 0.5
+
+
+@pytest.mark.parametrize(("slack", "price"), [(0.0, 0.01), (0.25, 0.01), (0.25, 0.0)])
+def test_the_size_stays_within_the_slack_of_its_path(slack: float, price: float) -> None:
+    model = net(width=64, rank=12)
+    options: dict[str, Any] = {"schedule": "controlled", "slack": slack, "price": price}
+    adapter = RankAdapter(model, size_target=0.2, steps=80, begin=10, **options)
+    optimizer = torch.optim.AdamW(sc.param_groups(model, control_lr=3e-2), lr=3e-3)
+    initial, off = adapter.size(), []
+    for step in range(5, 80, 5):
+        steps(model, adapter, optimizer, range(step - 5, step))
+        path = 1.0 - 0.8 * max(0, step - 10) / 70
+        off.append(adapter.size() / initial / path - 1.0)
+        assert adapter.metrics()["rank_price"] >= (0.999 * price if step > 10 else 0.0)
+    assert max(map(abs, off)) <= (1 + slack) * (1 + adapter.options.tolerance) - 1
+    steps(model, adapter, optimizer, range(75, 85))
+    assert adapter.size() == pytest.approx(0.2 * initial, rel=adapter.options.tolerance)
+    # with slack, the price reduces the size before the limit forces it; without slack, all reduction is forced
+    if slack:
+        assert (min(off[5:]) < 0.5 * slack) == (price > 0.0)
+
+
+@given(st.integers(0, 10_000), st.floats(0.15, 0.95), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_the_ranks_kept_are_as_near_to_the_size_as_can_be(seed: int, share: float, shut: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ranks = torch.randint(4, 14, (7,), generator=generator)
+    bond_of = torch.repeat_interleave(torch.arange(7), ranks)
+    size = SizePolynomial.of(parameter_terms([5, 7, 4, 6], 0) + parameter_terms([9, 8, 3, 5, 4], 3), 7)
+    value = torch.rand(len(bond_of), generator=generator, dtype=torch.float64)
+    full, least = size(ranks.double()).item(), size(torch.ones(7, dtype=torch.float64)).item()
+    wanted = max(share * full, 1.5 * least)
+    active = torch.ones_like(bond_of, dtype=torch.bool)
+    if not shut:
+        active = torch.zeros_like(active).index_fill(0, ranks.cumsum(0) - 1, True)
+    found = select_ranks(size, active, bond_of, value, wanted, 0.01)
+    kept = torch.bincount(bond_of[found], minlength=7)
+    assert (kept >= 1).all()
+    assert size(kept.double()).item() == pytest.approx(wanted, rel=0.05)
+
+
+@pytest.mark.parametrize("unit", ["flops", "bytes"])
+def test_targets_in_other_units(unit: Any) -> None:
+    model = net(width=64, rank=12)
+    adapter = RankAdapter(model, size_target=0.4, unit=unit, steps=20, tokens=64)
+    initial = adapter.size()
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(25))
+    assert adapter.size() == pytest.approx(0.4 * initial, rel=0.02)
+    if unit == "bytes":
+        assert adapter.size() == 16 * adapter.num_parameters()
+    wanted = adapter.size() * 0.9
+    adapter.truncate(optimizer)
+    assert adapter.size() == pytest.approx(0.4 * initial, rel=0.02)
+    adapter.detach()
+    assert RankAdapter(model, size_target=wanted, unit=unit, tokens=64).target == wanted
+
+
+@pytest.mark.parametrize(
+    ("width", "rank", "target", "tokens"),
+    [
+        *((width, 30, target, 64) for width in (256, 768) for target in (0.5, 0.25)),
+        *((256, 16, target, 4096) for target in (0.8, 0.6)),
+        *((64, 16, target, 4096) for target in (0.8, 0.6)),
+    ],
+)
+def test_a_target_of_flops_holds_where_ranks_fall_at_once(width: int, rank: int, target: float, tokens: int) -> None:
+    """At lower ranks another contraction order is the best; the cost is that of the order that will be used."""
+    model = nn.Sequential(sc.TTLinear(width, width, rank), sc.TTLinear(width, width, rank))
+    adapter = RankAdapter(model, size_target=target, unit="flops", steps=20, tokens=tokens)
+    wanted = adapter.target
+    adapter.finish()
+    costs = [flops_of(layer, tokens) for layer in model]
+    assert sum(costs) == pytest.approx(wanted, rel=0.02)
+    assert adapter.size() == pytest.approx(sum(costs))
+
+
+def flops_of(layer: sc.TTLinear, tokens: int) -> float:
+    """Return the FLOPs per token, forward and backward."""
+    return 6.0 * layer.plan(tokens).macs / tokens
+
+
+def test_a_target_of_flops_counts_the_output_layer_that_is_tied_to_a_table() -> None:
+    table = sc.TTMEmbedding(300, 32, 8, num_modes=3)
+    model = nn.ModuleDict({"head": TTMHead(table), "table": table})
+    adapter = RankAdapter(model, size_target=0.5, unit="flops", tokens=4096)
+    assert adapter.size() == pytest.approx(3.0 * (table.flops(300) + model["head"].flops(4096)) / 4096)
+    wanted = adapter.target
+    adapter.finish()
+    assert adapter.size() == pytest.approx(wanted, rel=0.05)
+    assert adapter.size() == pytest.approx(3.0 * (table.flops(300) + model["head"].flops(4096)) / 4096)
+
+
+def test_a_target_of_flops_counts_experts_for_the_tokens_that_choose_them() -> None:
+    model = sc.tensorize(made("mixtral"), {"*.experts": 4})
+    adapter = RankAdapter(model, size_target=0.5, unit="flops", tokens=64)
+    assert adapter.size() == pytest.approx(sum(flops_of(layer, 32) for layer in adapter.layers.values()) * 32 / 64)
+    adapter.detach()
+    for module in model.modules():
+        if isinstance(module, TTExperts):
+            del module.config
+    with pytest.raises(UserError, match=r"nothing says how many of the 4 experts of 'model.layers.0.mlp.experts'"):
+        RankAdapter(model, size_target=0.5, unit="flops")
+
+
+def test_frozen_layers_keep_their_ranks() -> None:
+    model = net()
+    model.first.requires_grad_(False)
+    adapter = RankAdapter(model, size_target=0.5, steps=1)
+    assert "first" not in adapter.layers
+    ranks = model.first.ranks
+    adapter.finish()
+    assert model.first.ranks == ranks
+    with pytest.raises(UserError, match="no TT layer that is trained"):
+        RankAdapter(model.requires_grad_(False))
+
+
+def test_losses_of_passes_that_made_no_step_do_not_add_up() -> None:
+    """Non-finite losses are not counted either, because a scaler skips such steps."""
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, schedule="paper", steps=9, early_steps=5)
+    optimizer = came(model)
+
+    def passed(*losses: float) -> None:
+        for loss in losses:
+            adapter.loss(torch.tensor(loss, requires_grad=True) / len(losses), share=1 / len(losses)).backward()
+
+    def mean_loss() -> float:
+        return float(adapter._schedule.mean_loss / adapter._schedule.weight)
+
+    passed(float("nan"))
+    passed(2.0, 2.0, 2.0)
+    optimizer.step()
+    assert mean_loss() == pytest.approx(2.0)
+    passed(2.0)  # skipped
+    passed(2.0)
+    optimizer.step()
+    assert mean_loss() == pytest.approx(2.0)
+    for _ in range(3):
+        passed(float("nan"))
+        optimizer.step()
+    assert mean_loss() == pytest.approx(2.0)
+    assert float(adapter._schedule.reference) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_schedule_of_the_paper_is_held_to_the_target_at_the_end(late: bool) -> None:
+    model = net(width=64, rank=12)
+    early = 30 if late else None
+    adapter = RankAdapter(model, size_target=0.3, schedule="paper", steps=60, early_steps=early, gamma=1.0, beta=1e-4)
+    optimizer = came(model)
+    initial = adapter.num_parameters()
+    steps(model, adapter, optimizer, range(59))
+    loss = nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1])
+    total = adapter.loss(loss)
+    assert torch.isfinite(total)
+    assert total != loss
+    steps(model, adapter, optimizer, range(60, 64))
+    assert adapter.num_parameters() == pytest.approx(0.3 * initial, rel=0.02)
+    norm = sum(core.square().sum() for layer in adapter.layers.values() for core in layer.cores)
+    again = RankAdapter(net(width=64, rank=12), size_target=0.3, schedule="paper", steps=60, early_steps=early)
+    again.load_state_dict(adapter.state_dict())
+    for kept, beta in ((adapter, 1e-4), (again, 0.0)):  # nothing reduces ranks any more
+        torch.testing.assert_close(kept.loss(loss), loss + beta * norm)
+
+
+def test_the_late_stage_switches_by_the_true_size_and_the_mean_loss() -> None:
+    """Far above the target, the size decides: the loss is scaled by rho; below it, the loss decides."""
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, schedule="paper", steps=9, early_steps=0, rho=0.1, hold=False)
+    loss = torch.tensor(2.0, requires_grad=True)
+    adapter.loss(loss).backward()
+    assert loss.grad is not None
+    assert loss.grad.item() == pytest.approx(0.1)
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for gate in layer.rank_gates or ():
+                gate[1:] = 0.0
+    loss.grad = None
+    adapter.loss(loss).backward()
+    assert loss.grad.item() == pytest.approx(1.1)
+
+
+def test_removing_what_is_shut_changes_nothing_but_the_size() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    optimizer = came(model, momentum="int8")
+    kept_loss = nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1])  # an old graph that is still alive
+    steps(model, adapter, optimizer, range(5))
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for gate in layer.rank_gates or ():
+                gate[::3] = 0.001
+    ids, wanted = batch(9)
+    nn.functional.cross_entropy(model(ids), wanted).backward()
+    before, size = model(ids), adapter.num_parameters()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    assert numbers_in(model) > size
+    assert adapter.truncate(optimizer) > 0
+    assert numbers_in(model) == size == adapter.num_parameters()
+    assert ((model(ids) - before).norm() / before.norm()).item() < 1e-6
+    for name, param in model.named_parameters():
+        grad = gradients[name]
+        assert param.grad is not None
+        assert grad is not None
+        assert param.grad.shape == param.shape
+        assert param.grad.abs().sum() <= grad.abs().sum() + 1e-6
+    for param in model.parameters():
+        for value in optimizer.state[param].values():
+            assert value.ndim == 0 or value.numel() <= 2 * param.numel() + 2
+    assert adapter.truncate(optimizer) == 0
+    steps(model, adapter, optimizer, range(10, 13))
+    assert kept_loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("optimizer", ["came", "adamw"])
+def test_the_step_after_removal_is_the_one_before_it(optimizer: str) -> None:
+    """The remaining ranks are stepped as if nothing had been removed: pruned ranks do not affect gradients."""
+    model = net()
+    adapter = RankAdapter(model)
+
+    def made(parameters: Net) -> torch.optim.Optimizer:
+        if optimizer == "came":
+            return came(parameters, clip_threshold=1e9)
+        return torch.optim.AdamW(parameters.parameters(), lr=1e-3)
+
+    after_step = made(model)
+    steps(model, adapter, after_step, range(5))
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for gate in layer.rank_gates or ():
+                gate[:2] = -1.0
+    twin = copy.deepcopy(model)
+    twin_stepped = made(twin)
+    twin_stepped.load_state_dict(copy.deepcopy(after_step.state_dict()))
+    adapter.truncate(after_step)
+    steps(twin, None, twin_stepped, range(5, 6))
+    steps(model, None, after_step, range(5, 6))
+    ids = batch(7)[0]
+    if optimizer == "adamw":
+        torch.testing.assert_close(model(ids), twin(ids), rtol=1e-5, atol=1e-6)
+    else:  # means of new gradients over rows and columns lack the removed entries
+        assert ((model(ids) - twin(ids)).norm() / twin(ids).norm()).item() < 0.05
+
+
+@pytest.mark.parametrize("modes", [2, 3])
+@pytest.mark.parametrize("kind", [sc.TTMEmbedding, sc.TTMEmbeddingBag])
+def test_a_dead_bond_of_a_table_leaves_zeros(kind: Any, modes: int) -> None:
+    for bond in range(modes - 1):
+        table = kind(300, 64, rank=8, num_modes=modes)
+        adapter = RankAdapter(nn.Sequential(table), size_target=0.9)
+        with torch.no_grad():
+            table.rank_gates[bond].fill_(-1.0)
+        adapter.truncate()
+        for numbers in (1, 20, 700):
+            rows = table(torch.randint(300, (numbers, 2)))
+            assert rows.shape[-1] == 64
+            assert not rows.any()
+
+
+@pytest.mark.parametrize("schedule", ["importance", "controlled", "paper"])
+def test_a_control_that_is_nan_is_never_written_over(schedule: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, steps=6, interval=1, schedule=schedule, hold=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    steps(model, adapter, optimizer, range(2))
+    gate = next(iter(model.first.rank_gates or ()))
+    with torch.no_grad():
+        gate[0] = torch.nan
+    with pytest.raises(UserError, match=r"a rank gate of '.*' is NaN or Inf"):
+        steps(model, adapter, optimizer, range(2, 10), cut_every=10)
+    assert gate[0].isnan()
+
+
+def test_nothing_is_removed_where_a_control_is_nan() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    with torch.no_grad():
+        assert model.first.rank_gates is not None
+        model.first.rank_gates[1][0] = torch.nan
+    before = adapter.layers["first"].ranks
+    with pytest.raises(UserError, match="a rank gate of 'first' is NaN or Inf"):
+        adapter.truncate()
+    assert adapter.layers["first"].ranks == before
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    state = adapter.state_dict()
+    before = adapter.ranks()
+    *_, last = state["ranks"]
+    state["ranks"] = {name: tuple(min(rank, 2) for rank in ranks) for name, ranks in state["ranks"].items()}
+    state["ranks"][last] = (1, 999, 1)
+    with pytest.raises(UserError, match=f"'{last}' has the ranks"):
+        adapter.load_state_dict(state)
+    assert adapter.ranks() == before
+    assert {name: layer.ranks for name, layer in adapter.layers.items()} == before
+
+
+def test_a_dead_bond_leaves_the_bias() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(3))
+    with torch.no_grad():
+        rank_gates = model.first.rank_gates
+        assert rank_gates is not None
+        rank_gates[2].fill_(-1.0)
+    x = torch.randn(5, 64)
+    assert model.first.bias is not None
+    expected = model.first.bias.expand(5, 64)
+    torch.testing.assert_close(model.first(x), expected, rtol=0, atol=0)
+    assert adapter.ranks()["first"] == (1, 0, 0, 0, 0, 0, 1)
+    adapter.truncate(optimizer)
+    torch.testing.assert_close(model.first(x), expected, rtol=0, atol=0)
+    assert sum(core.numel() for core in model.first.cores) == 0
+    assert numbers_in(model) == adapter.num_parameters()
+    losses = steps(model, adapter, optimizer, range(5, 10))
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert all(torch.isfinite(param).all() for param in model.parameters())
+    torch.testing.assert_close(model.first.to_dense()(x), model.first(x))
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+
+
+@pytest.mark.parametrize("schedule", ["importance", "controlled", "paper"])
+@pytest.mark.parametrize("dead", [["second"], ["first", "second"], ["table", "first", "second"]])
+def test_the_schedule_goes_on_when_layers_have_died(dead: list[str], schedule: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, steps=10, schedule=schedule, interval=1)
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(2))
+    with torch.no_grad():
+        for name in dead:
+            rank_gates = adapter.layers[name].rank_gates
+            assert rank_gates is not None
+            rank_gates[0].fill_(-1.0)
+    adapter.truncate(optimizer)
+    losses = steps(model, adapter, optimizer, range(2, 12), cut_every=5)
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert all(adapter.ranks()[name][1] == 0 for name in dead)
+    assert adapter.size() <= 1.01 * adapter.target
+    adapter.finish(optimizer)
+    if len(dead) == 3:
+        with pytest.raises(UserError, match="no rank left"):
+            RankAdapter(model, size_target=0.9)
+    else:
+        again = RankAdapter(model, size_target=0.8, steps=2)
+        steps(model, again, came(model), range(3))
+        assert again.size() == pytest.approx(again.target, rel=0.1)  # one rank is a large share of the rest
+
+
+@pytest.mark.parametrize("schedule", ["importance", "controlled", "paper"])
+def test_the_target_holds_when_a_bond_is_shut_and_not_yet_removed(schedule: str) -> None:
+    model = net(width=64, rank=12)
+    adapter = RankAdapter(model, size_target=0.5, steps=10, schedule=schedule, early_steps=10)
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(8))
+    with torch.no_grad():
+        rank_gates = model.first.rank_gates
+        assert rank_gates is not None
+        rank_gates[1].fill_(-1.0)
+    assert adapter.ranks()["first"][2] == 0
+    steps(model, adapter, optimizer, range(8, 12))
+    assert adapter.ranks()["first"][2] > 0
+    assert adapter.size() == pytest.approx(adapter.target, rel=0.02)
+
+
+def test_controls_of_a_checkpoint_are_gone_on_with() -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, steps=4, interval=1)
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(3))
+    loaded = copy.deepcopy(model)
+    with pytest.raises(UserError, match="'table' has rank gates already"):
+        RankAdapter(model)
+    resumed = RankAdapter(loaded, size_target=0.5, steps=4, interval=1)
+    assert resumed.ranks() == adapter.ranks() != {name: layer.ranks for name, layer in adapter.layers.items()}
+    resumed.load_state_dict(adapter.state_dict())
+    assert (resumed.size(), resumed.target, resumed.step) == (adapter.size(), adapter.target, adapter.step)
+    with pytest.raises(UserError, match="rank gates already"):
+        RankAdapter(loaded)
+    with pytest.raises(UserError, match="is the least"):
+        RankAdapter(copy.deepcopy(model), size_target=0.001)
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-3),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_goes_on_when_a_bond_has_died(name: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=1000)
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    steps(model, adapter, optimizer, range(2))
+    rank_gates = model.first.rank_gates
+    assert rank_gates is not None
+    with torch.no_grad():
+        rank_gates[2].fill_(-1.0)
+    adapter.truncate(optimizer)
+    assert not any(param.requires_grad for param in (*model.first.cores, *rank_gates))
+    before = model.second.cores[0].detach().clone()
+    losses = steps(model, adapter, optimizer, range(2, 5))
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert not torch.equal(model.second.cores[0], before)
+    adapter.truncate(optimizer)
+    assert model.first.to_dense().weight.requires_grad
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "came"])
+def test_the_optimizer_opens_a_rank_again_that_the_task_needs(name: str) -> None:
+    """The student lacks only its pruned rank to match its teacher."""
+    student = net()
+    adapter = RankAdapter(student, size_target=1.0)
+    gate = next(iter(student.first.rank_gates or ()))
+    wanted = {step: student.first(torch.ones(1, 64) + batch(step)[0].repeat(1, 32)).detach() for step in range(40)}
+    with torch.no_grad():
+        gate[0] = -0.005
+    assert not student.first.active_ranks()[0][0]
+    groups = [{"params": [gate], "role": "vector"}]
+    made = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "came": sc.CAME}[name]
+    optimizer = made(groups, lr={"sgd": 1e-3}.get(name, 1e-2))
+    for step, target in wanted.items():
+        nn.functional.mse_loss(student.first(torch.ones(1, 64) + batch(step)[0].repeat(1, 32)), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert student.first.active_ranks()[0][0]
+    assert adapter.truncate() == 0
+
+
+@pytest.mark.parametrize("schedule", ["importance", "controlled", "paper"])
+def test_it_goes_on_to_the_bit_across_a_removal(schedule: Any) -> None:
+    options: dict[str, Any] = {"size_target": 0.3, "steps": 30, "schedule": schedule, "early_steps": 10, "gamma": 1.0}
+    model = net()
+    adapter = RankAdapter(model, **options)
+    optimizer = came(model, momentum="int4")
+    steps(model, adapter, optimizer, range(12), cut_every=4)
+    saved = copy.deepcopy((adapter.state_dict(), model.state_dict(), optimizer.state_dict()))
+    steps(model, adapter, optimizer, range(12, 40), cut_every=4)
+
+    again = net(seed=5)
+    resumed = RankAdapter(again, **options)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    after_step = came(again, momentum="int4")
+    after_step.load_state_dict(saved[2])
+    steps(again, resumed, after_step, range(12, 40), cut_every=4)
+    assert resumed.ranks() == adapter.ranks()
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_a_rank_contributes_is_its_share_of_the_squared_norm() -> None:
+    torch.manual_seed(0)
+    layer = sc.TTLinear(24, 20, 5)
+    adapter = RankAdapter(nn.Sequential(layer))
+    assert layer.rank_gates is not None
+    with torch.no_grad():
+        for gate in layer.rank_gates:
+            gate.uniform_(0.2, 1.5)
+        total = layer.dense_weight().square().sum()
+        for gate, shares in zip(layer.rank_gates, list(adapter._budget.contributions()), strict=True):
+            kept = gate.clone()
+            for rank, share in enumerate(shares):
+                gate.zero_()[rank] = kept[rank]
+                torch.testing.assert_close(layer.dense_weight().square().sum() / total, share, rtol=1e-4, atol=1e-7)
+            gate.copy_(kept)
+
+
+def test_micro_batches_are_one_step() -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=10)
+    optimizer = came(model)
+    for number in range(4):
+        for part in range(3):
+            ids, wanted = batch(3 * number + part)
+            adapter.loss(nn.functional.cross_entropy(model(ids), wanted) / 3, share=1 / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert adapter.step == 4
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1])
+        assert adapter.loss(loss) is loss
+    assert adapter.step == 4
+
+
+LARGE_STEPS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "rprop": lambda params: torch.optim.Rprop(params, lr=1.0),
+    "adam": lambda params: torch.optim.Adam(params, lr=5.0),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_STEPS)
+@pytest.mark.parametrize("cut_every", [0, 12])
+def test_the_target_stays_held_however_far_a_step_goes_and_on_to_the_bit(name: str, cut_every: int) -> None:
+    def started(seed: int) -> tuple[Net, RankAdapter, torch.optim.Optimizer]:
+        model = net(seed)
+        adapter = RankAdapter(model, size_target=0.5, steps=10)
+        rank_gates = [param for param_name, param in model.named_parameters() if "rank_gates" in param_name]
+        optimizer = LARGE_STEPS[name](rank_gates)
+        others = [param for param_name, param in model.named_parameters() if "rank_gates" not in param_name]
+        optimizer.add_param_group({"params": others, "lr": 1e-4})
+        return model, adapter, optimizer
+
+    model, adapter, optimizer = started(0)
+    steps(model, adapter, optimizer, range(15), cut_every)
+    saved = copy.deepcopy((adapter.state_dict(), model.state_dict(), optimizer.state_dict()))
+    for number in range(15, 40):
+        steps(model, adapter, optimizer, range(number, number + 1), cut_every)
+        assert adapter.size() == pytest.approx(adapter.target, rel=0.01)
+
+    again, resumed, after_step = started(5)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    after_step.load_state_dict(saved[2])
+    steps(again, resumed, after_step, range(15, 40), cut_every)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
+
+
+class Plain(torch.optim.Optimizer):
+    """SGD that writes through `.data`, as many published optimizers do: version counters do not detect it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("kind", ["fused", "through data", "foreach"])
+def test_the_target_holds_after_the_very_steps_whatever_steps_the_controls(kind: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.3, steps=30)
+    optimizer: torch.optim.Optimizer = (
+        Plain(model.parameters(), lr=0.05)
+        if kind == "through data"
+        else torch.optim.AdamW(model.parameters(), lr=3e-3, **{kind: True})
+    )
+    steps(model, adapter, optimizer, range(30), cut_every=7)
+    assert adapter.step == 30
+    ids = batch(99)[0]
+    before = model(ids)
+    adapter.truncate(optimizer)
+    torch.testing.assert_close(model(ids), before, rtol=1e-5, atol=1e-5)
+    assert numbers_in(model) == adapter.num_parameters() == pytest.approx(adapter.target, rel=0.02)
+
+
+def test_two_optimizers_take_one_step() -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=10)
+    rank_gates = {id(c) for layer in adapter.layers.values() for c in layer.rank_gates or ()}
+    halves = [[p for p in model.parameters() if (id(p) in rank_gates) == wanted] for wanted in (True, False)]
+    one, other = (torch.optim.SGD(half, lr=0.01) for half in (halves[0] + halves[1][:1], halves[1][1:]))
+    for number in range(3):
+        ids, wanted = batch(number)
+        adapter.loss(nn.functional.cross_entropy(model(ids), wanted)).backward()
+        for optimizer in (one, other, one):
+            optimizer.step()
+    assert adapter.step == 3
+
+
+def test_finishing_holds_the_size_and_leaves_a_plain_model() -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.3, steps=50)
+    optimizer = came(model, momentum="int8")
+    steps(model, adapter, optimizer, range(5))
+    adapter.finish(optimizer)
+    assert numbers_in(model) == adapter.num_parameters() == adapter.size() == pytest.approx(adapter.target, rel=0.02)
+    loss = torch.tensor(1.0, requires_grad=True)
+    assert adapter.loss(loss) is loss
+    assert adapter.metrics()["tensor_parameters"] == numbers_in(model)
+    late = net()
+    held = RankAdapter(late, size_target=0.3, steps=5)
+    optimizer = came(late)
+    steps(late, held, optimizer, range(6))
+    with torch.no_grad():  # loads an earlier state of the model, as at the end of a Trainer's run
+        for layer in held.layers.values():
+            for gate in layer.rank_gates or ():
+                gate.fill_(1.0)
+    held.finish()
+    assert numbers_in(late) == pytest.approx(held.target, rel=0.02)
+
+
+def test_a_table_of_one_core_has_no_ranks_and_is_no_obstacle() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(sc.TTMEmbedding(50, 16, 4, num_modes=1), sc.TTLinear(16, 16, 4))
+    adapter = RankAdapter(model, size_target=0.5, steps=5)
+    assert list(adapter.layers) == ["1"]
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(5):
+        adapter.loss(model(torch.randint(50, (8,))).square().mean()).backward()
+        optimizer.step()
+    adapter.truncate(optimizer)
+    assert adapter.num_parameters() == adapter.target
+
+
+def test_a_wrapped_optimizer_is_cut_as_itself() -> None:
+    from accelerate import Accelerator
+
+    model = net()
+    adapter = RankAdapter(model, size_target=0.3, steps=4)
+    optimizer = came(model, momentum="int8")
+    wrapped = Accelerator(cpu=True).prepare_optimizer(optimizer)
+    steps(model, adapter, wrapped, range(4))
+    assert adapter.truncate(wrapped) > 0
+    for parameter in model.parameters():
+        assert parameter in optimizer.state
+    steps(model, adapter, wrapped, range(4, 6))
+
+
+def test_an_adapter_goes_where_its_model_goes_and_controls_stay_wide() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    optimizer = came(model)
+    steps(model, adapter, optimizer, range(2))
+    model.to(torch.bfloat16)
+    assert all(c.dtype == torch.float32 for layer in adapter.layers.values() for c in layer.rank_gates or ())
+    assert model.first.cores[0].dtype == torch.bfloat16
+    model.to("meta")
+    assert adapter.loss(torch.zeros((), device="meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("schedule", ["importance", "controlled", "paper"])
+def test_a_state_is_loaded_where_the_model_has_gone(schedule: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, schedule=schedule)
+    state = adapter.state_dict()
+    model.to("meta")
+    adapter.load_state_dict(state)
+    assert adapter.device.type == "meta"
+    assert {buffer.device.type for buffer in adapter._schedule.buffers()} == {"meta"}
+    assert adapter.loss(torch.zeros((), device="meta")).device.type == "meta"
+
+
+def test_controls_without_an_adapter_and_weights_without_values_are_refused() -> None:
+    model = net()
+    RankAdapter(model)
+    with pytest.raises(UserError, match="table: the checkpoint was saved while ranks adapted"):
+        net().load_state_dict(model.state_dict(), strict=False)
+    with torch.device("meta"):
+        empty = net()
+    with pytest.raises(UserError, match="on the meta device"):
+        RankAdapter(empty, size_target=0.5).finish()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="Linear has no TT layer"):
+        RankAdapter(nn.Linear(3, 3))
+    model = net()
+    with pytest.raises(UserError, match=r"size_target=0.001 is .* one rank on every bond of 3 layers takes"):
+        RankAdapter(model, size_target=0.001)
+    assert model.first.rank_gates is None
+    for options, message in (
+        ({"size_target": -1.0}, "size_target must be a finite number above 0.0; given -1.0"),
+        ({"steps": 0}, "steps must be a whole number of at least 1"),
+        ({"schedule": "late"}, "schedule must be importance, controlled or paper; given 'late'"),
+        ({"unit": "MB"}, "unit must be parameters, flops or bytes"),
+        ({"stepps": 3}, "stepps is not known .did you mean"),
+        ({"threshold": 1.0}, "threshold must be below 1"),
+        ({"hold": "no"}, "hold must be true or false; given 'no'"),
+        ({"early_steps": -5, "schedule": "paper"}, "early_steps must be a whole number of at least 0; given -5"),
+        ({"steps": 10.5}, "steps must be a whole number of at least 1; given 10.5"),
+        ({"interval": 2.5}, "interval must be a whole number"),
+        ({"size_target": float("inf")}, "size_target must be a finite number above 0"),
+        ({"loss_target": "x", "schedule": "paper"}, "loss_target must be a finite number; given 'x'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            RankAdapter(model, **options)  # type: ignore[arg-type]
+
+    def broken(*_: Any) -> float:
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        RankAdapter(model, unit="bytes", core_bytes=broken)
+    assert model.first.rank_gates is None
+    adapter = RankAdapter(model)
+    with pytest.raises(UserError, match="'table' has rank gates already"):
+        RankAdapter(model)
+    too_early = torch.optim.AdamW([param for name, param in model.named_parameters() if "rank_gates" not in name])
+    with pytest.raises(UserError, match="does not step the rank gates of 'table'"):
+        adapter.truncate(too_early)
+    with pytest.raises(UserError, match="LBFGS keeps one history"):
+        adapter.truncate(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(UserError, match="other layers"):
+        adapter.load_state_dict({**adapter.state_dict(), "ranks": {"nowhere": [1, 1]}})
+    with pytest.raises(UserError, match="the state of the RankAdapter has unit='bytes', this one unit='parameters'"):
+        adapter.load_state_dict({**adapter.state_dict(), "unit": "bytes"})
+    for name, other_value in (("size_target", 0.3), ("steps", 50), ("begin", 7)):
+        with pytest.raises(UserError, match=f"has {name}={other_value}, this one"):
+            adapter.load_state_dict({**adapter.state_dict(), name: other_value})
+    with pytest.raises(UserError, match="no state of a RankAdapter, or one of another version: it lacks 'values'"):
+        adapter.load_state_dict({key: value for key, value in adapter.state_dict().items() if key != "values"})
+    other = net(rank=4)
+    RankAdapter(other)
+    with pytest.raises(UserError, match=r"table: core 1 of the checkpoint has the shape"):
+        other.load_state_dict(model.state_dict())
+
+
+def test_controls_that_nobody_steps_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    too_early = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    adapter = RankAdapter(model, steps=5)
+    steps(model, adapter, too_early, range(4))
+    assert caplog.text.count("attach the adapter before the optimizer is built") == 1
+
+
+def test_decay_of_controls_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=5)
+    steps(model, adapter, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01), range(3))
+    assert caplog.text.count("decays the rank gates (weight_decay=0.01)") == 1
+    caplog.clear()
+    model = net()
+    adapter = RankAdapter(model, steps=5)
+    steps(model, adapter, torch.optim.AdamW(sc.param_groups(model, weight_decay=0.01), lr=1e-3), range(3))
+    assert not caplog.text
+
+
+def test_a_model_whose_ranks_adapt_is_not_made_dense() -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5, steps=5)
+    with pytest.raises(UserError, match="RankAdapter is attached to 'table'"):
+        sc.densify(model)
+    ids, _ = batch(0)
+    expected = model(ids)
+    torch.testing.assert_close(sc.densify(copy.deepcopy(model))(ids), expected)
+    adapter.detach()
+    torch.testing.assert_close(sc.densify(model)(ids), expected)
+
+
+def test_optimizers_behind_one_that_steps_them_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=5)
+    rank_gates = [gate for layer in adapter.layers.values() for gate in layer.rank_gates or ()]
+    others = [param for param in model.parameters() if all(param is not gate for gate in rank_gates)]
+    both = CombinedOptimizer(
+        [torch.optim.AdamW(rank_gates, lr=1e-3, weight_decay=0.0), torch.optim.SGD(others, lr=1e-3)]
+    )
+    steps(model, adapter, both, range(4))
+    assert adapter.step == 4
+    assert not caplog.text
+
+
+def test_one_optimizer_for_the_cores_and_one_for_the_controls_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    adapter = RankAdapter(model, steps=5)
+    rank_gates = [gate for layer in adapter.layers.values() for gate in layer.rank_gates or ()]
+    others = [param for param in model.parameters() if all(param is not gate for gate in rank_gates)]
+    first, second = torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD(rank_gates, lr=1e-3)
+    for number in range(4):
+        steps(model, adapter, first, range(number, number + 1))
+        second.step()
+    assert adapter.step == 4
+    assert not caplog.text
+
+
+def test_state_that_cannot_be_cut_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]["projection"] = torch.zeros(3, 7)
+            return super().step(closure)
+
+    param = nn.Parameter(torch.ones(4, 5))
+    optimizer = Odd([param], lr=0.1)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    slice_parameter(param, 1, torch.tensor([0, 2]), optimizer)
+    assert param.shape == (4, 2)
+    assert "dropped" in caplog.text
+    assert param not in optimizer.state
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "RMSprop", "Adagrad", "NAdam"])
+def test_any_optimizer_goes_on_after_a_cut(name: str) -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.4, steps=8)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+    steps(model, adapter, optimizer, range(14), cut_every=3)
+    assert numbers_in(model) == adapter.num_parameters()
+
+
+def test_gradients_released_within_the_backward_pass_go_on_after_a_cut() -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.4, steps=8)
+    optimizer = came(model)
+    handle = sc.optim.release_gradients(model, optimizer)
+    for number in range(14):
+        adapter.loss(nn.functional.cross_entropy(model(batch(number)[0]), batch(number)[1])).backward()
+        if number % 3 == 2:
+            adapter.truncate(optimizer)
+    handle.remove()
+    assert numbers_in(model) == adapter.num_parameters()
+
+
+def test_controls_compile_without_a_break() -> None:
+    model = net()
+    adapter = RankAdapter(model)
+    with torch.no_grad():
+        for layer in adapter.layers.values():
+            for gate in layer.rank_gates or ():
+                gate[::2] = 0.0
+    ids = batch(0)[0]
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids), model(ids))
