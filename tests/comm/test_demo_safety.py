@@ -87,9 +87,7 @@ def test_a_checkpoint_that_one_rank_alone_has_loaded_is_named() -> None:
             made.load_shared_state_dict({"step": 5})
         made.exchange()
 
-    with pytest.raises(
-        UserError, match=r"rank 1 differs from the others in square: it has step 5; they have step 0"
-    ):
+    with pytest.raises(UserError, match=r"rank 1 differs from the others in square: it has step 5; they have step 0"):
         together(3, work)
 
 
@@ -103,7 +101,9 @@ def test_a_change_that_may_be_one_ranks_alone_is_said_before_it_ends_badly(caplo
             made.exchange()
 
     together(2, work)
-    told = [record.getMessage() for record in caplog.records if "options, shapes or frozen parameters" in record.message]
+    told = [
+        record.getMessage() for record in caplog.records if "options, shapes or frozen parameters" in record.message
+    ]
     assert sorted(text[:14] for text in told) == [f"step {step}, rank {rank}" for step in (1, 2) for rank in (0, 1)]
 
 

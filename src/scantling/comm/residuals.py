@@ -29,11 +29,13 @@ from scantling.comm.param_groups import Group, all_parameters, group_by_param, p
 from scantling.comm.transport.group import ReplicaGroup
 from scantling.comm.transport.shards import all_finite, to_local
 from scantling.errors import UserError
+from scantling.numerics.block_quantizer import BlockQuantizer, join_blocks, split_blocks
 
 KEYS = ("residual", "residual_scale")
 """Keys of a parameter's state."""
 ROW = 128
 """Elements that share a scale in int8."""
+INT8 = BlockQuantizer(8)
 MAX_AVERAGED_NUMEL = 1 << 24
 """Elements of the residuals that are averaged in one collective; a larger parameter has its own."""
 
@@ -286,25 +288,20 @@ def mean_of_tensors(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
 
 def encode_int8(value: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
     """Return int8 codes of the shape of `value`, and the scale of each row of `ROW` elements."""
-    rows = num_rows(value.numel())
-    flat = torch.nn.functional.pad(value.flatten(), (0, rows * ROW - value.numel())).view(rows, ROW)
-    scale = flat.abs().amax(1)
-    steps = flat / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None] * 127
-    if seed is None:
-        codes = steps.round()
-    else:
+    rows = split_blocks(value.flatten(), ROW)  # (rows, ROW)
+    scale = rows.abs().amax(1)
+    noise = None
+    if seed is not None:
         generator = torch.Generator(value.device).manual_seed(seed)
-        codes = (steps + torch.rand(steps.shape, generator=generator, device=value.device)).floor()
-    codes = codes.clamp(-127, 127).to(torch.int8).flatten()[: value.numel()]
-    return codes.view(value.shape).clone(), scale
+        noise = torch.rand(rows.shape, generator=generator, device=value.device)
+    codes = INT8.encode(rows, scale, noise).to(torch.int8)
+    return join_blocks(codes, value.numel()).view(value.shape).clone(), scale
 
 
 def decode_int8(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the fp32 values of codes and scales."""
-    rows = len(scale)
-    flat = torch.nn.functional.pad(codes.flatten(), (0, rows * ROW - codes.numel())).view(rows, ROW)
-    values = (flat / 127) * scale[:, None]
-    return values.flatten()[: codes.numel()].view(codes.shape)
+    values = INT8.decode(split_blocks(codes.flatten(), ROW), scale)
+    return join_blocks(values, codes.numel()).view(codes.shape)
 
 
 def merge_local_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

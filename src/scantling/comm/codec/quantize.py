@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scantling.comm.config import Values
 from scantling.numerics.bits import pack, packed_bytes, unpack
+from scantling.numerics.block_quantizer import BlockQuantizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Formats that are dtypes of torch."""
@@ -48,11 +49,10 @@ def quantize(value: Tensor, values: Values) -> Tensor:
         scale = (size.mean(1) if value.shape[1] else size.sum(1)).to(torch.bfloat16)
         codes = pack((value > 0).flatten(), 1)
     else:
-        most = 127 if values == "int8" else 7
+        quantizer = BlockQuantizer(_BITS[values])
         scale = (size.amax(1) if value.shape[1] else size.sum(1)).to(torch.bfloat16)
-        divisor = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
-        steps = (value / divisor[:, None] * most).round().clamp(-most, most)
-        codes = pack((steps.to(torch.int32) + most + 1).flatten(), _BITS[values])
+        signed = quantizer.encode(value, scale.float()).to(torch.int32)
+        codes = pack((signed + quantizer.levels + 1).flatten(), _BITS[values])
     return torch.cat([codes, scale.view(torch.uint8)])
 
 
@@ -64,11 +64,11 @@ def dequantize(packed: Tensor, rows: int, length: int, values: Values) -> Tensor
         return _view(packed, torch.bfloat16).float().view(rows, length)
     start = packed_bytes(rows * length, _BITS[values])
     codes = unpack(packed[:start], rows * length, _BITS[values]).view(rows, length)
-    scale = _view(packed[start:], torch.bfloat16).float()[:, None]
+    scale = _view(packed[start:], torch.bfloat16).float()
     if values == "sign":
-        return (2 * codes - 1) * scale
-    most = 127 if values == "int8" else 7
-    return (codes - (most + 1)) * (scale / most)
+        return (2 * codes - 1) * scale[:, None]
+    quantizer = BlockQuantizer(_BITS[values])
+    return quantizer.decode(codes - (quantizer.levels + 1), scale)
 
 
 def _view(packed: Tensor, dtype: torch.dtype) -> Tensor:
