@@ -17,7 +17,7 @@ from scantling.comm import GradientExchange
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError
 from scantling.numerics.device import autocast
-from scantling.trainer.data.batch import Batch
+from scantling.trainer.data.loader import Batch
 from scantling.trainer.tasks.base import Task
 from scantling.trainer.training.graph import CudaGraphs, StepGraphs
 from scantling.trainer.training.meters import Stopwatch
