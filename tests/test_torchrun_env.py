@@ -9,7 +9,7 @@ from scantling.torchrun_env import local_rank_from_env, rank_from_env, require_s
 
 
 @pytest.mark.parametrize("given", [None, "", "3"])
-def test_numbers_of_torchrun(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_variables_are_read(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
         if given is not None:
@@ -23,7 +23,7 @@ def test_numbers_of_torchrun(given: str | None, monkeypatch: pytest.MonkeyPatch)
         require_single_process("export")
 
 
-def test_what_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_variables_must_be_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(UserError, match="RANK is set by torchrun to a number; the environment has 'first'"):
         rank_from_env()

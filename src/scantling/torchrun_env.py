@@ -1,4 +1,4 @@
-"""What torchrun tells the processes that it starts, by their environment; without it, one process alone."""
+"""Environment variables that torchrun sets for its processes; without them, there is one process."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from scantling.errors import UserError
 
 
 def world_size_from_env() -> int:
-    """How many processes were started together."""
+    """Return the number of processes in the job."""
     return _number("WORLD_SIZE", 1)
 
 
 def rank_from_env() -> int:
-    """The number of this process among all."""
+    """Return the rank of this process."""
     return _number("RANK", 0)
 
 
 def local_rank_from_env() -> int:
-    """The number of this process among those on its machine."""
+    """Return the rank of this process on its machine."""
     return _number("LOCAL_RANK", 0)
 
 
 def local_world_size_from_env() -> int:
-    """Return how many processes were started on this machine."""
+    """Return the number of processes on this machine."""
     return _number("LOCAL_WORLD_SIZE", world_size_from_env())
 
 

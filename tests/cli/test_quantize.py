@@ -181,7 +181,7 @@ def test_a_law_by_which_training_diverges() -> None:
     ("given", "words"),
     [
         (["--weights", "int4", "--method", "qptq"], "method must be rtn or gptq; given 'qptq' (did you mean 'gptq'?)"),
-        (["--weights", "int44"], "integers have 2 to"),
+        (["--weights", "int44"], "integer formats have 2 to"),
         (["--weights", "int4", "--clip", "msa"], "did you mean 'mse'"),
         (["--weights", "nvfp4", "--group-size", "8"], "nvfp4 has group_size=16; given 8"),
         (["--weights", "nvfp4", "--clip", "mse"], "are of groups and of absmax"),
