@@ -171,7 +171,7 @@ def test_quantize_after_low_precision_training(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_law_predicts_divergence() -> None:
-    kumar, _ = predictions(10**8, 10**10, Quantizer.of("int3"), {"activations": 2, "queries": 8})
+    kumar, _ = predictions(10**8, 10**10, Quantizer.from_spec("int3"), {"activations": 2, "queries": 8})
     assert (kumar.degradation, kumar.unknown) == (None, ("queries",))
     assert _describe_prediction(kumar).startswith("divergence by the kumar law")
     assert _describe_prediction(kumar).endswith(
