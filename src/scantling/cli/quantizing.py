@@ -97,17 +97,10 @@ def summary(result: QuantizedRun) -> dict[str, Any]:
         "parameters_without_embeddings": result.parameters,
         "tokens": result.tokens,
         "bytes": {
-<<<<<<< HEAD
             "written": result.saved.written,
             "as_trained": result.saved.plain,
-            "bf16": 2 * result.saved.num_numbers,
+            "bf16": 2 * result.saved.num_elements,
             "in_memory": result.memory,
-=======
-            "written": done.saved.written,
-            "as_trained": done.saved.plain,
-            "bf16": 2 * done.saved.num_elements,
-            "in_memory": done.memory,
->>>>>>> main
         },
         "layers": {
             name: {
@@ -147,19 +140,11 @@ def _lines(result: QuantizedRun, reader: str) -> list[tuple[str, str]]:
     """Return the lines of a result, each a label and a text."""
     from scantling.trainer.reporting.format import format_bytes, format_difference, format_ratio
 
-<<<<<<< HEAD
     before, after = result.before["eval_loss"], result.after["eval_loss"]
-    saved, half = result.saved, 2 * result.saved.num_numbers
+    saved, half = result.saved, 2 * result.saved.num_elements
     sizes = ((f"as trained {format_bytes(saved.plain)}", saved.plain), (f"in bf16 {format_bytes(half)}", half))
     compared = ", ".join(f"{text} ({format_ratio(saved.written, size)})" for text, size in sizes)
     nearest = sum(weight.method != result.method for weight in result.weights.values())
-=======
-    before, after = done.before["eval_loss"], done.after["eval_loss"]
-    saved, half = done.saved, 2 * done.saved.num_elements
-    others = ((f"as trained {format_bytes(saved.plain)}", saved.plain), (f"in bf16 {format_bytes(half)}", half))
-    compared = ", ".join(f"{text} ({format_ratio(saved.written, size)})" for text, size in others)
-    nearest = sum(weight.method != done.method for weight in done.weights.values())
->>>>>>> main
     stored = "sc.load unpacks the weights to" if reader == "sc.load" else "the weights are stored in"
     rounded = f", {nearest} of them rounded to nearest" if nearest else ""
     return [

@@ -33,21 +33,12 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
     console = make_console()
     read, base = load_sweep(path, settings)
     with busy("checking the recipes"):
-<<<<<<< HEAD
-        grid = cases(read, base, path)
-    chosen = select(grid, parse_assignments("--only", only))
-    runner = Runner(read, grid, jobs=jobs, retry=retry, watcher=SweepProgress(console))
-    if dry_run:
-        missing = runner.lacking()
-        console.print(_grid_table(read, chosen, runner.states()))
-=======
         grid = expand_sweep(read, base, path)
-    chosen = select_cases(grid, pairs("--only", only))
+    chosen = select_cases(grid, parse_assignments("--only", only))
     runner = SweepRunner(read, grid, jobs=jobs, retry=retry, callback=SweepProgress(console))
     if dry_run:
         missing_files = runner.missing_files()
         console.print(_grid_table(read, chosen, runner.read_rows()))
->>>>>>> main
         total = format_number(sum(case.num_tokens for case in chosen))
         console.print(f"{len(chosen)} runs, {total} tokens; every recipe is valid; nothing was trained", markup=False)
         with busy("planning"):
@@ -55,11 +46,7 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         problems = [f"{label}: the run {fit}"] if fit.is_impossible else []
         if not problems:
             console.print(f"the largest run, {label}: {fit}", markup=False)
-<<<<<<< HEAD
-        problems += [*_data_problems(chosen), *(f"after the runs: {error}" for error in missing)]
-=======
         problems += [*_data_problems(chosen), *(f"after the runs: {error}" for error in missing_files)]
->>>>>>> main
         if len(problems) > MOST_PROBLEMS:
             problems[MOST_PROBLEMS:] = [f"and {len(problems) - MOST_PROBLEMS} more"]
         if problems:
@@ -85,12 +72,10 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
 def _largest_run(chosen: Sequence[Case]) -> tuple[str, Fit]:
     """Return the run with the higher peak memory: the one with the most parameters or the one with the most tokens."""
 
-    def batch_tokens(case: Case) -> int:
+    def tokens(case: Case) -> int:
         return case.recipe.micro_batch_size() * case.recipe.data.longest
 
-    heavy = {
-        id(case): case for case in (max(chosen, key=lambda each: each.num_parameters), max(chosen, key=batch_tokens))
-    }
+    heavy = {id(case): case for case in (max(chosen, key=lambda each: each.num_parameters), max(chosen, key=tokens))}
     plans = [(silent_plan(case.recipe), case) for case in heavy.values()]
     planned, case = max(plans, key=lambda each: each[0].peak_memory_bytes or 0)
     return case.label, check_fit(case.recipe, planned)
@@ -154,23 +139,13 @@ class SweepProgress(SweepCallback):
         self._bars.start()
         self._update()
 
-<<<<<<< HEAD
-    def begin(self, case: Case, activity: str) -> None:
-        if self._bars is None:
-            self._console.print(f"{case.label}: {activity}", markup=False)
-        elif case.key not in self._run_bars:
-            self._run_bars[case.key] = self._bars.add_task(case.label, total=case.recipe.train.steps, metrics=activity)
-        else:
-            self._bars.update(self._run_bars[case.key], metrics=activity)
-=======
     def begin(self, case: Case, action: str) -> None:
         if self._bars is None:
             self._console.print(f"{case.label}: {action}", markup=False)
-        elif case.key not in self._of_run:
-            self._of_run[case.key] = self._bars.add_task(case.label, total=case.recipe.train.steps, figures=action)
+        elif case.key not in self._run_bars:
+            self._run_bars[case.key] = self._bars.add_task(case.label, total=case.recipe.train.steps, metrics=action)
         else:
-            self._bars.update(self._of_run[case.key], figures=action)
->>>>>>> main
+            self._bars.update(self._run_bars[case.key], metrics=action)
 
     def progress(self, case: Case, record: Mapping[str, Any]) -> None:
         steps, before = case.recipe.train.steps, self._done.get(case.key, 0.0)
