@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used (PEP 562)."""
+"""Lazy imports of the names of a package, on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def lazy_names(
 
     Args:
         package: `__name__` of the package.
-        homes: the module that defines each name.
-        modules: the module that each name of a module stands for.
+        homes: module of each name.
+        modules: names that are whole modules.
     """
     modules = modules or {}
 

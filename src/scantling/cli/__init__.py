@@ -171,7 +171,7 @@ def report_lost_output(error: OSError) -> None:
 def _close_output(code: int) -> int:
     """Flush the output and return the exit code: 1 if output was lost although the command succeeded."""
     global _lost_output
-    from scantling.errors import STOPPED
+    from scantling.errors import EXIT_STOPPED
 
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -186,7 +186,7 @@ def _close_output(code: int) -> int:
     lost, _lost_output = _lost_output, None
     if lost is None:
         return code
-    is_reported = code not in (0, STOPPED)  # one line is enough
+    is_reported = code not in (0, EXIT_STOPPED)  # one line is enough
     if not is_reported and not isinstance(lost, BrokenPipeError):  # a closed pipe, as by `head`, is no error
         _say(f"scantling: error: cannot write to the standard output: {lost.strerror or lost}")
     return code or 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from scantling.cli.console import make_console, parse_assignments, print_json
 from scantling.errors import UserError
-from scantling.files import strict, write_json, write_whole
+from scantling.files import replace_nonfinite, write_atomic, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +56,7 @@ def fit(
         table = table.with_suffix("")
     constants, plot = (out / f"{table.name}-{law}{suffix}" for suffix in (".json", ".svg"))
     write_json(constants, results)
-    write_whole(plot, fit_chart(fitted) + "\n")
+    write_atomic(plot, fit_chart(fitted) + "\n")
     if as_json:
         print_json(results)
         return 0
@@ -103,7 +103,7 @@ def summary(fitted: Fit, samples: int) -> dict[str, Any]:
         "worst": held_out.worst if held_out.errors else None,
         "skipped": {f"{size:.12g}": reason for size, reason in held_out.skipped.items()},
     }
-    strictly: dict[str, Any] = strict(results)
+    strictly: dict[str, Any] = replace_nonfinite(results)
     return strictly
 
 

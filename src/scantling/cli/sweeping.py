@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, busy, make_console, parse_assignments
-from scantling.errors import STOPPED, UserError
+from scantling.errors import EXIT_STOPPED, UserError
 from scantling.torchrun_env import require_single_process
 from scantling.trainer.models.build import recipe_task
 from scantling.trainer.planning.fit import Fit, check_fit, silent_plan
@@ -65,7 +65,7 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         console.print("to run failed runs again: --retry", markup=False)
     if outcome.stopped or states.get("stopped") or outcome.busy:
         console.print("continue with the same command", markup=False)
-        return STOPPED
+        return EXIT_STOPPED
     return 1 if any(outcome.rows.get(case.key, {}).get("error") for case in chosen) else 0
 
 
