@@ -71,7 +71,7 @@ def test_one_warning_line_per_kind(
     assert run(["quantize", str(trained), *given]) == 0
     warnings = " ".join(capsys.readouterr().err.split())
     assert warnings.count("WARNING") == 1
-    assert "2 of 14 weights have more inputs than there are tokens of calibration (" in warnings
+    assert "2 of 14 weights have more inputs than calibration tokens (" in warnings
 
 
 def test_result_fits_80_columns(trained: Path, tmp_path: Path) -> None:
@@ -185,8 +185,8 @@ def test_law_predicts_divergence() -> None:
         (["--weights", "int4", "--method", "qptq"], "method must be rtn or gptq; given 'qptq' (did you mean 'gptq'?)"),
         (["--weights", "int44"], "integers have 2 to"),
         (["--weights", "int4", "--clip", "msa"], "did you mean 'mse'"),
-        (["--weights", "nvfp4", "--group-size", "8"], "nvfp4 has group_size=16; given 8"),
-        (["--weights", "nvfp4", "--clip", "mse"], "are of groups and of absmax"),
+        (["--weights", "nvfp4", "--group-size", "8"], "nvfp4 fixes group_size=16; given 8"),
+        (["--weights", "nvfp4", "--clip", "mse"], "need granularity='group' and clip='absmax'"),
     ],
 )
 def test_quantize_refuses_bad_arguments(
