@@ -17,8 +17,8 @@ from markupsafe import Markup
 
 import scantling
 from scantling.errors import UserError
-from scantling.files import write_whole
-from scantling.trainer.recipe.mappings import flattened, section_of
+from scantling.files import write_atomic
+from scantling.trainer.recipe.parsing import flatten, get_section
 from scantling.trainer.reporting import charts, svg
 from scantling.trainer.reporting.compare import compare_rows
 from scantling.trainer.reporting.format import (
@@ -81,7 +81,7 @@ def write_report(runs: Sequence[Run], path: str | Path) -> Path:
     if not runs:
         raise UserError("a report needs at least one run")
     target = Path(path)
-    write_whole(target, render(runs))
+    write_atomic(target, render(runs))
     return target
 
 
@@ -105,9 +105,9 @@ def render(runs: Sequence[Run]) -> str:
         charts=_charts(runs),
         plans=_plan_lines(runs),
         notes=list(dict.fromkeys(note for run in runs for note in _texts(run.plan.get("notes")))),
-        differences=_different_values([dict(flattened(run.recipe)) for run in runs], leave_out={"name"}),
+        differences=_different_values([dict(flatten(run.recipe)) for run in runs], leave_out={"name"}),
         recipes=[(run.name, yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True)) for run in runs],
-        environment_rows=_merge_columns([dict(flattened(run.environment)) for run in runs]),
+        environment_rows=_merge_columns([dict(flatten(run.environment)) for run in runs]),
         missing=MISSING,
         quiet=(MISSING, SAME),
         exact=EXACT,
@@ -143,13 +143,13 @@ def _line_css(i: int) -> tuple[str, str]:
 def _run_summary(run: Run) -> list[tuple[str, str]]:
     """Return a short description of the run, from the recipe and the environment."""
     recipe: Mapping[str, Any] = run.recipe
-    model, data, optim, train = (section_of(recipe, name) for name in ("model", "data", "optim", "train"))
+    model, data, optim, train = (get_section(recipe, name) for name in ("model", "data", "optim", "train"))
     source = next((f"{key}: {_text(data[key])}" for key in _sources() if data.get(key)), MISSING)
     batch = f"{train['batch_tokens']:,} tokens" if isinstance(train.get("batch_tokens"), int) else None
     images = data.get("images") or data.get("image_size")
     unit = "rows" if data.get("clicks") or data.get("criteo") else "images" if images else "sequences"
     batch = batch or (f"{train['batch_size']:,} {unit}" if isinstance(train.get("batch_size"), int) else MISSING)
-    hardware, versions = section_of(run.environment, "hardware"), section_of(run.environment, "versions")
+    hardware, versions = get_section(run.environment, "hardware"), get_section(run.environment, "versions")
     summary = [
         ("model", _text(model.get("preset") or model.get("hf"))),
         ("task", _text(model.get("task"))),
@@ -158,7 +158,7 @@ def _run_summary(run: Run) -> list[tuple[str, str]]:
         ("sequence length", _text(data.get("seq_len")) if unit == "sequences" else MISSING),
         ("optimizer", f"{_text(optim.get('name'))}, lr {_text(optim.get('lr'))}"),
         ("batch per step", batch),
-        ("number format", _formats(section_of(recipe, "precision"))),
+        ("number format", _formats(get_section(recipe, "precision"))),
         ("processes", _text(run.environment.get("world_size"))),
         ("device", _text(", ".join(_texts(hardware.get("gpus"))) or hardware.get("cpu"))),
         ("torch", _text(versions.get("torch"))),
