@@ -25,7 +25,7 @@ def read(**data: Any) -> Block:
     """Return all rows of a click log as one block."""
     blocks = list(click_files(DataSection(**data)).blocks())
     joined = (np.concatenate([getattr(block, name) for block in blocks]) for name in Block._fields[:3])
-    return Block(*joined, sum(block.unlabelled for block in blocks))
+    return Block(*joined, sum(block.unlabeled for block in blocks))
 
 
 def criteo_line(
@@ -103,7 +103,7 @@ def test_a_label_can_be_a_comparison(tmp_path: Path) -> None:
         clicks={"label": "delay", "label_above": 15, "categorical": ["user"]},
     )
     assert block.labels.tolist() == [0, 1, 0, 1]
-    assert block.unlabelled == 2
+    assert block.unlabeled == 2
     assert (block.numbers.shape, block.keys.shape) == ((4, 0), (4, 1))
 
 
@@ -119,8 +119,8 @@ CSV = "clicked,price,age,user,shop\n1,2,3,a,b\n"
         ),
         (CSV + "yes,2,3,a,b\n", r"a\.csv:3: column 'clicked' must hold numbers; given text, 'yes'"),
         (CSV + "\n\n1,cheap,3,a,b\n", r"a\.csv:5: column 'price' must hold numbers; given text, 'cheap'"),
-        (CSV + "1,2,inf,a,b\n", r"a\.csv:3: column 'age' must hold numbers that fit into fp32; given text, 'inf'"),
-        (CSV + "1,2,1e60,a,b\n", r"a\.csv:3: column 'age' must hold numbers that fit into fp32"),
+        (CSV + "1,2,inf,a,b\n", r"a\.csv:3: column 'age' must hold values within the range of fp32; given text, 'inf'"),
+        (CSV + "1,2,1e60,a,b\n", r"a\.csv:3: column 'age' must hold values within the range of fp32"),
         (CSV + "1,2,3\n", r"a\.csv:3: 3 values for 5 columns"),
         (CSV.replace("shop", "shops"), r"a\.csv: no column 'shop'; .*did you mean 'shops'"),
         ("", r"a\.csv: no header line"),

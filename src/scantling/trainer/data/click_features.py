@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from scantling.errors import UserError
 from scantling.files import read_json_object
-from scantling.trainer.data.click_files import category_keys, number_of
+from scantling.trainer.data.click_files import category_keys, parse_number
 from scantling.trainer.data.click_store import ClickStore
 from scantling.trainer.recipe.schema import Clicks
 
@@ -26,7 +26,7 @@ NAME = "click_features"
 CHUNK = 1 << 20
 """Rows processed at a time while fitting."""
 UNKNOWN = 0
-"""Id of categories that have no id of their own."""
+"""Id that all rare and unseen categories share."""
 
 Floats = npt.NDArray[np.float64]
 Keys = npt.NDArray[np.uint64]
@@ -105,7 +105,7 @@ class ClickFeatures:
         keys = np.empty((rows, len(self.categorical)), dtype=np.uint64)
         try:
             for place, name in enumerate(self.numeric):
-                numbers[:, place] = [number_of(value) for value in columns[name]]
+                numbers[:, place] = [parse_number(value) for value in columns[name]]
             for place, name in enumerate(self.categorical):
                 keys[:, place] = category_keys(columns[name])
         except (TypeError, ValueError, OverflowError) as error:
@@ -113,7 +113,7 @@ class ClickFeatures:
         inputs = {"categorical": torch.from_numpy(self.ids(keys))}
         return inputs | ({"numeric": torch.from_numpy(self.scaled(numbers))} if self.numeric else {})
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the fitted values, without the keys, as JSON values."""
         return {
             "numeric": list(self.numeric),
@@ -130,7 +130,7 @@ class ClickFeatures:
         from safetensors.numpy import save_file
 
         path = Path(folder) / NAME
-        path.with_suffix(".json").write_text(json.dumps(self.facts(), indent=1), encoding="utf-8")
+        path.with_suffix(".json").write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
         if self.known:
             save_file(dict(self.known), path.with_suffix(".safetensors"))
 
@@ -177,7 +177,7 @@ def fit_features(
         UserError: a column has the same value in all training rows.
     """
     moments = _Moments(len(numeric), clicks.scaling)
-    counts = {name: _Counts() for name in categorical if clicks.rows_of(name) is None}
+    counts = {name: _Counts() for name in categorical if clicks.num_rows(name) is None}
     first: Keys | None = None
     varies = np.zeros(len(categorical), dtype=bool)
     for part in _chunks(store, rows):
@@ -196,7 +196,7 @@ def fit_features(
                 )
     means, deviations = moments.result()
     known = {name: found.keys(clicks.min_count) for name, found in counts.items()}
-    sizes = tuple(clicks.rows_of(name) or len(known[name]) + 1 for name in categorical)
+    sizes = tuple(clicks.num_rows(name) or len(known[name]) + 1 for name in categorical)
     return ClickFeatures(tuple(numeric), tuple(categorical), clicks.scaling, means, deviations, sizes, known)
 
 

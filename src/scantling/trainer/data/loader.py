@@ -17,9 +17,39 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
-from scantling.trainer.data.batch import Batch
 from scantling.trainer.data.packing import Dataset
 from scantling.trainer.data.sampler import Sampler
+
+IGNORED = -100
+"""Label of a position that is not a target."""
+
+
+@dataclass
+class Batch:
+    """Tensors for one forward pass.
+
+    Attributes:
+        inputs: arguments of the model by name, such as `input_ids` of shape (batch, seq_len).
+        labels: the targets, (batch, seq_len) for language models and (batch,) for classification; -100 is no target.
+        num_targets: number of labels that count.
+        num_tokens: tokens passed to the model, excluding padding.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    labels: torch.Tensor
+    num_targets: int
+    num_tokens: int
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Return the batch on a device."""
+        inputs = {name: value.to(device, non_blocking=non_blocking) for name, value in self.inputs.items()}
+        return Batch(inputs, self.labels.to(device, non_blocking=non_blocking), self.num_targets, self.num_tokens)
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in pinned memory, from which copies to a GPU are asynchronous."""
+        inputs = {name: value.pin_memory() for name, value in self.inputs.items()}
+        return Batch(inputs, self.labels.pin_memory(), self.num_targets, self.num_tokens)
+
 
 Numbered = tuple[int, int, Any]
 """Epoch, index in the dataset, example."""
@@ -175,7 +205,7 @@ def _load_here(dataset: Dataset, collate: Collate, keys: Any, *, pin_memory: boo
         yield batch.pin_memory() if pin_memory else batch
 
 
-def spread(size: int, most: int | None) -> npt.NDArray[np.int64]:
+def evenly_spaced(size: int, most: int | None) -> npt.NDArray[np.int64]:
     """Return at most `most` of the indices 0 .. size-1, spread evenly; all if None."""
     count = size if most is None else min(most, size)
     return np.arange(count) * size // count
@@ -202,7 +232,7 @@ def eval_batches(
         max_samples: use at most this many samples, spread evenly over the dataset.
         workers: processes that make batches.
     """
-    indices = spread(len(dataset), max_samples)[rank::world_size].tolist()
+    indices = evenly_spaced(len(dataset), max_samples)[rank::world_size].tolist()
     parts = [indices[at : at + batch_size] for at in range(0, len(indices), batch_size)]
     keys = [[(EVALUATION, index) for index in part] for part in parts]
     return _load(dataset, collate, keys, workers=workers, pin_memory=False)
