@@ -31,7 +31,7 @@ from scantling.groups import MatrixDims, Role
 from scantling.tensor.formats import FORMATS
 from scantling.tensor.joint import join_siblings
 from scantling.tensor.modes import split
-from scantling.trainer.training.methods import Method
+from scantling.trainer.training.tensor_training import Method
 
 Roles = dict[str, tuple[Role, MatrixDims | None]]
 OF_CORES = {name.replace("-", " "): options for name, options in FORMATS.items()}

@@ -14,8 +14,8 @@ from scantling.distributed.context import ALONE
 from scantling.errors import RunError, UserError
 from scantling.trainer.data.cache import Cache
 from scantling.trainer.training.checkpoint import Checkpointer, State
-from scantling.trainer.training.manifest import damage
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.checkpoint_manifest import damage
+from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.sinks import JsonlSink
 
 

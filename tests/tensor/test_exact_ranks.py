@@ -19,7 +19,7 @@ from scantling.optim.registry import build_optimizer
 from scantling.tensor.ranks import RankAdapter
 from scantling.tensor.schedules import SCHEDULES
 from scantling.trainer.recipe.schema import TensorSection
-from scantling.trainer.training.tensor import TensorMethod
+from scantling.trainer.training.tensor_training import TensorMethod
 from tests.tensor.test_importance import example, two_ways
 
 

@@ -166,7 +166,7 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device
     with busy(LOADING):
         from scantling.trainer.planning.fit import check_fit
         from scantling.trainer.planning.plan import plan as make_plan
-        from scantling.trainer.training.rundir import RunDir
+        from scantling.trainer.training.run_dir import RunDir
     processes, kind = RunDir(Path(recipe)).started_on() if Path(recipe).is_dir() else (1, "auto")
     with busy("planning"):
         made = make_plan(checked, world_size=world_size or processes, device=device or kind)
@@ -182,7 +182,7 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device
 
 def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
     with busy(LOADING):
-        from scantling.trainer.training.export import export_hf
+        from scantling.trainer.training.trained_run import export_hf
 
     refuse_processes("export")
     if form != "hf":
@@ -212,7 +212,7 @@ def doctor(device: str, timeout: float, *, as_json: bool) -> int:
     from scantling.distributed.context import joined
     from scantling.trainer.reporting.format import format_bytes
     from scantling.trainer.training.doctor import interfaces, measure_allreduce, measure_pairs, settings
-    from scantling.trainer.training.rundir import environment
+    from scantling.trainer.training.run_dir import environment
 
     with joined(device, timeout_s=timeout) as place:
         machines = place.gather({**environment(), "interfaces": interfaces(), "settings": settings()})

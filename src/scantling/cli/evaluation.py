@@ -37,14 +37,14 @@ def evaluate(
             figures = evaluate_pairs(run, minimal_pairs, limit=limit, device=device)
         table = _pairs_table(run, figures)
     elif lm_eval is not None:
-        from scantling.trainer.training.harness import evaluate_tasks
+        from scantling.trainer.training.lm_harness import evaluate_tasks
 
         names = [name.strip() for name in lm_eval.split(",") if name.strip()]
         figures = evaluate_tasks(run, names, device=device)
         table = _tasks_table(run, figures)
     else:
         with busy(LOADING):
-            from scantling.trainer.training.trained import evaluate_run
+            from scantling.trainer.training.trained_run import evaluate_run
         with busy(EVALUATING):
             figures = evaluate_run(run, device=device)
         table = Table(title=Text(f"{run}, held-out data"), show_header=False)

@@ -18,6 +18,8 @@ from scantling.errors import STOPPED, UserError
 from scantling.torchrun_env import refuse_processes
 from scantling.trainer.models.build import recipe_task
 from scantling.trainer.planning.fit import Fit, check_fit, silent_plan
+from scantling.trainer.planning.plan import planned_device
+from scantling.trainer.planning.resolve import resolve_run
 from scantling.trainer.reporting.format import format_number, format_seconds
 from scantling.trainer.sweeping.grid import Case, cases, names_of, select, shown
 from scantling.trainer.sweeping.runner import Runner, Watcher
@@ -77,7 +79,10 @@ def _largest_run(chosen: Sequence[Case]) -> tuple[str, Fit]:
         return case.recipe.micro_batch_size() * case.recipe.data.longest
 
     heavy = {id(case): case for case in (max(chosen, key=lambda each: each.num_parameters), max(chosen, key=tokens))}
-    plans = [(silent_plan(case.recipe), case) for case in heavy.values()]
+    plans = [
+        (silent_plan(resolve_run(case.recipe, world_size=1, device=planned_device(case.recipe))), case)
+        for case in heavy.values()
+    ]
     planned, case = max(plans, key=lambda each: each[0].peak_memory_bytes or 0)
     return case.label, check_fit(case.recipe, planned)
 

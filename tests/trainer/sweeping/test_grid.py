@@ -10,6 +10,7 @@ import pytest
 import scantling as sc
 from scantling.errors import RecipeError, UserError
 from scantling.trainer.planning.plan import planned_model
+from scantling.trainer.planning.resolve import resolve_run
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.sweeping.grid import Case, cases, select
 from scantling.trainer.sweeping.schema import load_sweep
@@ -111,7 +112,7 @@ def test_equal_recipes_are_one_run(tmp_path: Path) -> None:
 def test_sizes_are_those_of_the_plan(tmp_path: Path, tensor: dict[str, int] | None, steps: list[int]) -> None:
     for case in grid(tmp_path, {"axes": {"tensor": [tensor], "train.steps": steps}, "linked": SIZES}):
         plan = sc.plan(case.recipe)
-        model = planned_model(case.recipe, CausalLM(), None, [])
+        model = planned_model(resolve_run(case.recipe, world_size=1, device="cpu"), [])
         inner = (*model.model.layers.parameters(), *model.model.norm.parameters())
         assert case.num_parameters == plan.num_non_embedding == sum(each.numel() for each in inner)
         assert case.num_tokens == plan.total_tokens

@@ -23,7 +23,7 @@ from scantling.trainer.sweeping.grid import Case, cases
 from scantling.trainer.sweeping.runner import Outcome, Runner, Watcher
 from scantling.trainer.sweeping.schema import load_sweep
 from scantling.trainer.sweeping.table import read_table, row_of, write_table
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.run_dir import RunDir
 from tests.runs import command, popen, start, tiny_recipe, wait_for_step, write_corpus, write_recipe
 
 ROOT = Path(__file__).parents[3]

@@ -16,8 +16,8 @@ from scantling.distributed.peers import MET, group_store
 from scantling.errors import UserError
 from scantling.trainer.training import checkpoint, manifest
 from scantling.trainer.training.checkpoint import Checkpointer, State
-from scantling.trainer.training.manifest import damage
-from scantling.trainer.training.states import (
+from scantling.trainer.training.checkpoint_manifest import damage
+from scantling.trainer.training.checkpoint_state import (
     load_model,
     load_optimizer,
     load_rng,

@@ -10,8 +10,8 @@ import torch
 import scantling as sc
 from scantling.errors import RunError, UserError
 from scantling.trainer.training.checkpoint import Checkpointer, State
-from scantling.trainer.training.manifest import damage
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.checkpoint_manifest import damage
+from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.sinks import EVENTS_SUFFIX
 from tests.runs import tiny_recipe
 from tests.trainer.training.test_checkpoint import ALONE

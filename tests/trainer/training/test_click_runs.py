@@ -21,7 +21,7 @@ from scantling.trainer.data.click_features import ClickFeatures
 from scantling.trainer.models.dlrm import DLRM, DLRMConfig
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.trained import load_trained
+from scantling.trainer.training.trained_run import load_trained
 from tests.clicks import click_rows, clicks_recipe
 from tests.runs import kill_tree, records, scantling, start_scantling, wait_for_step, write_recipe
 

@@ -15,10 +15,10 @@ from scantling.distributed.context import ALONE, Place
 from scantling.errors import UserError
 from scantling.trainer.training import run as training
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.manifest import read_manifest
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.checkpoint_manifest import read_manifest
+from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.sinks import Sink
-from scantling.trainer.training.trained import evaluate_run
+from scantling.trainer.training.trained_run import evaluate_run
 from tests.runs import records, scantling, tiny_recipe, write_corpus, write_recipe
 
 

@@ -18,9 +18,9 @@ from scantling.trainer.data.loader import eval_batches
 from scantling.trainer.data.tokenizers import load_tokenizer
 from scantling.trainer.recipe.schema import DataSection
 from scantling.trainer.tasks import get_task
-from scantling.trainer.training.export import export_hf
+from scantling.trainer.training.trained_run import export_hf
 from scantling.trainer.training.quantize import quantize_run
-from scantling.trainer.training.trained import evaluate_run, load_trained
+from scantling.trainer.training.trained_run import evaluate_run, load_trained
 from tests.runs import TINY
 from tests.templates import IDS, TEMPLATES, made_tokenizer
 from tests.trainer.training.test_token_ids import SIZES

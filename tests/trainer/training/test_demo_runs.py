@@ -17,8 +17,8 @@ from scantling.distributed.context import Place
 from scantling.errors import NonFiniteError
 from scantling.trainer.training import states
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.manifest import read_manifest
-from scantling.trainer.training.states import load_exchange
+from scantling.trainer.training.checkpoint_manifest import read_manifest
+from scantling.trainer.training.checkpoint_state import load_exchange
 from scantling.trainer.training.step import Stepper
 from tests.runs import (
     WIDE,

@@ -13,7 +13,7 @@ import transformers as hf
 import scantling as sc
 from scantling.trainer.models.build import checkpoint_activations
 from scantling.trainer.tasks.base import without_cache
-from scantling.trainer.training.export import export_hf
+from scantling.trainer.training.trained_run import export_hf
 from scantling.trainer.training.quantize import quantize_run
 from tests.runs import TINY, tiny_recipe
 

@@ -14,8 +14,8 @@ import torch
 import scantling as sc
 from scantling.cli import run as run_cli
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.rundir import RunDir
-from scantling.trainer.training.trained import evaluate_run, load_trained
+from scantling.trainer.training.run_dir import RunDir
+from scantling.trainer.training.trained_run import evaluate_run, load_trained
 from tests.images import image_arrays, images_recipe
 from tests.runs import records, scantling, write_recipe
 

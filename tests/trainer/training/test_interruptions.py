@@ -26,11 +26,11 @@ from scantling.distributed.context import Place
 from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.files import open_lock_file
 from scantling.trainer.training.checkpoint import Checkpointer
-from scantling.trainer.training.manifest import damage
-from scantling.trainer.training.rundir import InUseError, RunDir
+from scantling.trainer.training.checkpoint_manifest import damage
+from scantling.trainer.training.run_dir import InUseError, RunDir
 from scantling.trainer.training.sinks import Sink, Sinks
 from scantling.trainer.training.step import Stepper
-from scantling.trainer.training.trained import evaluate_run
+from scantling.trainer.training.trained_run import evaluate_run
 from tests.runs import (
     command,
     records,

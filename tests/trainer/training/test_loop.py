@@ -23,7 +23,7 @@ from scantling.cli import run as run_cli
 from scantling.errors import RecipeError, RunError
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.training.run import resolve
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.run_dir import RunDir
 from tests.runs import command, records, tiny_recipe, write_recipe
 
 TINY_BERT = {

@@ -13,7 +13,7 @@ import torch
 import scantling as sc
 from scantling.errors import RecipeError
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.trained import evaluate_run, load_trained
+from scantling.trainer.training.trained_run import evaluate_run, load_trained
 from tests.runs import records, tiny_recipe
 
 FORMATS = {"weights": "int8", "activations": {"format": "int8", "granularity": "token"}, "kv_cache": "int6"}
@@ -86,7 +86,7 @@ def test_evaluations_change_nothing_of_a_run_that_rounds_by_chance(tmp_path: Pat
 
 
 def test_an_export_has_rounded_weights_and_plain_layers(tmp_path: Path) -> None:
-    from scantling.trainer.training.export import export_hf
+    from scantling.trainer.training.trained_run import export_hf
 
     result = sc.train(tiny_recipe(tmp_path, precision={"weights": "int2"}), run_dir=tmp_path / "run")
     export_hf(result.run_dir, tmp_path / "model")
@@ -98,7 +98,7 @@ def test_an_export_has_rounded_weights_and_plain_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compute", ["fp32", "int8"])
 def test_a_dense_export_of_cores_has_what_they_computed_with(compute: str, tmp_path: Path) -> None:
-    from scantling.trainer.training.export import export_hf
+    from scantling.trainer.training.trained_run import export_hf
 
     precision = {"weights": "int4", "activations": "int8", "compute": compute}
     result = sc.train(tiny_recipe(tmp_path, precision=precision, tensor={"rank": 6}), run_dir=tmp_path / "run")

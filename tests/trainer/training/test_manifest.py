@@ -17,9 +17,9 @@ import torch
 from scantling.errors import UserError
 from scantling.trainer.training import index, manifest
 from scantling.trainer.training.checkpoint import Checkpointer, State, load_tensors
-from scantling.trainer.training.index import INDEX, METADATA
-from scantling.trainer.training.manifest import MANIFEST, damage, file_digest, read_manifest, write_manifest
-from scantling.trainer.training.states import merge, rng_state
+from scantling.trainer.training.checkpoint_index import INDEX, METADATA
+from scantling.trainer.training.checkpoint_manifest import MANIFEST, damage, file_digest, read_manifest, write_manifest
+from scantling.trainer.training.checkpoint_state import merge, rng_state
 from tests.trainer.training.test_checkpoint import ALONE
 
 Content = dict[str, Any]

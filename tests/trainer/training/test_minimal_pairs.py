@@ -22,10 +22,10 @@ from scantling.trainer.data.blimp import MinimalPair
 from scantling.trainer.data.tokenizers import ByteTokenizer, load_tokenizer
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training import minimal_pairs
-from scantling.trainer.training.harness import _beginnings, evaluate_tasks
+from scantling.trainer.training.lm_harness import _beginnings, evaluate_tasks
 from scantling.trainer.training.minimal_pairs import evaluate_pairs, log_probabilities, prefers_good, tally, wilson
-from scantling.trainer.training.rundir import RunDir
-from scantling.trainer.training.trained import load_trained
+from scantling.trainer.training.run_dir import RunDir
+from scantling.trainer.training.trained_run import load_trained
 from tests.runs import tiny_recipe
 from tests.templates import IDS, made_tokenizer
 

@@ -16,7 +16,7 @@ import scantling as sc
 from scantling.distributed.context import launch
 from scantling.errors import UserError
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.run_dir import RunDir
 from tests.runs import WIDE, command, records, scantling, start, tiny_recipe, wait_for_step, write_recipe
 
 

@@ -12,7 +12,7 @@ import torch
 
 from scantling.distributed.context import Place
 from scantling.trainer.training.checkpoint import Checkpointer, load_tensors
-from scantling.trainer.training.manifest import read_manifest
+from scantling.trainer.training.checkpoint_manifest import read_manifest
 from tests.runs import (
     forget,
     kill_tree,

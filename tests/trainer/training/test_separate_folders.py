@@ -20,7 +20,7 @@ from scantling.distributed.context import ALONE, Place
 from scantling.trainer.training import checkpoint as saving
 from scantling.trainer.training import run as training
 from scantling.trainer.training.checkpoint import Checkpointer, load_tensors
-from scantling.trainer.training.index import ranks_held
+from scantling.trainer.training.checkpoint_index import ranks_held
 from tests import processes
 from tests.runs import WIDE, Ended, on_machines, records, scantling, tiny_recipe, write_recipe
 

@@ -19,7 +19,7 @@ from scantling.optim.registry import optimizer_names
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.linear import TTLinear
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.trained import load_trained
+from scantling.trainer.training.trained_run import load_trained
 from tests.runs import records, scantling, tiny_recipe, write_recipe
 
 SAVED = {"checkpoint_every": 3, "keep_checkpoints": 4}
@@ -300,7 +300,7 @@ def test_what_is_shut_at_the_end_of_the_schedule_is_removed_then(tmp_path: Path)
 
 
 def test_cores_learn_at_their_share_of_the_rate(tmp_path: Path) -> None:
-    from scantling.trainer.training.manifest import read_manifest
+    from scantling.trainer.training.checkpoint_manifest import read_manifest
 
     result = sc.train(recipe(tmp_path, tensor={"rank": 4, "lr_scale": 0.5}), run_dir=tmp_path / "run")
     newest = sorted((result.run_dir / "checkpoints").glob("step-*"))[-1]

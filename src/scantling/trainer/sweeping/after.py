@@ -18,7 +18,7 @@ from scantling.errors import ScantlingError, UserError
 from scantling.files import write_json
 from scantling.trainer.reporting.runs import number
 from scantling.trainer.sweeping.schema import After
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.run_dir import RunDir
 
 Figures = dict[str, float]
 

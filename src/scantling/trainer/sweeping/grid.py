@@ -17,7 +17,7 @@ from scantling.trainer.planning.plan import planned_size
 from scantling.trainer.recipe import Recipe, check_recipe
 from scantling.trainer.recipe.loading import set_key
 from scantling.trainer.sweeping.schema import Sweep
-from scantling.trainer.training.rundir import MAY_DIFFER
+from scantling.trainer.training.run_dir import MAY_DIFFER
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from scantling.trainer.sweeping.grid import Case
 from scantling.trainer.sweeping.schema import Sweep
 from scantling.trainer.sweeping.table import FIGURES, Row, done_row, read_table, row_of, with_figures, write_table
 from scantling.trainer.training.checkpoint import Checkpointer
-from scantling.trainer.training.rundir import InUseError, RunDir
+from scantling.trainer.training.run_dir import InUseError, RunDir
 from scantling.trainer.training.signals import StopSignal, interrupt
 
 POLL_S = 0.2

@@ -10,33 +10,47 @@ import torch
 from torch import nn
 
 from scantling.distributed.context import Place
+from scantling.errors import UserError
 from scantling.eval_mode import evaluating
 from scantling.numerics.compute import autocast
 from scantling.tensor.layer import keep_merged
 from scantling.trainer.data.batch import Batch
+from scantling.trainer.data.loader import eval_batches
+from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.tasks.base import Task, TaskData
 
 
-@contextmanager
-def same_draws(device: torch.device) -> Iterator[None]:
-    """The context in which what is rounded by chance is the same each time; global generators are put back after it."""
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng([device] if on_gpu else []):
-        torch.default_generator.manual_seed(0)
-        if on_gpu:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(0)
-        yield
+def evaluate_heldout(run: ResolvedRun, model: nn.Module, place: Place) -> dict[str, float]:
+    """Return the held-out metrics of a model. Collectives: those of `evaluate`.
+
+    Raises:
+        UserError: the run has no held-out data.
+    """
+    recipe, data = run.recipe, run.prepared_data
+    if data.heldout is None:
+        raise UserError(
+            "nothing is held out: data.heldout is 0 and data.validation is not given; set one of the two in the recipe"
+        )
+    batches = eval_batches(
+        data.heldout,
+        data.collate,
+        recipe.micro_batch_size(place.world_size),
+        rank=place.rank,
+        world_size=place.world_size,
+        max_samples=recipe.train.eval_samples,
+        workers=0,
+    )
+    return evaluate(model, run.task, data, batches, place, compute=recipe.precision.autocast(place.device.type))
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module, task: Task, data: TaskData, batches: Iterable[Batch], place: Place, *, compute: str = "fp32"
 ) -> dict[str, float]:
-    """The task's metrics over `batches`, summed over all processes; mode and global generators are put back.
+    """Return the task's metrics over `batches` of all processes; mode and global generators are restored.
 
-    Collectives, at the end: a gather of the names, one all-reduce of their sums, and a gather of the outputs where the
-    task has some. The forward passes have none, so ranks may hold different numbers of batches.
+    Collectives, at the end: a gather of the names, one all-reduce of their sums, and a gather of the outputs if the
+    task has some. The forward passes have none, so ranks may have different numbers of batches.
     """
     sums: dict[str, torch.Tensor] = {}
     outputs: dict[str, list[torch.Tensor]] = {}
@@ -45,7 +59,7 @@ def evaluate(
         value = value.detach().to(place.device, torch.float64)
         sums[name] = sums[name] + value if name in sums else value
 
-    with evaluating(model), same_draws(place.device), keep_merged(model):
+    with evaluating(model), fixed_rng(place.device), keep_merged(model):
         for batch in batches:
             batch = batch.to(place.device, non_blocking=True)
             with autocast(compute, place.device):
@@ -57,16 +71,28 @@ def evaluate(
             for name, value in result.outputs.items():
                 outputs.setdefault(name, []).append(value)
     own = {name: torch.cat(parts).float().cpu().numpy() for name, parts in outputs.items()}
-    known = place.gather([sorted(sums), sorted(own)])
-    names = sorted(set().union(*(summed for summed, _ in known)))
+    # a rank without batches does not know the names, so they are gathered first
+    by_rank = place.gather([sorted(sums), sorted(own)])
+    names = sorted(set().union(*(its_sums for its_sums, _ in by_rank)))
     values = torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64, device=place.device)) for name in names])
-    totals = dict(zip(names, place.sum(values).tolist(), strict=True))
-    figures = task.metrics(totals, data)
-    if any(collected for _, collected in known):
+    metrics = task.metrics(dict(zip(names, place.sum(values).tolist(), strict=True)), data)
+    output_names = sorted(set().union(*(its_outputs for _, its_outputs in by_rank)))
+    if output_names:
         joined = {}
-        for name in sorted(set().union(*(collected for _, collected in known))):
-            parts = place.gather_arrays(own.get(name, np.zeros(0, np.float32)))
-            held = zip(parts, known, strict=True)
-            joined[name] = np.concatenate([part for part, (_, collected) in held if name in collected])
-        figures |= task.output_metrics(joined)
-    return figures
+        for name in output_names:
+            parts = zip(place.gather_arrays(own.get(name, np.zeros(0, np.float32))), by_rank, strict=True)
+            joined[name] = np.concatenate([part for part, (_, its_outputs) in parts if name in its_outputs])
+        metrics |= task.output_metrics(joined)
+    return metrics
+
+
+@contextmanager
+def fixed_rng(device: torch.device) -> Iterator[None]:
+    """Context with fixed seeds, so that stochastic rounding is repeatable; global generators are restored after it."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else []):
+        torch.default_generator.manual_seed(0)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+        yield

@@ -31,7 +31,7 @@ from scantling.trainer.data.prepare import document_marks
 from scantling.trainer.data.tokenizers import Ids, Tokenizer
 from scantling.trainer.tasks.base import model_config
 from scantling.trainer.training.evaluate import same_draws
-from scantling.trainer.training.trained import opened
+from scantling.trainer.training.trained_run import opened
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from scantling.precision.training import restore
 from scantling.precision.weights import Method, QuantizedWeight, quantize_weights, quantized_weights
 from scantling.trainer.data.loader import eval_batches
 from scantling.trainer.recipe import Recipe
-from scantling.trainer.training.trained import Trained, opened
+from scantling.trainer.training.trained_run import Trained, opened
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 

@@ -16,7 +16,7 @@ from scantling.trainer.data.prepare import document_marks
 from scantling.trainer.data.tokenizers import Tokenizer
 from scantling.trainer.models.build import quiet
 from scantling.trainer.recipe.parsing import parse_yaml, read_text
-from scantling.trainer.training.trained import opened
+from scantling.trainer.training.trained_run import opened
 
 BATCH = 16
 """Requests that go through the model at a time."""
