@@ -10,7 +10,7 @@ FAST := -m "not slow and not gpu" -n 2
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format bench bench-gpu docs constraints clean
+.PHONY: help setup demo test test-unit test-dist test-slow lint format bench bench-gpu docs wheel constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,12 @@ demo: setup ## train a small model three ways (dense, lean, lean on two processe
 
 test: lint ## lint, type-check and run the default test suite (what CI runs)
 	@$(TEST) $(FAST)
+
+test-unit: setup ## run the tests of one process (PYTEST="-n 4 ..." adds options of pytest)
+	@$(TEST) -m "not slow and not gpu and not dist" -n 2 $(PYTEST)
+
+test-dist: setup ## run the tests that start several processes
+	@$(TEST) -m "dist and not slow and not gpu" -n 2 $(PYTEST)
 
 test-slow: setup ## run the slow tests, which the default suite skips
 	@$(TEST) -m "slow and not gpu"
@@ -52,6 +58,9 @@ bench-gpu: setup ## run the GPU tests and benchmarks (needs an NVIDIA GPU; under
 docs: setup ## build the documentation into docs/_build/html
 	@$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "docs: open docs/_build/html/index.html"
+
+wheel: ## build the wheel, install it without extras in a clean environment and run every method there
+	@sh scripts/wheel.sh
 
 constraints: ## update constraints.txt to the newest allowed versions (TORCH=X.Y.Z also changes torch)
 	@sh scripts/constraints.sh $(TORCH)

@@ -40,10 +40,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the pools of waiting loop
 import numpy as np
 import torch
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.trainer.data.batch import Batch
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
+from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.recipe import check_recipe
 from scantling.trainer.recipe.schema import Recipe
 from scantling.trainer.tasks import get_task
@@ -118,9 +119,10 @@ class Setup:
             }
         )
         self.device = torch.device(options.device)
-        self.place = Place(0, 1, self.device)
+        self.context = DistContext(0, 1, self.device)
         self.task = get_task("causal-lm")
         self.data = self.task.prepare(self.recipe.data, seed=0, progress=None)
+        self.run = ResolvedRun(self.recipe, self.task, 1, self.device.type, self.data)
 
     def source(self) -> BatchSource:
         sampler = Sampler(len(self.data.train), batch_size=self.recipe.batch_size, seed=0)
@@ -144,7 +146,7 @@ class Setup:
 
     def model(self) -> Any:
         with BUILD:
-            return build_run_model(self.recipe, self.task, self.data).to(self.device)
+            return build_run_model(self.run).to(self.device)
 
     def lr(self, step: int) -> float:
         return lr_factor(step, steps=self.steps, schedule="cosine", warmup=0.05, min_ratio=0.1)
@@ -185,11 +187,9 @@ def ours(setup: Setup, turn: Callable[[], None]) -> list[float]:
     """Run the library's loop as `scantling train` does, with its metrics file and a checkpoint after the last turn."""
     with tempfile.TemporaryDirectory() as folder:
         memory, energy = MemoryMeter(setup.device), EnergyMeter(setup.device)
-        checkpointer = Checkpointer(Path(folder) / "checkpoints", setup.place)
+        checkpointer = Checkpointer(Path(folder) / "checkpoints", setup.context)
         with BUILD:
-            loop = build_loop(
-                setup.recipe, setup.task, setup.data, setup.place, checkpointer, memory=memory, energy=energy
-            )
+            loop = build_loop(setup.run, setup.context, checkpointer, memory=memory, energy=energy)
         loop.sink = JsonlSink(Path(folder) / "metrics.jsonl")
         take = loop.batches.next_step
 

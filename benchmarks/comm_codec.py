@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from comm_reference import plain_exchange
 from dated import dated, write
 from interleaved import ratio, take_turns
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import scantling as sc
-from scantling.comm.reference import plain_exchange
 from scantling.trainer.models.presets import PRESETS
 
 
@@ -72,7 +72,7 @@ def main() -> int:
             "batched": batched(params, gradients, topk),
         }
         with torch.no_grad():
-            times = take_turns(work, options.rounds, warmup=1)
+            times = take_turns(work, options.config, warmup=1)
         rows[str(topk)] = {name: ratio(own, times["plain"]) for name, own in times.items()}
         for name, row in rows[str(topk)].items():
             low, high = row["ratio_95"]

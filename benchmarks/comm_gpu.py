@@ -33,11 +33,11 @@ from optim_gpu import SIZES, in_turns
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.comm import fused
-from scantling.comm.layout import buckets_of, channels_in
-from scantling.comm.momentum import MomentumExchange
-from scantling.comm.payload import Header, seal, unseal
-from scantling.comm.rounds import Sparse, _mean
+from scantling.comm.codec import triton
+from scantling.comm.codec.message import Header, pack_message, unpack_messages
+from scantling.comm.collectives import Sparse, _mean
+from scantling.comm.exchange import MomentumExchange
+from scantling.comm.layout import all_block_groups, make_buckets
 
 REPLICAS = 2
 CONTROL = "copy"
@@ -101,7 +101,7 @@ class Codec:
 
     def __init__(self, made: MomentumExchange, gradients: list[Tensor]) -> None:
         self.made, self.gradients, self.params = made, gradients, parameters(made)
-        self.channels = channels_in(buckets_of(made.param_groups, made.rounds))
+        self.block_groups = all_block_groups(make_buckets(made.param_groups, made.config))
         self.residuals: list[Tensor] = []
         self.begin()
         self.selected = self.encode()
@@ -115,36 +115,36 @@ class Codec:
     def encode(self) -> list[Sparse]:
         """Encode the gradients; changes the residuals, as an exchange does."""
         found: list[Sparse] = []
-        for channel in self.channels:
-            places = [member.param for member in channel.members]
+        for block_group in self.block_groups:
+            places = [slot.param for slot in block_group.slots]
             residuals, gradients = ([each[place] for place in places] for each in (self.residuals, self.gradients))
-            if fused.can_select(channel, residuals, gradients):
-                found.append(fused.select(channel, residuals, gradients))
+            if triton.can_select(block_group, residuals, gradients):
+                found.append(triton.select(block_group, residuals, gradients))
                 continue
             for residual, gradient in zip(residuals, gradients, strict=True):
-                torch.add(gradient, residual, alpha=channel.kind.decay, out=residual)
+                torch.add(gradient, residual, alpha=block_group.spec.decay, out=residual)
             values = dict(zip(places, residuals, strict=True))
-            found.append(channel.kind.section.select(channel.cut(values)))
+            found.append(block_group.spec.codec.select(block_group.to_blocks(values)))
         return found
 
     @torch.no_grad()
     def pack(self, rank: int = 0) -> Tensor:
-        pairs = zip(self.channels, self.selected, strict=True)
-        body = torch.cat([channel.kind.section.pack(*one) for channel, one in pairs])
-        return seal(Header(valid=True, epoch=0, step=1, rank=rank, configuration=0), body)
+        pairs = zip(self.block_groups, self.selected, strict=True)
+        body = torch.cat([block_group.spec.codec.pack(*one) for block_group, one in pairs])
+        return pack_message(Header(valid=True, epoch=0, step=1, rank=rank, configuration=0), body)
 
     @torch.no_grad()
     def decode(self) -> list[Tensor]:
         """Decode the messages of all replicas into the momentum of every parameter."""
-        _, bodies = unseal(self.messages)
-        sizes = [channel.num_bytes for channel in self.channels]
+        _, bodies = unpack_messages(self.messages)
+        sizes = [block_group.num_bytes for block_group in self.block_groups]
         found = []
-        for channel, parts in zip(
-            self.channels, zip(*(torch.split(body, sizes) for body in bodies), strict=True), strict=True
+        for block_group, parts in zip(
+            self.block_groups, zip(*(torch.split(body, sizes) for body in bodies), strict=True), strict=True
         ):
-            unpacked = [channel.kind.section.unpack(part, channel.count) for part in parts]
-            mean = _mean(channel.kind, unpacked, by_senders=False)
-            found += [value for _, value in channel.paste_sent(*mean)]
+            unpacked = [block_group.spec.codec.unpack(part, block_group.count) for part in parts]
+            mean = _mean(block_group.spec, unpacked, mean_over_senders=False)
+            found += [value for _, value in block_group.decode_sparse(*mean)]
         return found
 
     def is_repeatable(self) -> bool:
@@ -158,7 +158,7 @@ class Codec:
         return torch.equal(*packed) and all(map(torch.equal, decoded, self.decode()))
 
 
-def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str) -> dict[str, Any]:
+def codec(case: dict[str, Any], model: dict[str, Any], config: int, device: str) -> dict[str, Any]:
     """Return the times of the parts of one case, and the bytes it sends."""
     made = exchange_of(case=case, device=device, **model)
     gradients = gradients_of(made, seed=1)
@@ -175,7 +175,7 @@ def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str)
     work["exchange"] = lambda: stepped(made, gradients)  # last, because it changes the residuals
     for one in work.values():
         one()
-    times = in_turns(work, rounds, device)
+    times = in_turns(work, config, device)
     rows = {name: {**ratio(own, times[CONTROL]), "median_s": float(np.median(own))} for name, own in times.items()}
     sent = made.planned_wire_bytes(REPLICAS)
     print(
@@ -187,7 +187,7 @@ def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str)
     return {**case, "wire_bytes": sent, "repeatable": repeatable, "numbers": numbers, "parts": rows}
 
 
-def compute(model: dict[str, Any], tokens: tuple[int, int], rounds: int, device: str) -> dict[str, Any]:
+def compute(model: dict[str, Any], tokens: tuple[int, int], config: int, device: str) -> dict[str, Any]:
     """Return the seconds of a forward and backward pass for `LAYERS`, extrapolated to all layers by their difference.
 
     Args:
@@ -208,7 +208,7 @@ def compute(model: dict[str, Any], tokens: tuple[int, int], rounds: int, device:
         work[str(layers)] = run
         for _ in range(2):
             run()
-    times = in_turns(work, rounds, device)
+    times = in_turns(work, config, device)
     few, more = (float(np.median(times[str(layers)])) for layers in LAYERS)
     each = (more - few) / (LAYERS[1] - LAYERS[0])
     whole = few + (shape["num_hidden_layers"] - LAYERS[0]) * each
@@ -228,13 +228,13 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = {"shape": SIZES["tiny" if options.tiny else options.size], "vocab_size": 320 if options.tiny else 32000}
     tokens = (2, 32) if options.tiny else (8, 2048)
-    cost = compute(model, tokens, options.rounds, options.device)
+    cost = compute(model, tokens, options.config, options.device)
     gc.collect()
     if options.device == "cuda":
         torch.cuda.empty_cache()
     rows = []
     for case in CASES:
-        row = codec(case, model, options.rounds, options.device)
+        row = codec(case, model, options.config, options.device)
         seconds = row["parts"]["exchange"]["median_s"]
         row["share_of_step"] = seconds / (seconds + cost["compute_s"])
         print(f"  {row['share_of_step']:.2%} of a step of {cost['tokens']:,} tokens; the aim is below {AIM:.0%}")

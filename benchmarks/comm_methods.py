@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import scantling as sc
 from scantling.comm import allreduce_wire_bytes, diloco, sparseloco
-from scantling.comm.layout import buckets_of, channels_in
+from scantling.comm.layout import all_block_groups, make_buckets
 
 ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.1}
 """The best betas found by optim_quality.py."""
@@ -195,8 +195,8 @@ def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
 
 def published_bytes(exchange: sc.MomentumExchange) -> int:
     """Return the bytes per step of DeMo's published code: an 8-byte index and a 4-byte value per coefficient."""
-    channels = channels_in(buckets_of(exchange.param_groups, exchange.rounds))
-    kept = sum(channel.count * channel.kind.section.kept for channel in channels)
+    block_groups = all_block_groups(make_buckets(exchange.param_groups, exchange.rounds))
+    kept = sum(block_group.count * block_group.spec.codec.kept for block_group in block_groups)
     return (dist.get_world_size() - 1) * 12 * kept
 
 
@@ -253,8 +253,7 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     },
     "ours k8 all_gather delay": partial(demo, topk=8, exchange="all_gather", delay=1, **OURS),
     "ours k8 all_gather overlap": partial(demo, topk=8, exchange="all_gather", overlap=True, **OURS),
-    "ours whole": partial(demo, exchange="whole", **OURS),
-    "ours k8 auto_off": partial(demo, topk=8, auto_off=True, **OURS),
+    "ours whole": partial(demo, exchange="dense", **OURS),
     "exchange k8, adamw": partial(exchanged, beta1=0.9),
     "exchange k8, adamw beta1 0": partial(exchanged, beta1=0.0),
     "exchange k8, came beta1 0": partial(exchanged, came=True, beta1=0.0),

@@ -53,14 +53,14 @@ from typing import Any
 
 from dated import RESULTS
 from optim_quality import MODEL
-from resumable import Grid, Ledger, Line, Spec, command_line, key_of
+from resumable import BlockGrid, Ledger, Line, Spec, command_line, key_of
 from small_models import facts, printed, text
 
 REPLICAS = 2
 ALSO = (4, 8)
 """Numbers of replicas of further runs."""
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
-GRID = Grid(RATES, start=4, least=3)  # starts at 2e-3
+GRID = BlockGrid(RATES, start=4, least=3)  # starts at 2e-3
 STARTS = {"ddp sgd": 10}
 OURS = "ours k8 all_gather"
 LOCAL, LOCAL_OWNER = "ours k192 h5 all_gather", "ours k144 h5 owner"
@@ -92,7 +92,7 @@ class Work:
     dense_lr: float
     methods: tuple[str, ...] = ()
     eval_samples: int = 400
-    grid: Grid = GRID
+    grid: BlockGrid = GRID
     seeds: range = range(1, 9)
     few_seeds: range = range(1, 4)
     compute: str = "fp32"
@@ -205,7 +205,7 @@ def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLI
     }
 
 
-def grid_of(data: str, method: str) -> Grid:
+def make_grid(data: str, method: str) -> BlockGrid:
     """Return the learning rates of a method, starting near its expected best rate."""
     grid = WORKS[data].grid
     return replace(grid, start=STARTS.get(method, grid.start))
@@ -265,22 +265,25 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     from comm_methods import numel
 
     from scantling.comm import allreduce_wire_bytes
-    from scantling.distributed.context import Place
+    from scantling.distributed.context import DistContext
     from scantling.errors import NonFiniteError
     from scantling.numerics.compute import autocast, has_products
     from scantling.trainer.data.loader import BatchSource
     from scantling.trainer.data.sampler import Sampler
     from scantling.trainer.models.build import recipe_task
+    from scantling.trainer.planning.resolve import ResolvedRun
     from scantling.trainer.recipe import load_recipe
     from scantling.trainer.tasks import get_task
-    from scantling.trainer.training.build import build_run_model, run_evaluation
+    from scantling.trainer.training.build import build_run_model
+    from scantling.trainer.training.evaluate import evaluate_heldout
     from scantling.trainer.training.schedule import lr_factor
 
     world = spec["replicas"]
     recipe = load_recipe(recipe_of(spec))
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=0)
-    model = build_run_model(recipe, task, data)
+    run = ResolvedRun(recipe, task, world, "cpu", data)
+    model = build_run_model(run)
     work = work_of(spec)
     options: dict[str, Any] = {}
     if start := warm_up_steps(spec["method"], spec["steps"]):
@@ -290,12 +293,12 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     sampler = Sampler(len(data.train), batch_size=work.batch, seed=spec["seed"], lengths=data.lengths)
     share = work.batch // world
     batches = BatchSource(data.train, data.collate, sampler, micro_batch_size=share, rank=rank, world_size=world)
-    place = Place(rank, world, torch.device("cpu"))
+    context = DistContext(rank, world, torch.device("cpu"))
     rates = [group["lr"] for group in replica.optimizer.param_groups]
     losses, heldout, figures = [], [], {}
 
     def loss_of(called: torch.nn.Module) -> torch.Tensor:
-        with autocast(work.compute, place.device):
+        with autocast(work.compute, context.device):
             return task.loss(called, batch).loss / batch.num_targets
 
     for step in range(1, spec["steps"] + 1):
@@ -310,7 +313,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
             break
         losses.append(float(loss))
         if step % max(1, spec["steps"] // 10) == 0 or step == spec["steps"]:
-            figures = run_evaluation(recipe, model, task, data, place)
+            figures = evaluate_heldout(run, model, context)
             heldout.append([step, figures["eval_loss"]])
             model.train()
     dense = float(allreduce_wire_bytes(4 * numel(model), world))
@@ -323,7 +326,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
         "computed_bytes": sent,
         "bytes_over_the_run": early * dense + (1.0 - early) * sent,
         "num_parameters": numel(model),
-        **({} if has_products(work.compute, place.device) else {"widened": True}),
+        **({} if has_products(work.compute, context.device) else {"widened": True}),
     }
 
 
@@ -357,7 +360,7 @@ def swept(lines: Lines, data: str, method: str) -> list[float | None]:
 
 def best_rate(lines: Lines, data: str, method: str) -> float | None:
     """Return the best rate, or None if the sweep has not ended or every run failed."""
-    return grid_of(data, method).best(swept(lines, data, method))
+    return make_grid(data, method).best(swept(lines, data, method))
 
 
 def methods_of(data: str) -> tuple[str, ...]:
@@ -402,7 +405,7 @@ def main() -> int:
         report(ledger.lines(), options.data)
     elif options.phase == "sweep":
         for method in methods:
-            grid_of(options.data, method).sweep(
+            make_grid(options.data, method).sweep(
                 ledger, lambda rate, method=method: run_spec(options.data, method, rate, 0), "eval_loss"
             )
     elif options.phase == "seeds":

@@ -1,4 +1,4 @@
-"""Print the tables of docs/network-measured.md in Markdown: loss, bytes and times of the communication methods.
+"""Print the tables of docs/evidence/network.md in Markdown: loss, bytes and times of the communication methods.
 
     python benchmarks/comm_table.py --data novels benchmarks/results/network-*-novels-*.json
     python benchmarks/comm_table.py --times benchmarks/results/network-2-10mbit-*.json      one column per link

@@ -21,7 +21,7 @@ from scantling.trainer.sweeping.grid import cases
 from scantling.trainer.sweeping.schema import Sweep, load_sweep
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -170,9 +170,8 @@ def test_the_run_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_recipe_reference_names_every_preset() -> None:
-    rows = re.findall(
-        r"^\| `([\w-]+)` \|.*\| ([\w-]+) \|$", (ROOT / "docs" / "recipe.md").read_text(), flags=re.MULTILINE
-    )
+    page = (ROOT / "docs" / "reference" / "recipe.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| ([\w-]+) \|$", page, flags=re.MULTILINE)
     assert rows == [(name, preset.task) for name, preset in PRESETS.items()]
 
 
@@ -183,7 +182,7 @@ def test_docs_build_without_a_warning(tmp_path: Path) -> None:
         [*command, ROOT / "docs", tmp_path / "html"], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
-    reference = (tmp_path / "html" / "api.html").read_text()
+    reference = (tmp_path / "html" / "reference" / "api.html").read_text()
     assert all(f'id="scantling.{name}"' in reference for name in ("train", "plan", "CAME", "param_groups"))
-    recipe = (tmp_path / "html" / "recipe.html").read_text()
+    recipe = (tmp_path / "html" / "reference" / "recipe.html").read_text()
     assert "keep_checkpoints" in recipe

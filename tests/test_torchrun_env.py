@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scantling.errors import UserError
-from scantling.torchrun_env import launched_local_rank, launched_rank, launched_world_size, refuse_processes
+from scantling.torchrun_env import local_rank_from_env, rank_from_env, require_single_process, world_size_from_env
 
 
 @pytest.mark.parametrize("given", [None, "", "3"])
@@ -14,16 +14,16 @@ def test_numbers_of_torchrun(given: str | None, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delenv(name, raising=False)
         if given is not None:
             monkeypatch.setenv(name, given)
-    found = launched_world_size(), launched_rank(), launched_local_rank()
+    found = world_size_from_env(), rank_from_env(), local_rank_from_env()
     assert found == ((3, 3, 3) if given else (1, 0, 0))
     if not given:
-        refuse_processes("export")
+        require_single_process("export")
         return
     with pytest.raises(UserError, match="export is the work of one process; given 3 processes by torchrun"):
-        refuse_processes("export")
+        require_single_process("export")
 
 
 def test_what_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(UserError, match="RANK is set by torchrun to a number; the environment has 'first'"):
-        launched_rank()
+        rank_from_env()

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from scantling.lazy_names import lazy_names
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from scantling import comm, errors, hf, laws, optim, precision, tensor
     from scantling.comm.demo import DeMo
-    from scantling.comm.momentum import MomentumExchange
+    from scantling.comm.exchange import MomentumExchange
     from scantling.groups import param_groups
     from scantling.optim.came import CAME
     from scantling.precision.training import quantize_training
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "CAME": "scantling.optim.came",
     "DeMo": "scantling.comm.demo",
-    "MomentumExchange": "scantling.comm.momentum",
+    "MomentumExchange": "scantling.comm.exchange",
     "Plan": "scantling.trainer.planning.plan",
     "RankAdapter": "scantling.tensor.ranks",
     "RunResult": "scantling.trainer.training.run",

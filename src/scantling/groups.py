@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
+from scantling.numerics.torch_private import ConvBase, NormBase
 
 Role: TypeAlias = Literal["matrix", "embedding", "vector"]
 MatrixDims: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -30,7 +31,7 @@ _NORMS = (
     nn.LayerNorm,
     nn.RMSNorm,
     nn.GroupNorm,
-    nn.modules.batchnorm._NormBase,
+    NormBase,
 )
 # A parameter can be claimed by several modules when it is tied; the highest claim decides.
 _BY_SHAPE, _BY_LAYER, _BY_EMBEDDING, _BY_DECLARATION = range(4)
@@ -213,7 +214,7 @@ def _by_rule(path: str, module: nn.Module, heads: set[int]) -> Iterator[_Claim]:
             yield param, _BY_EMBEDDING, "embedding", ((0,), (1,))
         elif isinstance(module, _NORMS) or ndim < 2 or _is_bias(name):
             yield param, _BY_LAYER, "vector", None
-        elif isinstance(module, nn.modules.conv._ConvNd):
+        elif isinstance(module, ConvBase):
             yield param, _BY_LAYER, "matrix", ((0,), tuple(range(1, ndim)))
         elif isinstance(module, nn.Linear):
             yield param, _BY_LAYER, "matrix", ((0,), (1,))

@@ -7,29 +7,29 @@ import os
 from scantling.errors import UserError
 
 
-def launched_world_size() -> int:
+def world_size_from_env() -> int:
     """How many processes were started together."""
     return _number("WORLD_SIZE", 1)
 
 
-def launched_rank() -> int:
+def rank_from_env() -> int:
     """The number of this process among all."""
     return _number("RANK", 0)
 
 
-def launched_local_rank() -> int:
+def local_rank_from_env() -> int:
     """The number of this process among those on its machine."""
     return _number("LOCAL_RANK", 0)
 
 
-def launched_local_world_size() -> int:
+def local_world_size_from_env() -> int:
     """Return how many processes were started on this machine."""
-    return _number("LOCAL_WORLD_SIZE", launched_world_size())
+    return _number("LOCAL_WORLD_SIZE", world_size_from_env())
 
 
-def refuse_processes(command: str, why: str = "is the work of one process") -> None:
+def require_single_process(command: str, why: str = "is the work of one process") -> None:
     """Raise a UserError in one of several processes."""
-    if (count := launched_world_size()) > 1:
+    if (count := world_size_from_env()) > 1:
         raise UserError(f"{command} {why}; given {count} processes by torchrun")
 
 

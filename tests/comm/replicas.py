@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from scantling.comm.link import Link
+from scantling.comm.transport.group import ReplicaGroup
 
 Result = TypeVar("Result")
 
@@ -44,8 +44,8 @@ class Room:
         return found
 
 
-class ThreadLink(Link):
-    """A link to the other threads of a room; tests can modify messages in transit."""
+class ThreadGroup(ReplicaGroup):
+    """Replicas that are threads of one process; tests can modify messages in transit."""
 
     def __init__(self, room: Room, rank: int) -> None:
         super().__init__()
@@ -54,15 +54,15 @@ class ThreadLink(Link):
         self._parted = 0
         self.on_its_way: Callable[[Tensor], Tensor] = lambda message: message
 
-    def apart(self) -> ThreadLink:
-        """Return a separate link, like a new process group: the n-th call of each replica gives the same room."""
-        made = ThreadLink(self.room.another(self._parted), self._rank)
+    def clone(self) -> ThreadGroup:
+        """Return a separate group, like a new process group: the n-th call of each replica gives the same room."""
+        made = ThreadGroup(self.room.another(self._parted), self._rank)
         self._parted += 1
         made.on_its_way = lambda message: self.on_its_way(message)
         return made
 
     @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         return self.room.size
 
     @property
@@ -75,28 +75,28 @@ class ThreadLink(Link):
         return found
 
     def all_gather(self, message: Tensor) -> list[Tensor]:
-        self.total += (self.size - 1) * message.nbytes
-        self.wire_bytes += (self.size - 1) * message.nbytes
+        self.total += (self.world_size - 1) * message.nbytes
+        self.wire_bytes += (self.world_size - 1) * message.nbytes
         return [each.clone() for each in self.room.meet(self._rank, self.on_its_way(message))]
 
     def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        self.total += (self.size - 1) * messages[0].nbytes
-        self.wire_bytes += (self.size - 1) * messages[0].nbytes
+        self.total += (self.world_size - 1) * messages[0].nbytes
+        self.wire_bytes += (self.world_size - 1) * messages[0].nbytes
         found = self.room.meet(self._rank, [self.on_its_way(each) for each in messages])
         return [each[self._rank].clone() for each in found]
 
     def broadcast(self, values: Tensor, source: int) -> None:
         values.copy_(self.room.meet(self._rank, values.clone())[source])
-        self.wire_bytes += (self.size - 1) * values.nbytes // self.size
+        self.wire_bytes += (self.world_size - 1) * values.nbytes // self.world_size
 
-    def mean(self, values: Tensor) -> Tensor:
+    def all_reduce_mean(self, values: Tensor) -> Tensor:
         values.copy_(torch.stack(self.room.meet(self._rank, values.clone())).mean(0))
-        self.total += 2 * (self.size - 1) * values.nbytes // self.size
-        self.wire_bytes += 2 * (self.size - 1) * values.nbytes // self.size
+        self.total += 2 * (self.world_size - 1) * values.nbytes // self.world_size
+        self.wire_bytes += 2 * (self.world_size - 1) * values.nbytes // self.world_size
         return values
 
 
-def together(size: int, work: Callable[[ThreadLink], Result]) -> list[Result]:
+def together(size: int, work: Callable[[ThreadGroup], Result]) -> list[Result]:
     """Run `work` on several replicas in parallel and return their results; raise the first error of any replica."""
     room = Room(size)
     results: list[Any] = [None] * size
@@ -104,7 +104,7 @@ def together(size: int, work: Callable[[ThreadLink], Result]) -> list[Result]:
 
     def one(rank: int) -> None:
         try:
-            results[rank] = work(ThreadLink(room, rank))
+            results[rank] = work(ThreadGroup(room, rank))
         except BaseException as error:
             errors.append(error)
             room.close()

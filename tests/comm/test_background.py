@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.comm.momentum import MomentumExchange
+from scantling.comm.exchange import MomentumExchange
 from scantling.errors import NonFiniteError, UserError
-from tests.comm.replicas import ThreadLink, together
-from tests.comm.test_momentum import exchange_of, gradient, params_of
+from tests.comm.replicas import ThreadGroup, together
+from tests.comm.test_exchange import exchange_of, gradient, params_of
 
 STEPS = 5
 
@@ -35,16 +35,16 @@ def stepped(made: MomentumExchange, params: list[nn.Parameter], rank: int, steps
     return found
 
 
-@pytest.mark.parametrize("way", ["all_gather", "owner"])
+@pytest.mark.parametrize("strategy", ["all_gather", "owner"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_delayed_result_is_that_of_the_call_before(size: int, way: str) -> None:
-    def work(link: ThreadLink) -> tuple[list[Any], list[Any]]:
+def test_a_delayed_result_is_that_of_the_call_before(size: int, strategy: str) -> None:
+    def work(replicas: ThreadGroup) -> tuple[list[Any], list[Any]]:
         plain, late = params_of(), params_of()
-        first = exchange_of(link, plain, exchange=way, check_every=2)
-        second = exchange_of(link, late, exchange=way, check_every=2, delay=1)
+        first = exchange_of(replicas, plain, exchange=strategy, check_every=2)
+        second = exchange_of(replicas, late, exchange=strategy, check_every=2, delay=1)
         return (
-            stepped(first, plain, link.rank, range(STEPS)),
-            stepped(second, late, link.rank, range(STEPS)),
+            stepped(first, plain, replicas.rank, range(STEPS)),
+            stepped(second, late, replicas.rank, range(STEPS)),
         )
 
     for plain, late in together(size, work):
@@ -57,15 +57,17 @@ def test_a_delayed_result_is_that_of_the_call_before(size: int, way: str) -> Non
 def test_a_step_in_which_all_overflow_costs_no_other_one(saves: bool) -> None:
     """With a delay, the overflow is reported one call later, when the next gradients have already been sent."""
 
-    def work(link: ThreadLink) -> list[Any]:
+    def work(replicas: ThreadGroup) -> list[Any]:
         params = params_of()
-        made = exchange_of(link, params, delay=1)
+        made = exchange_of(replicas, params, delay=1)
         found: list[Any] = []
         for step in range(4):
             for param in params:
-                param.grad = torch.full_like(param, torch.inf) if step == 1 else gradient(link.rank, step, param.shape)
+                param.grad = (
+                    torch.full_like(param, torch.inf) if step == 1 else gradient(replicas.rank, step, param.shape)
+                )
             if saves:
-                made.settle()
+                made.flush()
             try:
                 found.append(made.exchange())
             except NonFiniteError:
@@ -86,19 +88,19 @@ def test_demo_leaves_no_gradient_of_one_replica_alone_behind() -> None:
 
 
 def test_what_a_delay_holds_back_is_saved_and_loaded() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params, delay=1)
-        stepped(made, params, link.rank, range(2))
+        made = exchange_of(replicas, params, delay=1)
+        stepped(made, params, replicas.rank, range(2))
         file = io.BytesIO()
         torch.save(made.state_dict(), file)
-        wanted = stepped(made, params, link.rank, range(2, STEPS))
+        wanted = stepped(made, params, replicas.rank, range(2, STEPS))
         params = params_of()
-        again = exchange_of(link, params, delay=1)
-        stepped(again, params, link.rank, range(7, 8))  # leaves a pending exchange, which loading replaces
+        again = exchange_of(replicas, params, delay=1)
+        stepped(again, params, replicas.rank, range(7, 8))  # leaves a pending exchange, which loading replaces
         file.seek(0)
         again.load_state_dict(torch.load(file, weights_only=True))
-        found = stepped(again, params, link.rank, range(2, STEPS))
+        found = stepped(again, params, replicas.rank, range(2, STEPS))
         for one, other in zip(wanted, found, strict=True):
             assert one is not None
             assert other is not None
@@ -111,15 +113,15 @@ def test_what_a_delay_holds_back_is_saved_and_loaded() -> None:
 def test_what_a_delay_has_held_back_is_applied_without_one(sync_every: int) -> None:
     """It is applied with the next call that has a result, also after a call in which all ranks overflow."""
 
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params, delay=1)
-        stepped(made, params, link.rank, range(2))
+        made = exchange_of(replicas, params, delay=1)
+        stepped(made, params, replicas.rank, range(2))
         state = copy.deepcopy(made.state_dict())
         pending = state["shared"]["pending"]
         found = []
         for shared in (state["shared"], {**state["shared"], "pending": {}}):
-            again = exchange_of(link, params, sync_every=sync_every)
+            again = exchange_of(replicas, params, sync_every=sync_every)
             again.load_state_dict({**state, "shared": shared})
             if sync_every == 1:
                 for param in params:
@@ -127,7 +129,7 @@ def test_what_a_delay_has_held_back_is_applied_without_one(sync_every: int) -> N
                 with pytest.raises(NonFiniteError):
                     again.exchange()
                 again.load_local_state_dict(state["local"])
-            found.append(stepped(again, params, link.rank, range(2, 3))[0])
+            found.append(stepped(again, params, replicas.rank, range(2, 3))[0])
             assert not again.state_dict()["shared"]["pending"]
         ours, theirs = found
         assert ours is not None
@@ -140,17 +142,17 @@ def test_what_a_delay_has_held_back_is_applied_without_one(sync_every: int) -> N
 
 
 def test_demo_with_a_delay_goes_on_bitwise() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         def begin() -> tuple[list[nn.Parameter], sc.DeMo]:
             params = params_of()
             optimizer = sc.DeMo(params, lr=1e-2, topk=8, chunk=16, delay=1, residual="int8")
-            optimizer.exchange.link = link
+            optimizer.exchange.replicas = replicas
             return params, optimizer
 
         def step(params: list[nn.Parameter], optimizer: sc.DeMo, steps: range) -> None:
             for number in steps:
                 for param in params:
-                    param.grad = gradient(link.rank, number, param.shape)
+                    param.grad = gradient(replicas.rank, number, param.shape)
                 optimizer.step()
 
         params, optimizer = begin()
@@ -184,7 +186,7 @@ def test_what_is_held_back_is_cut_with_its_parameter() -> None:
     made = MomentumExchange(params, delay=1, residual="int8")
     params[0].grad = torch.randn(64, 80)
     made.exchange()
-    made.settle()
+    made.flush()
     index = torch.arange(3, 40)
     wanted = made.state[params[0]]["pending"][index]
     with torch.no_grad():
@@ -213,12 +215,14 @@ def network(rank: int) -> tuple[nn.Module, Tensor]:
 def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: int) -> None:
     first_network()
 
-    def results(link: ThreadLink, *, overlap: bool) -> tuple[list[list[Tensor] | None], MomentumExchange, int, int]:
-        net, x = network(link.rank)
+    def results(
+        replicas: ThreadGroup, *, overlap: bool
+    ) -> tuple[list[list[Tensor] | None], MomentumExchange, int, int]:
+        net, x = network(replicas.rank)
         made = MomentumExchange(
             sc.param_groups(net), topk=8, chunk=16, overlap=overlap, bucket_mb=0.02, delay=delay, sync_every=sync_every
         )
-        made.link = link
+        made.replicas = replicas
         found: list[list[Tensor] | None] = []
         early = sent = 0
         for _ in range(4):
@@ -233,9 +237,9 @@ def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: 
             found.append(grads if done else None)
         return found, made, early, sent
 
-    def work(link: ThreadLink) -> None:
-        plain, first, _, _ = results(link, overlap=False)
-        overlapped, second, early, sent = results(link, overlap=True)
+    def work(replicas: ThreadGroup) -> None:
+        plain, first, _, _ = results(replicas, overlap=False)
+        overlapped, second, early, sent = results(replicas, overlap=True)
         assert early == 3  # all but the bucket with the unused parameter
         assert sent == second.planned_wire_bytes() > first.planned_wire_bytes() > 0
         for one, other in zip(plain, overlapped, strict=True):
@@ -250,10 +254,10 @@ def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: 
 def test_same_data_warns_with_overlap_too(alike: bool, caplog: pytest.LogCaptureFixture) -> None:
     first_network()
 
-    def work(link: ThreadLink) -> None:
-        net, x = network(0 if alike else link.rank)
+    def work(replicas: ThreadGroup) -> None:
+        net, x = network(0 if alike else replicas.rank)
         made = MomentumExchange(sc.param_groups(net), overlap=True, bucket_mb=0.02)
-        made.link = link
+        made.replicas = replicas
         for _ in range(2):
             with made.overlapped():
                 net(x).square().mean().backward()
@@ -297,10 +301,10 @@ def test_one_process_goes_on_after_an_error_in_the_backward_pass(delay: int) -> 
 def test_an_error_in_the_backward_pass_of_one_replica_hangs_none(left: bool) -> None:
     first_network()
 
-    def work(link: ThreadLink) -> list[Tensor]:
-        net, x = network(link.rank)
+    def work(replicas: ThreadGroup) -> list[Tensor]:
+        net, x = network(replicas.rank)
         made = MomentumExchange(sc.param_groups(net), topk=8, chunk=16, overlap=True, bucket_mb=0.02)
-        made.link = link
+        made.replicas = replicas
 
         def backward(fails: bool) -> None:
             net.zero_grad()
@@ -310,11 +314,11 @@ def test_an_error_in_the_backward_pass_of_one_replica_hangs_none(left: bool) -> 
                     raise MemoryError
 
         for step in range(3):
-            if step == 1 and link.rank == 1:
+            if step == 1 and replicas.rank == 1:
                 with pytest.raises(MemoryError) as caught:
                     backward(fails=True)
                 assert bool(getattr(caught.value, "__notes__", [])) == left
-            if not (step == 1 and link.rank == 1 and left):
+            if not (step == 1 and replicas.rank == 1 and left):
                 backward(fails=False)
             assert made.exchange()
         return [param.grad for param in net.parameters()]
@@ -324,14 +328,14 @@ def test_an_error_in_the_backward_pass_of_one_replica_hangs_none(left: bool) -> 
 
 
 def test_nan_in_one_bucket_leaves_a_replica_out_of_that_bucket_alone() -> None:
-    def work(link: ThreadLink) -> tuple[list[int], list[Tensor]]:
-        net, x = network(link.rank)
+    def work(replicas: ThreadGroup) -> tuple[list[int], list[Tensor]]:
+        net, x = network(replicas.rank)
         made = MomentumExchange(
             sc.param_groups(net), topk=4096, values="fp32", dense="fp32", overlap=True, bucket_mb=0.02
         )
-        made.link = link
+        made.replicas = replicas
         net(x).square().mean().backward()
-        if link.rank == 1:
+        if replicas.rank == 1:
             net[0].weight.grad[3, 4] = torch.nan
         made.exchange()
         return made.left_out, [net[0].weight.grad, net[4].weight.grad]
@@ -351,13 +355,13 @@ def test_nan_in_one_bucket_leaves_a_replica_out_of_that_bucket_alone() -> None:
 def test_a_replica_knows_at_once_that_its_gradients_are_withheld(options: dict[str, Any]) -> None:
     """The result is available at once, not at the next exchange or when this exchange's result arrives."""
 
-    def work(link: ThreadLink) -> list[bool]:
+    def work(replicas: ThreadGroup) -> list[bool]:
         params, found = params_of(), []
-        made = exchange_of(link, params, **options)
+        made = exchange_of(replicas, params, **options)
         for step in range(4):
             for param in params:
-                param.grad = gradient(link.rank, step, param.shape)
-            if link.rank == 1 and step == 2:
+                param.grad = gradient(replicas.rank, step, param.shape)
+            if replicas.rank == 1 and step == 2:
                 params[3].grad[0] = torch.nan
             made.exchange()
             found.append(made.withheld)
@@ -367,9 +371,9 @@ def test_a_replica_knows_at_once_that_its_gradients_are_withheld(options: dict[s
 
 
 def test_an_error_on_its_way_is_raised_by_the_next_call() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params, delay=1)
+        made = exchange_of(replicas, params, delay=1)
         for param in params:
             param.grad = torch.full_like(param, torch.nan)
         made.exchange()
@@ -383,7 +387,7 @@ def test_an_error_on_its_way_is_raised_by_the_next_call() -> None:
 def test_a_process_that_ends_waits_for_the_thread_but_not_for_ever(takes_s: float, waits_s: float) -> None:
     script = f"""
 import time, torch
-from scantling.comm import background
+from scantling.comm.transport import background
 
 background.WAIT_S = {waits_s}
 tasks = background.Background()
@@ -411,12 +415,12 @@ def test_bad_options(options: dict[str, Any], text: str) -> None:
 def test_threads_end_with_what_they_work_for() -> None:
     before = set(threading.enumerate())
 
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
         for _ in range(3):
-            made = exchange_of(link, params, delay=1)
-            stepped(made, params, link.rank, range(2))
-            made.settle()
+            made = exchange_of(replicas, params, delay=1)
+            stepped(made, params, replicas.rank, range(2))
+            made.flush()
 
     together(2, work)
     gc.collect()

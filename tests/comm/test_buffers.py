@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from scantling.comm import average_buffers
-from tests.comm.replicas import ThreadLink, together
+from tests.comm.replicas import ThreadGroup, together
 
 
 def test_running_statistics_become_their_mean_and_nothing_else_changes() -> None:
@@ -18,8 +18,8 @@ def test_running_statistics_become_their_mean_and_nothing_else_changes() -> None
         net[1].num_batches_tracked.fill_(7)
     weights = [net[0].weight.clone() for net in nets]
 
-    def work(link: ThreadLink) -> None:
-        average_buffers(nets[link.rank], link)
+    def work(replicas: ThreadGroup) -> None:
+        average_buffers(nets[replicas.rank], replicas)
 
     together(3, work)
     for rank, net in enumerate(nets):
@@ -40,8 +40,8 @@ def test_what_is_not_finite_on_a_replica_does_not_reach_the_others(dtype: torch.
     nets[1][0].running_mean[2] = torch.nan
     nets[2][1].running_var[0] = torch.inf
 
-    def work(link: ThreadLink) -> None:
-        average_buffers(nets[link.rank], link)
+    def work(replicas: ThreadGroup) -> None:
+        average_buffers(nets[replicas.rank], replicas)
 
     together(3, work)
     for net in nets:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
+from benchmarks.comm_reference import plain_exchange
 from scantling.comm import merge_local_states
 from scantling.comm.demo import DeMo
-from scantling.comm.momentum import MomentumExchange
-from scantling.comm.reference import plain_exchange
+from scantling.comm.exchange import MomentumExchange
 from scantling.errors import UserError
-from tests.comm.replicas import ThreadLink, together
+from tests.comm.replicas import ThreadGroup, together
 
 SHAPE = (100, 130)
 
@@ -30,13 +30,13 @@ def gradient(rank: int, step: int, shape: Any = SHAPE) -> Tensor:
 def test_the_batched_exchange_is_the_plain_one(size: int, topk: int) -> None:
     options = {"decay": 0.9, "topk": topk, "chunk": 20, "alpha": 0.7}
 
-    def work(link: ThreadLink) -> list[Tensor]:
+    def work(replicas: ThreadGroup) -> list[Tensor]:
         param = nn.Parameter(torch.zeros(SHAPE))
         made = MomentumExchange([param], values="fp32", exchange="all_gather", **options)
-        made.link = link
+        made.replicas = replicas
         found = []
         for step in range(5):
-            param.grad = gradient(link.rank, step)
+            param.grad = gradient(replicas.rank, step)
             made.exchange()
             found.append(param.grad)
         return [*found, made.state[param]["residual"]]
@@ -65,14 +65,14 @@ def test_compat_paper_is_the_published_algorithm() -> None:
     shapes = [(96, 60), (50,)]
     rates = [0.01, 0.02, 0.005, 0.01, 0.01]
 
-    def work(link: ThreadLink) -> list[nn.Parameter]:
+    def work(replicas: ThreadGroup) -> list[nn.Parameter]:
         params = [nn.Parameter(gradient(77, 0, shape)) for shape in shapes]
         optimizer = DeMo(params, lr=rates[0], topk=5, chunk=16, weight_decay=0.1, compat="paper")
-        optimizer.exchange.link = link
+        optimizer.exchange.replicas = replicas
         for step, lr in enumerate(rates):
             optimizer.param_groups[0]["lr"] = lr
             for param in params:
-                param.grad = gradient(link.rank, step, param.shape)
+                param.grad = gradient(replicas.rank, step, param.shape)
             optimizer.step()
         return params
 
@@ -157,19 +157,19 @@ def test_a_saved_run_goes_on_to_the_bit(dtype: torch.dtype, update: Any) -> None
 
 
 def test_local_and_shared_state_apart() -> None:
-    def work(link: ThreadLink) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
+    def work(replicas: ThreadGroup) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
         straight, net = model(), model()
         both = [DeMo(sc.param_groups(each), lr=1e-2, topk=8, chunk=16, dense="sign") for each in (straight, net)]
         for optimizer in both:
-            optimizer.exchange.link = link
-        train(straight, both[0], range(5), link.rank)
-        train(net, both[1], range(3), link.rank)
+            optimizer.exchange.replicas = replicas
+        train(straight, both[0], range(5), replicas.rank)
+        train(net, both[1], range(3), replicas.rank)
         own, shared = both[1].local_state_dict(), both[1].shared_state_dict()
         again = DeMo(sc.param_groups(net), lr=1e-2, topk=8, chunk=16, dense="sign")
-        again.exchange.link = link
+        again.exchange.replicas = replicas
         again.load_shared_state_dict(shared)
         again.load_local_state_dict(own)
-        train(net, again, range(3, 5), link.rank)
+        train(net, again, range(3, 5), replicas.rank)
         assert all(map(torch.equal, straight.parameters(), net.parameters()))
         return list(net.parameters()), own, shared
 
@@ -235,11 +235,11 @@ def test_replicas_choose_the_same_ranks(compat: Any) -> None:
         optimizer = DeMo(sc.param_groups(layer), lr=1e-3, topk=8, chunk=16, compat=compat, **options)
         made.append((layer, adapter, optimizer))
 
-    def work(link: ThreadLink) -> Any:
-        layer, adapter, optimizer = made[link.rank]
-        optimizer.exchange.link = link
+    def work(replicas: ThreadGroup) -> Any:
+        layer, adapter, optimizer = made[replicas.rank]
+        optimizer.exchange.replicas = replicas
         for number in range(16):
-            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * link.rank + number))
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * replicas.rank + number))
             adapter.loss((layer(x) - x).square().mean()).backward()
             optimizer.step()
             assert all(control.grad is not None for control in layer.controls or ())
@@ -258,11 +258,11 @@ def test_the_loss_falls() -> None:
     torch.manual_seed(0)
     target, start = nn.Linear(64, 64, bias=False).requires_grad_(False), nn.Linear(64, 64, bias=False)
 
-    def work(link: ThreadLink) -> list[float]:
+    def work(replicas: ThreadGroup) -> list[float]:
         net = copy.deepcopy(start)
         optimizer = DeMo(net.parameters(), lr=5e-3, topk=64)
-        optimizer.exchange.link = link
-        generator = torch.Generator().manual_seed(link.rank)
+        optimizer.exchange.replicas = replicas
+        generator = torch.Generator().manual_seed(replicas.rank)
         losses = []
         for _ in range(100):
             x = torch.randn(32, 64, generator=generator)

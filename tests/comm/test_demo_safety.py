@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.comm import LocalSteps
-from scantling.comm.agreement import unlike
-from scantling.comm.link import Link, _warn_without_group
-from scantling.comm.momentum import MomentumExchange
-from scantling.comm.payload import unseal
+from scantling.comm.codec.message import unpack_messages
+from scantling.comm.consistency import unlike
+from scantling.comm.exchange import MomentumExchange
+from scantling.comm.transport.group import ReplicaGroup, _warn_without_group
 from scantling.errors import NonFiniteError, PayloadError, UserError
-from tests.comm.replicas import ThreadLink, together
-from tests.comm.test_momentum import exchange_of, gradient, params_of
+from tests.comm.replicas import ThreadGroup, together
+from tests.comm.test_exchange import exchange_of, gradient, params_of
 from tests.processes import run
 
 
-def demo_of(link: Link | None, params: list[nn.Parameter], **options: Any) -> sc.DeMo:
+def demo_of(replicas: ReplicaGroup | None, params: list[nn.Parameter], **options: Any) -> sc.DeMo:
     made = sc.DeMo(params, **{"lr": 1e-2, "topk": 8, "chunk": 16, **options})
-    if link is not None:
-        made.exchange.link = link
+    if replicas is not None:
+        made.exchange.replicas = replicas
     return made
 
 
@@ -68,10 +68,10 @@ def test_frozen_parameters_are_left_alone(weight_decay: float) -> None:
     ],
 )
 def test_rates_and_updates_that_differ_are_named(options: dict[str, Any], text: str) -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        optimizer = demo_of(link, params, **(options if link.rank == 1 else {}))
-        fill(params, link.rank, 0)
+        optimizer = demo_of(replicas, params, **(options if replicas.rank == 1 else {}))
+        fill(params, replicas.rank, 0)
         optimizer.step()
 
     with pytest.raises(UserError, match="rank 1 differs from the others") as error:
@@ -80,10 +80,10 @@ def test_rates_and_updates_that_differ_are_named(options: dict[str, Any], text: 
 
 
 def test_a_checkpoint_that_one_rank_alone_has_loaded_is_named() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params)
-        if link.rank == 1:
+        made = exchange_of(replicas, params)
+        if replicas.rank == 1:
             made.load_shared_state_dict({"step": 5})
         made.exchange()
 
@@ -94,12 +94,12 @@ def test_a_checkpoint_that_one_rank_alone_has_loaded_is_named() -> None:
 
 
 def test_a_change_that_may_be_one_ranks_alone_is_said_before_it_ends_badly(caplog: pytest.LogCaptureFixture) -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params)
+        made = exchange_of(replicas, params)
         for step in range(3):
             params[0].requires_grad_(step != 1)
-            fill(params, link.rank, step)
+            fill(params, replicas.rank, step)
             made.exchange()
 
     together(2, work)
@@ -109,49 +109,31 @@ def test_a_change_that_may_be_one_ranks_alone_is_said_before_it_ends_badly(caplo
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_of_two_replicas_the_finite_one_is_sound_and_the_lower_one_of_two_finite(bad: int) -> None:
-    def work(link: ThreadLink) -> tuple[Any, Any]:
+    def work(replicas: ThreadGroup) -> tuple[Any, Any]:
         damaged, other = params_of(), params_of()
         with torch.no_grad():
-            if link.rank == bad:
+            if replicas.rank == bad:
                 damaged[2][0, 0, 0] = torch.nan
                 other[3][0, 0, 0, 0] += 1e-3
-        return unlike(link, damaged), unlike(link, other)
+        return unlike(replicas, damaged), unlike(replicas, other)
 
     for nan, apart in together(2, work):
         assert nan == (bad, 2, 1 - bad)
         assert apart == (1, 3, 0)
 
 
-def test_resync_mends_moments_too() -> None:
-    def work(link: ThreadLink) -> list[list[Tensor]]:
-        params = params_of()
-        optimizer = demo_of(link, params, check_every=2, on_mismatch="resync", dense="fp32")
-        steps = []
-        for step in range(8):
-            fill(params, link.rank, step)
-            optimizer.step()
-            if step == 0 and link.rank == 1:
-                optimizer.state[params[4]]["exp_avg"] += 0.1
-            steps.append([param.detach().clone() for param in params])
-        return steps
-
-    first, second = together(2, work)
-    assert not torch.equal(first[1][4], second[1][4])
-    assert all(map(torch.equal, first[-1], second[-1]))
-
-
 def test_wire_bytes_are_those_of_the_step() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params, sync_every=2, state_sync_every=2, check_every=None)
+        made = exchange_of(replicas, params, sync_every=2, state_sync_every=2, check_every=None)
         found = []
         for step in range(8):
-            fill(params, link.rank, step)
+            fill(params, replicas.rank, step)
             made.exchange()
             found.append(made.wire_bytes)
             if step:  # the first step compares the replicas, once
-                assert made.wire_bytes == link.counted()
-            link.counted()
+                assert made.wire_bytes == replicas.counted()
+            replicas.counted()
         planned = made.planned_wire_bytes()
         assert found[:5] == [0, planned, 0, planned, 0]
         assert found[5] > planned + 4 * sum(param.numel() for param in params[:3]) / 2
@@ -162,13 +144,13 @@ def test_wire_bytes_are_those_of_the_step() -> None:
 
 
 def test_who_was_left_out_is_of_the_step() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params, sync_every=2)
+        made = exchange_of(replicas, params, sync_every=2)
         found = []
         for step in range(4):
-            fill(params, link.rank, step)
-            if step == 1 and link.rank == 1:
+            fill(params, replicas.rank, step)
+            if step == 1 and replicas.rank == 1:
                 params[0].grad[0, 0] = torch.nan
             made.exchange()
             found.append(made.left_out)
@@ -208,12 +190,12 @@ def test_large_gradients_are_finite_and_a_residual_that_overflows_begins_anew(ca
 
 
 def test_replicas_are_compared_though_one_has_lost_its_residuals() -> None:
-    def work(link: ThreadLink) -> float | None:
+    def work(replicas: ThreadGroup) -> float | None:
         params = params_of()
-        made = MomentumExchange(params, check_every=1, process_group=link)
+        made = MomentumExchange(params, check_every=1, process_group=replicas)
         for step in range(3):
-            fill(params, link.rank, step)
-            if step == 2 and link.rank == 1:
+            fill(params, replicas.rank, step)
+            if step == 2 and replicas.rank == 1:
                 made.residuals.drop(params[0])
             made.exchange()
         return made.replica_divergence
@@ -237,19 +219,19 @@ def test_local_steps_leave_a_step_with_nan_out() -> None:
 
 
 def test_the_state_of_another_rank_is_refused() -> None:
-    def work(link: ThreadLink) -> dict[str, Any]:
+    def work(replicas: ThreadGroup) -> dict[str, Any]:
         params = params_of()
-        optimizer = demo_of(link, params)
-        fill(params, link.rank, 0)
+        optimizer = demo_of(replicas, params)
+        fill(params, replicas.rank, 0)
         optimizer.step()
         return optimizer.state_dict()
 
     first, second = together(2, work)
     assert "replica" not in demo_of(None, params_of()).param_groups[0]
 
-    def load(link: ThreadLink) -> None:
-        optimizer = demo_of(link, params_of())
-        optimizer.load_state_dict((first, second)[link.rank])
+    def load(replicas: ThreadGroup) -> None:
+        optimizer = demo_of(replicas, params_of())
+        optimizer.load_state_dict((first, second)[replicas.rank])
         assert optimizer.exchange.local_state_dict()["residuals"]
         optimizer.load_state_dict(first)
 
@@ -258,9 +240,9 @@ def test_the_state_of_another_rank_is_refused() -> None:
 
 
 def test_an_owner_that_answers_with_an_old_message_is_refused() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        made = exchange_of(link, params, exchange="owner")
+        made = exchange_of(replicas, params, exchange="owner")
         seen: list[Tensor] = []
 
         def keep(message: Tensor) -> Tensor:
@@ -271,17 +253,17 @@ def test_an_owner_that_answers_with_an_old_message_is_refused() -> None:
             seen.append(message.clone())
             return old if len(message) == len(old) and len(seen) > 2 else message
 
-        fill(params, link.rank, 0)
+        fill(params, replicas.rank, 0)
         made.exchange()  # compares the replicas
-        link.on_its_way = keep
-        fill(params, link.rank, 1)
+        replicas.on_its_way = keep
+        fill(params, replicas.rank, 1)
         made.exchange()
         old, turns = seen[-1], len(seen)
         assert turns == 3  # two parts and a reply
         seen.clear()
-        if link.rank == 1:
-            link.on_its_way = replay
-        fill(params, link.rank, 2)
+        if replicas.rank == 1:
+            replicas.on_its_way = replay
+        fill(params, replicas.rank, 2)
         made.exchange()
 
     with pytest.raises(PayloadError, match=r"rank 1 sent a message of step 2; rank \d expects 3"):
@@ -366,9 +348,9 @@ def test_a_replica_with_other_threads_is_named(monkeypatch: pytest.MonkeyPatch) 
     here = threading.local()
     monkeypatch.setattr(torch, "get_num_threads", lambda: here.threads)
 
-    def work(link: ThreadLink) -> None:
-        here.threads = 4 if link.rank == 2 else 1
-        optimizer = demo_of(link, params_of())
+    def work(replicas: ThreadGroup) -> None:
+        here.threads = 4 if replicas.rank == 2 else 1
+        optimizer = demo_of(replicas, params_of())
         with pytest.raises(UserError, match=r"rank 2 .* it has PyTorch .* 4 threads; they have .* OMP_NUM_THREADS"):
             optimizer.step()
 
@@ -376,14 +358,14 @@ def test_a_replica_with_other_threads_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_grad_scaler_beside_an_exchange_keeps_replicas_alike() -> None:
-    def work(link: ThreadLink) -> tuple[list[Tensor], float]:
+    def work(replicas: ThreadGroup) -> tuple[list[Tensor], float]:
         params = params_of()
-        made, optimizer = exchange_of(link, params, check_every=1), torch.optim.AdamW(params, lr=1e-2)
+        made, optimizer = exchange_of(replicas, params, check_every=1), torch.optim.AdamW(params, lr=1e-2)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(5):
             optimizer.zero_grad()
-            scaler.scale(sum((param * gradient(link.rank, step, param.shape)).sum() for param in params)).backward()
-            if step == 3 or (step == 1 and link.rank == 1):
+            scaler.scale(sum((param * gradient(replicas.rank, step, param.shape)).sum() for param in params)).backward()
+            if step == 3 or (step == 1 and replicas.rank == 1):
                 params[0].grad[3, 4] = torch.inf
             scaler.unscale_(optimizer)
             before = [param.detach().clone() for param in params]
@@ -536,12 +518,12 @@ def test_groups_that_do_not_fit(groups: list[dict[str, Any]], text: str) -> None
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("way", ["all_gather", "owner", "whole"])
-def test_nothing_to_exchange_is_no_error(way: Any, delay: int) -> None:
-    def work(link: ThreadLink) -> None:
+@pytest.mark.parametrize("strategy", ["all_gather", "owner", "dense"])
+def test_nothing_to_exchange_is_no_error(strategy: Any, delay: int) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = [nn.Parameter(torch.ones(64, 64), requires_grad=False), nn.Parameter(torch.ones(0, 3))]
-        optimizer = demo_of(link, params, exchange=way, delay=delay, weight_decay=0.1)
-        made = MomentumExchange(params[:1], exchange=way, delay=delay, check_every=1, process_group=link)
+        optimizer = demo_of(replicas, params, exchange=strategy, delay=delay, weight_decay=0.1)
+        made = MomentumExchange(params[:1], exchange=strategy, delay=delay, check_every=1, process_group=replicas)
         for step in range(3):
             optimizer.step()
             assert made.exchange() == (delay == 0 or step > 0)
@@ -553,17 +535,17 @@ def test_nothing_to_exchange_is_no_error(way: Any, delay: int) -> None:
         MomentumExchange([{"params": []}])
 
 
-@pytest.mark.parametrize("way", ["all_gather", "owner"])
-def test_another_default_dtype_changes_nothing(way: Any) -> None:
+@pytest.mark.parametrize("strategy", ["all_gather", "owner"])
+def test_another_default_dtype_changes_nothing(strategy: Any) -> None:
     begin = params_of()
     given = [[[gradient(rank, step, param.shape) for param in begin] for step in range(3)] for rank in range(2)]
     given[1][1][0][0, 0] = torch.nan
 
-    def work(link: ThreadLink) -> list[Tensor]:
+    def work(replicas: ThreadGroup) -> list[Tensor]:
         params = copy.deepcopy(begin)
-        optimizer = demo_of(link, params, exchange=way, values="int8")
+        optimizer = demo_of(replicas, params, exchange=strategy, values="int8")
         for step in range(3):
-            for param, value in zip(params, given[link.rank][step], strict=True):
+            for param, value in zip(params, given[replicas.rank][step], strict=True):
                 param.grad = value.clone()
             optimizer.step()
         return [*params, *(value for state in optimizer.state.values() for value in state.values())]
@@ -588,10 +570,10 @@ def test_compat_and_parameters_given_twice() -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_same_data_on_all_replicas_warns(same: bool, caplog: pytest.LogCaptureFixture) -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
-        fill(params, 0 if same else link.rank, 0)
-        exchange_of(link, params).exchange()
+        fill(params, 0 if same else replicas.rank, 0)
+        exchange_of(replicas, params).exchange()
 
     with caplog.at_level(logging.WARNING):
         together(2, work)
@@ -621,13 +603,13 @@ def test_a_replica_does_not_train_alone_unseen(
 
 
 def test_who_stepped_alone_before_the_group_is_compared_when_it_is_there() -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         params = params_of()
         optimizer = demo_of(None, params)
         for joined in (False, True):
             if joined:
-                optimizer.exchange.link = link
-            fill(params, link.rank, 0)
+                optimizer.exchange.replicas = replicas
+            fill(params, replicas.rank, 0)
             optimizer.step()
 
     with pytest.raises(UserError, match=r"rank 1 differs from the others: .* has other values there"):
@@ -718,11 +700,11 @@ def test_a_schedule_may_end_at_zero() -> None:
 
 
 def test_a_pickle_says_that_its_process_group_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = demo_of(Link(), params_of())
+    optimizer = demo_of(ReplicaGroup(), params_of())
     pickle.loads(pickle.dumps(optimizer))  # noqa: S301
     copy.deepcopy(optimizer)
     assert "process group of its own" not in caplog.text
-    optimizer.exchange.link.group = "a group"
+    optimizer.exchange.replicas.group = "a group"
     copy.deepcopy(optimizer)
     assert "process group of its own" not in caplog.text
     pickle.loads(pickle.dumps(optimizer))  # noqa: S301
@@ -738,4 +720,4 @@ def test_states_of_another_kind_are_refused() -> None:
     with pytest.raises(UserError, match="local_state_dict"):
         sc.comm.merge_local_states([optimizer.state_dict()])
     with pytest.raises(PayloadError, match="less than a header"):
-        unseal([torch.zeros(7, dtype=torch.uint8)])
+        unpack_messages([torch.zeros(7, dtype=torch.uint8)])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import scantling as sc
-from scantling.comm import silence
+from scantling.comm.transport import failures
 from scantling.errors import SilentPeerError
 from tests.processes import quiet_exit, start_all
 
@@ -116,14 +116,14 @@ class Store:
     ],
 )
 def test_who_is_named(monkeypatch: pytest.MonkeyPatch, notes: set[int], questions: int, text: str) -> None:
-    monkeypatch.setattr(silence, "WAIT_S", 0.3)
+    monkeypatch.setattr(failures, "WAIT_S", 0.3)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
     store = Store(notes, questions)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    with pytest.raises(SilentPeerError, match=text), silence.named():
+    with pytest.raises(SilentPeerError, match=text), failures.name_silent_ranks():
         raise RuntimeError("gloo: connection closed by peer")
 
 

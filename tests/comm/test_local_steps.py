@@ -12,18 +12,18 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.comm import LocalSteps, diloco, sparseloco
 from scantling.errors import UserError
-from tests.comm.replicas import ThreadLink, together
+from tests.comm.replicas import ThreadGroup, together
 
 torch.manual_seed(0)
 START = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
 TARGET = nn.Linear(64, 64).requires_grad_(False)
 
 
-def optimizer_of(net: nn.Module, kind: str, link: ThreadLink, **options: Any) -> LocalSteps:
+def optimizer_of(net: nn.Module, kind: str, replicas: ThreadGroup, **options: Any) -> LocalSteps:
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     make = diloco if kind == "diloco" else sparseloco
     made = make(inner, sc.param_groups(net), **options)
-    made.exchange.link = link
+    made.exchange.replicas = replicas
     return made
 
 
@@ -40,10 +40,13 @@ def train(net: nn.Module, optimizer: LocalSteps, rank: int, steps: range) -> lis
 
 
 def test_one_step_with_an_outer_rate_of_one_is_the_mean_of_the_replicas() -> None:
-    def work(link: ThreadLink) -> list[Tensor]:
+    def work(replicas: ThreadGroup) -> list[Tensor]:
         net = copy.deepcopy(START)
         train(
-            net, optimizer_of(net, "diloco", link, sync_every=3, outer_lr=1.0, outer_momentum=0.0), link.rank, range(3)
+            net,
+            optimizer_of(net, "diloco", replicas, sync_every=3, outer_lr=1.0, outer_momentum=0.0),
+            replicas.rank,
+            range(3),
         )
         return [param.detach() for param in net.parameters()]
 
@@ -65,12 +68,12 @@ def test_one_step_with_an_outer_rate_of_one_is_the_mean_of_the_replicas() -> Non
 
 @pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
 def test_the_loss_falls_and_bytes_are_sent_now_and_then(kind: str) -> None:
-    def work(link: ThreadLink) -> tuple[list[float], list[int]]:
+    def work(replicas: ThreadGroup) -> tuple[list[float], list[int]]:
         net = copy.deepcopy(START)
-        optimizer = optimizer_of(net, kind, link, sync_every=4, **({"topk": 1024} if kind == "sparseloco" else {}))
+        optimizer = optimizer_of(net, kind, replicas, sync_every=4, **({"topk": 1024} if kind == "sparseloco" else {}))
         losses, sent = [], []
         for step in range(60):
-            losses += train(net, optimizer, link.rank, range(step, step + 1))
+            losses += train(net, optimizer, replicas.rank, range(step, step + 1))
             sent.append(optimizer.wire_bytes)
         return losses, sent
 
@@ -81,14 +84,14 @@ def test_the_loss_falls_and_bytes_are_sent_now_and_then(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
 def test_a_saved_run_goes_on_to_the_bit(kind: str) -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         straight, parted = copy.deepcopy(START), copy.deepcopy(START)
-        train(straight, optimizer_of(straight, kind, link, sync_every=3), link.rank, range(8))
-        first = optimizer_of(parted, kind, link, sync_every=3)
-        train(parted, first, link.rank, range(5))
-        second = optimizer_of(parted, kind, link, sync_every=3)
+        train(straight, optimizer_of(straight, kind, replicas, sync_every=3), replicas.rank, range(8))
+        first = optimizer_of(parted, kind, replicas, sync_every=3)
+        train(parted, first, replicas.rank, range(5))
+        second = optimizer_of(parted, kind, replicas, sync_every=3)
         second.load_state_dict(copy.deepcopy(first.state_dict()))
-        train(parted, second, link.rank, range(5, 8))
+        train(parted, second, replicas.rank, range(5, 8))
         assert all(map(torch.equal, straight.parameters(), parted.parameters()))
 
     together(2, work)
@@ -110,19 +113,19 @@ def test_bad_options() -> None:
     with pytest.raises(UserError, match="diloco exchanges everything, so that topk, values would have no effect"):
         diloco(inner, net.parameters(), topk=8, values="int8")
     exchange = sc.MomentumExchange(net.parameters())
-    exchange.link.stays = False
+    exchange.replicas.is_static = False
     with pytest.raises(UserError, match="local steps are for replicas that stay"):
         LocalSteps(inner, exchange, sync_every=4, outer_lr=1.0)
 
 
 @pytest.mark.parametrize(("key", "text"), [("outer_lr", "outer_lr 0.5"), ("sync_every", "local steps 2")])
 def test_options_that_differ_between_replicas_are_named(key: str, text: str) -> None:
-    def work(link: ThreadLink) -> None:
+    def work(replicas: ThreadGroup) -> None:
         net = copy.deepcopy(START)
         given = {"sync_every": 4, "outer_lr": 1.0} | (
-            {key: {"outer_lr": 0.5, "sync_every": 2}[key]} if link.rank else {}
+            {key: {"outer_lr": 0.5, "sync_every": 2}[key]} if replicas.rank else {}
         )
-        train(net, optimizer_of(net, "sparseloco", link, **given), link.rank, range(4))
+        train(net, optimizer_of(net, "sparseloco", replicas, **given), replicas.rank, range(4))
 
     with pytest.raises(UserError, match=f"rank 1 differs from the others in 0.weight: it has {text}"):
         together(2, work)
@@ -147,15 +150,15 @@ def test_ranks_that_come_down_are_refused() -> None:
 def test_what_is_frozen_in_between_goes_back_and_stays(kind: str) -> None:
     """A weight frozen during local steps returns to its last exchanged value and stays, despite outer momentum."""
 
-    def work(link: ThreadLink) -> list[Tensor]:
+    def work(replicas: ThreadGroup) -> list[Tensor]:
         net = copy.deepcopy(START)
-        made = optimizer_of(net, kind, link, sync_every=4)
-        train(net, made, link.rank, range(4))
+        made = optimizer_of(net, kind, replicas, sync_every=4)
+        train(net, made, replicas.rank, range(4))
         begun = net[0].weight.detach().clone()
-        train(net, made, link.rank, range(4, 6))
+        train(net, made, replicas.rank, range(4, 6))
         net[0].weight.requires_grad_(False)
         for steps in (range(6, 8), range(8, 12)):
-            train(net, made, link.rank, steps)
+            train(net, made, replicas.rank, steps)
             assert torch.equal(net[0].weight, begun)
         return [param.detach() for param in net.parameters()]
 
@@ -165,14 +168,14 @@ def test_what_is_frozen_in_between_goes_back_and_stays(kind: str) -> None:
 def test_a_scaler_leaves_out_no_step_that_the_others_count() -> None:
     """An overflow on one replica skips its own step; both replicas still exchange after the same number of steps."""
 
-    def work(link: ThreadLink) -> tuple[int, list[Tensor]]:
+    def work(replicas: ThreadGroup) -> tuple[int, list[Tensor]]:
         net = copy.deepcopy(START)
-        made = optimizer_of(net, "sparseloco", link, sync_every=4)
+        made = optimizer_of(net, "sparseloco", replicas, sync_every=4)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(4):
-            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * link.rank + step))
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * replicas.rank + step))
             loss = (net(x) - TARGET(x)).square().mean()
-            if link.rank == 1 and step == 1:
+            if replicas.rank == 1 and step == 1:
                 loss = loss * float("inf")
             made.zero_grad()
             scaler.scale(loss).backward()

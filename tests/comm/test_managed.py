@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.comm import ManagedLink
+from scantling.comm import TorchFTGroup
 from scantling.errors import SilentPeerError, UserError
 from tests.processes import quiet_exit, server
 
@@ -45,8 +45,8 @@ class ScriptedManager:
         self.given = take, give
 
 
-def optimizer_of(net: nn.Module, link: ManagedLink, **options: Any) -> sc.DeMo:
-    return sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4, update="identity", process_group=link, **options)
+def optimizer_of(net: nn.Module, replicas: TorchFTGroup, **options: Any) -> sc.DeMo:
+    return sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4, update="identity", process_group=replicas, **options)
 
 
 def backward(net: nn.Module, seed: int) -> list[Tensor]:
@@ -62,7 +62,7 @@ def weights_of(net: nn.Module) -> list[Tensor]:
 def test_a_step_that_is_not_applied_keeps_its_gradients() -> None:
     """M <- decay M + g, nothing is subtracted and no weight changes; the next step applies the accumulated momentum."""
     net = nn.Linear(64, 64, bias=False)
-    optimizer = optimizer_of(net, ManagedLink(ScriptedManager([True, False, True]), None), decay=0.9)
+    optimizer = optimizer_of(net, TorchFTGroup(ScriptedManager([True, False, True]), None), decay=0.9)
     backward(net, 0)
     optimizer.step()
     before, (held,) = weights_of(net), optimizer.local_state_dict()["residuals"].values()
@@ -83,15 +83,15 @@ def test_a_step_that_is_not_applied_keeps_its_gradients() -> None:
 def test_an_exchange_that_breaks_is_reported_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = ScriptedManager([False, True])
     params = [nn.Parameter(torch.ones(64, 64))]
-    link = ManagedLink(manager, None)
-    exchange = sc.MomentumExchange(params, topk=4, process_group=link)
+    replicas = TorchFTGroup(manager, None)
+    exchange = sc.MomentumExchange(params, topk=4, process_group=replicas)
     params[0].grad = torch.ones(64, 64)
 
     def broken(message: Tensor) -> list[Tensor]:
         raise SilentPeerError("another replica does not answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(link, "all_gather", broken)
+        patch.setattr(replicas, "all_gather", broken)
         assert not exchange.exchange()
     assert [type(error) for error in manager.errors] == [SilentPeerError]
     assert params[0].grad is None
@@ -99,10 +99,10 @@ def test_an_exchange_that_breaks_is_reported_and_left_out(monkeypatch: pytest.Mo
 
 
 def test_gradients_stay_when_a_comparison_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a membership change, the link breaks before the exchange begins."""
+    """After a membership change, a collective fails before the exchange begins."""
     param = nn.Parameter(torch.ones(64, 64))
-    link = ManagedLink(ScriptedManager([True, False]), None)
-    exchange = sc.MomentumExchange([param], topk=4, decay=0.9, process_group=link)
+    replicas = TorchFTGroup(ScriptedManager([True, False]), None)
+    exchange = sc.MomentumExchange([param], topk=4, decay=0.9, process_group=replicas)
     generator = torch.Generator().manual_seed(0)
     param.grad = torch.randn(64, 64, generator=generator)
     exchange.exchange()
@@ -113,8 +113,8 @@ def test_gradients_stay_when_a_comparison_breaks(monkeypatch: pytest.MonkeyPatch
         raise SilentPeerError("another replica does not answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(link, "all_gather", broken)
-        patch.setattr(ManagedLink, "size", 2)
+        patch.setattr(replicas, "all_gather", broken)
+        patch.setattr(TorchFTGroup, "world_size", 2)
         param.grad = gradient.clone()
         assert not exchange.exchange()
     (residual,) = exchange.local_state_dict()["residuals"].values()
@@ -123,12 +123,12 @@ def test_gradients_stay_when_a_comparison_breaks(monkeypatch: pytest.MonkeyPatch
 
 def test_a_saved_state_is_taken_whatever_the_rank_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     def made() -> sc.DeMo:
-        return optimizer_of(nn.Linear(64, 64), ManagedLink(ScriptedManager([True]), None))
+        return optimizer_of(nn.Linear(64, 64), TorchFTGroup(ScriptedManager([True]), None))
 
     first = made()
     with monkeypatch.context() as patch:
-        patch.setattr(ManagedLink, "size", 2)
-        patch.setattr(ManagedLink, "rank", 1)
+        patch.setattr(TorchFTGroup, "world_size", 2)
+        patch.setattr(TorchFTGroup, "rank", 1)
         whole, local = first.state_dict(), first.local_state_dict()
     again = made()
     again.load_state_dict(whole)
@@ -139,9 +139,9 @@ def test_who_comes_takes_all_but_residuals() -> None:
     def made(seed: int) -> tuple[nn.Module, sc.DeMo, ScriptedManager]:
         torch.manual_seed(seed)
         net, manager = nn.Linear(64, 64), ScriptedManager([True] * 4)
-        link = ManagedLink(manager, None)
-        optimizer = optimizer_of(net, link)
-        link.heal(net, optimizer)
+        replicas = TorchFTGroup(manager, None)
+        optimizer = optimizer_of(net, replicas)
+        replicas.join(net, optimizer)
         return net, optimizer, manager
 
     (old, donor, there), (new, joiner, here) = made(0), made(1)
@@ -157,11 +157,11 @@ def test_who_comes_takes_all_but_residuals() -> None:
     assert torch.equal(joiner.state[new.bias]["exp_avg_sq"], donor.state[old.bias]["exp_avg_sq"])
 
 
-@pytest.mark.parametrize("options", [{"delay": 1}, {"overlap": True}, {"auto_off": True}])
+@pytest.mark.parametrize("options", [{"delay": 1}, {"overlap": True}])
 def test_what_needs_replicas_that_stay_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="ManagedLink"):
+    with pytest.raises(UserError, match="TorchFTGroup"):
         sc.MomentumExchange(
-            [nn.Parameter(torch.ones(64, 64))], process_group=ManagedLink(ScriptedManager([]), None), **options
+            [nn.Parameter(torch.ones(64, 64))], process_group=TorchFTGroup(ScriptedManager([]), None), **options
         )
 
 
@@ -169,7 +169,7 @@ def test_a_manager_that_heals_meanwhile_is_refused() -> None:
     manager = ScriptedManager([])
     manager._use_async_quorum = True
     with pytest.raises(UserError, match="use_async_quorum=False"):
-        ManagedLink(manager, None)
+        TorchFTGroup(manager, None)
 
 
 def replica(name: str, address: str, folder: Path, enough: Path, exchange: str) -> None:
@@ -197,9 +197,9 @@ def replica(name: str, address: str, folder: Path, enough: Path, exchange: str) 
     )
     torch.manual_seed(int(name))  # a different seed per replica: the manager synchronizes the weights
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    link = ManagedLink(manager, group)
-    optimizer = optimizer_of(net, link, exchange=exchange, check_every=5)
-    link.heal(net, optimizer)
+    replicas = TorchFTGroup(manager, group)
+    optimizer = optimizer_of(net, replicas, exchange=exchange, check_every=5)
+    replicas.join(net, optimizer)
     steps = 0
     log = (folder / f"{name}.jsonl").open("a")
     while True:
@@ -208,7 +208,7 @@ def replica(name: str, address: str, folder: Path, enough: Path, exchange: str) 
         optimizer.step()
         steps += 1
         total = float(torch.stack([param.detach().double().sum() for param in net.parameters()]).sum())
-        line = {"step": manager.current_step(), "size": link.size, "sum": total, "sent": optimizer.wire_bytes}
+        line = {"step": manager.current_step(), "size": replicas.world_size, "sum": total, "sent": optimizer.wire_bytes}
         log.write(json.dumps(line) + "\n")
         log.flush()
         if enough.exists() and manager.current_step() >= int(enough.read_text() or 1 << 30):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scantling.comm.channels import MIN_NUMBERS
-from scantling.comm.momentum import MomentumExchange
+from scantling.comm.codec.block_group import MIN_NUMBERS
+from scantling.comm.exchange import MomentumExchange
 from scantling.comm.residuals import ROW, Residuals, residual_bytes
-from tests.comm.replicas import ThreadLink, together
-from tests.comm.test_momentum import exchange_of, gradient, params_of
+from tests.comm.replicas import ThreadGroup, together
+from tests.comm.test_exchange import exchange_of, gradient, params_of
 
 
 def kept(value: Tensor, seed: int | None) -> tuple[Residuals, Tensor]:
@@ -55,20 +55,20 @@ def test_bytes_are_as_planned() -> None:
     assert residual_bytes(1 << 20, "int8") == (1 << 20) * (1 + 4 / ROW)
 
 
-@pytest.mark.parametrize("way", ["all_gather", "owner"])
-def test_what_int8_loses_is_small_and_no_bias(way: str) -> None:
+@pytest.mark.parametrize("strategy", ["all_gather", "owner"])
+def test_what_int8_loses_is_small_and_no_bias(strategy: str) -> None:
     """Like `test_nothing_is_lost`, with rounding noise: a random walk with steps of 1/127 of the largest element.
 
     Densely exchanged parameters keep fp32 residuals.
     """
 
-    def work(link: ThreadLink) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def work(replicas: ThreadGroup) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         params = params_of()
-        made = exchange_of(link, params, decay=1.0, exchange=way, residual="int8", topk=1)
+        made = exchange_of(replicas, params, decay=1.0, exchange=strategy, residual="int8", topk=1)
         given, applied = ([torch.zeros_like(param) for param in params] for _ in range(2))
         for step in range(20):
             for place, param in enumerate(params):
-                param.grad = gradient(link.rank, step, param.shape)
+                param.grad = gradient(replicas.rank, step, param.shape)
                 given[place] += param.grad
             made.exchange()
             for place, param in enumerate(params):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from scantling.comm.shards import all_finite
+from scantling.comm.transport.shards import all_finite
 
 
 def test_a_wide_dtype_beside_it_does_not_narrow_the_norm_of_another() -> None:

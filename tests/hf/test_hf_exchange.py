@@ -187,7 +187,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match="attach once"):
         sc.hf.attach(made)
     made.args.enable_jit_checkpoint = True
-    with pytest.raises(UserError, match="enable_jit_checkpoint saves without telling callbacks"):
+    with pytest.raises(UserError, match="enable_jit_checkpoint saves without calling callbacks"):
         sc.hf.attach(made)
     made.args.enable_jit_checkpoint = False
     with pytest.raises(UserError, match="overlap cannot wait"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,17 @@ from scantling.laws.fitting import minimise
 from scantling.laws.synthetic import kumar_grid
 from tests.laws.worlds import KUMAR, base_of, small_grid
 
+TABLES = Path(__file__).parents[1] / "data"
 TIED = {"beta": "alpha"}
 GAMMAS = ("gamma_w", "gamma_a", "gamma_kv")
 CHINCHILLA = ChinchillaLaw.published()
 
 
 @pytest.fixture(scope="module")
-def epoch(data_folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def epoch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return N, D and loss of all 245 points of Chinchilla's figure 4, ordered by tokens per parameter."""
-    table = np.genfromtxt(
-        data_folder / "scaling" / "epoch_chinchilla_fig4.csv", delimiter=",", names=True, comments=None
-    )
-    N, D = table["Model_Size"], table["Training_FLOP"] / 6 / table["Model_Size"]
+    table = np.genfromtxt(TABLES / "chinchilla_figure_4.csv", delimiter=",", names=True)
+    N, D = table["parameters"], table["flops"] / 6 / table["parameters"]
     order = np.argsort(D / N)
     return N[order], D[order], table["loss"][order]
 
@@ -189,10 +189,8 @@ SHARED = {"gamma_a": "gamma_w", "n_a": "n_w"}
 
 
 @pytest.fixture(scope="module")
-def quest(data_folder: Path) -> list[dict[str, str]]:
-    import csv
-
-    with open(data_folder / "scaling" / "quest_precision_runs_upto_200M.csv", newline="") as file:
+def quest() -> list[dict[str, str]]:
+    with open(TABLES / "quest_precision_runs.csv", newline="") as file:
         return list(csv.DictReader(file))
 
 

@@ -205,7 +205,7 @@ def test_critical_tokens_elsewhere() -> None:
     ids=["llama-3-8b", "gemma-2-9b", "gpt-3"],
 )
 def test_worked_cases(case: tuple[float, float], bits: float, critical: float) -> None:
-    """The values of docs/scaling-laws.md: 7 bits if N is free; if N is given, bits depend on the training length."""
+    """The documented cases: 7 bits if N is free; if N is given, bits depend on the training length."""
     N, D = case
     free, given = KUMAR.optimum(compute=6 * N * D), KUMAR.optimum(compute=6 * N * D, N=N)
     assert free.bits == pytest.approx(7.002, abs=5e-4)
@@ -221,7 +221,7 @@ def test_worked_cases(case: tuple[float, float], bits: float, critical: float) -
 @pytest.mark.parametrize(("column", "case"), list(enumerate((LLAMA_3, GEMMA_2, GPT_3), start=1)))
 def test_every_row_of_the_worked_cases(column: int, case: tuple[float, float]) -> None:
     """Check all rows of the documentation to the digits shown there."""
-    page = (Path(__file__).parents[2] / "docs" / "scaling-laws.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "scaling-laws.md").read_text(encoding="utf-8")
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
     table = {row[0]: row[column] for row in cells if len(row) == 4}
     (N, D), ouyang, compute = case, PostTrainingLaw.published(), 6 * case[0] * case[1]

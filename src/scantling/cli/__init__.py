@@ -68,9 +68,9 @@ def _reporting() -> Iterator[None]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     is_launched = all((os.environ.get(name) or "1").isdecimal() for name in names)  # else the command reports it
     if is_launched and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        from scantling.distributed.peers import telling
+        from scantling.distributed.peers import report_errors_to_peers
 
-        with telling(_report):
+        with report_errors_to_peers(_report):
             yield
         return
     try:

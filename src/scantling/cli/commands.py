@@ -14,7 +14,7 @@ from scantling.cli import INTERRUPTED
 from scantling.cli.console import LOADING, ConsoleSink, busy, make_console, print_json
 from scantling.errors import STOPPED, RunError, UserError
 from scantling.files import read_json_object
-from scantling.torchrun_env import launched_world_size, refuse_processes
+from scantling.torchrun_env import require_single_process, world_size_from_env
 
 
 def train(
@@ -40,17 +40,17 @@ def _train(
     dry_run: bool,
     force: bool,
 ) -> int:
-    from scantling.comm.allreduce import allreduce_wire_bytes
+    from scantling.comm.ddp import allreduce_wire_bytes
     from scantling.trainer.reporting.format import format_bytes, format_last_steps
-    from scantling.trainer.training.run import check_run, resolve
+    from scantling.trainer.training.run import check_run, load_run_recipe
     from scantling.trainer.training.run import train as run_training
 
     if dry_run:
         from scantling.trainer.planning.plan import plan as make_plan
 
         sink.phase("planning")
-        checked, folder = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
-        processes = launched_world_size()
+        checked, folder = load_run_recipe(recipe, run_dir, resume=resume, settings=settings, overrides={})
+        processes = world_size_from_env()
         planned = make_plan(checked, world_size=processes)
         sink.phase(None)
         console.print(planned.table())
@@ -83,7 +83,7 @@ def _train(
     console.print(f"{result.status} at step {result.step}: {listed or 'nothing recorded'}", markup=False)
     sent = metrics.get("wire_bytes")
     if sent:
-        processes = launched_world_size()
+        processes = world_size_from_env()
         dense = allreduce_wire_bytes(metrics["gradient_bytes"], processes)
         share = f", where all gradients would be {format_bytes(dense)}" if dense > sent else ""
         times = f": {dense / sent:.0f} times fewer" if dense > 2 * sent else ""
@@ -105,7 +105,9 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
 
     if len(recipes) < 2:
         raise UserError("compare needs two or more recipes")
-    refuse_processes("compare", "starts its runs itself; under torchrun train each recipe, and then compare the runs")
+    require_single_process(
+        "compare", "starts its runs itself; under torchrun train each recipe, and then compare the runs"
+    )
     existing = {recipe: read_run(recipe) for recipe in recipes if Path(recipe).is_dir()}
     untrained = [recipe for recipe in recipes if recipe not in existing]
     names = [load_recipe(recipe, settings).name or Path(recipe).stem for recipe in untrained]
@@ -167,7 +169,7 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device
         from scantling.trainer.planning.fit import check_fit
         from scantling.trainer.planning.plan import plan as make_plan
         from scantling.trainer.training.run_dir import RunDir
-    processes, kind = RunDir(Path(recipe)).started_on() if Path(recipe).is_dir() else (1, "auto")
+    processes, kind = RunDir(Path(recipe)).read_world() if Path(recipe).is_dir() else (1, "auto")
     with busy("planning"):
         made = make_plan(checked, world_size=world_size or processes, device=device or kind)
         fit = check_fit(checked, made)
@@ -184,7 +186,7 @@ def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
     with busy(LOADING):
         from scantling.trainer.training.trained_run import export_hf
 
-    refuse_processes("export")
+    require_single_process("export")
     if form != "hf":
         raise UserError(f"--to takes hf and a folder; given '{form}'")
     with busy("exporting"):
@@ -209,16 +211,16 @@ def doctor(device: str, timeout: float, *, as_json: bool) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from scantling.distributed.context import joined
+    from scantling.distributed.context import init_distributed
     from scantling.trainer.reporting.format import format_bytes
     from scantling.trainer.training.doctor import interfaces, measure_allreduce, measure_pairs, settings
     from scantling.trainer.training.run_dir import environment
 
-    with joined(device, timeout_s=timeout) as place:
-        machines = place.gather({**environment(), "interfaces": interfaces(), "settings": settings()})
-        pairs = measure_pairs(place) if place.world_size > 1 else []
-        allreduce = measure_allreduce(place) if place.world_size > 1 else None
-        if not place.is_main:
+    with init_distributed(device, timeout_s=timeout) as context:
+        machines = context.all_gather_object({**environment(), "interfaces": interfaces(), "settings": settings()})
+        pairs = measure_pairs(context) if context.world_size > 1 else []
+        allreduce = measure_allreduce(context) if context.world_size > 1 else None
+        if not context.is_rank0:
             return 0
     if as_json:
         found = {"processes": machines, "pairs": [vars(pair) for pair in pairs], "allreduce_4mib_s": allreduce}

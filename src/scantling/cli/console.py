@@ -19,7 +19,7 @@ from rich.status import Status
 from rich.text import Text
 
 from scantling.cli import report_lost
-from scantling.torchrun_env import launched_local_rank, launched_rank
+from scantling.torchrun_env import local_rank_from_env, rank_from_env
 from scantling.trainer.reporting.format import fold_lines, format_bytes, format_number, format_percent
 from scantling.trainer.training.sinks import Sink
 
@@ -68,7 +68,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
     Results are printed by rank 0; errors and warnings by the first rank of every machine.
     """
-    quiet = (launched_local_rank() if stderr else launched_rank()) > 0
+    quiet = (local_rank_from_env() if stderr else rank_from_env()) > 0
     return WordConsole(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=not stderr)
 
 

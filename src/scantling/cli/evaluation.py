@@ -11,7 +11,7 @@ from rich.text import Text
 
 from scantling.cli.console import LOADING, busy, make_console, print_json
 from scantling.errors import UserError
-from scantling.torchrun_env import launched_rank
+from scantling.torchrun_env import rank_from_env
 from scantling.trainer.reporting.format import format_number, format_percent
 
 EVALUATING = "evaluating"
@@ -50,7 +50,7 @@ def evaluate(
         table = Table(title=Text(f"{run}, held-out data"), show_header=False)
         for name, value in figures.items():
             table.add_row(name.replace("_", " "), _shown(value))
-    if launched_rank():
+    if rank_from_env():
         return 0
     if as_json:
         print_json(figures)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scantling.cli.console import LOADING, busy, make_console, print_json, print_labeled
-from scantling.torchrun_env import refuse_processes
+from scantling.torchrun_env import require_single_process
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +37,7 @@ def quantize(
 
     way = check_method(method)
     console = make_console()
-    refuse_processes("quantize")
+    require_single_process("quantize")
     given: dict[str, Any] = {"format": weights}
     if group_size is not None:
         given["group_size"] = group_size

@@ -15,7 +15,7 @@ from rich.text import Text
 from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, busy, make_console
 from scantling.cli.options import pairs
 from scantling.errors import STOPPED, UserError
-from scantling.torchrun_env import refuse_processes
+from scantling.torchrun_env import require_single_process
 from scantling.trainer.models.build import recipe_task
 from scantling.trainer.planning.fit import Fit, check_fit, silent_plan
 from scantling.trainer.planning.plan import planned_device
@@ -32,7 +32,7 @@ MOST_PROBLEMS = 5
 
 
 def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str], retry: bool, dry_run: bool) -> int:
-    refuse_processes("sweep", "starts its runs itself, on one machine each")
+    require_single_process("sweep", "starts its runs itself, on one machine each")
     console = make_console()
     read, base = load_sweep(path, settings)
     with busy("checking the recipes"):

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from scantling.comm import fused
-from scantling.comm.channels import Channel
-from scantling.comm.layout import buckets_of, channels_in, groups_of, keeps_residuals
-from scantling.comm.options import Group
+from scantling.comm.codec import triton
+from scantling.comm.codec.block_group import BlockGroup
+from scantling.comm.collectives import Outcome, Sparse
+from scantling.comm.config import Group
+from scantling.comm.layout import all_block_groups, group_by_param, keeps_residuals, make_buckets
 from scantling.comm.replica import Replica
-from scantling.comm.rounds import Outcome, Sparse
-from scantling.comm.shards import all_finite, local
+from scantling.comm.transport.shards import all_finite, to_local
 
 AVERAGED_AT_ONCE = 1 << 24
 """Numbers of the residuals that are averaged in one collective; a larger one goes alone."""
@@ -23,80 +23,82 @@ class Accumulator(Replica):
     """A replica whose residuals take in its gradients, and lose what has been sent of them."""
 
     def _accumulated(
-        self, channel: Channel, gradients: Mapping[int, Tensor | None], *, valid: bool
+        self, block_group: BlockGroup, gradients: Mapping[int, Tensor | None], *, valid: bool
     ) -> dict[int, Tensor]:
         """The residuals of a channel's members with their gradients in them, in fp32, by position."""
         found: dict[int, Tensor] = {}
-        params, groups, kept = self._parameters(), groups_of(self.param_groups), self.residuals
-        for member in channel.members:
-            place = member.param
-            part, gradient = local(params[place]), gradients[place]
+        params, groups, kept = self._parameters(), group_by_param(self.param_groups), self.residuals
+        for slot in block_group.slots:
+            place = slot.param
+            part, gradient = to_local(params[place]), gradients[place]
             group = groups[place]
             scale = float(group["lr"]) if group["compat"] == "paper" else 1.0
-            if not keeps_residuals(channel, self.rounds):
+            if not keeps_residuals(block_group, self.config):
                 found[place] = torch.zeros_like(part) if gradient is None else gradient
                 continue
             residual = found[place] = kept.read(params[place], part)
             if not valid:
                 continue
             if gradient is None:
-                residual.mul_(channel.kind.decay)
+                residual.mul_(block_group.spec.decay)
             elif scale == 1.0:
-                torch.add(gradient, residual, alpha=channel.kind.decay, out=residual)
+                torch.add(gradient, residual, alpha=block_group.spec.decay, out=residual)
             else:
-                residual.mul_(channel.kind.decay).add_(gradient, alpha=scale)
+                residual.mul_(block_group.spec.decay).add_(gradient, alpha=scale)
             self._keep(params[place], group, residual, seed_of(self.step, 0, place))
         return found
 
-    def _selected_at_once(self, channel: Channel, gradients: Mapping[int, Tensor | None]) -> Sparse | None:
+    def _selected_at_once(self, block_group: BlockGroup, gradients: Mapping[int, Tensor | None]) -> Sparse | None:
         """What `_accumulated` and a selection do, by one kernel; None where there is none that does."""
         params = self._parameters()
-        places = [member.param for member in channel.members]
-        if local(params[places[0]]).device.type not in fused.DEVICES or not keeps_residuals(channel, self.rounds):
+        places = [slot.param for slot in block_group.slots]
+        if to_local(params[places[0]]).device.type not in triton.DEVICES or not keeps_residuals(
+            block_group, self.config
+        ):
             return None
-        groups = groups_of(self.param_groups)
+        groups = group_by_param(self.param_groups)
         if any(groups[place]["compat"] == "paper" or groups[place]["residual"] != "fp32" for place in places):
             return None
-        residuals = [self.residuals.read(params[place], local(params[place])) for place in places]
+        residuals = [self.residuals.read(params[place], to_local(params[place])) for place in places]
         given = [gradient for place in places if (gradient := gradients[place]) is not None]
-        if len(given) < len(places) or not fused.can_select(channel, residuals, given):
+        if len(given) < len(places) or not triton.can_select(block_group, residuals, given):
             return None
-        found = fused.select(channel, residuals, given)
+        found = triton.select(block_group, residuals, given)
         for place, residual in zip(places, residuals, strict=True):
             self._keep(params[place], groups[place], residual, 0)
         return found
 
-    def _followed(self, channel: Channel, param: Tensor, group: Group, mean: Tensor, seed: int) -> Tensor:
+    def _followed(self, block_group: BlockGroup, param: Tensor, group: Group, mean: Tensor, seed: int) -> Tensor:
         """What the mean of all gradients makes of a parameter's momentum, which is alike on all replicas.
 
         M <- decay M + mean, of which (1 - decay) M goes into the update: in the end each gradient goes in once, as it
         does where it is selected. What is no matrix gets the mean itself, and once what it was still owed.
         """
-        decay, kept = channel.kind.decay, self.residuals
+        decay, kept = block_group.spec.decay, self.residuals
         momentum = kept.read(param, mean)
-        if not keeps_residuals(channel, self.current):
+        if not keeps_residuals(block_group, self.config):
             kept.drop(param)
             return momentum.add_(mean)
         torch.add(mean.float(), momentum, alpha=decay, out=momentum)
         self._keep(param, group, momentum, seed)
         return momentum * (1.0 - decay)
 
-    def _forget(self, channel: Channel, outcome: Outcome, step: int) -> None:
+    def _forget(self, block_group: BlockGroup, outcome: Outcome, step: int) -> None:
         """Take out of the residuals what is in the mean, and into them what an owner owes."""
-        if not keeps_residuals(channel, self.rounds):
+        if not keeps_residuals(block_group, self.config):
             return
-        params, groups, kept = self._parameters(), groups_of(self.param_groups), self.residuals
+        params, groups, kept = self._parameters(), group_by_param(self.param_groups), self.residuals
         changed: dict[int, Tensor] = {}
 
         def read(place: int) -> Tensor:
             if place not in changed:
-                changed[place] = kept.read(params[place], local(params[place]))
+                changed[place] = kept.read(params[place], to_local(params[place]))
             return changed[place]
 
-        alpha = channel.kind.alpha
-        for part, share in ((outcome.accepted, -alpha), (outcome.gained, alpha)):
+        alpha = block_group.spec.alpha
+        for part, share in ((outcome.applied, -alpha), (outcome.owner_error, alpha)):
             if part is not None:
-                channel.add_sent(*part, share, to=read)
+                block_group.add_sparse(*part, share, to=read)
         for place, residual in changed.items():
             self._keep(params[place], groups[place], residual, seed_of(step, 1, place))
 
@@ -113,17 +115,17 @@ class Accumulator(Replica):
     def _all_residuals(self) -> Iterator[tuple[int, Tensor]]:
         """The residuals that replicas have, in one order: zeros where this one has none, or one that is not finite."""
         params, kept = self._parameters(), self.residuals
-        for channel in channels_in(buckets_of(self.param_groups, self.rounds)):
-            for place in (member.param for member in channel.members if keeps_residuals(channel, self.rounds)):
-                value = kept.read(params[place], local(params[place]))
+        for block_group in all_block_groups(make_buckets(self.param_groups, self.config)):
+            for place in (slot.param for slot in block_group.slots if keeps_residuals(block_group, self.config)):
+                value = kept.read(params[place], to_local(params[place]))
                 yield place, value if all_finite([value]) else torch.zeros_like(value)
 
     def _average_these(self, held: Sequence[tuple[int, Tensor]]) -> None:
         if not held:
             return
-        mean = self.link.mean(torch.cat([value.flatten() for _, value in held]))
+        mean = self.replicas.all_reduce_mean(torch.cat([value.flatten() for _, value in held]))
         parts = torch.split(mean, [value.numel() for _, value in held])
-        params, groups = self._parameters(), groups_of(self.param_groups)
+        params, groups = self._parameters(), group_by_param(self.param_groups)
         for (place, value), part in zip(held, parts, strict=True):
             self._keep(params[place], groups[place], part.view_as(value).clone())
 
@@ -133,16 +135,18 @@ def seed_of(step: int, turn: int, place: int) -> int:
     return ((2 * step + turn) << 24) + place
 
 
-def filled_up(channel: Channel, gradients: Mapping[int, Tensor | None], params: Sequence[Tensor]) -> dict[int, Tensor]:
+def filled_up(
+    block_group: BlockGroup, gradients: Mapping[int, Tensor | None], params: Sequence[Tensor]
+) -> dict[int, Tensor]:
     """The gradients of a channel's members by position, zeros where there is none."""
     found = {}
-    for member in channel.members:
-        gradient = gradients[member.param]
-        found[member.param] = torch.zeros_like(local(params[member.param])) if gradient is None else gradient
+    for slot in block_group.slots:
+        gradient = gradients[slot.param]
+        found[slot.param] = torch.zeros_like(to_local(params[slot.param])) if gradient is None else gradient
     return found
 
 
-def zeros_of(channel: Channel, params: Sequence[Tensor]) -> Tensor:
+def zeros_of(block_group: BlockGroup, params: Sequence[Tensor]) -> Tensor:
     """The blocks of a channel whose members have no gradient."""
-    like = local(params[channel.members[0].param])
-    return torch.zeros(channel.count, channel.kind.section.size, dtype=torch.float32, device=like.device)
+    like = to_local(params[block_group.slots[0].param])
+    return torch.zeros(block_group.count, block_group.spec.codec.size, dtype=torch.float32, device=like.device)

@@ -29,12 +29,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from scantling.comm.blocks import Grid
-from scantling.comm.link import Link, link_to
-from scantling.comm.momentum import MomentumExchange
-from scantling.comm.options import (
+from scantling.comm.codec.blocks import BlockGrid
+from scantling.comm.codec.quantize import Values
+from scantling.comm.config import (
     Exchange,
-    Rounds,
+    ExchangeConfig,
     check_given,
     check_group,
     check_groups,
@@ -42,10 +41,11 @@ from scantling.comm.options import (
     check_real,
     is_number,
 )
+from scantling.comm.exchange import MomentumExchange
 from scantling.comm.residuals import KEYS, Format, num_rows
 from scantling.comm.scaling import scale_of, unscale
-from scantling.comm.shards import as_gradient, local
-from scantling.comm.values import Values
+from scantling.comm.transport.group import ReplicaGroup, as_replica_group
+from scantling.comm.transport.shards import as_gradient, to_local
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
 from scantling.numerics.compute import without_autocast
@@ -67,21 +67,10 @@ _DEFAULT = {"decay": 0.95, "values": "sign"}
 class DemoMomentum(MomentumExchange):
     """The exchange of an optimizer, on its groups and its state."""
 
-    def __init__(self, optimizer: DeMo, link: Link) -> None:
+    def __init__(self, optimizer: DeMo, replicas: ReplicaGroup) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._begin(optimizer.param_groups, optimizer.state, optimizer._rounds, link)
+        self._begin(optimizer.param_groups, optimizer.state, optimizer._rounds, replicas)
         self._compared = COMPARED
-
-    def _shared_tensors(self) -> list[Tensor]:
-        """The moments of what travels densely, made where they are not there yet."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        found = []
-        for param, is_matrix in zip(self._parameters(), self.are_matrices(), strict=True):
-            if not is_matrix and param.requires_grad and local(param).numel():
-                moments = optimizer.moments(param)
-                found += [moments[key] for key in MOMENTS]
-        return found
 
 
 class DeMo(torch.optim.Optimizer):
@@ -97,8 +86,8 @@ class DeMo(torch.optim.Optimizer):
         lr: of matrices. With `update="sign"` each number moves by it: about a third of AdamW's is a good start.
         decay: of the residual; default 0.95, the paper's is 0.999.
         topk, chunk, alpha, values, dense, process_group: as of `MomentumExchange`.
-        exchange, sync_every, state_sync_every, check_every, on_mismatch: as of `MomentumExchange`.
-        delay, overlap, bucket_mb, residual, auto_off: as of `MomentumExchange`.
+        exchange, sync_every, state_sync_every, check_every: as of `MomentumExchange`.
+        delay, overlap, bucket_mb, residual: as of `MomentumExchange`.
         weight_decay: decoupled, scaled by the current lr.
         update: what is done with the decoded momentum of matrices; of sharded ones, "muon" takes each shard for itself.
         dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`, which must not be 0;
@@ -141,12 +130,10 @@ class DeMo(torch.optim.Optimizer):
         sync_every: int = 1,
         state_sync_every: int | None = None,
         check_every: int | None = 100,
-        on_mismatch: Literal["stop", "resync"] = "stop",
         delay: int = 0,
         overlap: bool = False,
         bucket_mb: float = 25.0,
         residual: Format = "fp32",
-        auto_off: bool = False,
         compat: Literal["paper"] | None = None,
         process_group: Any = None,
     ) -> None:
@@ -170,18 +157,15 @@ class DeMo(torch.optim.Optimizer):
             "role": None,
             "matrix_dims": None,
             "steps": 0,
-            "decided": None,
         }
         _check(defaults)
-        self._rounds = Rounds(
-            exchange, sync_every, state_sync_every, check_every, on_mismatch, delay, overlap, bucket_mb, auto_off
-        )
+        self._rounds = ExchangeConfig(exchange, sync_every, state_sync_every, check_every, delay, overlap, bucket_mb)
         check_given(params)
         super().__init__(params, defaults)
-        self._connect(link_to(process_group))
+        self._connect(as_replica_group(process_group))
 
-    def _connect(self, link: Link) -> None:
-        self.exchange = DemoMomentum(self, link)
+    def _connect(self, replicas: ReplicaGroup) -> None:
+        self.exchange = DemoMomentum(self, replicas)
 
     @property
     def wire_bytes(self) -> int:
@@ -243,7 +227,7 @@ class DeMo(torch.optim.Optimizer):
             logger.warning("%s; the step is left out, and the scaler lowers its scale", error)
             decoded = None
         for group in self.param_groups:
-            group["steps"], group["decided"] = self.exchange.step, self.exchange.decided
+            group["steps"] = self.exchange.step
         if decoded is None:
             for group in self.param_groups:
                 for param in group["params"]:
@@ -276,11 +260,11 @@ class DeMo(torch.optim.Optimizer):
             unscale((param for group in self.param_groups for param in group["params"]), scale)
 
     def _step_dense(self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        pairs = [(param, value) for param, value in pairs if local(param).numel()]
+        pairs = [(param, value) for param, value in pairs if to_local(param).numel()]
         if not pairs:
             return
         states = [self.moments(param) for param, _ in pairs]
-        parts = [local(param) for param, _ in pairs]
+        parts = [to_local(param) for param, _ in pairs]
         whole = [part.to(_dense_dtype(part)) for part in parts]  # itself where it is fp32 or fp64
         adamw(
             whole,
@@ -309,10 +293,10 @@ class DeMo(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """What the step needs to go on on this rank; with `delay`, what is on its way is waited for."""
         self._reconnect()
-        self.exchange.settle()
+        self.exchange.flush()
         found = super().state_dict()
         for group in found["param_groups"]:
-            group["replica"], group["replicas"] = self.exchange.link.rank, self.exchange.link.size
+            group["replica"], group["replicas"] = self.exchange.replicas.rank, self.exchange.replicas.world_size
         return found
 
     @torch.no_grad()
@@ -335,7 +319,7 @@ class DeMo(torch.optim.Optimizer):
         """AdamW's moments of a parameter, zeros where there are none yet; in fp32, in fp64 where the parameter is."""
         state = self.state[param]
         if MOMENTS[0] not in state:
-            like = torch.zeros_like(local(param), dtype=_dense_dtype(param))
+            like = torch.zeros_like(to_local(param), dtype=_dense_dtype(param))
             state |= {"exp_avg": like, "exp_avg_sq": like.clone(), "step": torch.zeros((), dtype=torch.float32)}
         found: dict[str, Tensor] = state
         return found
@@ -390,8 +374,7 @@ class DeMo(torch.optim.Optimizer):
         """The exchange works on the groups and the state of this optimizer, which loading and copying replace."""
         self.exchange.param_groups, self.exchange.state = self.param_groups, self.state
         if not self.exchange.has_begun:  # `overlapped` has counted the step that `step` ends
-            first = self.param_groups[0]
-            self.exchange.step, self.exchange.decided = first["steps"], first.get("decided")
+            self.exchange.step = self.param_groups[0]["steps"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned on this rank: every tensor keeps the dtype it was saved with.
@@ -400,16 +383,17 @@ class DeMo(torch.optim.Optimizer):
             UserError: the state of another optimizer, rank or world size, options that do not go with those of this
                 one, or a residual of another shape than its parameter; nothing has been loaded.
         """
-        keys = [*(key for key in self.defaults if key != "decided"), "dense_ratio"]
+        keys = [*self.defaults, "dense_ratio"]
         check_saved_keys("DeMo", state_dict, self.param_groups, keys)
         pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
         check_groups([{**saved, "params": group["params"]} for saved, group in pairs], self._rounds)
-        link = self.exchange.link
+        replicas = self.exchange.replicas
         for group in state_dict["param_groups"]:
-            saved = group.get("replica", link.rank), group.get("replicas", link.size)
-            if link.stays and saved != (link.rank, link.size):
+            saved = group.get("replica", replicas.rank), group.get("replicas", replicas.world_size)
+            if replicas.is_static and saved != (replicas.rank, replicas.world_size):
                 raise UserError(
-                    f"this is the state of rank {saved[0]} of {saved[1]}, here is {link.rank} of {link.size}. Every "
+                    f"this is the state of rank {saved[0]} of {saved[1]}, here is {replicas.rank} of "
+                    f"{replicas.world_size}. Every "
                     "replica has residuals of its own: let each save and load a file of its own, or load what is alike "
                     "by load_shared_state_dict and what scantling.comm.merge_local_states makes of all the rest. For "
                     "torch.distributed.checkpoint there is scantling.comm.rank_tensors"
@@ -423,8 +407,12 @@ class DeMo(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._reconnect()
-        self.exchange.settle()
-        return {**super().__getstate__(), "_rounds": self._rounds, "_had_group": self.exchange.link.group is not None}
+        self.exchange.flush()
+        return {
+            **super().__getstate__(),
+            "_rounds": self._rounds,
+            "_had_group": self.exchange.replicas.group is not None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         had_group = state.pop("_had_group", False)
@@ -432,7 +420,7 @@ class DeMo(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("dense_set", group["dense_lr"])
         if "exchange" not in self.__dict__:  # not so when a state is loaded, which comes here too
-            self._connect(Link())
+            self._connect(ReplicaGroup())
             if had_group:
                 logger.warning(
                     "this DeMo exchanged over a process group of its own, which a pickle does not keep: it now "
@@ -445,7 +433,7 @@ class DeMo(torch.optim.Optimizer):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy({**self.__getstate__(), "_had_group": False}, memo))
-        made.exchange.link = self.exchange.link
+        made.exchange.replicas = self.exchange.replicas
         return made
 
 
@@ -457,7 +445,7 @@ def _dense_dtype(param: Tensor) -> torch.dtype:
 def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     lr = group["lr"]
     for param, value in pairs:
-        part = local(param)
+        part = to_local(param)
         part.mul_(1.0 - lr * group["weight_decay"])
         if group["update"] == "sign":
             part.add_(value.sign().to(part.dtype), alpha=-lr)
@@ -476,8 +464,8 @@ def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
     dims = tuple(range(value.ndim))
     view = group["matrix_dims"] or (default_matrix_dims(value.ndim) if value.ndim > 1 else (dims[:-1], dims[-1:]))
     rows, cols = (prod(value.shape[dim] for dim in dims) for dims in view)
-    whole = Grid(tuple(value.shape), view, rows, cols)  # one block a matrix
-    x = whole.cut(value)
+    whole = BlockGrid(tuple(value.shape), view, rows, cols)  # one block a matrix
+    x = whole.to_blocks(value)
     tall = rows > cols
     x = x.transpose(1, 2) if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -486,7 +474,7 @@ def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
             gram = x @ x.transpose(1, 2)
             x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
     x = (x.transpose(1, 2) if tall else x) * (0.2 * float(max(rows, cols)) ** 0.5)
-    return whole.paste(x.contiguous())
+    return whole.from_blocks(x.contiguous())
 
 
 def _set_dense_ratio(group: dict[str, Any]) -> None:
@@ -519,8 +507,8 @@ def _check(group: dict[str, Any], *, sets_dense_lr: bool = True) -> None:
 
 
 def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], name: str) -> None:
-    shape = tuple(local(param).shape)
-    wanted = {"step": (), "residual_scale": (num_rows(local(param).numel()),)}
+    shape = tuple(to_local(param).shape)
+    wanted = {"step": (), "residual_scale": (num_rows(to_local(param).numel()),)}
     for key, value in state.items():
         if tuple(value.shape) != wanted.get(key, shape):
             raise UserError(
@@ -530,5 +518,5 @@ def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], na
 
 
 def _place(group: dict[str, Any], param: Tensor, key: str, value: Tensor) -> Tensor:
-    device = torch.device("cpu") if key == "step" else local(param).device  # AdamW reads its count on the CPU
+    device = torch.device("cpu") if key == "step" else to_local(param).device  # AdamW reads its count on the CPU
     return value.detach().to(device, copy=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scantling.comm.buffers import average_buffers
-from scantling.comm.exchange import GradientExchange
-from scantling.comm.momentum import MomentumExchange
+from scantling.comm.ddp import average_buffers
+from scantling.comm.exchange import MomentumExchange
+from scantling.comm.gradient_exchange import GradientExchange
 from scantling.errors import UserError
 from scantling.groups import param_groups
 
@@ -54,13 +54,13 @@ class DemoExchange(GradientExchange):
     def describe(self) -> str:
         """The groups, and how their messages travel."""
         inner = self.inner
-        return f"{inner}\n  exchange by {inner.way} among {inner.link.size} processes"
+        return f"{inner}\n  exchange by {inner.strategy} among {inner.replicas.world_size} processes"
 
     def prepare(self, model: nn.Module) -> nn.Module:
         inner = MomentumExchange(exchange_groups(model, self.options), **self.options)
         inner.announces = False  # `describe` says it
         if self._inner is not None:  # parameters have other shapes than before, or some are gone
-            inner.take_over(self._inner)
+            inner.transfer_state(self._inner)
         self._inner, self._model = inner, model
         return model
 
@@ -74,7 +74,7 @@ class DemoExchange(GradientExchange):
         if self.clip is not None and bool(torch.isfinite(self.norm)):
             torch.nn.utils.clip_grads_with_norm_(params, self.clip, self.norm)
         inner.exchange()
-        sent = average_buffers(self._model, inner.link)
+        sent = average_buffers(self._model, inner.replicas)
         self.wire_bytes, self.left_out = inner.wire_bytes + sent, tuple(inner.left_out)
         self.withheld = inner.withheld
 
@@ -107,14 +107,12 @@ class DemoExchange(GradientExchange):
             **self.inner.local_state_dict()["residuals"],
             **{_PENDING + name: value for name, value in pending.items()},
             "step": self.inner.step,
-            "decided": self.inner.decided,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave on this process, or the mean of what it gave on all."""
         held = {name for name in state if name.startswith(_PENDING)}
-        facts = {"step", "decided"}
-        residuals = {name: value for name, value in state.items() if name not in facts | held}
+        residuals = {name: value for name, value in state.items() if name not in {"step"} | held}
         pending = {name.removeprefix(_PENDING): state[name] for name in held}
         self.inner.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
-        self.inner.load_shared_state_dict({"pending": pending, **{name: state.get(name) for name in facts}})
+        self.inner.load_shared_state_dict({"pending": pending, "step": state["step"]})

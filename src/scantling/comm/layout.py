@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from scantling.comm.agreement import check_alike
-from scantling.comm.channels import MOST_NUMBERS, MOST_ON_DEVICE, Channel, channels_of, kind_and_grid
-from scantling.comm.link import Link
-from scantling.comm.options import OPTIONS, Group, Rounds, check_groups
+from scantling.comm.codec.block_group import MOST_NUMBERS, MOST_ON_DEVICE, BlockGroup, group_blocks, make_spec
+from scantling.comm.collectives import Strategy, cheapest_strategy, wire_bytes
+from scantling.comm.config import OPTIONS, ExchangeConfig, Group, check_groups
+from scantling.comm.consistency import check_alike
 from scantling.comm.residuals import Format, residual_bytes
-from scantling.comm.rounds import Way, cheaper_way, wire_bytes
-from scantling.comm.shards import local
+from scantling.comm.transport.group import ReplicaGroup
+from scantling.comm.transport.shards import to_local
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Bucket:
     """
 
     params: tuple[int, ...]
-    channels: tuple[Channel, ...]
+    block_groups: tuple[BlockGroup, ...]
 
 
 class Origin(NamedTuple):
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
 
     Attributes:
         exchange: how everything travels.
-        replicas: generation of the link, number of its processes and rank among them.
+        replicas: generation of the replicas, number of its processes and rank among them.
         shapes: of each parameter, with what tells it from others and whether it is trained.
         options: of each group.
     """
@@ -75,15 +75,15 @@ class Layout:
     origin: Origin
     buckets: list[Bucket]
     configuration: int
-    way: Way
+    strategy: Strategy
     is_stale: bool = False
     is_late: bool = False
 
 
-def laid_out(
+def update_layout(
     groups: Sequence[Group],
-    rounds: Rounds,
-    link: Link,
+    config: ExchangeConfig,
+    replicas: ReplicaGroup,
     last: Layout | None,
     *,
     step: int,
@@ -95,7 +95,7 @@ def laid_out(
     Args:
         groups: with all options.
         rounds: of all of them.
-        link: to the other replicas.
+        replicas: to the other replicas.
         last: the layout until now.
         step: calls so far, which must be alike too.
         also: further keys of groups that must be alike when something is new.
@@ -103,43 +103,46 @@ def laid_out(
 
     Collectives: those of `check_alike` where something has changed since the last time.
     """
-    params = parameters_of(groups)
+    params = all_parameters(groups)
     shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
     options_of = tuple(tuple(group[option] for option in OPTIONS) for group in groups)
-    origin = Origin(rounds.exchange, (link.generation, link.size, link.rank), shapes, options_of)
+    origin = Origin(config.exchange, (replicas.generation, replicas.world_size, replicas.rank), shapes, options_of)
     if last is not None and last.origin == origin and not last.is_stale:
         return last
-    check_groups(groups, rounds)
+    check_groups(groups, config)
     has_changed = last is not None and (
         last.is_late or (last.origin.shapes, last.origin.options) != (shapes, options_of)
     )
-    if has_changed and not link.is_alone:
+    if has_changed and replicas.world_size > 1:
         logger.warning(
             "step %d, rank %d: options, shapes or what is frozen have changed, or a state was loaded; replicas are "
             "compared. If nothing has changed on the others, they are exchanging now, and the run hangs or ends in an "
             "error",
-            *(step, link.rank),
+            *(step, replicas.rank),
         )
-    described = []
-    for param, group in zip(params, groups_of(groups), strict=True):
-        options = {option: group[option] for option in (*OPTIONS, *also)} | asdict(rounds)
+    describe_layout = []
+    for param, group in zip(params, group_by_param(groups), strict=True):
+        options = {option: group[option] for option in (*OPTIONS, *also)} | asdict(config)
         own = {"shape": tuple(param.shape), "dtype": param.dtype, "frozen": not param.requires_grad, **options}
-        described.append({**own, **facts, "calls so far": step})
-    buckets = buckets_of(groups, rounds)
+        describe_layout.append({**own, **facts, "calls so far": step})
+    buckets = make_buckets(groups, config)
     return Layout(
-        origin, buckets, check_alike(link, described, names_of(groups), params), way_of(groups, rounds, link.size)
+        origin,
+        buckets,
+        check_alike(replicas, describe_layout, parameter_names(groups), params),
+        choose_strategy(groups, config, replicas.world_size),
     )
 
 
-def buckets_of(groups: Sequence[Group], rounds: Rounds) -> list[Bucket]:
+def make_buckets(groups: Sequence[Group], config: ExchangeConfig) -> list[Bucket]:
     """The messages, in their order; it depends on shapes and options alone. What is frozen does not travel."""
-    params, each_group = parameters_of(groups), groups_of(groups)
+    params, each_group = all_parameters(groups), group_by_param(groups)
     runs: list[list[int]] = [[]]
     size = 0
     sizes = [param.numel() * param.element_size() for param in params]  # whole, so that all shards cut alike
-    least = max(rounds.bucket_mb * 2**20, sum(sizes) / MOST_BUCKETS)
+    least = max(config.bucket_mb * 2**20, sum(sizes) / MOST_BUCKETS)
     for position in reversed([place for place, param in enumerate(params) if param.requires_grad]):
-        if rounds.overlap and size >= least:
+        if config.overlap and size >= least:
             runs.append([])
             size = 0
         runs[-1].append(position)
@@ -148,30 +151,30 @@ def buckets_of(groups: Sequence[Group], rounds: Rounds) -> list[Bucket]:
     found = []
     for run in runs:
         positions = sorted(run)
-        shapes = {position: tuple(local(params[position]).shape) for position in positions}
+        shapes = {position: tuple(to_local(params[position]).shape) for position in positions}
         numels = {position: params[position].numel() for position in positions}
-        channels = channels_of(shapes, numels, each_group, whole=rounds.exchange == "whole", most=most)
-        found.append(Bucket(tuple(positions), tuple(channels)))
+        block_groups = group_blocks(shapes, numels, each_group, whole=config.exchange == "dense", most=most)
+        found.append(Bucket(tuple(positions), tuple(block_groups)))
     return found
 
 
-def way_of(groups: Sequence[Group], rounds: Rounds, num_processes: int) -> Way:
+def choose_strategy(groups: Sequence[Group], config: ExchangeConfig, num_processes: int) -> Strategy:
     """How bytes travel between so many processes."""
-    if rounds.exchange != "auto":
-        return rounds.exchange
+    if config.exchange != "auto":
+        return config.exchange
     if groups[0]["compat"] == "paper":
         return "all_gather"
-    return cheaper_way(channels_in(buckets_of(groups, rounds)), num_processes)
+    return cheapest_strategy(all_block_groups(make_buckets(groups, config)), num_processes)
 
 
-def keeps_residuals(channel: Channel, rounds: Rounds) -> bool:
+def keeps_residuals(block_group: BlockGroup, config: ExchangeConfig) -> bool:
     """Whether the members of a channel have residuals: not where everything is sent in full at every call.
 
     Where everything travels, it is the momentum of matrices, alike on all replicas, that is kept in their place.
     """
-    if rounds.exchange == "whole":
-        return channel.kind.is_matrix and 0.0 < channel.kind.decay < 1.0
-    return not (channel.kind.is_exact and rounds.sync_every == 1)
+    if config.exchange == "dense":
+        return block_group.spec.is_matrix and 0.0 < block_group.spec.decay < 1.0
+    return not (block_group.spec.is_exact and config.sync_every == 1)
 
 
 def residual_format(param: Tensor, group: Group) -> Format:
@@ -179,60 +182,60 @@ def residual_format(param: Tensor, group: Group) -> Format:
     form: Format = group["residual"]
     if form == "fp32":
         return form
-    kind, _ = kind_and_grid(tuple(local(param).shape), param.numel(), group)
-    return form if kind.is_matrix else "fp32"
+    spec, _ = make_spec(tuple(to_local(param).shape), param.numel(), group)
+    return form if spec.is_matrix else "fp32"
 
 
-def planned_wire_bytes(groups: Sequence[Group], rounds: Rounds, num_processes: int) -> int:
+def planned_wire_bytes(groups: Sequence[Group], config: ExchangeConfig, num_processes: int) -> int:
     """Bytes that each process sends in an exchange, headers included."""
-    way = way_of(groups, rounds, num_processes)
-    return sum(wire_bytes(bucket.channels, num_processes, way) for bucket in buckets_of(groups, rounds))
+    strategy = choose_strategy(groups, config, num_processes)
+    return sum(wire_bytes(bucket.block_groups, num_processes, strategy) for bucket in make_buckets(groups, config))
 
 
-def planned_wire_bytes_a_step(groups: Sequence[Group], rounds: Rounds, num_processes: int) -> float:
+def planned_wire_bytes_a_step(groups: Sequence[Group], config: ExchangeConfig, num_processes: int) -> float:
     """Bytes that each process sends in a call on average: with what is averaged now and then, without comparisons."""
-    sent = float(planned_wire_bytes(groups, rounds, num_processes))
-    if rounds.state_sync_every is not None and rounds.exchange != "whole" and num_processes > 1:
-        params = parameters_of(groups)
+    sent = float(planned_wire_bytes(groups, config, num_processes))
+    if config.state_sync_every is not None and config.exchange != "dense" and num_processes > 1:
+        params = all_parameters(groups)
         numbers = sum(
-            local(params[member.param]).numel()
-            for channel in channels_in(buckets_of(groups, rounds))
-            if keeps_residuals(channel, rounds)
-            for member in channel.members
+            to_local(params[slot.param]).numel()
+            for block_group in all_block_groups(make_buckets(groups, config))
+            if keeps_residuals(block_group, config)
+            for slot in block_group.slots
         )
-        sent += 2 * (num_processes - 1) / num_processes * 4 * numbers / rounds.state_sync_every
-    return sent / rounds.sync_every
+        sent += 2 * (num_processes - 1) / num_processes * 4 * numbers / config.state_sync_every
+    return sent / config.sync_every
 
 
-def planned_state_bytes(groups: Sequence[Group], rounds: Rounds) -> int:
+def planned_state_bytes(groups: Sequence[Group], config: ExchangeConfig) -> int:
     """Bytes of the residuals once there was an exchange."""
-    params, each_group = parameters_of(groups), groups_of(groups)
+    params, each_group = all_parameters(groups), group_by_param(groups)
     return sum(
-        residual_bytes(local(param).numel(), residual_format(param, group))
-        for channel in channels_in(buckets_of(groups, rounds))
-        if keeps_residuals(channel, rounds)
-        for param, group in ((params[member.param], each_group[member.param]) for member in channel.members)
+        residual_bytes(to_local(param).numel(), residual_format(param, group))
+        for block_group in all_block_groups(make_buckets(groups, config))
+        if keeps_residuals(block_group, config)
+        for param, group in ((params[slot.param], each_group[slot.param]) for slot in block_group.slots)
     )
 
 
-def described(groups: Sequence[Group], rounds: Rounds) -> str:
+def describe_layout(groups: Sequence[Group], config: ExchangeConfig) -> str:
     """What travels how, a line each."""
     lines = []
-    params = parameters_of(groups)
-    for channel in channels_in(buckets_of(groups, rounds)):
-        kind, section = channel.kind, channel.kind.section
-        numbers = sum(local(params[member.param]).numel() for member in channel.members)
-        what = f"{section.kept} of {kind.height} x {kind.width}" if kind.is_matrix else f"rows of {kind.width}"
-        if rounds.exchange == "whole":
-            what = "all of a matrix" if kind.is_matrix else "all"
+    params = all_parameters(groups)
+    for block_group in all_block_groups(make_buckets(groups, config)):
+        spec, codec = block_group.spec, block_group.spec.codec
+        numbers = sum(to_local(params[slot.param]).numel() for slot in block_group.slots)
+        what = f"{codec.kept} of {spec.height} x {spec.width}" if spec.is_matrix else f"rows of {spec.width}"
+        if config.exchange == "dense":
+            what = "all of a matrix" if spec.is_matrix else "all"
         lines.append(
-            f"{len(channel.members):4} tensors, {numbers:>12,} numbers: {what}, {section.values}, "
-            f"{channel.num_bytes:,} bytes"
+            f"{len(block_group.slots):4} tensors, {numbers:>12,} numbers: {what}, {codec.values}, "
+            f"{block_group.num_bytes:,} bytes"
         )
     return "\n".join(lines)
 
 
-def announce(text: str) -> None:
+def log_layout(text: str) -> None:
     """Say what travels how when a run begins: by logging, or on stderr where that would not show it."""
     if logger.hasHandlers() and logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
@@ -240,22 +243,22 @@ def announce(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def channels_in(buckets: Sequence[Bucket]) -> list[Channel]:
+def all_block_groups(buckets: Sequence[Bucket]) -> list[BlockGroup]:
     """The channels of all messages."""
-    return [channel for bucket in buckets for channel in bucket.channels]
+    return [block_group for bucket in buckets for block_group in bucket.block_groups]
 
 
-def parameters_of(groups: Sequence[Group]) -> list[Tensor]:
+def all_parameters(groups: Sequence[Group]) -> list[Tensor]:
     """All parameters, in their order."""
     return [param for group in groups for param in group["params"]]
 
 
-def groups_of(groups: Sequence[Group]) -> list[Group]:
+def group_by_param(groups: Sequence[Group]) -> list[Group]:
     """The group of each parameter."""
     return [group for group in groups for _ in group["params"]]
 
 
-def names_of(groups: Sequence[Group]) -> list[str]:
+def parameter_names(groups: Sequence[Group]) -> list[str]:
     """The names of all parameters, each one once: with their group where two have one name, or their places."""
     pairs: list[tuple[int, str]] = []
     for number, group in enumerate(groups):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scantling.comm.layout import groups_of, names_of, parameters_of, residual_format
-from scantling.comm.link import Link
-from scantling.comm.options import Decided, Group, Rounds
+from scantling.comm.config import ExchangeConfig, Group
+from scantling.comm.layout import all_parameters, group_by_param, parameter_names, residual_format
 from scantling.comm.residuals import Residuals
-from scantling.comm.shards import local
+from scantling.comm.transport.group import ReplicaGroup
+from scantling.comm.transport.shards import to_local
 from scantling.errors import UserError
 
 
@@ -23,27 +22,18 @@ class Replica:
     Attributes:
         param_groups: the groups, with all options.
         state: by parameter.
-        link: to the other replicas.
+        replicas: to the other replicas.
         step: calls so far.
         rounds: when what is exchanged, as set.
-        decided: with `auto_off`, whether everything travels, and among how many processes that was found to be faster.
     """
 
     param_groups: list[Group]
     state: dict[Tensor, dict[str, Any]]
-    link: Link
+    replicas: ReplicaGroup
     step: int
-    rounds: Rounds
-    decided: Decided = None
+    config: ExchangeConfig
 
-    @property
-    def current(self) -> Rounds:
-        """As set, but that everything travels where that was found to be faster among as many processes."""
-        if self.decided is None or tuple(self.decided) != (True, self.link.size):
-            return self.rounds
-        return replace(self.rounds, exchange="whole")
-
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for what is on its way, and keep it in the state."""
 
     def drop(self) -> None:
@@ -51,24 +41,24 @@ class Replica:
 
     def local_state_dict(self) -> dict[str, Any]:
         """What this replica has for itself: its residuals, by the names of their parameters."""
-        self.settle()
-        names = names_of(self.param_groups)
+        self.flush()
+        names = parameter_names(self.param_groups)
         residuals = {names[place]: value.clone() for place, value in self._residuals()}
-        return {"world_size": self.link.size, "rank": self.link.rank, "residuals": residuals}
+        return {"world_size": self.replicas.world_size, "rank": self.replicas.rank, "residuals": residuals}
 
     def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `local_state_dict` gave on this replica.
 
         Args:
             state_dict: of the same rank and world size, or of `merge_local_states`, which fits every replica. Over a
-                `ManagedLink`, whose ranks change, of any.
+                `TorchFTGroup`, whose ranks change, of any.
 
         Raises:
             UserError: another kind of state, world size or rank, other parameters or shapes; nothing has been loaded.
         """
         check_kind(state_dict, "local_state_dict", ("world_size", "rank", "residuals"))
-        for key, own in (("world_size", self.link.size), ("rank", self.link.rank)):
-            if self.link.stays and state_dict[key] not in (None, own):
+        for key, own in (("world_size", self.replicas.world_size), ("rank", self.replicas.rank)):
+            if self.replicas.is_static and state_dict[key] not in (None, own):
                 raise UserError(
                     f"the residuals are those of {key} {state_dict[key]}, this is {key} {own}. Every replica has its "
                     "own; for another number of replicas give each what scantling.comm.merge_local_states makes of all"
@@ -76,23 +66,23 @@ class Replica:
         self._check_tensors("residual", state_dict["residuals"])
         self.drop()
         kept = self.residuals
-        groups = groups_of(self.param_groups)
-        for name, param, group in zip(names_of(self.param_groups), self._parameters(), groups, strict=True):
+        groups = group_by_param(self.param_groups)
+        for name, param, group in zip(parameter_names(self.param_groups), self._parameters(), groups, strict=True):
             if name in state_dict["residuals"]:
                 residual = state_dict["residuals"][name]
-                self._keep(param, group, residual.to(device=local(param).device, dtype=torch.float32, copy=True))
+                self._keep(param, group, residual.to(device=to_local(param).device, dtype=torch.float32, copy=True))
             else:
                 kept.drop(param)
 
     def _check_tensors(self, what: str, values: Any) -> None:
         if not isinstance(values, Mapping):
             raise UserError(f"each {what} is given by the name of its parameter; given {values!r}")
-        known = dict(zip(names_of(self.param_groups), self._parameters(), strict=True))
+        known = dict(zip(parameter_names(self.param_groups), self._parameters(), strict=True))
         for name, value in values.items():
             if not isinstance(value, Tensor):
                 raise UserError(f"the {what} of {name} must be a tensor; given {value!r}")
-            if name not in known or tuple(value.shape) != tuple(local(known[name]).shape):
-                shape = tuple(local(known[name]).shape) if name in known else None
+            if name not in known or tuple(value.shape) != tuple(to_local(known[name]).shape):
+                shape = tuple(to_local(known[name]).shape) if name in known else None
                 raise UserError(
                     f"the {what} of {name} has the shape {tuple(value.shape)}, "
                     + ("there is no such parameter here" if shape is None else f"its parameter here {shape}")
@@ -106,24 +96,21 @@ class Replica:
             dim: of the parameter.
             index: positions that stay, 1-D int64.
         """
-        self.settle()
+        self.flush()
         if param in self.residuals:
             place = next(place for place, each in enumerate(self._parameters()) if each is param)
-            residual = self.residuals.read(param, local(param))
-            self._keep(param, groups_of(self.param_groups)[place], residual.index_select(dim, index))
+            residual = self.residuals.read(param, to_local(param))
+            self._keep(param, group_by_param(self.param_groups)[place], residual.index_select(dim, index))
         if "pending" in self.state.get(param, {}):
             self.state[param]["pending"] = self.state[param]["pending"].index_select(dim, index)
 
     def shared_state_dict(self) -> dict[str, Any]:
-        """What all replicas have alike: the number of steps, and with `delay` the result of the next call.
-
-        With `auto_off` also what was decided.
-        """
-        self.settle()
-        pairs = zip(names_of(self.param_groups), self._parameters(), strict=True)
+        """What all replicas have alike: the number of steps, and with `delay` the result of the next call."""
+        self.flush()
+        pairs = zip(parameter_names(self.param_groups), self._parameters(), strict=True)
         pending = {name: self.state.get(param, {}).get("pending") for name, param in pairs}
         held = {name: value for name, value in pending.items() if value is not None}
-        return {"step": self.step, "pending": held, "decided": self.decided}
+        return {"step": self.step, "pending": held}
 
     def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `shared_state_dict` gave on any replica.
@@ -137,11 +124,11 @@ class Replica:
         pending = state_dict.get("pending", {})
         self._check_tensors("momentum", pending)
         self.drop()
-        self.step, self.decided = int(state_dict["step"]), state_dict.get("decided")
-        for name, param in zip(names_of(self.param_groups), self._parameters(), strict=True):
+        self.step = int(state_dict["step"])
+        for name, param in zip(parameter_names(self.param_groups), self._parameters(), strict=True):
             self.state.get(param, {}).pop("pending", None)
             if name in pending:
-                self.state.setdefault(param, {})["pending"] = pending[name].to(local(param).device, copy=True)
+                self.state.setdefault(param, {})["pending"] = pending[name].to(to_local(param).device, copy=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Both, for a replica that keeps a file of its own."""
@@ -166,10 +153,10 @@ class Replica:
         kept = self.residuals
         for place, param in enumerate(self._parameters()):
             if param in kept:
-                yield place, kept.read(param, local(param))
+                yield place, kept.read(param, to_local(param))
 
     def _parameters(self) -> list[Tensor]:
-        return parameters_of(self.param_groups)
+        return all_parameters(self.param_groups)
 
 
 def check_kind(state: Any, method: str, keys: Sequence[str]) -> None:

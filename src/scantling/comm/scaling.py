@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from scantling.comm.shards import local
+from scantling.comm.transport.shards import to_local
+from scantling.numerics.torch_private import foreach_div_
 
 
 def scale_of(optimizer: Any) -> Tensor | None:
@@ -19,6 +19,6 @@ def scale_of(optimizer: Any) -> Tensor | None:
 
 def unscale(params: Iterable[Tensor], scale: Tensor) -> None:
     """Take the factor out of gradients, in place. What overflowed stays Inf or NaN."""
-    gradients = [local(param.grad) for param in params if param.grad is not None]
+    gradients = [to_local(param.grad) for param in params if param.grad is not None]
     if gradients:
-        torch._foreach_div_(gradients, scale)
+        foreach_div_(gradients, scale)

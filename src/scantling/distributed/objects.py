@@ -12,11 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from scantling.numerics.torch_private import default_group_devices
+
 DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 """Dtypes by the names that tensors are sent and stored under, such as `float32`."""
 
 
-def plain(value: Any) -> Any:
+def to_json_types(value: Any) -> Any:
     """Return a value as JSON gives it back: tuples as lists, keys as texts.
 
     Raises:
@@ -45,7 +47,7 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor] | None, src: int) -> dict
     """
     sent = list(tensors.items()) if tensors is not None and dist.get_rank() == src else []
     listed = [[key, str(each.dtype).removeprefix("torch."), list(each.shape)] for key, each in sent]
-    about = gather_json(listed)[src]
+    about = all_gather_json(listed)[src]
     found: dict[str, torch.Tensor] = {}
     for index, (key, dtype, shape) in enumerate(about):
         whole = sent[index][1].cpu().contiguous() if sent else torch.empty(shape, dtype=DTYPES[dtype])
@@ -57,14 +59,14 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor] | None, src: int) -> dict
     return found
 
 
-def gather_json(value: Any) -> list[Any]:
+def all_gather_json(value: Any) -> list[Any]:
     """Return every rank's JSON value, by rank, on every rank. Collective: two all-gathers."""
     return [json.loads(each) for each in _gather_bytes(json.dumps(value).encode())]
 
 
-def gather_arrays(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+def all_gather_arrays(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     """Return every rank's array of numbers, by rank, on every rank; shapes may differ. Collective: four all-gathers."""
-    about = gather_json([array.dtype.str, array.shape])
+    about = all_gather_json([array.dtype.str, array.shape])
     parts = _gather_bytes(np.ascontiguousarray(array).tobytes())
     return [
         np.frombuffer(part, dtype=np.dtype(dtype)).reshape(shape)
@@ -97,7 +99,7 @@ def _from_bytes(content: torch.Tensor) -> bytes:
 
 def _device() -> torch.device:
     """Return a device whose tensors the default process group can send; a group of NCCL alone has only the GPU's."""
-    kinds = dist.distributed_c10d._get_default_group()._device_types
+    kinds = default_group_devices()
     if torch.device("cpu") in kinds:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device()) if torch.device("cuda") in kinds else kinds[0]

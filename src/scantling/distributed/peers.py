@@ -18,7 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from scantling.errors import RunError, ScantlingError, SilentPeerError, UserError, first_line
-from scantling.torchrun_env import launched_local_rank, launched_rank, launched_world_size
+from scantling.numerics.torch_private import default_store
+from scantling.torchrun_env import local_rank_from_env, rank_from_env, world_size_from_env
 
 _ENDED, _ANY_ENDED = "scantling/ended/", "scantling/ended"
 """Names of notes: of each rank, and that there is one."""
@@ -49,14 +50,14 @@ def open_store(timeout_s: float) -> Any:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ValueError(f"{' and '.join(missing)} not set in the environment, which torchrun does")
-    address, port, rank = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], launched_rank()
+    address, port, rank = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank_from_env()
     key = (str(os.getpid()), address, port, str(rank))
     if key not in _opened:
         _opened.clear()
         _opened[key] = dist.TCPStore(  # type: ignore[attr-defined]
             address,
             int(port),
-            launched_world_size(),
+            world_size_from_env(),
             rank == 0 and not _torchrun_holds(),
             timedelta(seconds=timeout_s),
             wait_for_workers=False,
@@ -71,7 +72,7 @@ def group_store() -> Any:
     if _opened:
         return open_store(TELL_S)
     return dist.PrefixStore(  # type: ignore[attr-defined]
-        f"scantling-{_session}", dist.distributed_c10d._get_default_store()
+        f"scantling-{_session}", default_store()
     )
 
 
@@ -79,7 +80,9 @@ def _torchrun_holds() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def meet(store: Any, rank: int, world_size: int, within_s: float, *, arrival: Any = None, pause_s: float = 1.0) -> None:
+def wait_for_ranks(
+    store: Any, rank: int, world_size: int, within_s: float, *, arrival: Any = None, pause_s: float = 1.0
+) -> None:
     """Wait until all processes are here.
 
     Args:
@@ -99,7 +102,7 @@ def meet(store: Any, rank: int, world_size: int, within_s: float, *, arrival: An
     store.add(f"{MET}all/{number}", 1)
     while store.add(f"{MET}all/{number}", 0) < world_size:
         if store.check([_ANY_ENDED]):
-            raise relayed_error(store, find_ended(store, [*range(world_size)]))
+            raise relayed_error(store, find_failed_ranks(store, [*range(world_size)]))
         if arrival is not None and arrival.is_completed():
             arrival.wait()  # raises if a process died
         if time.monotonic() > until:
@@ -109,7 +112,7 @@ def meet(store: Any, rank: int, world_size: int, within_s: float, *, arrival: An
         pause = min(pause_s, 1.5 * pause)
 
 
-def note_end(store: Any, error: BaseException) -> None:
+def record_error(store: Any, error: BaseException) -> None:
     """Leave a note that this process ends with an error."""
     note = {
         "input": _is_input(error),
@@ -119,7 +122,7 @@ def note_end(store: Any, error: BaseException) -> None:
     }
     _noted.add(id(error))
     with suppress(RuntimeError):
-        store.set(f"{_ENDED}{launched_rank()}", json.dumps(note))
+        store.set(f"{_ENDED}{rank_from_env()}", json.dumps(note))
         store.set(_ANY_ENDED, "1")
 
 
@@ -128,14 +131,14 @@ def _is_input(error: BaseException) -> bool:
     return getattr(error, "exit_code", None) == 2 or (isinstance(error, OSError) and error.filename is not None)
 
 
-def find_ended(store: Any, ranks: list[int]) -> list[int]:
+def find_failed_ranks(store: Any, ranks: list[int]) -> list[int]:
     """List those of the ranks that ended with an error."""
     return [rank for rank in ranks if store.check([f"{_ENDED}{rank}"])]
 
 
-def find_first(store: Any, ranks: list[int]) -> list[int]:
+def find_original_failures(store: Any, ranks: list[int]) -> list[int]:
     """List those of the ranks that ended with an error of their own, not because they heard of one."""
-    return [rank for rank in find_ended(store, ranks) if not json.loads(store.get(f"{_ENDED}{rank}"))["heard"]]
+    return [rank for rank in find_failed_ranks(store, ranks) if not json.loads(store.get(f"{_ENDED}{rank}"))["heard"]]
 
 
 def relayed_error(store: Any, ranks: list[int]) -> ScantlingError:
@@ -152,7 +155,7 @@ def relayed_error(store: Any, ranks: list[int]) -> ScantlingError:
 
 
 @contextmanager
-def telling(report: Callable[[BaseException], None] | None = None) -> Iterator[None]:
+def report_errors_to_peers(report: Callable[[BaseException], None] | None = None) -> Iterator[None]:
     """Context of a command: an error in it is told to the other processes; of nested contexts the outermost tells.
 
     Args:
@@ -174,7 +177,7 @@ def telling(report: Callable[[BaseException], None] | None = None) -> Iterator[N
 
 
 def _tell(error: BaseException, report: Callable[[BaseException], None]) -> None:
-    local, rank, world_size = launched_local_rank(), launched_rank(), launched_world_size()
+    local, rank, world_size = local_rank_from_env(), rank_from_env(), world_size_from_env()
     if not local:
         report(error)
     is_alone = id(error) not in _noted  # there is no process group, in which others wait for the end of this process
@@ -184,9 +187,9 @@ def _tell(error: BaseException, report: Callable[[BaseException], None]) -> None
     try:
         store = group_store() if dist.is_initialized() else open_store(TELL_S if is_alone else _FIRST_S)
         if is_alone:
-            note_end(store, error)
+            record_error(store, error)
         if not is_reported and _is_input(error):
-            is_reported = _wait_for(lambda: bool(find_ended(store, [rank - local])), _FIRST_S)
+            is_reported = _wait_for(lambda: bool(find_failed_ranks(store, [rank - local])), _FIRST_S)
         if is_alone:
             store.set(f"{_LEFT}{rank}", "1")
             if rank == 0 and not _torchrun_holds():

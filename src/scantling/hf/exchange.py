@@ -21,10 +21,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from scantling.comm import DeMo, LocalSteps, MomentumExchange
 from scantling.comm.demo_exchange import exchange_groups
-from scantling.distributed.context import Place
-from scantling.distributed.folders import see_folders
+from scantling.distributed.context import DistContext
+from scantling.distributed.folders import detect_shared_folders
 from scantling.errors import UserError
 from scantling.files import no_follow
+from scantling.numerics.torch_private import unwrap_compiled
 
 FILE = "exchange-rank{}.pt"
 
@@ -49,7 +50,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         self._keep_gradients_local(trainer.model_wrapped)
         self.exchange = MomentumExchange(exchange_groups(trainer.model, self._options), **self._options)
         if state.global_step and self.checkpoint is not None:
-            file = self.checkpoint / FILE.format(self.exchange.link.rank)
+            file = self.checkpoint / FILE.format(self.exchange.replicas.rank)
             if not file.is_file():
                 raise UserError(
                     f"{file} is missing: every process keeps residuals of its own there. Resume with as many processes "
@@ -59,7 +60,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
 
     def _keep_gradients_local(self, model: torch.nn.Module) -> None:
         """Disable DistributedDataParallel's gradient averaging, once per module: it accepts only one hook."""
-        model = getattr(model, "_orig_mod", model)  # torch.compile wraps the module
+        model = unwrap_compiled(model)
         if isinstance(model, DistributedDataParallel):
             if model is not self._hooked:
                 model.register_comm_hook(None, noop_hook)
@@ -86,7 +87,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / FILE.format(self.exchange.link.rank), "wb", opener=no_follow) as file:
+        with open(folder / FILE.format(self.exchange.replicas.rank), "wb", opener=no_follow) as file:
             torch.save(self.exchange.state_dict(), file)
         if dist.is_initialized():
             dist.barrier()
@@ -105,13 +106,15 @@ def _check_optimizer(optimizer: Any) -> None:
 def _check_saves(args: Any) -> None:
     """Raise a UserError if machines do not share the output folder and only the first would save the model.
 
-    Runs the collectives of `see_folders` if there are several processes.
+    Runs the collectives of `detect_shared_folders` if there are several processes.
     """
     if not dist.is_initialized() or args.save_on_each_node or args.save_strategy == "no":
         return
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    if see_folders(folder, Place(dist.get_rank(), dist.get_world_size(), args.device)).is_split:
+    if detect_shared_folders(
+        folder, DistContext(dist.get_rank(), dist.get_world_size(), args.device)
+    ).has_separate_folders:
         raise UserError(
             f"sc.hf.attach: the machines do not share the output_dir {folder}, so that a checkpoint would hold the "
             "model on one of them alone; set save_on_each_node=True in TrainingArguments"
@@ -152,7 +155,7 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
         raise UserError("sc.hf.attach: fp16 scales the loss anew now and then, which a momentum would keep; use bf16")
     if getattr(trainer.args, "enable_jit_checkpoint", False):
         raise UserError(
-            "sc.hf.attach: enable_jit_checkpoint saves without telling callbacks, so that what each process keeps for "
+            "sc.hf.attach: enable_jit_checkpoint saves without calling callbacks, so that what each process keeps for "
             "itself would be missing from the checkpoint; leave it out"
         )
     if options.get("overlap"):

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from scantling.numerics.torch_private import cpu_has_matmul
+
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,8 +38,8 @@ def has_products(compute: str, device: torch.device) -> bool:
         return True
     if compute == "int8":
         is_known = platform.machine() in ("x86_64", "AMD64")
-        return not is_known or bool(torch.cpu._is_vnni_supported())
-    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{compute}_supported")())
+        return not is_known or cpu_has_matmul("int8")
+    return cpu_has_matmul(compute)
 
 
 def warn_of_slow_products(compute: str, device: torch.device, advice: str) -> None:

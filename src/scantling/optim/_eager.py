@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.groups import MatrixDims
+from scantling.numerics.torch_private import is_zero_tensor
 from scantling.optim import _rounding as rounding
 from scantling.optim._codec import Momentum, decode, encode, layout_of
 from scantling.optim._factor import statistics_dtype
@@ -163,7 +164,7 @@ def is_plain(tensor: Tensor, devices: Sequence[str]) -> bool:
         and tensor.device.type in devices
         and tensor.is_contiguous()
         and not tensor.is_neg()
-        and not tensor._is_zerotensor()
+        and not is_zero_tensor(tensor)
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from scantling.numerics.tables import FLOATS, Table, device_of, has_kernels, owners_of, triton_dtype
+from scantling.numerics.torch_private import foreach_add_
 from scantling.optim._eager import Job, is_plain
 from scantling.optim._random import seed_of
 
@@ -73,7 +74,7 @@ def step(jobs: Sequence[Job]) -> None:
     for job in jobs:
         kinds.setdefault(_kind_of(job), []).append(job)
     for kind, own in kinds.items():
-        torch._foreach_add_([job.state["step"] for job in own], 1.0)
+        foreach_add_([job.state["step"] for job in own], 1.0)
         with device_of(own[0].param):
             for batch in _batches(own):
                 if kind.is_factored:

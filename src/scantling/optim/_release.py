@@ -24,12 +24,19 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from scantling.errors import UserError
+from scantling.numerics.torch_private import (
+    CLIP_FUNCTIONS,
+    active_ddp_module,
+    call_after_backward,
+    current_backward_id,
+    fsdp_state,
+    post_accumulate_hooks,
+    tree_leaves,
+)
 from scantling.optim.came import CAME
 
 _WRAPPED = (
@@ -116,7 +123,7 @@ def release_gradients(
     params = [param for param in common if param.requires_grad]
     if not params:
         raise UserError("the optimizer has no parameter of this model")
-    if any(getattr(param, "_post_accumulate_grad_hooks", None) for param in params):
+    if any(post_accumulate_hooks(param) for param in params):
         raise UserError("a parameter has a post-accumulate hook already; remove the earlier handle first")
     groups = _fsdp_groups(model, params)
     passes = _Passes(optimizer, common, groups, accumulation, before_step)
@@ -173,7 +180,7 @@ class _Passes:
 
     def announce(self, module: nn.Module, args: Any, output: Any) -> None:
         """Count the backward pass from this output too if it leaves no gradient, as FSDP2's without exchange do not."""
-        for tensor in torch.utils._pytree.tree_leaves(output):
+        for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._begin())  # type: ignore[no-untyped-call]
 
@@ -194,14 +201,15 @@ class _Passes:
 
     def _begin(self) -> None:
         """Note which pass goes on, and ask to be called at its end."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward_id()
         if task == self._task:
             return
         _refuse_reentrant()
         self._task, self._waiting = task, []
         self._stepped.clear()
         if task != _NO_PASS:
-            _at_the_end(lambda: _at_the_end(self._end))  # FSDP2 reduces at the end too, for what has no input gradient
+            # twice, since FSDP2 too reduces at the end, the gradients of modules whose inputs have none
+            call_after_backward(lambda: call_after_backward(self._end))
 
     def _end(self) -> None:
         if self._waiting:
@@ -235,7 +243,7 @@ class _Passes:
 
 def _refuse_ddp(*_: Any) -> None:
     """Raise a UserError in a forward pass of DistributedDataParallel, which this model was put into, or taken from."""
-    active = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    active = active_ddp_module()
     if active is not None:
         raise UserError(_WRAPPED.format("DistributedDataParallel"))
 
@@ -255,8 +263,7 @@ class _ClipGuard:
         self._handles += 1
         if self._handles > 1:
             return
-        utils = torch.nn.utils
-        for module, name in ((utils.clip_grad, "_clip_grads_with_norm_"), (utils, "clip_grads_with_norm_")):
+        for module, name in CLIP_FUNCTIONS:
             if hasattr(module, name):
                 clip = getattr(module, name)
                 self._replaced.append((module, name, clip))
@@ -288,13 +295,7 @@ def _guarded(clip: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_released(param: Tensor) -> bool:
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(getattr(hook, "__self__", None), _Passes) for hook in hooks.values())
-
-
-def _at_the_end(call: Callable[[], None]) -> None:
-    """Call once autograd is through with this pass, after what has been queued before."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    return any(isinstance(getattr(hook, "__self__", None), _Passes) for hook in post_accumulate_hooks(param))
 
 
 def _refuse_reentrant() -> None:
@@ -324,7 +325,7 @@ def _fsdp_groups(model: nn.Module, params: Sequence[Tensor]) -> dict[int, list[T
 
     def walk(module: nn.Module, manager: Any) -> None:
         if isinstance(module, FSDPModule):
-            manager = module._get_fsdp_state()
+            manager = fsdp_state(module)
         for child in module.children():
             walk(child, manager)
         for param in module.parameters(recurse=False) if manager is not None else ():

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from scantling.numerics.torch_private import foreach_copy_
 from scantling.optim._eager import Job, Partial, Stages, stages_of
 
 if TYPE_CHECKING:
@@ -99,4 +100,4 @@ def _sum_over_ranks(partial: Iterable[Partial]) -> None:
             continue
         torch.distributed.all_reduce(flat, group=group)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+        foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])

@@ -64,10 +64,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from scantling.errors import UserError
 from scantling.groups import check_matrix_dims
+from scantling.numerics.torch_private import disable_dynamo
 from scantling.optim._codec import Momentum
 from scantling.optim._drive import step_all
 from scantling.optim._eager import Hyper, Job
@@ -210,7 +210,7 @@ class CAME(torch.optim.Optimizer):
             raise
         _place_lr(group)
 
-    @_disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the gradients that are there; a parameter without one keeps its state.
@@ -248,7 +248,7 @@ class CAME(torch.optim.Optimizer):
         _take(jobs)
         return loss
 
-    @_disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step_parameters(self, params: Sequence[Tensor]) -> None:
         """Take the step of some parameters with the gradients they have, as `release_gradients` does.

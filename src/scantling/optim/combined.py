@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError
+from scantling.numerics.torch_private import load_state_dict_hooks
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
@@ -82,7 +83,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
             UserError: another number of groups, or of parameters in a group, than this optimizer has.
         """
         state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+        pre_hooks, post_hooks = load_state_dict_hooks(self)
+        for pre_hook in pre_hooks:
             state_dict = pre_hook(self, state_dict) or state_dict
         groups = state_dict["param_groups"]
         given, here = ([len(group["params"]) for group in side] for side in (groups, self.param_groups))
@@ -94,7 +96,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             state = {key: value for key, value in state_dict["state"].items() if key in keys}
             member.load_state_dict({"state": state, "param_groups": own})
         self._share()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+        for post_hook in post_hooks:
             post_hook(self)
 
     def _groups(self) -> list[dict[str, Any]]:

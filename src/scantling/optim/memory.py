@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from scantling.groups import MatrixDims
+from scantling.numerics.torch_private import TorchDispatchMode, storage_key
 from scantling.optim import _grouped, _native
 from scantling.optim._eager import CPU_TILE, DEVICE_TILE, step
 from scantling.optim._shardplan import local
@@ -49,7 +49,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for value in state.values():
             if isinstance(value, Tensor):
                 storage = local(value).untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
+                storages[storage_key(storage)] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -124,7 +124,7 @@ class ScratchMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
         state = [value for entries in optimizer.state.values() for value in entries.values()]
-        self._known = {t.untyped_storage()._cdata for t in (*params, *grads, *state) if isinstance(t, Tensor)}
+        self._known = {storage_key(t.untyped_storage()) for t in (*params, *grads, *state) if isinstance(t, Tensor)}
         self._live: dict[int, int] = {}
         self.peak = 0
 
@@ -136,7 +136,7 @@ class ScratchMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._known and key not in self._live:
             self._live[key] = storage.nbytes()
             weakref.finalize(storage, self._live.pop, key, None)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
+from scantling.numerics.torch_private import remove_forward_hooks
 from scantling.precision.quantizer import Quantizer
 
 _ATTRIBUTE = "_attention_in_few_bits"
@@ -102,9 +103,7 @@ def restore_attention(model: nn.Module) -> None:
     """Undo `quantize_attention` for a model and all its submodules."""
     for part in model.modules():
         vars(part).pop(_ATTRIBUTE, None)
-        for key, hook in list(part._forward_pre_hooks.items()):
-            if hook is _still_wrapped:
-                del part._forward_pre_hooks[key]
+        remove_forward_hooks(part, [_still_wrapped])
 
 
 def has_quantized_attention(model: nn.Module) -> bool:

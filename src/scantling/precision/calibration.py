@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.eval_mode import evaluating
+from scantling.numerics.torch_private import version_counter
 from scantling.precision.matrices import Matrix
 
 Batch: TypeAlias = Mapping[str, Any] | Tensor | Callable[[nn.Module], Any]
@@ -131,7 +132,7 @@ class Calibration:
             inputs: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}  # by tensor id, unique while it lives
 
             def see(key: int, x: Tensor, calls: list[int] = calls, inputs: dict[int, Any] = inputs) -> None:
-                version = -1 - len(calls) if x.is_inference() else x._version  # in-place changes raise it
+                version = -1 - len(calls) if x.is_inference() else version_counter(x)  # in-place changes raise it
                 seen, before, leader = inputs.get(id(x), (None, None, key))
                 if seen is None or seen() is not x or before != version:
                     leader = key

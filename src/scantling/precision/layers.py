@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.conv1d import made_from_conv1d
+from scantling.numerics.torch_private import own_parameters
 from scantling.precision.matrices import as_matrix, from_matrix
 from scantling.precision.products import Multiply
 from scantling.precision.quantizer import Quantizer
@@ -142,8 +143,7 @@ class RoundedWeight:
 
     def master_weight(self) -> Tensor:
         """Return the weight that is trained, not rounded."""
-        parameters: dict[str, Tensor] = self._parameters  # type: ignore[attr-defined]
-        found = parameters.get("weight")
+        found = own_parameters(self).get("weight")  # type: ignore[arg-type]
         return vars(self)["weight"] if found is None else found
 
     def rounded_weight(self) -> Tensor:

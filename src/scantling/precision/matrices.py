@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from scantling.conv1d import made_from_conv1d
 from scantling.errors import UserError
 from scantling.groups import output_layers
+from scantling.numerics.torch_private import own_parameters
 from scantling.precision.quantizer import in_dtype
 
 logger = logging.getLogger(__name__)
@@ -189,7 +190,7 @@ def _weights(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, 
             if core.numel():  # empty after all ranks of a bond were removed
                 yield f"{prefix}cores.{place}", core, True
     elif made_from_conv1d(type(module)) or isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag):
-        weight = module._parameters.get("weight")  # missing if `weight_norm` or similar computes it
+        weight = own_parameters(module).get("weight")  # missing if `weight_norm` or similar computes it
         if weight is not None and weight.is_floating_point() and not is_lazy(weight):
             yield f"{prefix}weight", weight, made_from_conv1d(type(module))
 

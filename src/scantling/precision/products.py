@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from scantling.errors import UserError
 from scantling.numerics.formats import FloatFormat, Format, IntFormat, parse_format
+from scantling.numerics.torch_private import float8_matmul, int8_matmul
 from scantling.precision.quantizer import Quantizer
 
 Compute: TypeAlias = Literal["int8", "fp8"]
@@ -119,10 +120,10 @@ class Multiply:
         # Both kernels take a row-major first and a column-major second factor.
         a, b = a.to(kinds[0]).contiguous(), b.t().to(kinds[1]).contiguous().t()
         if self.name == "int8":
-            y = torch._int_mm(a, b).float()
+            y = int8_matmul(a, b).float()
         else:
             one = torch.ones((), device=a.device)
-            y = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32)
+            y = float8_matmul(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32)
         return y[:rows, :columns]
 
     def _dtype(self, format: Format) -> torch.dtype | None:

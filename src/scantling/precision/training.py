@@ -30,6 +30,7 @@ from torch import nn
 
 from scantling.errors import UserError
 from scantling.numerics.compute import warn_of_slow_products
+from scantling.numerics.torch_private import remove_forward_hooks
 from scantling.numerics.words import Granularity
 from scantling.precision.attention import has_quantized_attention, quantize_attention, restore_attention
 from scantling.precision.layers import (
@@ -229,11 +230,7 @@ def _watch_forwards(model: nn.Module, *, on: bool = True) -> None:
     for module in model.modules():
         if not on:
             leave_forward(module)
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for key, hook in list(hooks.items()):
-                    if hook in (enter_forward, leave_forward):
-                        del hooks[key]
-                        module._forward_hooks_always_called.pop(key, None)
+            remove_forward_hooks(module, [enter_forward, leave_forward])
         elif _is_around_rounded_weights(module):
             module.register_forward_pre_hook(enter_forward)
             module.register_forward_hook(leave_forward, always_call=True)

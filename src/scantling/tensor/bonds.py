@@ -17,6 +17,7 @@ from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
+from scantling.numerics.torch_private import foreach_norm, own_parameters
 from scantling.tensor.choose import nearest
 from scantling.tensor.layer import CoreLayer, gate
 from scantling.tensor.options import RankOptions
@@ -127,7 +128,7 @@ class Bonds:
 
     def squared_norm(self) -> Tensor:
         """Return the squared norm of all cores, 0-D, with a gradient."""
-        return torch.stack(list(torch._foreach_norm(self.cores()))).square().sum()
+        return torch.stack(list(foreach_norm(self.cores()))).square().sum()
 
     @torch.no_grad()
     def bring_to(self, wanted: float, scores: Tensor | None = None) -> None:
@@ -245,7 +246,7 @@ class Bonds:
         """
         for layer in self._layers.values():
             if layer.controls is not None:
-                yield from (control for control in layer.controls._parameters.values() if control is not None)
+                yield from (control for control in own_parameters(layer.controls).values() if control is not None)
 
     def _flat(self) -> Tensor:
         return torch.cat(list(self.controls))

@@ -20,12 +20,12 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.numerics.compute import without_autocast
+from scantling.numerics.torch_private import FakeTensor, assert_async, is_batched, is_in_functorch
 from scantling.tensor.contraction import Lookup, Plan, Step, best_plan, cores_of
 from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.layer import CoreLayer
@@ -521,7 +521,7 @@ def _within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     ordered, order = ids.reshape(-1).sort()
     is_new = torch.cat([ordered.new_zeros(min(1, len(ordered))), (ordered[1:] != ordered[:-1]).to(ordered.dtype)])
     place = is_new.cumsum(0)
-    torch._assert_async((place < capacity).all(), f"more than {capacity} distinct ids, the capacity of this table")
+    assert_async((place < capacity).all(), f"more than {capacity} distinct ids, the capacity of this table")
     place = place.clamp(max=capacity - 1)
     distinct = ordered.new_zeros(capacity).scatter(0, place, ordered)
     return distinct, torch.empty_like(place).scatter(0, order, place).view(ids.shape)
@@ -536,16 +536,12 @@ def _is_unknown(ids: Tensor) -> bool:
 
 def _is_batched(values: Tensor) -> bool:
     """True if the values belong to one example inside `torch.func.vmap`, so that their values cannot be read."""
-    while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(values):
-        if torch._C._functorch.is_batchedtensor(values):
-            return True
-        values = torch._C._functorch.get_unwrapped(values)
-    return False
+    return not torch.compiler.is_compiling() and is_batched(values)
 
 
 def _is_transformed() -> bool:
     """True inside a `torch.func` transform, which does not support checkpointing."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+    return not torch.compiler.is_compiling() and is_in_functorch()
 
 
 def _check_ids(ids: Tensor, num_embeddings: int) -> None:
@@ -555,9 +551,7 @@ def _check_ids(ids: Tensor, num_embeddings: int) -> None:
         return
     if ids.device.type != "cpu" or torch.compiler.is_compiling():
         # The assertion needs a message; compiled code drops it otherwise.
-        torch._assert_async(
-            ((ids >= 0) & (ids < num_embeddings)).all(), f"id out of range: rows 0 to {num_embeddings - 1}"
-        )
+        assert_async(((ids >= 0) & (ids < num_embeddings)).all(), f"id out of range: rows 0 to {num_embeddings - 1}")
         return
     if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < num_embeddings):
         worst = ids.min() if int(ids.min()) < 0 else ids.max()

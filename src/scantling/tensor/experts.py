@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scantling.numerics.torch_private import non_persistent_buffers, own_buffers, own_modules, own_parameters
 from scantling.tensor.linear import TTLinear
 
 DOWN = "down_proj"
@@ -26,14 +27,14 @@ _MARKS = ("num_experts", "has_gate", "has_bias", "is_transposed")
 
 def is_fused_experts(module: nn.Module) -> bool:
     """True for a module of fused experts in the form of transformers."""
-    weights = [module._parameters.get(name) for name in (up_name(module), DOWN)]
+    weights = [own_parameters(module).get(name) for name in (up_name(module), DOWN)]
     marked = all(hasattr(module, mark) for mark in _MARKS)
     return marked and all(weight is not None and weight.ndim == 3 for weight in weights)
 
 
 def up_name(module: nn.Module) -> str:
     """Return the name of the first projection."""
-    return next((name for name in _UPS if module._parameters.get(name) is not None), _UPS[0])
+    return next((name for name in _UPS if own_parameters(module).get(name) is not None), _UPS[0])
 
 
 def as_linears(experts: nn.Module, name: str) -> Iterator[nn.Linear]:
@@ -138,11 +139,11 @@ def _share(source: nn.Module, target: nn.Module, without: tuple[str, ...]) -> No
     for name, value in vars(source).items():
         if name not in _OF_A_MODULE:
             target.__dict__[name] = value
-    for name, parameter in source._parameters.items():
+    for name, parameter in own_parameters(source).items():
         if name not in without:
             target.register_parameter(name, parameter)
-    for name, buffer in source._buffers.items():
-        target.register_buffer(name, buffer, persistent=name not in source._non_persistent_buffers_set)
-    for name, module in source._modules.items():
+    for name, buffer in own_buffers(source).items():
+        target.register_buffer(name, buffer, persistent=name not in non_persistent_buffers(source))
+    for name, module in own_modules(source).items():
         if name not in without:
             target.add_module(name, module)

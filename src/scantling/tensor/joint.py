@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from scantling.numerics.torch_private import saved_tensor_hooks
 from scantling.tensor.contraction import Step, cores_of
 from scantling.tensor.steps import version_of
 
@@ -160,7 +161,7 @@ def _state(x: Tensor) -> tuple[Any, ...]:
 
 def _saving_hooks() -> Any:
     """Return the innermost saved-tensor hooks: a tensor saved under some hooks must not be used under others."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks(even_if_tracing=True)
     return None if hooks is None else hooks[0]
 
 

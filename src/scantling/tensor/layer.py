@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.numerics.compute import without_autocast
+from scantling.numerics.torch_private import own_parameters
 from scantling.tensor.contraction import (
     MOST_ORDERS,
     Head,
@@ -91,7 +92,7 @@ class CoreLayer(nn.Module):
     @property
     def chain(self) -> list[Tensor]:
         """Cores in order, read without the slow `ParameterList`."""
-        return [core for core in self.cores._parameters.values() if core is not None]
+        return [core for core in own_parameters(self.cores).values() if core is not None]
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError
+from scantling.numerics.torch_private import DisableTorchFunctionSubclass, make_subclass, tree_map_only
 
 _METADATA = {
     getattr(Tensor, name).__get__
@@ -38,7 +39,7 @@ class LazyWeight(Tensor):
 
     @staticmethod
     def __new__(cls, build: Callable[[], Tensor], shape: tuple[int, ...], like: Tensor) -> LazyWeight:
-        made = torch.Tensor._make_subclass(cls, like.detach().new_empty(()).expand(shape), like.requires_grad)
+        made: LazyWeight = make_subclass(cls, like.detach().new_empty(()).expand(shape), like.requires_grad)
         made._build = build
         return made
 
@@ -56,9 +57,9 @@ class LazyWeight(Tensor):
                 "the weight of a layer of cores is computed from them, so that nothing can be written into it; change "
                 "its `cores`, take `from_dense` to approximate a matrix, or `to_dense` for a layer with a matrix"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func not in _METADATA:
-                args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda one: one._build(), (args, kwargs))
+                args, kwargs = tree_map_only(cls, lambda one: one._build(), (args, kwargs))
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -27,6 +27,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from scantling.errors import UserError
+from scantling.numerics.torch_private import remove_load_state_dict_pre_hooks
 from scantling.saved_models import (
     CONFIG,
     GENERATION,
@@ -139,9 +140,7 @@ def detach(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and isinstance(getattr(module, "hf_quantizer", None), CoresQuantizer):
             module.hf_quantizer.remove_quantization_config(module)
-            hooks = module._load_state_dict_pre_hooks
-            for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is _without_guard]:
-                del hooks[key]
+            remove_load_state_dict_pre_hooks(module, _without_guard)
 
 
 def load(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
+from scantling.numerics.torch_private import share_hooks
 from scantling.tensor.choice import LINEAR_OPTIONS, TABLE_OPTIONS, check_options
 from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
 from scantling.tensor.experts import DOWN, TTExperts, as_linears, up_name
@@ -182,17 +183,9 @@ def install(model: nn.Module, site: Site, layer: Layer) -> None:
         put(model, names, linear, TTMHead(layer, linear.bias).train(linear.training))
 
 
-_HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
-    *("_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
-)
-
-
 def put(model: nn.Module, names: list[str], old: nn.Module, new: nn.Module) -> None:
     """Replace a module under all its names, keeping its hooks."""
-    for hooks in _HOOKS:
-        if hooks in vars(old):
-            vars(new)[hooks] = vars(old)[hooks]
+    share_hooks(old, new)
     for name in names:
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, new)

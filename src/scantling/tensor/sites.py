@@ -9,6 +9,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from scantling.conv1d import is_conv1d
+from scantling.numerics.torch_private import own_parameters
 from scantling.tensor.embedding import why_no_cores
 from scantling.tensor.experts import DOWN, is_fused_experts, up_name
 
@@ -54,7 +55,7 @@ def find_sites(model: nn.Module) -> tuple[list[Site], dict[str, str]]:
         names[module].append(name)
     owners: dict[int, list[nn.Module]] = defaultdict(list)
     for module in names:
-        for parameter in module._parameters.values():
+        for parameter in own_parameters(module).values():
             if parameter is not None:
                 owners[id(parameter)].append(module)
 
@@ -92,7 +93,7 @@ def is_table(module: nn.Module) -> bool:
 
 def _has_weight(module: nn.Module) -> bool:
     """True if the weight is a parameter; the old `weight_norm` and others compute it from other parameters."""
-    return module._parameters.get("weight") is not None
+    return own_parameters(module).get("weight") is not None
 
 
 def _why_not(module: nn.Module, weights: list[nn.Parameter]) -> str | None:

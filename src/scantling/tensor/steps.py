@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from scantling.numerics.torch_private import version_counter
+
 Owner = TypeVar("Owner")
 
 
 def version_of(tensor: Tensor) -> int:
     """Return the version counter of a tensor; 0 for inference tensors, which have none."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_counter(tensor)
 
 
 def after_steps(

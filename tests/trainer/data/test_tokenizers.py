@@ -42,7 +42,7 @@ def small_bpe(*, wrap: bool = False) -> FastTokenizer:
     return FastTokenizer(finish_backend(backend, use_regex=True, wrap=wrap), SPECIALS, "bpe")
 
 
-def joined(tokenizer: Tokenizer, text: str, pair: str | None, max_len: int) -> tuple[Ids, Ids]:
+def init_distributed(tokenizer: Tokenizer, text: str, pair: str | None, max_len: int) -> tuple[Ids, Ids]:
     """Return ids and token types of a text or a pair, with special tokens."""
     ids = tokenizer.encode_batch([text] if pair is None else [text, pair])
     return tokenizer.join(ids[0], None if pair is None else ids[1], max_len)
@@ -110,7 +110,7 @@ def test_saved_tokenizer_gives_equal_ids(tmp_path: Path, make: Any, wrap: bool) 
         assert getattr(loaded, f"{name}_token_id") == getattr(tokenizer, f"{name}_id")
     if wrap:
         together = loaded("the cat", "a dog sat")
-        ids, types = joined(tokenizer, "the cat", "a dog sat", 100)
+        ids, types = init_distributed(tokenizer, "the cat", "a dog sat", 100)
         assert together["input_ids"] == ids.tolist()
         assert together["token_type_ids"] == types.tolist()
     else:
@@ -150,7 +150,7 @@ def test_pairs_as_hugging_face_encodes_them(tmp_path: Path) -> None:
     for text in ("", "the cat", "the cat sat the cat sat", "cats cats cats"):
         for pair in (None, "a dog", "a dog sat the dog sat a cat cat"):
             for max_len in (5, 6, 7, 8, 50):
-                ids, types = joined(ours, text, pair, max_len)
+                ids, types = init_distributed(ours, text, pair, max_len)
                 strategy = "longest_first" if pair is not None else True
                 expected = theirs(text, pair, truncation=strategy, max_length=max_len, return_token_type_ids=True)
                 assert (ids.tolist(), types.tolist()) == (expected["input_ids"], expected["token_type_ids"])
@@ -170,8 +170,8 @@ def test_roberta_style_pairs(tmp_path: Path) -> None:
     names = {"pad_token": "<pad>", "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(str(tmp_path))
     ours, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
-    assert joined(ours, "the cat", "the dog", 20)[0].tolist() == theirs("the cat", "the dog")["input_ids"]
-    assert joined(ours, "the cat", None, 20)[0].tolist() == [0, 4, 5, 2]
+    assert init_distributed(ours, "the cat", "the dog", 20)[0].tolist() == theirs("the cat", "the dog")["input_ids"]
+    assert init_distributed(ours, "the cat", None, 20)[0].tolist() == [0, 4, 5, 2]
 
 
 def test_stored_truncation_and_padding_are_off(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_pickled_tokenizer_is_the_same() -> None:
 
 def test_no_room_for_text() -> None:
     with pytest.raises(UserError, match=r"data\.seq_len = 3 leaves no room beside 3 special tokens"):
-        joined(ByteTokenizer(), "a", "b", 3)
+        init_distributed(ByteTokenizer(), "a", "b", 3)
 
 
 def test_missing_special_tokens_are_named(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from scantling.comm import options, residuals, values
+from scantling.comm import config, residuals
+from scantling.comm.codec import quantize
 from scantling.distributed.context import DEVICES
 from scantling.tensor import formats, replace
 from scantling.tensor import options as tensor_options
@@ -18,9 +19,9 @@ from scantling.trainer.tasks import TASKS
 @pytest.mark.parametrize(
     ("section", "key", "choices"),
     [
-        (schema.CommSection, "values", values.Values),
-        (schema.CommSection, "dense", values.Values),
-        (schema.CommSection, "exchange", options.Exchange),
+        (schema.CommSection, "values", quantize.Values),
+        (schema.CommSection, "dense", quantize.Values),
+        (schema.CommSection, "exchange", config.Exchange),
         (schema.CommSection, "residual", residuals.Format),
         (schema.TensorSection, "format", formats.Format),
         (schema.TensorSection, "init", replace.Init),

@@ -15,7 +15,6 @@ from scantling.trainer.recipe import load_recipe
 from scantling.trainer.sweeping.grid import Case, cases, select
 from scantling.trainer.sweeping.schema import load_sweep
 from scantling.trainer.sweeping.table import read_table
-from scantling.trainer.tasks.causal_lm import CausalLM
 from tests.runs import tiny_recipe, write_recipe
 
 ROOT = Path(__file__).parents[3]

@@ -9,16 +9,15 @@ import torch
 
 import scantling as sc
 from scantling.errors import RunError, UserError
-from scantling.trainer.training.checkpoint import Checkpointer, State
-from scantling.trainer.training.checkpoint_manifest import damage
+from scantling.trainer.training.checkpoint import Checkpointer, State, find_damage
 from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.sinks import EVENTS_SUFFIX
 from tests.runs import tiny_recipe
-from tests.trainer.training.test_checkpoint import ALONE
+from tests.trainer.training.test_checkpoint import SINGLE_PROCESS, newest_path
 
 
 def save(folder: Path, *steps: int, keep: int = 9) -> Checkpointer:
-    saver = Checkpointer(folder, ALONE, keep=keep)
+    saver = Checkpointer(folder, SINGLE_PROCESS, keep=keep)
     for step in steps:
         saver.save(step, State({"x": torch.arange(step + 1)}))
     return saver
@@ -43,7 +42,7 @@ def test_force_leaves_what_a_link_leads_to(tmp_path: Path, caplog: pytest.LogCap
     (run.path / "tensorboard").symlink_to(other)
     run.clear()
     assert all(file.read_text() == "mine" for file in files)
-    assert damage(other / "step-1") is None, "another run may use it"
+    assert find_damage(other / "step-1") is None, "another run may use it"
     assert not run.checkpoints.is_symlink()
     assert not run.tensorboard.is_symlink()
     assert str(other) in caplog.text
@@ -82,7 +81,7 @@ def test_force_removes_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     run.clear()
     assert {path for path in run.path.rglob("*") if path.is_file()} == kept
     assert not (run.checkpoints / "step-7").is_symlink()
-    assert damage(other / "step-7") is None
+    assert find_damage(other / "step-7") is None
 
 
 def test_force_removes_empty_folders(tmp_path: Path) -> None:
@@ -105,8 +104,8 @@ def test_keeping_the_newest_removes_no_other_folders(tmp_path: Path) -> None:
     (folder / "step-9").symlink_to(other / "step-9")
     saver = save(folder, 1, 2, 3, keep=2)
     assert all(file.is_file() for file in kept)
-    assert damage(other / "step-9") is None
-    assert saver.newest() == folder / "step-3"
+    assert find_damage(other / "step-9") is None
+    assert newest_path(saver) == folder / "step-3"
     assert names(folder) == {"step-2", "step-3", "step-50", "step-100", "x.tmp"}
 
 
@@ -120,7 +119,7 @@ def test_own_file_in_a_checkpoint_outlives_it(tmp_path: Path) -> None:
     assert names(tmp_path / "step-1") >= {"notes.txt", "manifest.json"}
     save(tmp_path, 1)
     assert (tmp_path / "step-1" / "notes.txt").read_text() == "mine"
-    assert damage(tmp_path / "step-1") is None
+    assert find_damage(tmp_path / "step-1") is None
 
 
 def test_torn_checkpoint_with_other_files_is_no_obstacle(tmp_path: Path) -> None:
@@ -129,7 +128,7 @@ def test_torn_checkpoint_with_other_files_is_no_obstacle(tmp_path: Path) -> None
     save(tmp_path, 1)
     assert names(tmp_path) == {"step-1"}
     assert (tmp_path / "step-1" / "notes.txt").read_text() == "mine"
-    assert damage(tmp_path / "step-1") is None
+    assert find_damage(tmp_path / "step-1") is None
 
 
 @pytest.mark.parametrize("name", ["step-1/__0_0.distcp", "step-1"])
@@ -139,7 +138,7 @@ def test_name_that_something_else_has_is_refused(tmp_path: Path, name: str) -> N
     with pytest.raises(RunError, match=r"not written by this program.*step 0 is intact"):
         save(tmp_path, 1)
     assert file.read_text() == "mine"
-    assert damage(tmp_path / "step-0") is None
+    assert find_damage(tmp_path / "step-0") is None
 
 
 def test_force_refuses_files_that_no_run_has_written(tmp_path: Path) -> None:

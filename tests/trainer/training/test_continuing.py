@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import scantling as sc
-from scantling.distributed.context import ALONE, Place
+from scantling.distributed.context import SINGLE_PROCESS, DistContext
 from scantling.errors import UserError
 from scantling.trainer.training import run as training
 from scantling.trainer.training.checkpoint import load_tensors
@@ -118,7 +118,7 @@ def test_resume_with_more_steps_is_the_longer_run(tmp_path: Path, train: dict[st
         shutil.rmtree(run / "checkpoints" / "step-8")
     assert sc.train(run, resume=True, train={"steps": 16}).step == 16
     same_runs(tmp_path / "straight", run, 16)
-    assert RunDir(run).stored_recipe().train.steps == 16
+    assert RunDir(run).read_recipe().train.steps == 16
     assert evaluate_run(run)["step"] == 16
     shutil.rmtree(run / "checkpoints" / "step-16")
     assert sc.train(run, resume=True).step == 16
@@ -211,12 +211,12 @@ def test_start_over_is_checked_on_all_ranks(tmp_path: Path, monkeypatch: pytest.
     shutil.rmtree(run / "checkpoints")
     told: list[Any] = []
 
-    class Noted(Place):
+    class Noted(DistContext):
         def gather(self, value: Any) -> list[Any]:
             told.append(value)
             return [value, None]
 
-    saver = training.Checkpointer(run / "checkpoints", ALONE)
+    saver = training.Checkpointer(run / "checkpoints", SINGLE_PROCESS)
     with pytest.raises(UserError, match="no checkpoint, although one was saved"):
         training._check_never_saved(RunDir(run), saver, Noted(0, 2, torch.device("cpu")))
     assert told[0] is not None

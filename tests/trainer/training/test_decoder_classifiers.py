@@ -18,9 +18,8 @@ from scantling.trainer.data.loader import eval_batches
 from scantling.trainer.data.tokenizers import load_tokenizer
 from scantling.trainer.recipe.schema import DataSection
 from scantling.trainer.tasks import get_task
-from scantling.trainer.training.trained_run import export_hf
 from scantling.trainer.training.quantize import quantize_run
-from scantling.trainer.training.trained_run import evaluate_run, load_trained
+from scantling.trainer.training.trained_run import evaluate_run, export_hf, load_run
 from tests.runs import TINY
 from tests.templates import IDS, TEMPLATES, made_tokenizer
 from tests.trainer.training.test_token_ids import SIZES
@@ -101,7 +100,7 @@ def test_a_decoder_from_recipe_to_transformers(kind: str, family: str, tmp_path:
     theirs = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
     tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.config.pad_token_id == tokenizer.pad_token_id is not None
-    trained = load_trained(tmp_path / "run")
+    trained = load_run(tmp_path / "run")
     found = rows(tmp_path / "rows.jsonl", pairs=pairs)
     examples = [[row["text"] for row in found[:6]]] + ([[row["second"] for row in found[:6]]] if pairs else [])
     batch = tokenizer(*examples, padding=True, return_tensors="pt")
@@ -185,7 +184,7 @@ def test_a_pretrained_decoder_in_every_export(tensor: Any, tmp_path: Path) -> No
     quantize_run(tmp_path / "run", "int8", tmp_path / "packed")
     tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path / "packed")
     batch = tokenizer(["short", "a longer text than that"], padding=True, return_tensors="pt")
-    wanted = answers(load_trained(tmp_path / "run").model.eval(), batch)
+    wanted = answers(load_run(tmp_path / "run").model.eval(), batch)
     for name, tolerance in (("hf", 1e-6), ("dense", 1e-5), ("packed", 0.05)):
         model = sc.load(tmp_path / name)
         assert model.config.pad_token_id == IDS["</s>"] == tokenizer.pad_token_id

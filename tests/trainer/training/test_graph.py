@@ -13,7 +13,7 @@ import torch
 import scantling as sc
 from scantling.errors import NonFiniteError, RecipeError, UserError
 from scantling.trainer.data.batch import Batch
-from scantling.trainer.training import graph as graphs
+from scantling.trainer.training import cuda_graphs as graphs
 from scantling.trainer.training.step import Stepper
 from tests.runs import records, tiny_recipe
 
@@ -111,17 +111,17 @@ def test_batches_of_another_shape_get_graphs_of_their_own_up_to_a_number(called:
 
     made = graphs.StepGraphs(weight, passes, lambda _: None, lambda: called)
     one = torch.ones(())
-    for length in [1] * graphs.WARM_UP + list(range(1, graphs.MOST_GRAPHS + 2)) * 3:
-        found = made.passes([Batch({"x": torch.ones(length)}, torch.ones(length), length, length)], one)
+    for length in [1] * graphs.WARM_UP + list(range(1, graphs.MAX_GRAPHS + 2)) * 3:
+        found = made.run_passes([Batch({"x": torch.ones(length)}, torch.ones(length), length, length)], one)
         if found is not None:
             assert float(found[0]) == pytest.approx(length * float(weight.weight.detach()))
             assert weight.weight.grad is not None
             assert float(weight.weight.grad) == length
         else:
             assert weight.weight.grad is None
-    assert made.num_captured == graphs.MOST_GRAPHS
-    made.forget()
-    assert made.passes([Batch({"x": torch.ones(1)}, torch.ones(1), 1, 1)], one) is None
+    assert made.num_captured == graphs.MAX_GRAPHS
+    made.reset()
+    assert made.run_passes([Batch({"x": torch.ones(1)}, torch.ones(1), 1, 1)], one) is None
 
 
 def test_a_step_that_cannot_be_captured_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import scantling as sc
 from scantling.cli import run as run_cli
 from scantling.trainer.training.checkpoint import load_tensors
 from scantling.trainer.training.run_dir import RunDir
-from scantling.trainer.training.trained_run import evaluate_run, load_trained
+from scantling.trainer.training.trained_run import evaluate_run, load_run
 from tests.images import image_arrays, images_recipe
 from tests.runs import records, scantling, write_recipe
 
@@ -54,7 +54,7 @@ def test_eval_gives_what_the_run_recorded(trained: Path, capsys: pytest.CaptureF
 
 def test_eval_answers_no_more_images_than_the_recipe_says(trained: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    recipe = RunDir(run).stored_recipe().model_dump(mode="json")
+    recipe = RunDir(run).read_recipe().model_dump(mode="json")
     write_recipe(run / "recipe.yaml", recipe | {"train": recipe["train"] | {"eval_samples": 3}})
     figures = evaluate_run(run)
     for key in ("accuracy", "majority_accuracy", "class_mean_accuracy"):
@@ -68,7 +68,7 @@ def test_an_exported_folder_takes_raw_images(trained: Path, tmp_path: Path) -> N
 
     folder = tmp_path / "model"
     assert run_cli(["export", str(trained), "--to", "hf", str(folder)]) == 0
-    run = load_trained(trained)
+    run = load_run(trained)
     data, own = run.data, run.model
     processor = AutoImageProcessor.from_pretrained(folder)
     model = AutoModelForImageClassification.from_pretrained(folder).eval()

@@ -22,11 +22,10 @@ import pytest
 import torch
 
 import scantling as sc
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.files import open_lock_file
-from scantling.trainer.training.checkpoint import Checkpointer
-from scantling.trainer.training.checkpoint_manifest import damage
+from scantling.trainer.training.checkpoint import Checkpointer, find_damage
 from scantling.trainer.training.run_dir import InUseError, RunDir
 from scantling.trainer.training.sinks import Sink, Sinks
 from scantling.trainer.training.step import Stepper
@@ -45,11 +44,11 @@ from tests.runs import (
 )
 from tests.trainer.training import poisoned
 
-ALONE = Place(0, 1, torch.device("cpu"))
+SINGLE_PROCESS = DistContext(0, 1, torch.device("cpu"))
 
 
 def newest_step(run_dir: Path) -> int:
-    return Checkpointer(run_dir / "checkpoints", ALONE).steps()[0]
+    return Checkpointer(run_dir / "checkpoints", SINGLE_PROCESS).steps()[0]
 
 
 @pytest.mark.dist
@@ -67,7 +66,7 @@ def test_signal_saves_after_the_step_and_exits_with_3(tmp_path: Path, number: si
     assert "--resume" in output
     assert "Traceback" not in output
     assert newest_step(run) == records(run)[-1]["step"]
-    assert damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
+    assert find_damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
     assert json.loads((run / "result.json").read_text())["status"] == "stopped"
 
 
@@ -203,9 +202,9 @@ def test_full_disk_keeps_the_checkpoint_before(tmp_path: Path, small_disk: Path)
     assert process.returncode == 1, output
     assert "Traceback" not in output
     assert "disk is full" in output or "No space left" in output
-    steps = Checkpointer(run / "checkpoints", ALONE).steps()
+    steps = Checkpointer(run / "checkpoints", SINGLE_PROCESS).steps()
     assert steps
-    assert damage(run / "checkpoints" / f"step-{steps[0]}") is None
+    assert find_damage(run / "checkpoints" / f"step-{steps[0]}") is None
     assert not list((run / "checkpoints").glob("*.tmp")), "the half-written checkpoint was not removed"
     filler.unlink()
     again = start_scantling("train", run, "--resume")
@@ -224,7 +223,7 @@ def test_signal_to_the_whole_group_reaches_no_data_worker(tmp_path: Path) -> Non
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
-    assert damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
+    assert find_damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
 
 
 def descendants(parent: int) -> list[int]:
@@ -240,7 +239,7 @@ def descendants(parent: int) -> list[int]:
 
 
 def has_checkpoint(run: Path, step: int) -> bool:
-    return any(found >= step for found in Checkpointer(run / "checkpoints", ALONE).steps())
+    return any(found >= step for found in Checkpointer(run / "checkpoints", SINGLE_PROCESS).steps())
 
 
 def is_alive(pid: int) -> bool:
@@ -395,7 +394,7 @@ def test_nan_on_one_of_two_ranks_is_named_with_its_rank(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert f"step 3, rank 1: the gradient of {poisoned.POISONED} " in done.stderr, done.stderr
     assert newest_step(tmp_path / "run") == 2
-    assert damage(tmp_path / "run" / "checkpoints" / "step-2") is None
+    assert find_damage(tmp_path / "run" / "checkpoints" / "step-2") is None
 
 
 def test_a_loss_too_large_for_a_perplexity_is_recorded(tmp_path: Path) -> None:

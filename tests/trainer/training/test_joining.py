@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scantling.distributed.context import Place, joined
-from scantling.distributed.peers import group_store, note_end
+from scantling.distributed.context import DistContext, init_distributed
+from scantling.distributed.peers import group_store, record_error
 from scantling.errors import RunError, SilentPeerError
 from scantling.trainer.training import doctor
 from tests import processes
@@ -27,7 +27,7 @@ def test_a_process_that_finds_nobody_names_the_address(rank: int, monkeypatch: p
         monkeypatch.setenv(name, str(value))
     with (
         pytest.raises(SilentPeerError, match=rf"did not find each other within 2 s by way of 127\.0\.0\.1:{port}"),
-        joined("cpu", timeout_s=2.0),
+        init_distributed("cpu", timeout_s=2.0),
     ):
         pass
     assert not dist.is_initialized()
@@ -47,11 +47,11 @@ def test_the_pair_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(dist, "barrier", barrier)
     monkeypatch.setattr(doctor, "_pair", pair)
-    place = Place(2, 3, torch.device("cpu"))
+    context = DistContext(2, 3, torch.device("cpu"))
     for silent, told in ((1, "before any pair was measured"), (2, "between rank 0 and rank 1 nothing")):
         left[0] = silent
         with pytest.raises(RunError, match=f"{told}.*Timed out waiting for a barrier"):
-            doctor.measure_pairs(place)
+            doctor.measure_pairs(context)
 
 
 def test_a_pair_is_measured_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,29 +75,29 @@ def test_a_pair_is_measured_until_the_device_is_done(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.Tensor, "__int__", read)
     monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    found = doctor._pair(Place(0, 2, torch.device("cpu")), 0, 1)
+    found = doctor._pair(DistContext(0, 2, torch.device("cpu")), 0, 1)
     assert found == doctor.Pair(0, 1, 0.25, 65536 / 2.0)
 
 
 def meetings(world: int) -> None:
     """Wait longer than a collective's timeout, two times; then one process does not come, and then one has ended."""
     rank = dist.get_rank()
-    place = Place(rank, world, torch.device("cpu"))
+    context = DistContext(rank, world, torch.device("cpu"))
     for slow in range(2):
         if rank == slow:
             time.sleep(1.5)
-        place.meet()
+        context.wait_for_all()
     store = group_store()
     if rank != 1:
         with pytest.raises(SilentPeerError, match=rf"^rank 1 of {world} did not come in 2 s$"):
-            place.meet(2.0)
+            context.wait_for_all(2.0)
         store.add("waited", 1)
         with pytest.raises(RunError, match=r"^rank 1 on .* ended: no bread$"):
-            place.meet()
+            context.wait_for_all()
     else:
         while store.add("waited", 0) < world - 1:
             time.sleep(0.1)
-        note_end(store, RunError("no bread"))
+        record_error(store, RunError("no bread"))
 
 
 @pytest.mark.parametrize("world", [2, 3])

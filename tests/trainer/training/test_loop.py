@@ -22,7 +22,7 @@ import scantling as sc
 from scantling.cli import run as run_cli
 from scantling.errors import RecipeError, RunError
 from scantling.trainer.recipe import Recipe
-from scantling.trainer.training.run import resolve
+from scantling.trainer.training.run import load_run_recipe
 from scantling.trainer.training.run_dir import RunDir
 from tests.runs import command, records, tiny_recipe, write_recipe
 
@@ -50,7 +50,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], lis
 
 def test_sections_are_taken_as_they_are(tmp_path: Path) -> None:
     def resolved(**sections: dict[str, Any]) -> Recipe:
-        return resolve(tiny_recipe(tmp_path), None, resume=False, settings=["train.steps=7"], overrides=sections)[0]
+        return load_run_recipe(
+            tiny_recipe(tmp_path), None, resume=False, settings=["train.steps=7"], overrides=sections
+        )[0]
 
     text = str(tmp_path / "\U0001f600\x7f# 010.txt")
     recipe = resolved(data={"text": [Path("a.txt"), text]}, train={"warmup": 3e-5})

@@ -13,7 +13,7 @@ import torch
 import scantling as sc
 from scantling.errors import RecipeError
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.trained_run import evaluate_run, load_trained
+from scantling.trainer.training.trained_run import evaluate_run, load_run
 from tests.runs import records, tiny_recipe
 
 FORMATS = {"weights": "int8", "activations": {"format": "int8", "granularity": "token"}, "kv_cache": "int6"}
@@ -68,7 +68,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path, sections: dict[s
 def test_a_trained_model_computes_what_the_run_measured(tmp_path: Path) -> None:
     given = tiny_recipe(tmp_path, precision={"weights": "int3", "activations": "int4"})
     result = sc.train(given, run_dir=tmp_path / "run")
-    again = load_trained(result.run_dir).evaluate()
+    again = load_run(result.run_dir).evaluate()
     assert again["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
 
 
@@ -102,7 +102,7 @@ def test_a_dense_export_of_cores_has_what_they_computed_with(compute: str, tmp_p
 
     precision = {"weights": "int4", "activations": "int8", "compute": compute}
     result = sc.train(tiny_recipe(tmp_path, precision=precision, tensor={"rank": 6}), run_dir=tmp_path / "run")
-    layer = load_trained(result.run_dir).model.model.layers[0].mlp.up_proj
+    layer = load_run(result.run_dir).model.model.layers[0].mlp.up_proj
     export_hf(result.run_dir, tmp_path / "model", dense=True)
     weight = sc.load(tmp_path / "model").model.layers[0].mlp.up_proj.weight
     assert torch.equal(weight, layer.dense_weight())

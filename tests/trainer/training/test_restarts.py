@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import scantling as sc
-from scantling.distributed.context import launch
+from scantling.distributed.context import launch_id
 from scantling.errors import UserError
 from scantling.trainer.training.checkpoint import load_tensors
 from scantling.trainer.training.run_dir import RunDir
@@ -91,7 +91,7 @@ def test_killed_before_the_first_checkpoint_it_begins_anew(tmp_path: Path, monke
     recipe = tiny_recipe(tmp_path, train={"steps": 2})
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    RunDir(tmp_path / "run").note_launch(launch())
+    RunDir(tmp_path / "run").write_launch(launch_id())
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert sc.train(recipe, run_dir=tmp_path / "run").status == "done"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.trainer.training.checkpoint import Checkpointer, load_tensors
 from scantling.trainer.training.checkpoint_manifest import read_manifest
 from tests.runs import (
@@ -25,7 +25,7 @@ from tests.runs import (
     write_recipe,
 )
 
-ALONE = Place(0, 1, torch.device("cpu"))
+SINGLE_PROCESS = DistContext(0, 1, torch.device("cpu"))
 
 
 def gpt2_with_dropout(folder: Path) -> Path:
@@ -87,7 +87,9 @@ def test_kill_and_resume_is_bitwise(
     wait_for_step(broken / "metrics.jsonl", 8, process)
     kill_tree(process)
     before = (broken / "metrics.jsonl").read_bytes()
-    assert max(Checkpointer(broken / "checkpoints", ALONE).steps()) < steps, "the run was over before it was killed"
+    assert max(Checkpointer(broken / "checkpoints", SINGLE_PROCESS).steps()) < steps, (
+        "the run was over before it was killed"
+    )
     resumed = scantling("train", broken, "--resume", processes=processes)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resumed from" in resumed.stdout

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 from scantling.distributed import folders
-from scantling.distributed.context import ALONE, Place
+from scantling.distributed.context import SINGLE_PROCESS, DistContext
 from scantling.trainer.training import checkpoint as saving
 from scantling.trainer.training import run as training
-from scantling.trainer.training.checkpoint import Checkpointer, load_tensors
-from scantling.trainer.training.checkpoint_index import ranks_held
+from scantling.trainer.training.checkpoint import Checkpoint, Checkpointer, load_tensors
 from tests import processes
 from tests.runs import WIDE, Ended, on_machines, records, scantling, tiny_recipe, write_recipe
 
@@ -61,7 +60,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 
 def steps(run: Path) -> list[int]:
-    return Checkpointer(run / "checkpoints", ALONE).steps()
+    return Checkpointer(run / "checkpoints", SINGLE_PROCESS).steps()
 
 
 @pytest.fixture(scope="module", params=["demo", "allreduce"])
@@ -92,9 +91,9 @@ def test_each_folder_holds_the_weights_and_its_own_ranks(trained: tuple[Path, li
     whole = tensors(recipe.parent / "shared", 6)
     for rank, run in enumerate(runs):
         assert steps(run) == [6, 4]
-        path = Checkpointer(run / "checkpoints", ALONE).newest(weights_only=True)
+        path = Checkpointer(run / "checkpoints", SINGLE_PROCESS).newest(weights_only=True)
         assert path == run / "checkpoints" / "step-6"
-        assert ranks_held(path) == [rank]
+        assert Checkpoint.read(path).index.ranks == [rank]
         own = tensors(run, 6)
         assert all(torch.equal(each, whole[key]) for key, each in own.items())
         assert {key for key in whole if key not in own} == {key for key in whole if f"/rank{1 - rank}/" in key}
@@ -121,9 +120,9 @@ def test_eval_needs_no_residuals_of_other_ranks(tmp_path: Path, damage: str) -> 
     recipe = write(tmp_path, {"comm": {"name": "demo", "topk": 8}})
     done = scantling("train", recipe, "--run-dir", tmp_path / "run", processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    newest = Checkpointer(tmp_path / "run" / "checkpoints", ALONE).newest()
+    newest = Checkpointer(tmp_path / "run" / "checkpoints", SINGLE_PROCESS).newest()
     assert newest is not None
-    shard = newest / "__1_0.distcp"
+    shard = newest.path / "__1_0.distcp"
     content = shard.read_bytes()
     if damage == "remove":
         shard.unlink()
@@ -175,7 +174,7 @@ def test_other_numbers_of_processes_go_on_from_separate_folders(
     whole = tensors(one[0] / "run", 6)
     for ranks, each in zip(([0, 1], [2, 3]), both, strict=True):
         own = tensors(each / "run", 6)
-        assert ranks_held(each / "run" / "checkpoints" / "step-6") == ranks
+        assert Checkpoint.read(each / "run" / "checkpoints" / "step-6").index.ranks == ranks
         keys = [key for key in own if not key.startswith("rng/")]  # the generators start from the seed
         assert all(torch.equal(own[key], whole[key]) for key in keys)
 
@@ -274,7 +273,7 @@ def test_two_machines_of_two_processes(tmp_path: Path) -> None:
     recipe, both = write(tmp_path, DEMO), machines(tmp_path)
     all_done(on_machines(both, "train", recipe, "--run-dir", "run", processes=2))
     for number, each in enumerate(both):
-        assert ranks_held(each / "run" / "checkpoints" / "step-6") == [2 * number, 2 * number + 1]
+        assert Checkpoint.read(each / "run" / "checkpoints" / "step-6").index.ranks == [2 * number, 2 * number + 1]
     straight = [tensors(each / "run", 6) for each in both]
     for each in both:
         shutil.rmtree(each / "run" / "checkpoints" / "step-6")
@@ -363,7 +362,7 @@ def _see_while_another_run_makes_the_parent(folder: Path) -> None:
         folders.secrets.token_hex = after_a_look
     else:
         store.wait(["made"])
-    assert folders.see_folders(path, Place(rank, 2, torch.device("cpu"))).writers == (0, 0)
+    assert folders.detect_shared_folders(path, DistContext(rank, 2, torch.device("cpu"))).writers == (0, 0)
     assert not [*folder.glob("**/.scantling-*")]
 
 

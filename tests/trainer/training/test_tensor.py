@@ -19,7 +19,7 @@ from scantling.optim.registry import optimizer_names
 from scantling.tensor.layer import CoreLayer
 from scantling.tensor.linear import TTLinear
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.trained_run import load_trained
+from scantling.trainer.training.trained_run import load_run
 from tests.runs import records, scantling, tiny_recipe, write_recipe
 
 SAVED = {"checkpoint_every": 3, "keep_checkpoints": 4}
@@ -64,7 +64,7 @@ def test_the_planned_size_is_the_first_and_the_target_the_last(tmp_path: Path) -
     assert "Size of the cores" in page
     assert "Mean rank of each layer at the end" in page
 
-    run = load_trained(result.run_dir)
+    run = load_run(result.run_dir)
     task, data, model = run.task, run.data, run.model
     layers = [layer for layer in model.modules() if isinstance(layer, CoreLayer)]
     assert layers
@@ -83,7 +83,7 @@ def test_the_format_of_the_layers_is_that_of_the_recipe(tmp_path: Path) -> None:
     plan = json.loads((result.run_dir / "plan.json").read_text())
     assert lines[0]["num_parameters"] == plan["num_parameters"]
     assert lines[-1]["tensor_size"] == pytest.approx(0.5, rel=0.02)
-    model = load_trained(result.run_dir).model
+    model = load_run(result.run_dir).model
     layers = [layer for layer in model.modules() if isinstance(layer, TTLinear)]
     assert {(layer.activation, len(layer.cores)) for layer in layers} == {("silu", 2)}
 
@@ -171,7 +171,7 @@ def test_an_evaluation_merges_once_for_all_its_batches(tmp_path: Path, monkeypat
 def test_a_target_in_bytes_is_one_of_the_optimizer_of_the_run(tmp_path: Path, optim: dict[str, Any]) -> None:
     share = {**ADAPTING, "unit": "bytes", "size_target": 12_000, "adapter": {"interval": 1}}
     result = sc.train(recipe(tmp_path, tensor=share, optim=optim), run_dir=tmp_path / "run")
-    model = load_trained(result.run_dir).model
+    model = load_run(result.run_dir).model
     layers = [layer for layer in model.modules() if isinstance(layer, CoreLayer)]
     specs = [
         ParameterSpec(core.shape, core.dtype, own.core_role, own.core_dims) for own in layers for core in own.cores

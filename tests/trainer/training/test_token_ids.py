@@ -16,8 +16,8 @@ from scantling.trainer.models.build import build_model
 from scantling.trainer.models.token_ids import config_ids, set_text_ids
 from scantling.trainer.recipe.schema import ModelSection
 from scantling.trainer.tasks import get_task
-from scantling.trainer.training.trained_run import export_hf
 from scantling.trainer.training.quantize import quantize_run
+from scantling.trainer.training.trained_run import export_hf
 from tests.runs import TINY
 from tests.templates import IDS, TEMPLATES, made_tokenizer
 

@@ -28,10 +28,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from scantling.conv1d import made_from_conv1d
 from scantling.errors import UserError, first_line
+from scantling.numerics.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    cpu_flash_attention,
+    overload_packet,
+    saved_tensor_hooks,
+    storage_key,
+)
 
 BACKWARD = 2
 """Cost of the backward pass as a multiple of the forward pass."""
@@ -149,8 +156,6 @@ def trace_step(
     Raises:
         UserError: the model cannot be traced, for example because its control flow depends on values.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     try:
         with _silent("torch._subclasses.fake_tensor"), FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
@@ -228,7 +233,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, known: list[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._known = {storage_key(tensor.untyped_storage()) for tensor in known}
         self._live: dict[int, int] = {}
         self._formulas = _flop_formulas()
         self.in_backward = False
@@ -239,7 +244,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula = self._formulas.get(func._overloadpacket)
+        formula = self._formulas.get(overload_packet(func))
         if formula is not None and (not self.in_backward or _is_recomputing()):
             self.flops += int(formula(*args, **kwargs, out_val=result))
         for value in result if isinstance(result, list | tuple) else (result,):
@@ -248,7 +253,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _allocated(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._known or key in self._live:
             return
         self._live[key] = storage.nbytes()
@@ -262,7 +267,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_recomputing() -> bool:
     """Return True during recomputation in the backward pass: only then are saved-tensor hooks active there."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return saved_tensor_hooks(even_if_tracing=False) is not None
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -279,7 +284,7 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
 
     return {
         **flop_registry,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: fused_attention,
+        cpu_flash_attention(): fused_attention,
         torch.ops.transformers.grouped_mm_fallback: grouped,
     }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from scantling.numerics.resident import resident_bytes
-from scantling.torchrun_env import launched_local_world_size, launched_world_size
+from scantling.torchrun_env import local_world_size_from_env, world_size_from_env
 from scantling.trainer.planning.machine import MachineMemory, machine_memory
 from scantling.trainer.planning.plan import Plan, plan_run
 from scantling.trainer.planning.resolve import ResolvedRun, resolve_run
@@ -108,8 +108,8 @@ def check_fit(recipe: Recipe, planned: Plan, *, search: bool = True, task_data: 
     """
     machine = machine_memory(planned.device)
     on_cpu = planned.device == "cpu"
-    launched = launched_world_size() > 1
-    processes = (launched_local_world_size() if launched else planned.world_size) if on_cpu else 1
+    launched = world_size_from_env() > 1
+    processes = (local_world_size_from_env() if launched else planned.world_size) if on_cpu else 1
     available = None
     if machine is not None:
         # memory that this process already holds is part of its plan, so it counts as available

@@ -81,10 +81,10 @@ def _group_limit(folder: Path, limit: str, used: str, cached: str) -> Iterator[t
 def _gpu_memory() -> MachineMemory | None:
     import torch
 
-    from scantling.torchrun_env import launched_local_rank
+    from scantling.torchrun_env import local_rank_from_env
 
     if not torch.cuda.is_available():
         return None
-    device = launched_local_rank() % torch.cuda.device_count()
+    device = local_rank_from_env() % torch.cuda.device_count()
     free, total = torch.cuda.mem_get_info(device)
     return MachineMemory(torch.cuda.get_device_name(device), total, free)

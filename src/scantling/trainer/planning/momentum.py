@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from scantling.comm.channels import goes_by_blocks
-from scantling.comm.second_momentum import describe_momentum, own_momentum
+from scantling.comm.codec.block_group import is_block_matrix
+from scantling.comm.momentum_watch import describe_momentum, own_momentum
 from scantling.optim.registry import FOR_MATRICES, optimizer_options
 from scantling.trainer.recipe import Recipe
 
@@ -31,7 +31,7 @@ def optimizer_groups(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> list[d
         by_blocks: dict[bool, list[Any]] = {True: [], False: []}
         for entry in group["params"]:
             param = entry[1] if isinstance(entry, tuple) else entry
-            by_blocks[goes_by_blocks(tuple(param.shape), param.numel(), group["role"])].append(entry)
+            by_blocks[is_block_matrix(tuple(param.shape), param.numel(), group["role"])].append(entry)
         found += [
             {**group, "params": params, **(off if large else {})} for large, params in by_blocks.items() if params
         ]

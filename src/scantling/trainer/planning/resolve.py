@@ -58,7 +58,8 @@ class ResolvedRun:
         if self.data is not None:
             return ModelSizes(self.data.vocab_size, self.task.config_overrides(self.data))
         notes: list[str] = []
-        vocab_size, overrides = _vocab_size(self.recipe, self.task), self.task.planned_overrides(self.recipe.data, notes)
+        vocab_size = _vocab_size(self.recipe, self.task)
+        overrides = self.task.planned_overrides(self.recipe.data, notes)
         if self.recipe.data.bin is not None and self.recipe.data.tokenizer == "bytes":
             notes.append(
                 f"planned with {vocab_size} ids, since no data is read: the run takes one more than the largest in its "

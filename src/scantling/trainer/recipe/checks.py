@@ -382,10 +382,8 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     elif _changed(comm, CommSection, "bucket_mb"):
         yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce, or with comm.overlap")
     every = comm.get("sync_every", 1)
-    if isinstance(every, int) and every > 1:
-        for key, given in (("auto_off", True), ("exchange", "whole")):
-            if comm.get(key) == given:
-                yield Fault(f"comm.{key}", "is for an exchange at every step; leave one out", f"sync_every: {every}")
+    if isinstance(every, int) and every > 1 and comm.get("exchange") == "dense":
+        yield Fault("comm.exchange", "dense sends everything in every step; set sync_every: 1", f"sync_every: {every}")
     topk, chunk = (comm.get(key, CommSection.model_fields[key].default) for key in ("topk", "chunk"))
     if isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2:
         yield Fault("comm.topk", f"must be at most chunk^2 = {chunk**2}, all there is in a block", str(topk))

@@ -315,8 +315,8 @@ class CommSection(Section):
     """demo: format of the components."""
     dense: Literal["fp32", "bf16", "int8", "int4", "sign"] = "bf16"
     """demo: format of parameters that are not matrices (embeddings, vectors); they are sent in full."""
-    exchange: Literal["auto", "all_gather", "owner", "whole"] = "auto"
-    """demo: transport of the messages. `auto` selects the one that sends fewer bytes; `whole` sends everything by
+    exchange: Literal["auto", "all_gather", "owner", "dense"] = "auto"
+    """demo: transport of the messages. `auto` selects the one that sends fewer bytes; `dense` sends everything by
     all-reduce."""
     sync_every: int = Field(default=1, ge=1)
     """demo: steps between exchanges. In the steps between, gradients are only accumulated; there are no local steps."""
@@ -324,17 +324,12 @@ class CommSection(Section):
     """demo: number of exchanges between averages of all processes' momenta. Default: never."""
     check_every: int | None = Field(default=100, ge=1)
     """demo: number of exchanges between comparisons of all processes' parameters; null for never."""
-    on_mismatch: Literal["stop", "resync"] = "stop"
-    """demo: action if parameters differ between processes."""
     delay: int = Field(default=0, ge=0, le=1)
     """demo: steps from an exchange to its result; with 1, messages have a whole step to arrive."""
     overlap: bool = False
     """demo: send finished parts during the backward pass. Needs `train.clip: null`."""
     residual: Literal["fp32", "int8"] = "fp32"
     """demo: format of each process's momentum."""
-    auto_off: bool = False
-    """demo: measure after a few steps whether an all-reduce of everything is faster and, if so, use it from then on.
-    The data sent and the results then depend on a clock."""
 
     @property
     def demo_options(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from scantling.distributed.context import ALONE
+from scantling.distributed.context import SINGLE_PROCESS
 from scantling.errors import STOPPED, UserError
 from scantling.files import no_follow, write_whole
 from scantling.trainer.recipe import dump_recipe
@@ -232,7 +232,7 @@ class Runner:
         recipe = self.sweep.folder / "recipes" / f"{case.key}.yaml"
         write_whole(recipe, dump_recipe(case.recipe))
         # if all checkpoints are damaged, the run refuses to start and changes nothing: the user has to decide
-        resumes = bool(Checkpointer(held.checkpoints, ALONE).steps())
+        resumes = bool(Checkpointer(held.checkpoints, SINGLE_PROCESS).steps())
         how = "--resume" if resumes else "--force"
         self.watcher.begin(case, "goes on" if resumes else "begins")
         arguments = ["-m", "scantling", "train", str(recipe), "--run-dir", str(folder), how]

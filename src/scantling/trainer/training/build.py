@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from scantling.comm import AllReduce, DemoExchange, GradientExchange, NoExchange
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import UserError
 from scantling.groups import param_groups
 from scantling.numerics.compute import warn_of_slow_products
@@ -35,29 +35,29 @@ from scantling.trainer.training.tensor_training import TensorTraining
 
 
 def build_loop(
-    run: ResolvedRun, place: Place, checkpointer: Checkpointer, *, memory: MemoryMeter, energy: EnergyMeter
+    run: ResolvedRun, context: DistContext, checkpointer: Checkpointer, *, memory: MemoryMeter, energy: EnergyMeter
 ) -> Loop:
     """Build model, optimizer, exchange, batches and schedule, as one loop at step 0."""
     recipe, data, settings = run.recipe, run.prepared_data, run.recipe.train
-    check_device(recipe.precision.compute, place.device)
-    compute = recipe.precision.autocast(place.device.type)
-    if place.rank == 0:
-        warn_of_slow_products(compute, place.device, "set precision.compute: fp32")
-    model = build_run_model(run).to(place.device)
+    check_device(recipe.precision.compute, context.device)
+    compute = recipe.precision.autocast(context.device.type)
+    if context.rank == 0:
+        warn_of_slow_products(compute, context.device, "set precision.compute: fp32")
+    model = build_run_model(run).to(context.device)
     tensor = build_tensor_training(recipe)
     tensor.attach(model)
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:
         model.compile()
-    optimizer = build_run_optimizer(recipe, model, place.device)
-    _seed_generators(settings.seed + 1 + place.rank)  # dropout differs between ranks, weights do not
+    optimizer = build_run_optimizer(recipe, model, context.device)
+    _seed_generators(settings.seed + 1 + context.rank)  # dropout differs between ranks, weights do not
     stepper = Stepper(
         model,
         run.task,
         optimizer,
-        build_exchange(recipe.comm, place, settings.clip),
-        place,
+        build_exchange(recipe.comm, context, settings.clip),
+        context,
         tensor=tensor,
         clip=settings.clip if recipe.comm.name == "allreduce" else None,
         compute=compute,
@@ -70,14 +70,14 @@ def build_loop(
         return {
             "num_parameters": sum(p.numel() for p in weights),
             "weight_bytes": sum(p.nbytes for p in weights),
-            "gradient_bytes": held_gradient_bytes(recipe, weights, world_size=place.world_size),
+            "gradient_bytes": held_gradient_bytes(recipe, weights, world_size=context.world_size),
         }
 
     return Loop(
         stepper,
-        _build_batches(run, place),
+        _build_batches(run, context),
         Schedule.from_recipe(settings),
-        evaluate=None if data.heldout is None else partial(evaluate_heldout, run, model, place),
+        evaluate=None if data.heldout is None else partial(evaluate_heldout, run, model, context),
         checkpointer=checkpointer,
         sink=Sink(),
         memory=memory,
@@ -112,17 +112,17 @@ def build_run_optimizer(recipe: Recipe, model: torch.nn.Module, device: torch.de
     )
 
 
-def _build_batches(run: ResolvedRun, place: Place) -> BatchSource:
+def _build_batches(run: ResolvedRun, context: DistContext) -> BatchSource:
     recipe, data = run.recipe, run.prepared_data
     return BatchSource(
         data.train,
         data.collate,
         Sampler(len(data.train), batch_size=recipe.batch_size, seed=recipe.train.seed, lengths=data.lengths),
-        micro_batch_size=recipe.micro_batch_size(place.world_size),
-        rank=place.rank,
-        world_size=place.world_size,
+        micro_batch_size=recipe.micro_batch_size(context.world_size),
+        rank=context.rank,
+        world_size=context.world_size,
         workers=recipe.data.workers,
-        pin_memory=place.device.type == "cuda",
+        pin_memory=context.device.type == "cuda",
     )
 
 
@@ -166,7 +166,7 @@ def build_run_model(run: ResolvedRun) -> Any:
         return convert_model(model, recipe)
 
 
-def build_exchange(section: CommSection, place: Place, clip: float | None) -> GradientExchange:
+def build_exchange(section: CommSection, context: DistContext, clip: float | None) -> GradientExchange:
     """Build the gradient exchange between processes; without communication for a single process with allreduce.
 
     Args:
@@ -174,7 +174,7 @@ def build_exchange(section: CommSection, place: Place, clip: float | None) -> Gr
     """
     if section.name == "demo":
         return DemoExchange(clip=clip, **section.demo_options)
-    if place.world_size == 1:
+    if context.world_size == 1:
         return NoExchange()
     return AllReduce(bucket_mb=section.bucket_mb, find_unused_parameters=section.find_unused_parameters)
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import RunError, UserError, first_line
 from scantling.files import sync
 from scantling.trainer.training.checkpoint_files import checkpoint_steps, publish, remove_checkpoint, remove_torn
@@ -153,12 +153,12 @@ class Checkpointer:
 
     Args:
         folder: the run's `checkpoints` folder, as this process sees it.
-        place: this process's rank and world size, and which ranks see the same folder.
+        context: this process's rank and world size, and which ranks see the same folder.
         keep: how many of the newest checkpoints stay.
     """
 
-    def __init__(self, folder: Path, place: Place, *, keep: int = 2) -> None:
-        self.folder, self.place, self.keep = folder, place, keep
+    def __init__(self, folder: Path, context: DistContext, *, keep: int = 2) -> None:
+        self.folder, self.context, self.keep = folder, context, keep
         self.refused: list[str] = []
         """Why `newest` skipped checkpoints."""
 
@@ -170,39 +170,41 @@ class Checkpointer:
         Raises:
             RunError: a rank could not write it, for example on a full disk; earlier checkpoints are untouched.
         """
-        place, target, aside = self.place, self.folder / f"step-{step}", self.folder / f"step-{step}.tmp"
-        save_id = place.share(secrets.token_hex(8))
+        context, target, aside = self.context, self.folder / f"step-{step}", self.folder / f"step-{step}.tmp"
+        save_id = context.broadcast_object(secrets.token_hex(8))
         entries: dict[str, Any] = {}
 
         def write_tensors() -> None:
-            own = {key: each for key, each in state.tensors.items() if place.is_writer or is_rank_key(key)}
-            entries.update(_save_tensors(own, aside, place.rank))
+            own = {key: each for key, each in state.tensors.items() if context.is_writer or is_rank_key(key)}
+            entries.update(_save_tensors(own, aside, context.rank))
 
         def seal() -> None:
-            _seal(aside, entries, {"step": step, "world_size": place.world_size, "save": save_id}, state.values)
+            _seal(aside, entries, {"step": step, "world_size": context.world_size, "save": save_id}, state.values)
 
         # 1. an empty folder, 2. tensor files of each rank, 3. index and manifest, 4. rename
-        problem = place.problem(_run_io(lambda: _make_empty_folder(aside)) if place.is_writer else None)
+        problem = context.collect_errors(_run_io(lambda: _make_empty_folder(aside)) if context.is_writer else None)
         if problem is None:
             problem = self._run_io_everywhere(write_tensors)
         if problem is None:
-            parts = place.gather(None if place.is_writer else entries)
-            for rank in place.ranks_of(place.rank):
+            parts = context.all_gather_object(None if context.is_writer else entries)
+            for rank in context.ranks_sharing(context.rank):
                 entries.update(parts[rank] or {})
-            problem = self._run_io_everywhere(seal, taking_part=place.is_writer)
+            problem = self._run_io_everywhere(seal, taking_part=context.is_writer)
         if problem is None:
-            problem = place.problem(_run_io(lambda: self._publish(aside, target)) if place.is_writer else None)
+            problem = context.collect_errors(
+                _run_io(lambda: self._publish(aside, target)) if context.is_writer else None
+            )
         if problem is not None:
             self._fail(step, aside, problem)
-        if place.is_writer:  # after all have the new one: after a crash they resume from one that all have
+        if context.is_writer:  # after all have the new one: after a crash they resume from one that all have
             self._remove_old(step)
         return target
 
     def _run_io_everywhere(self, action: Callable[[], None], *, taking_part: bool = True) -> str | None:
         """Run a file-system action on some ranks; return the errors of all ranks as text, or None."""
         own = _run_io(action) if taking_part else None
-        self.place.meet()  # large files take longer than a collective may
-        return self.place.problem(own)
+        self.context.wait_for_all()  # large files take longer than a collective may
+        return self.context.collect_errors(own)
 
     def _publish(self, aside: Path, target: Path) -> None:
         publish(aside, target)
@@ -210,7 +212,7 @@ class Checkpointer:
 
     def _fail(self, step: int, aside: Path, problem: str) -> None:
         """Remove the unfinished checkpoint and raise a RunError."""
-        if self.place.is_writer and aside.is_dir():
+        if self.context.is_writer and aside.is_dir():
             with contextlib.suppress(OSError):
                 remove_checkpoint(aside)
         newest = next((other for other in self.steps() if other != step), None)
@@ -236,14 +238,14 @@ class Checkpointer:
         Args:
             weights_only: states of single ranks, such as residuals, may be missing.
         """
-        place = self.place
+        context = self.context
         self.refused = []
-        by_rank = place.gather(self.steps() if place.is_writer else [])
+        by_rank = context.all_gather_object(self.steps() if context.is_writer else [])
         for step in sorted(set().union(*by_rank), reverse=True):
             path = self.folder / f"step-{step}"
-            checkpoint, finding = _inspect(path, weights_only=weights_only) if place.is_writer else (None, None)
-            place.meet()
-            problem = self._find_mismatch(place.gather(finding), weights_only=weights_only)
+            checkpoint, finding = _inspect(path, weights_only=weights_only) if context.is_writer else (None, None)
+            context.wait_for_all()
+            problem = self._find_mismatch(context.all_gather_object(finding), weights_only=weights_only)
             if problem is None:
                 return checkpoint or Checkpoint.read(path)
             self.refused.append(f"checkpoint {path} is damaged ({problem})")
@@ -252,10 +254,12 @@ class Checkpointer:
 
     def _find_mismatch(self, findings: list[Any], *, weights_only: bool) -> str | None:
         """Return why the folders of all ranks do not form one checkpoint, or None. No collective."""
-        place = self.place
+        context = self.context
         by_writer = {rank: each for rank, each in enumerate(findings) if each is not None}
         problems = [
-            f"{place.name(rank)}, {each['path']}: {each['problem']}" if place.is_split else each["problem"]
+            f"{context.describe_rank(rank)}, {each['path']}: {each['problem']}"
+            if context.has_separate_folders
+            else each["problem"]
             for rank, each in by_writer.items()
             if each["problem"] is not None
         ]
@@ -265,11 +269,11 @@ class Checkpointer:
         for rank, each in by_writer.items():
             saves.setdefault(each["save"], []).append(rank)
         if len(saves) > 1:
-            groups = "; ".join(", ".join(map(place.name, ranks)) for ranks in saves.values())
+            groups = "; ".join(", ".join(map(context.describe_rank, ranks)) for ranks in saves.values())
             return f"the folders hold checkpoints of different saves: {groups}"
         one = next(iter(by_writer.values()))
         missing = set(one["expected"]).difference(*(each["ranks"] for each in by_writer.values()))
-        if missing and one["world_size"] == place.world_size and not weights_only:
+        if missing and one["world_size"] == context.world_size and not weights_only:
             names = ", ".join(f"__{rank}_0.distcp" for rank in sorted(missing))
             return f"no folder has the states of all ranks: {names} missing; copy the folders of all machines"
         return None

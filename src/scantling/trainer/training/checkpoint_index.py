@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from scantling.distributed.objects import DTYPES
 from scantling.errors import UserError
 from scantling.files import no_follow
+from scantling.numerics.torch_private import checkpoint_file_prefix, checkpoint_storage_info
 
 INDEX = "index.json"
 METADATA = ".metadata"
@@ -160,7 +161,7 @@ def _check(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
     names = {chunk.file for tensor in content.tensors.values() for chunk in tensor.chunks}
     lengths = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in names}
     entries: dict[str, Any] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    storage: dict[MetadataIndex, Any] = {}
     for key, tensor in content.tensors.items():
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
@@ -178,7 +179,7 @@ def _check(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
             position = MetadataIndex(key, offsets, len(chunks))
             if position in storage:
                 raise ValueError(f"{key}: two chunks begin at {chunk.offsets}")
-            storage[position] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+            storage[position] = checkpoint_storage_info(chunk.file, chunk.offset, chunk.length)
             chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
             raise ValueError(f"{key}: its chunks do not add up to the size {tensor.size}")
@@ -210,7 +211,7 @@ class RankWriter(FileSystemWriter):
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder, sync_files=True)
-        self._prefix = _StoragePrefix(f"__{rank}_")
+        self._prefix = checkpoint_file_prefix(f"__{rank}_")
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [replace(plan, storage_data=self._prefix) for plan in plans]

@@ -14,7 +14,7 @@ from torch import nn
 
 from scantling.comm import GradientExchange
 from scantling.comm.replica import mean_of_tensors
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.distributed.objects import broadcast_tensors
 from scantling.errors import RunError, UserError
 from scantling.trainer.training.checkpoint import Checkpoint, State
@@ -113,17 +113,17 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, checkpoin
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def exchange_state(exchange: GradientExchange, place: Place) -> State:
+def exchange_state(exchange: GradientExchange, context: DistContext) -> State:
     """Return the exchange's state of each process, under keys of its rank. Collective: a gather of JSON values."""
     own = exchange.state_dict()
     tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
-    state = State({f"exchange/rank{place.rank}/{key}": value for key, value in tensors.items()})
-    values = place.gather({key: value for key, value in own.items() if key not in tensors})
+    state = State({f"exchange/rank{context.rank}/{key}": value for key, value in tensors.items()})
+    values = context.all_gather_object({key: value for key, value in own.items() if key not in tensors})
     state.values["exchange"] = {str(rank): each for rank, each in enumerate(values)}
     return state
 
 
-def load_exchange(exchange: GradientExchange, checkpoint: Checkpoint, place: Place) -> None:
+def load_exchange(exchange: GradientExchange, checkpoint: Checkpoint, context: DistContext) -> None:
     """Restore this process's state of the exchange; at another world size, the mean over the saved ranks.
 
     Collectives: those of `_rank_tensors`.
@@ -132,8 +132,8 @@ def load_exchange(exchange: GradientExchange, checkpoint: Checkpoint, place: Pla
     values = checkpoint.values.get("exchange", {})
     if not any(values.values()):
         return
-    ranks = range(saved_size) if saved_size != place.world_size else [place.rank]
-    by_rank = _rank_tensors("exchange", checkpoint, ranks, place)
+    ranks = range(saved_size) if saved_size != context.world_size else [context.rank]
+    by_rank = _rank_tensors("exchange", checkpoint, ranks, context)
     if lost := [rank for rank in ranks if rank not in by_rank]:
         logger.warning(
             "%s: no folder of this run has the residuals of ranks %s; continuing with the mean of the others",
@@ -146,7 +146,7 @@ def load_exchange(exchange: GradientExchange, checkpoint: Checkpoint, place: Pla
 
 
 def _rank_tensors(
-    kind: str, checkpoint: Checkpoint, ranks: Sequence[int], place: Place
+    kind: str, checkpoint: Checkpoint, ranks: Sequence[int], context: DistContext
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Return the per-rank tensors of some ranks by key, without ranks whose state no folder has.
 
@@ -155,13 +155,13 @@ def _rank_tensors(
     """
     held = checkpoint.index.ranks
     found = {rank: _one_rank(kind, checkpoint, rank) for rank in ranks if rank in held}
-    if place.is_split:
-        holders = place.gather(held)
-        needed = place.gather([rank for rank in ranks if rank not in held])
+    if context.has_separate_folders:
+        holders = context.all_gather_object(held)
+        needed = context.all_gather_object([rank for rank in ranks if rank not in held])
         for rank in sorted(set().union(*needed)):
             source = next((holder for holder, its_ranks in enumerate(holders) if rank in its_ranks), None)
             if source is not None:
-                own = _one_rank(kind, checkpoint, rank) if place.rank == source else None
+                own = _one_rank(kind, checkpoint, rank) if context.rank == source else None
                 received = broadcast_tensors(own, source)
                 if rank in ranks:
                     found[rank] = received
@@ -188,30 +188,30 @@ def load_tensor(tensor: TensorTraining, checkpoint: Checkpoint) -> None:
     tensor.load_state_dict({**_load_section(checkpoint, "tensor/"), **(checkpoint.values.get("tensor") or {})})
 
 
-def rng_state(place: Place) -> State:
+def rng_state(context: DistContext) -> State:
     """Return the states of this process's random generators, under keys of its rank. Collective: a gather."""
     numpy_name, numpy_keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    prefix = f"rng/rank{place.rank}"
+    prefix = f"rng/rank{context.rank}"
     state = State(
         {f"{prefix}/cpu": torch.get_rng_state(), f"{prefix}/numpy": torch.from_numpy(np.array(numpy_keys, np.int64))}
     )
-    if place.device.type == "cuda":
-        state.tensors[f"{prefix}/cuda"] = torch.cuda.get_rng_state(place.device)
+    if context.device.type == "cuda":
+        state.tensors[f"{prefix}/cuda"] = torch.cuda.get_rng_state(context.device)
     ours = {
         "python": random.getstate(),
         "numpy": [numpy_name, int(position), int(has_gauss), float(cached)],
     }
-    state.values["rng"] = {str(rank): values for rank, values in enumerate(place.gather(ours))}
+    state.values["rng"] = {str(rank): values for rank, values in enumerate(context.all_gather_object(ours))}
     return state
 
 
-def load_rng(checkpoint: Checkpoint, place: Place) -> None:
+def load_rng(checkpoint: Checkpoint, context: DistContext) -> None:
     """Restore this rank's generators, from a checkpoint of the same world size. Collectives: as `load_exchange`."""
-    values = checkpoint.values["rng"][str(place.rank)]
-    tensors = _rank_tensors("rng", checkpoint, [place.rank], place)[place.rank]
+    values = checkpoint.values["rng"][str(context.rank)]
+    tensors = _rank_tensors("rng", checkpoint, [context.rank], context)[context.rank]
     torch.set_rng_state(tensors["cpu"])
-    if "cuda" in tensors and place.device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["cuda"], place.device)
+    if "cuda" in tensors and context.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["cuda"], context.device)
     name, position, has_gauss, cached = values["numpy"]
     np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
     version, internal, gauss = values["python"]
@@ -237,5 +237,7 @@ def _is_json(value: Any) -> bool:
 
 def _json_value(value: Any, where: str) -> Any:
     if not _is_json(value):
-        raise RunError(f"optimizer state {where} is a {type(value).__name__}; a checkpoint stores tensors and JSON values only")
+        raise RunError(
+            f"optimizer state {where} is a {type(value).__name__}; a checkpoint stores tensors and JSON values only"
+        )
     return value

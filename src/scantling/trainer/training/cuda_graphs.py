@@ -194,7 +194,8 @@ class StepGraphs:
             while cause.__context__ is not None:  # ending a failed capture raises a second error
                 cause = cause.__context__
             raise UserError(
-                f"train.graph: the step cannot be captured as a CUDA graph: {first_line(cause)}; set train.graph to false"
+                f"train.graph: the step cannot be captured as a CUDA graph: {first_line(cause)}; set "
+                "train.graph to false"
             ) from error
         self.num_captured += 1
         return _Captured(own, own_scale, first, second, loss_sum, norm, gradients)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import UserError
 from scantling.eval_mode import evaluating
 from scantling.numerics.compute import autocast
@@ -20,7 +20,7 @@ from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.tasks.base import Task, TaskData
 
 
-def evaluate_heldout(run: ResolvedRun, model: nn.Module, place: Place) -> dict[str, float]:
+def evaluate_heldout(run: ResolvedRun, model: nn.Module, context: DistContext) -> dict[str, float]:
     """Return the held-out metrics of a model. Collectives: those of `evaluate`.
 
     Raises:
@@ -34,18 +34,24 @@ def evaluate_heldout(run: ResolvedRun, model: nn.Module, place: Place) -> dict[s
     batches = eval_batches(
         data.heldout,
         data.collate,
-        recipe.micro_batch_size(place.world_size),
-        rank=place.rank,
-        world_size=place.world_size,
+        recipe.micro_batch_size(context.world_size),
+        rank=context.rank,
+        world_size=context.world_size,
         max_samples=recipe.train.eval_samples,
         workers=0,
     )
-    return evaluate(model, run.task, data, batches, place, compute=recipe.precision.autocast(place.device.type))
+    return evaluate(model, run.task, data, batches, context, compute=recipe.precision.autocast(context.device.type))
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, task: Task, data: TaskData, batches: Iterable[Batch], place: Place, *, compute: str = "fp32"
+    model: nn.Module,
+    task: Task,
+    data: TaskData,
+    batches: Iterable[Batch],
+    context: DistContext,
+    *,
+    compute: str = "fp32",
 ) -> dict[str, float]:
     """Return the task's metrics over `batches` of all processes; mode and global generators are restored.
 
@@ -56,13 +62,13 @@ def evaluate(
     outputs: dict[str, list[torch.Tensor]] = {}
 
     def add(name: str, value: torch.Tensor) -> None:
-        value = value.detach().to(place.device, torch.float64)
+        value = value.detach().to(context.device, torch.float64)
         sums[name] = sums[name] + value if name in sums else value
 
-    with evaluating(model), fixed_rng(place.device), keep_merged(model):
+    with evaluating(model), fixed_rng(context.device), keep_merged(model):
         for batch in batches:
-            batch = batch.to(place.device, non_blocking=True)
-            with autocast(compute, place.device):
+            batch = batch.to(context.device, non_blocking=True)
+            with autocast(compute, context.device):
                 result = task.loss(model, batch)
             add("loss", result.loss)
             add("targets", torch.tensor(batch.num_targets))
@@ -72,15 +78,17 @@ def evaluate(
                 outputs.setdefault(name, []).append(value)
     own = {name: torch.cat(parts).float().cpu().numpy() for name, parts in outputs.items()}
     # a rank without batches does not know the names, so they are gathered first
-    by_rank = place.gather([sorted(sums), sorted(own)])
+    by_rank = context.all_gather_object([sorted(sums), sorted(own)])
     names = sorted(set().union(*(its_sums for its_sums, _ in by_rank)))
-    values = torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64, device=place.device)) for name in names])
-    metrics = task.metrics(dict(zip(names, place.sum(values).tolist(), strict=True)), data)
+    values = torch.stack(
+        [sums.get(name, torch.zeros((), dtype=torch.float64, device=context.device)) for name in names]
+    )
+    metrics = task.metrics(dict(zip(names, context.all_reduce(values).tolist(), strict=True)), data)
     output_names = sorted(set().union(*(its_outputs for _, its_outputs in by_rank)))
     if output_names:
         joined = {}
         for name in output_names:
-            parts = zip(place.gather_arrays(own.get(name, np.zeros(0, np.float32))), by_rank, strict=True)
+            parts = zip(context.all_gather_arrays(own.get(name, np.zeros(0, np.float32))), by_rank, strict=True)
             joined[name] = np.concatenate([part for part, (_, its_outputs) in parts if name in its_outputs])
         metrics |= task.output_metrics(joined)
     return metrics

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError, RunError, first_line
 from scantling.optim.memory import state_bytes
 from scantling.trainer.data.loader import BatchSource
@@ -95,8 +95,8 @@ class Loop:
         self._earlier_joules = 0.0
 
     @property
-    def place(self) -> Place:
-        return self.stepper.place
+    def context(self) -> DistContext:
+        return self.stepper.context
 
     @property
     def model(self) -> nn.Module:
@@ -155,7 +155,7 @@ class Loop:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-        return max(group["initial_lr"] for group in groups) * factor
+        return factor * max(float(group["initial_lr"]) for group in groups)
 
     def _make_record(self, result: StepResult, seconds: dict[str, float], step_s: float, lr: float) -> dict[str, Any]:
         """Return the record of the last step, keys as in `metrics.jsonl`."""
@@ -224,8 +224,8 @@ class Loop:
         state = merge_states(
             model_state(self.model),
             optimizer_state(self.stepper.optimizer, self.model),
-            exchange_state(self.stepper.exchange, self.place),
-            rng_state(self.place),
+            exchange_state(self.stepper.exchange, self.context),
+            rng_state(self.context),
             tensor_state(self.stepper.tensor),
             progress,
         )
@@ -244,21 +244,21 @@ class Loop:
         """
         values = checkpoint.values
         load_tensor(self.stepper.tensor, checkpoint)  # first, because it sets the shapes of the parameters
-        if self.place.world_size > 1:
+        if self.context.world_size > 1:
             self.model.train()
             self.stepper.reshape(self.batches.next_step()[-1])
         load_model(self.model, checkpoint)
         load_optimizer(self.stepper.optimizer, self.model, checkpoint)
-        load_exchange(self.stepper.exchange, checkpoint, self.place)
+        load_exchange(self.stepper.exchange, checkpoint, self.context)
         self.stepper.reset_graphs()
         self.batches.load_state_dict(values["data"])
         if values["scaler"]:
             self.stepper.scaler.load_state_dict(values["scaler"])
         self.step, self.tokens = values["step"], values["tokens"]
         self._earlier_joules = values["joules"] or 0.0
-        same_size = bool(checkpoint.manifest["world_size"] == self.place.world_size)
+        same_size = bool(checkpoint.manifest["world_size"] == self.context.world_size)
         if same_size:
-            load_rng(checkpoint, self.place)
+            load_rng(checkpoint, self.context)
         return same_size
 
 

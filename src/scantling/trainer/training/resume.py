@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import UserError
 from scantling.trainer.recipe import Recipe, differences
 from scantling.trainer.recipe.schema import TrainSection, adapt_steps
@@ -56,7 +56,7 @@ class StartingPoint:
 
 
 def find_start(
-    folder: RunDir, checkpointer: Checkpointer, recipe: Recipe, place: Place, *, resume: bool
+    folder: RunDir, checkpointer: Checkpointer, recipe: Recipe, context: DistContext, *, resume: bool
 ) -> StartingPoint:
     """Find where a run starts. Collectives: those of `Checkpointer.newest`, and a gather.
 
@@ -73,7 +73,7 @@ def find_start(
         if (problem := _find_lost_checkpoint(folder, checkpointer)) is not None:
             raise UserError(problem)
 
-    place.attempt(check, taking_part=place.is_writer)
+    context.run_on_all(check, taking_part=context.is_writer)
     return StartingPoint(never_saved=True)
 
 
@@ -96,12 +96,12 @@ def _find_lost_checkpoint(folder: RunDir, checkpointer: Checkpointer) -> str | N
     return None
 
 
-def check_same_recipe(recipe: Recipe, place: Place) -> None:
+def check_same_recipe(recipe: Recipe, context: DistContext) -> None:
     """Raise a UserError on each rank if a rank was given another recipe than rank 0. Collectives: gathers.
 
     Data may lie under other paths on other machines.
     """
-    first = place.share(recipe.model_dump(mode="json"))
+    first = context.broadcast_object(recipe.model_dump(mode="json"))
 
     def check() -> None:
         lines = _differing_keys(Recipe.model_validate(first), recipe)
@@ -111,18 +111,18 @@ def check_same_recipe(recipe: Recipe, place: Place) -> None:
                 "start all processes with the same recipe"
             )
 
-    place.attempt(check)
+    context.run_on_all(check)
 
 
-def check_same_data(fingerprint: str | None, place: Place) -> None:
+def check_same_data(fingerprint: str | None, context: DistContext) -> None:
     """Raise a UserError on each rank if a rank prepared other data than rank 0. Collectives: gathers."""
-    first = place.share(fingerprint)
+    first = context.broadcast_object(fingerprint)
 
     def check() -> None:
         if fingerprint != first:
             raise UserError("the data differs from that of rank 0; copy the same files to every machine")
 
-    place.attempt(check)
+    context.run_on_all(check)
 
 
 def check_data(checkpoint: Checkpoint, fingerprint: str | None) -> None:
@@ -243,11 +243,11 @@ def _lr_factors(recipe: Recipe, step: int) -> list[float]:
     return [factor(each) for each in range(1, step + 1)]
 
 
-def describe_changes(checkpoint: Checkpoint, place: Place) -> str:
+def describe_changes(checkpoint: Checkpoint, context: DistContext) -> str:
     """Return the states that a resume at another world size does not restore, as text."""
     manifest = checkpoint.manifest
     residuals = " and each exchange starts from the mean of the saved residuals"
     return (
-        f", saved by {manifest['world_size']} processes, now {place.world_size}: the random generators start again"
+        f", saved by {manifest['world_size']} processes, now {context.world_size}: the random generators start again"
         + (residuals if any(checkpoint.values.get("exchange", {}).values()) else "")
     )

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from scantling.distributed.context import Place, device_type, joined, launch
-from scantling.distributed.folders import describe_folders
-from scantling.distributed.peers import telling
+from scantling.distributed.context import DistContext, device_type, init_distributed, launch_id
+from scantling.distributed.folders import describe_run_folders
+from scantling.distributed.peers import report_errors_to_peers
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.numerics.resident import resident_bytes
@@ -101,13 +101,13 @@ def train(
         >>> result = sc.train("recipes/demo-lean.yaml", train={"steps": 20})  # doctest: +SKIP
         >>> result.metrics["eval_loss"]  # doctest: +SKIP
     """
-    with telling():
+    with report_errors_to_peers():
         checked, folder = load_run_recipe(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
-        with joined(checked.train.device, timeout_s=checked.comm.timeout) as place:
-            check_same_recipe(checked, place)
-            locked, place, resume = lock_run_dir(folder, checked, place, resume=resume, force=force)
+        with init_distributed(checked.train.device, timeout_s=checked.comm.timeout) as context:
+            check_same_recipe(checked, context)
+            locked, context, resume = lock_run_dir(folder, checked, context, resume=resume, force=force)
             try:
-                return _train(checked, locked, place, resume=resume, sinks=sinks, progress=progress)
+                return _train(checked, locked, context, resume=resume, sinks=sinks, progress=progress)
             except (RuntimeError, MemoryError) as error:
                 clear = explain_out_of_memory(error)
                 if clear is None:
@@ -170,30 +170,36 @@ def _check_extras(run: ResolvedRun) -> None:
 
 
 def _train(
-    recipe: Recipe, folder: RunDir, place: Place, *, resume: bool, sinks: Sequence[Sink], progress: Progress | None
+    recipe: Recipe,
+    folder: RunDir,
+    context: DistContext,
+    *,
+    resume: bool,
+    sinks: Sequence[Sink],
+    progress: Progress | None,
 ) -> RunResult:
     """Run the steps of a locked run directory, each line one stage."""
-    report = Sinks(sinks) if place.is_main else Sink()
-    run = resolve_run(recipe, world_size=place.world_size, device=place.device.type)
+    report = Sinks(sinks) if context.is_rank0 else Sink()
+    run = resolve_run(recipe, world_size=context.world_size, device=context.device.type)
     _check_extras(run)
-    checkpointer = Checkpointer(folder.checkpoints, place, keep=recipe.train.keep_checkpoints)
-    start = find_start(folder, checkpointer, recipe, place, resume=resume)
-    run, planned = _plan_and_prepare(run, place, report, progress if place.is_main else None)
+    checkpointer = Checkpointer(folder.checkpoints, context, keep=recipe.train.keep_checkpoints)
+    start = find_start(folder, checkpointer, recipe, context, resume=resume)
+    run, planned = _plan_and_prepare(run, context, report, progress if context.is_rank0 else None)
     fingerprint = run.prepared_data.info.get("fingerprint")
-    check_same_data(fingerprint, place)
+    check_same_data(fingerprint, context)
     if start.checkpoint is not None:
         check_data(start.checkpoint, fingerprint)
-    if recipe.train.deterministic and place.device.type == "cuda":
+    if recipe.train.deterministic and context.device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=False)
     report.phase("building the model")
-    memory, energy = MemoryMeter(place.device), EnergyMeter(place.device)
-    loop = build_loop(run, place, checkpointer, memory=memory, energy=energy)
-    place.meet()  # notices a process that failed to build its model; some backends wait for it until the timeout
+    memory, energy = MemoryMeter(context.device), EnergyMeter(context.device)
+    loop = build_loop(run, context, checkpointer, memory=memory, energy=energy)
+    context.wait_for_all()  # a process that failed to build its model would keep some backends waiting
     restores_rng = True
     if start.checkpoint is not None:
         report.phase(f"reading {start.checkpoint.path}")
         restores_rng = loop.resume(start.checkpoint)
-    loop.sink = _open_sinks(run, planned, folder, place, start, sinks)
+    loop.sink = _open_sinks(run, planned, folder, context, start, sinks)
     name = recipe.name or folder.path.name
     loop.sink.start(
         name=name, run_dir=folder.path, plan=planned, first_step=loop.step + 1, last_step=loop.schedule.steps
@@ -205,11 +211,11 @@ def _train(
         loop.batches.close()
         loop.stepper.close()
         loop.sink.close()
-    return _finish(folder, name, outcome, place)
+    return _finish(folder, name, outcome, context)
 
 
 def _plan_and_prepare(
-    run: ResolvedRun, place: Place, report: Sink, progress: Progress | None
+    run: ResolvedRun, context: DistContext, report: Sink, progress: Progress | None
 ) -> tuple[ResolvedRun, Plan]:
     """Plan the run, prepare its data, and compare the plan with the memory before and after.
 
@@ -218,21 +224,21 @@ def _plan_and_prepare(
     """
     recipe = run.recipe
     report.phase("planning")
-    early, is_warned = _plan_on_main(run, place, may_fail=True), False
+    early, is_warned = _plan_on_main(run, context, may_fail=True), False
     if early is not None:
-        is_warned = _check_memory(run, early, place)
+        is_warned = _check_memory(run, early, context)
     report.phase("reading the data")
     data = run.task.prepare(recipe.data, seed=recipe.train.seed, progress=progress)
-    place.meet()
+    context.wait_for_all()
     with_data = replace(run, data=data)
-    keeps_sizes = place.share(early is not None and place.is_main and run.sizes == with_data.sizes)
-    planned = early.rebase(resident_bytes()) if early is not None and keeps_sizes else _plan_on_main(with_data, place)
+    keeps_sizes = context.broadcast_object(early is not None and context.is_rank0 and run.sizes == with_data.sizes)
+    planned = early.rebase(resident_bytes()) if early is not None and keeps_sizes else _plan_on_main(with_data, context)
     assert planned is not None
-    _check_memory(with_data, planned, place, is_warned=is_warned)
+    _check_memory(with_data, planned, context, is_warned=is_warned)
     return with_data, planned
 
 
-def _plan_on_main(run: ResolvedRun, place: Place, *, may_fail: bool = False) -> Plan | None:
+def _plan_on_main(run: ResolvedRun, context: DistContext, *, may_fail: bool = False) -> Plan | None:
     """Return the plan of rank 0, on all ranks. Collectives: a meeting, gathers and a broadcast.
 
     Args:
@@ -242,7 +248,7 @@ def _plan_on_main(run: ResolvedRun, place: Place, *, may_fail: bool = False) -> 
         UserError: the run cannot be planned.
     """
     planned, error = None, None
-    if place.is_main:
+    if context.is_rank0:
         try:
             planned = silent_plan(run)
         except UserError as raised:
@@ -252,14 +258,14 @@ def _plan_on_main(run: ResolvedRun, place: Place, *, may_fail: bool = False) -> 
         if error is not None and not may_fail:
             raise error
 
-    place.meet()  # a plan of a large model takes longer than a collective may take
-    place.attempt(check)
-    values = place.share(None if planned is None else planned.to_dict())
-    return planned if place.is_main or values is None else Plan.from_dict(values)
+    context.wait_for_all()  # a plan of a large model takes longer than a collective may take
+    context.run_on_all(check)
+    values = context.broadcast_object(None if planned is None else planned.to_dict())
+    return planned if context.is_rank0 or values is None else Plan.from_dict(values)
 
 
-def _check_memory(run: ResolvedRun, planned: Plan, place: Place, *, is_warned: bool = False) -> bool:
-    """Compare a plan with the memory here, and warn if it is too small. Collectives: `meet` and `attempt`.
+def _check_memory(run: ResolvedRun, planned: Plan, context: DistContext, *, is_warned: bool = False) -> bool:
+    """Compare a plan with the memory here, and warn if it is too small. Collectives: `wait_for_all` and `run_on_all`.
 
     Returns:
         True if this call or one before has warned.
@@ -267,65 +273,65 @@ def _check_memory(run: ResolvedRun, planned: Plan, place: Place, *, is_warned: b
     Raises:
         UserError: weights, gradients and optimizer state alone exceed the memory of a rank.
     """
-    fit = check_fit(run.recipe, planned, search=place.is_main and not is_warned, task_data=run.data)
+    fit = check_fit(run.recipe, planned, search=context.is_rank0 and not is_warned, task_data=run.data)
 
     def refuse() -> None:
         if fit.is_impossible:
             raise UserError(f"the run {fit}")
 
-    place.meet()  # the search takes rank 0 longer than a collective may take
-    place.attempt(refuse)
+    context.wait_for_all()  # the search takes rank 0 longer than a collective may take
+    context.run_on_all(refuse)
     if fit.fits is not False or is_warned:
         return is_warned
-    if place.is_main:
+    if context.is_rank0:
         logger.warning("the run %s", fit)
     return True
 
 
 def _open_sinks(
-    run: ResolvedRun, planned: Plan, folder: RunDir, place: Place, start: StartingPoint, sinks: Sequence[Sink]
+    run: ResolvedRun, planned: Plan, folder: RunDir, context: DistContext, start: StartingPoint, sinks: Sequence[Sink]
 ) -> Sink:
-    """Write the files that describe the run, and open the receivers of its records. Collectives: `attempt`."""
+    """Write the files that describe the run, and open the receivers of its records. Collectives: `run_on_all`."""
     receivers: list[Sink] = []
     recipe = run.recipe
 
     def write() -> None:
         if start.checkpoint is None:
             folder.clear()  # late, so that a new run with a fault replaces nothing
-            folder.write_launch(launch())
+            folder.write_launch(launch_id())
             folder.write_recipe(recipe)
         else:
             if folder.metrics.exists():
                 read_metrics(folder.metrics)  # report a broken line before the first step, not after the last
             if start.changes_schedule or not folder.recipe.exists():
                 folder.write_recipe(recipe)
-        folder.write_environment(world_size=place.world_size, device=str(place.device), data=run.prepared_data.info)
+        folder.write_environment(world_size=context.world_size, device=str(context.device), data=run.prepared_data.info)
         write_json(folder.plan, planned.to_dict())
         receivers.append(JsonlSink(folder.metrics))
-        if place.is_main:
+        if context.is_rank0:
             receivers.extend(sinks)
             if recipe.train.tensorboard:
                 receivers.append(TensorBoardSink(folder.path / "tensorboard"))
 
-    place.attempt(write, taking_part=place.is_writer)
+    context.run_on_all(write, taking_part=context.is_writer)
     return Sinks(receivers)
 
 
 def _announce(loop: Loop, folder: RunDir, start: StartingPoint, *, restores_rng: bool) -> None:
     """Send messages on the folders, the exchange and the checkpoint of the run. Collective: a gather."""
-    place = loop.place
-    if (folders := describe_folders(folder.path, place)) is not None:
+    context = loop.context
+    if (folders := describe_run_folders(folder.path, context)) is not None:
         loop.sink.message(folders)
     if (exchange := loop.stepper.exchange.describe()) is not None:
         loop.sink.message(exchange)
     if start.checkpoint is not None:
-        changes = "" if restores_rng else describe_changes(start.checkpoint, place)
+        changes = "" if restores_rng else describe_changes(start.checkpoint, context)
         loop.sink.message(f"resumed from {start.checkpoint.path}{changes}")
     if start.never_saved:
         loop.sink.message(f"{folder.path} has no checkpoint yet: the run starts from step 0")
 
 
-def _finish(folder: RunDir, name: str, outcome: Outcome, place: Place) -> RunResult:
+def _finish(folder: RunDir, name: str, outcome: Outcome, context: DistContext) -> RunResult:
     """Write `result.json` and the report into each run directory; every rank returns the same result."""
     metrics: dict[str, Any] = {}
 
@@ -338,6 +344,6 @@ def _finish(folder: RunDir, name: str, outcome: Outcome, place: Place) -> RunRes
         if records:
             write_report([read_run(folder.path, records)], folder.report)
 
-    place.attempt(write, taking_part=place.is_writer)
-    metrics = place.share(metrics)
+    context.run_on_all(write, taking_part=context.is_writer)
+    metrics = context.broadcast_object(metrics)
     return RunResult(folder.path, str(metrics["status"]), outcome.step, metrics)

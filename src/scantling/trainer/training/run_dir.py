@@ -20,6 +20,7 @@ from scantling.trainer.training.sinks import EVENTS_SUFFIX
 
 logger = logging.getLogger(__name__)
 
+
 class InUseError(UserError):
     """Another process writes into the run directory."""
 
@@ -132,7 +133,7 @@ class RunDir:
             UserError: the folder holds no run.
         """
         if not self.recipe.is_file():
-            hint = "; it ended before its first step: start it with its recipe" if self.was_claimed() else ""
+            hint = "; it ended before its first step: start it with its recipe" if self.was_locked() else ""
             if (self.path / "config.json").exists():
                 hint = "; it is a model folder, which sc.load reads: give the directory of the run that it comes from"
             raise UserError(f"{self.path} holds no run: there is no {self.recipe.name} in it{hint}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scantling.distributed.context import ALONE, Place, is_restart, launch
-from scantling.distributed.folders import machine_path, see_folders
+from scantling.distributed.context import SINGLE_PROCESS, DistContext, is_restart, launch_id
+from scantling.distributed.folders import detect_shared_folders, resolve_machine_path
 from scantling.errors import UserError
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.training.checkpoint import Checkpointer
@@ -14,8 +14,8 @@ from scantling.trainer.training.run_dir import InUseError, RunDir
 
 
 def lock_run_dir(
-    run_dir: Path | None, recipe: Recipe, place: Place, *, resume: bool, force: bool
-) -> tuple[RunDir, Place, bool]:
+    run_dir: Path | None, recipe: Recipe, context: DistContext, *, resume: bool, force: bool
+) -> tuple[RunDir, DistContext, bool]:
     """Lock the run directory on each machine and check that it can take the run.
 
     Collectives: gathers; all ranks raise the same error.
@@ -23,21 +23,21 @@ def lock_run_dir(
     Args:
         run_dir: as given to this process; None takes the first free name, which is the same on all machines.
         recipe: of the run.
-        place: of this process.
+        context: of this process.
         resume, force: as of `train`.
 
     Returns:
-        The run directory, locked on the ranks that write; the place with the ranks that see the same folder; and True
+        The run directory, locked on the ranks that write; the context with the ranks that see the same folder; and True
         if the run resumes.
 
     Raises:
         UserError: a folder is in use, holds another run, or cannot be written.
     """
-    path = machine_path(run_dir, place)
-    resuming = [rank for rank, resumes in enumerate(place.gather(resume)) if resumes]
-    if 0 < len(resuming) < place.world_size:
+    path = resolve_machine_path(run_dir, context)
+    resuming = [rank for rank, resumes in enumerate(context.all_gather_object(resume)) if resumes]
+    if 0 < len(resuming) < context.world_size:
         raise UserError(
-            f"only {', '.join(map(place.name, resuming))} of {place.world_size} processes resume a run; "
+            f"only {', '.join(map(context.describe_rank, resuming))} of {context.world_size} processes resume a run; "
             "start all of them with --resume, or none"
         )
     if path is None:
@@ -45,14 +45,14 @@ def lock_run_dir(
             raise UserError(
                 "torchrun restarted this run, but no run directory was given to resume from; pass --run-dir"
             )
-        return *_lock_free_name(Path("runs") / (recipe.name or "run"), place), resume
-    place = see_folders(path, place)
+        return *_lock_free_name(Path("runs") / (recipe.name or "run"), context), resume
+    context = detect_shared_folders(path, context)
     folder = RunDir(path)
-    _check_checkpoints_link(folder, place)
+    _check_checkpoints_link(folder, context)
     if is_restart():
-        resume, force = _decide_after_restart(folder, place, resume=resume, force=force)
+        resume, force = _decide_after_restart(folder, context, resume=resume, force=force)
     exists = folder.holds_run() or folder.was_locked()
-    exists_anywhere = any(place.gather(exists))
+    exists_anywhere = any(context.all_gather_object(exists))
 
     def lock() -> None:
         if resume and not exists_anywhere:
@@ -61,21 +61,21 @@ def lock_run_dir(
         check_folder(folder, recipe, resume=resume, force=force)  # a locked folder can be resumed
 
     try:
-        place.attempt(lock, taking_part=place.is_writer)
+        context.run_on_all(lock, taking_part=context.is_writer)
     except UserError:
         folder.unlock()
         raise
-    return folder, place, resume
+    return folder, context, resume
 
 
-def _check_checkpoints_link(folder: RunDir, place: Place) -> None:
+def _check_checkpoints_link(folder: RunDir, context: DistContext) -> None:
     """Raise a UserError if `checkpoints` is a link to a folder that other ranks share than the run directory.
 
-    Collectives: a gather, and those of `see_folders` if there is a link.
+    Collectives: a gather, and those of `detect_shared_folders` if there is a link.
     """
-    links = place.gather(folder.checkpoints.is_symlink())
-    if any(links) and see_folders(folder.checkpoints, place).writers != place.writers:
-        linking = ", ".join(place.name(rank) for rank, is_link in enumerate(links) if is_link)
+    links = context.all_gather_object(folder.checkpoints.is_symlink())
+    if any(links) and detect_shared_folders(folder.checkpoints, context).writers != context.writers:
+        linking = ", ".join(context.describe_rank(rank) for rank, is_link in enumerate(links) if is_link)
         raise UserError(
             f"{folder.checkpoints} is a link ({linking}), and its target is not seen by the same processes as "
             f"{folder.path}. Remove the link, or let the same machines share both"
@@ -97,30 +97,30 @@ def check_folder(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -
         folder.check_replaceable()
 
 
-def _decide_after_restart(folder: RunDir, place: Place, *, resume: bool, force: bool) -> tuple[bool, bool]:
+def _decide_after_restart(folder: RunDir, context: DistContext, *, resume: bool, force: bool) -> tuple[bool, bool]:
     """Return `resume` and `force` for a run that torchrun restarts. Collective: a gather.
 
-    A run that this launch started resumes from its newest checkpoint, or starts again if it has none. If this launch
+    A run that this launch started resumes from its newest checkpoint, or starts again if it has none. If this launch_id
     started no run (because it was refused, for example), both stay as given, so that no other run is touched.
     """
-    started = folder.was_started_by(launch())
-    has_saved = started and bool(Checkpointer(folder.checkpoints, ALONE).steps())
-    writers = set(place.writers) or {0}
-    by_writer = [each for rank, each in enumerate(place.gather([started, has_saved])) if rank in writers]
+    started = folder.was_started_by(launch_id())
+    has_saved = started and bool(Checkpointer(folder.checkpoints, SINGLE_PROCESS).steps())
+    writers = set(context.writers) or {0}
+    by_writer = [each for rank, each in enumerate(context.all_gather_object([started, has_saved])) if rank in writers]
     if not any(any_started for any_started, _ in by_writer):
         return resume, force
     resumes = all(any_saved for _, any_saved in by_writer)
     return resumes, (started and not resumes) or force
 
 
-def _lock_free_name(base: Path, place: Place) -> tuple[RunDir, Place]:
+def _lock_free_name(base: Path, context: DistContext) -> tuple[RunDir, DistContext]:
     """Lock the first of `base`, `base-2`, `base-3`, ... that holds no run on any machine and is not locked."""
-    place = see_folders(base.parent, place)
+    context = detect_shared_folders(base.parent, context)
     number = 1
     while True:
         folder = RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
         number += 1
-        if any(place.gather(folder.holds_run())):
+        if any(context.all_gather_object(folder.holds_run())):
             continue
         is_taken = False
 
@@ -133,7 +133,7 @@ def _lock_free_name(base: Path, place: Place) -> tuple[RunDir, Place]:
             else:
                 is_taken = folder.holds_run()
 
-        place.attempt(lock, taking_part=place.is_writer)
-        if not any(place.gather(is_taken)):
-            return folder, place
+        context.run_on_all(lock, taking_part=context.is_writer)
+        if not any(context.all_gather_object(is_taken)):
+            return folder, context
         folder.unlock()

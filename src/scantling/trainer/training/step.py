@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scantling.comm import GradientExchange
-from scantling.distributed.context import Place
+from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError
 from scantling.numerics.compute import autocast
+from scantling.numerics.torch_private import found_inf
 from scantling.optim import CAME, ReleaseHandle, release_gradients
 from scantling.trainer.data.batch import Batch
 from scantling.trainer.tasks.base import Task
@@ -64,7 +65,7 @@ class Stepper:
         task: Task,
         optimizer: torch.optim.Optimizer,
         exchange: GradientExchange,
-        place: Place,
+        context: DistContext,
         *,
         tensor: TensorTraining,
         clip: float | None = 1.0,
@@ -72,12 +73,12 @@ class Stepper:
         release: GradientRelease | None = None,
         graph: bool = False,
     ) -> None:
-        self.model, self.task, self.optimizer, self.exchange, self.place = model, task, optimizer, exchange, place
+        self.model, self.task, self.optimizer, self.exchange, self.context = model, task, optimizer, exchange, context
         self.tensor = tensor
         self.clip, self.compute, self.release = clip, compute, release
-        self.scaler = SharedGradScaler(place.device.type, enabled=compute == "fp16")
+        self.scaler = SharedGradScaler(context.device.type, enabled=compute == "fp16")
         self.forward_model = exchange.prepare(model)
-        self.watch = Stopwatch(place.device)
+        self.watch = Stopwatch(context.device)
         self.graphs = StepGraphs(model, self._run_unwatched_passes, self._update, CudaGraphs) if graph else None
 
     def step(self, step: int, batches: Sequence[Batch], *, stop: Callable[[], bool] = lambda: False) -> StepResult:
@@ -89,7 +90,7 @@ class Stepper:
         """
         self.tensor.begin_step()
         counts = self._count_targets(batches)
-        scale = self.place.world_size / counts[0].float()  # the exchange averages over processes
+        scale = self.context.world_size / counts[0].float()  # the exchange averages over processes
         self.watch.lap("data")
         # forward and backward passes, and the exchange
         replayed = None if self.graphs is None else self.graphs.run_passes(batches, scale)
@@ -120,10 +121,10 @@ class Stepper:
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """Return the targets and tokens of all processes, (2,), on the device."""
-        device = self.place.device
+        device = self.context.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         own = [sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches)]
-        return self.place.sum(torch.tensor(own, dtype=torch.float64).to(device, dtype))
+        return self.context.all_reduce(torch.tensor(own, dtype=torch.float64).to(device, dtype))
 
     def _reduce_checks(self, loss_sum: Tensor, norm: Tensor, stop: bool, batches: Sequence[Batch]) -> list[float]:
         """Sum over processes: loss, non-finite losses, non-finite norms, stop requests, withheld targets."""
@@ -133,19 +134,19 @@ class Stepper:
             own.zero_()
             withheld = float(sum(b.num_targets for b in batches))
         rest = torch.tensor([float(stop), withheld], dtype=torch.float64, device=own.device)
-        totals: list[float] = self.place.sum(torch.cat([own, rest])).tolist()
+        totals: list[float] = self.context.all_reduce(torch.cat([own, rest])).tolist()
         return totals
 
     def _run_passes(self, batches: Sequence[Batch], scale: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Run forward and backward passes of all micro-batches, and the exchange; return loss sum and norm."""
-        device = self.place.device
+        device = self.context.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         with ExitStack() as contexts:
             if self.release is not None:
                 contexts.enter_context(self.release.release_in_step(step, len(batches)))
             # the exchange needs all gradients within the last pass, so cores are merged for the passes before it
             merged = contexts.enter_context(ExitStack())
-            num_merged = len(batches) if self.place.world_size == 1 else len(batches) - 1
+            num_merged = len(batches) if self.context.world_size == 1 else len(batches) - 1
             merged.enter_context(self.tensor.merge_cores(self.model, num_merged))
             for i, batch in enumerate(batches):
                 batch = batch.to(device, non_blocking=True)
@@ -189,7 +190,7 @@ class Stepper:
     def reshape(self, batch: Batch) -> None:
         """Update exchange and graphs after parameters changed their shapes. Collectives: those of `rehearse`."""
         self.reset_graphs()
-        if self.place.world_size > 1:
+        if self.context.world_size > 1:
             self.forward_model = self.exchange.prepare(self.model)
             self.rehearse(batch)
 
@@ -212,8 +213,8 @@ class Stepper:
         """
         if not self.exchange.learns_from_a_pass:
             return
-        with self.exchange.accumulate(last=True), autocast(self.compute, self.place.device):
-            loss = self.task.loss(self.forward_model, batch.to(self.place.device)).loss
+        with self.exchange.accumulate(last=True), autocast(self.compute, self.context.device):
+            loss = self.task.loss(self.forward_model, batch.to(self.context.device)).loss
             loss.backward()  # type: ignore[no-untyped-call]
         self.exchange.exchange()
         self.optimizer.zero_grad(set_to_none=True)
@@ -227,9 +228,9 @@ class Stepper:
             own = f"the loss is {float(own_loss)}"
         elif bad := self.exchange.bad_parameters():
             own = self._first_nonfinite(bad) or f"the gradient of one of {', '.join(bad[:3])} is not finite"
-        by_rank = self.place.gather((own, self._first_nonfinite(None)))
+        by_rank = self.context.all_gather_object((own, self._first_nonfinite(None)))
         failed = [(rank, reason) for rank, (reason, _) in enumerate(by_rank) if reason]
-        rank, reason = failed[0] if failed else (self.place.rank, by_rank[self.place.rank][1])
+        rank, reason = failed[0] if failed else (self.context.rank, by_rank[self.context.rank][1])
         tensor = by_rank[rank][1]
         detail = f"; first bad tensor: {tensor}" if tensor and reason != tensor else ""
         raise NonFiniteError(
@@ -257,8 +258,8 @@ class SharedGradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
         if self.is_enabled() and dist.is_available() and dist.is_initialized():
-            for found_inf in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+            for flag in found_inf(self, optimizer):
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX)
 
 
 class GradientRelease:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from scantling.checksums import write_checksums
-from scantling.distributed.context import ALONE, Place, joined
-from scantling.distributed.peers import telling
+from scantling.distributed.context import SINGLE_PROCESS, DistContext, init_distributed
+from scantling.distributed.peers import report_errors_to_peers
 from scantling.errors import RunError, UserError
 from scantling.files import check_is_free, written_aside
 from scantling.precision.training import restore
@@ -37,16 +37,16 @@ class TrainedRun:
 
     Attributes:
         run: recipe, task and data.
-        model: on the device of `place`.
+        model: on the device of `context`.
         step, tokens: training steps and tokens of the checkpoint.
-        place: process that evaluates the model.
+        context: process that evaluates the model.
     """
 
     run: ResolvedRun
     model: Any
     step: int
     tokens: int
-    place: Place
+    context: DistContext
 
     @property
     def recipe(self) -> Recipe:
@@ -62,7 +62,7 @@ class TrainedRun:
 
     def evaluate(self, model: Any = None) -> dict[str, float]:
         """Return the held-out metrics of the model, or of another given one. Collectives: those of `evaluate`."""
-        return evaluate_heldout(self.run, self.model if model is None else model, self.place)
+        return evaluate_heldout(self.run, self.model if model is None else model, self.context)
 
 
 @contextmanager
@@ -77,14 +77,14 @@ def open_run(run_dir: str | Path, *, device: str | None = None, causal: str | No
     Raises:
         UserError: as of `load_run`, or a run of another task.
     """
-    with telling():
+    with report_errors_to_peers():
         folder = RunDir(Path(run_dir))
         recipe = folder.read_recipe()
         if causal is not None and (name := recipe_task(recipe)) != "causal-lm":
             raise UserError(f"{causal}; {run_dir} holds a run of the task '{name}'")
-        with joined(device or recipe.train.device, timeout_s=recipe.comm.timeout) as place:
-            trained = _load(folder, recipe, place)
-            place.meet()
+        with init_distributed(device or recipe.train.device, timeout_s=recipe.comm.timeout) as context:
+            trained = _load(folder, recipe, context)
+            context.wait_for_all()
             yield trained
 
 
@@ -95,18 +95,18 @@ def load_run(run_dir: str | Path) -> TrainedRun:
         UserError: there is no such run or no complete checkpoint, or the data has changed.
     """
     folder = RunDir(Path(run_dir))
-    return _load(folder, folder.read_recipe(), ALONE)
+    return _load(folder, folder.read_recipe(), SINGLE_PROCESS)
 
 
-def _load(folder: RunDir, recipe: Recipe, place: Place) -> TrainedRun:
-    if place.world_size > 1:  # each rank verifies its own files, because machines may have separate folders
-        place = replace(place, writers=tuple(range(place.world_size)))
-    checkpoint = Checkpointer(folder.checkpoints, place).newest(weights_only=True)
+def _load(folder: RunDir, recipe: Recipe, context: DistContext) -> TrainedRun:
+    if context.world_size > 1:  # each rank verifies its own files, because machines may have separate folders
+        context = replace(context, writers=tuple(range(context.world_size)))
+    checkpoint = Checkpointer(folder.checkpoints, context).newest(weights_only=True)
     if checkpoint is None:
         raise UserError(f"{folder.path} has no complete checkpoint; train the run first")
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=recipe.train.seed, progress=None)
-    run = ResolvedRun(recipe, task, place.world_size, place.device.type, data)
+    run = ResolvedRun(recipe, task, context.world_size, context.device.type, data)
     check_recipe_of_checkpoint(checkpoint, recipe)
     check_data(checkpoint, data.info.get("fingerprint"))
     with without_warnings():
@@ -117,7 +117,7 @@ def _load(folder: RunDir, recipe: Recipe, place: Place) -> TrainedRun:
     load_model(model, checkpoint)
     tensor.detach()
     values = checkpoint.values
-    return TrainedRun(run, model.to(place.device), values["step"], values["tokens"], place)
+    return TrainedRun(run, model.to(context.device), values["step"], values["tokens"], context)
 
 
 def evaluate_run(run_dir: str | Path, *, device: str | None = None) -> dict[str, float | int | str]:
@@ -184,7 +184,7 @@ def _reload_difference(task: Task, model: Any, folder: Path) -> float:
     difference = float((before - after).abs().max())
     if not difference <= 1e-4 * max(1.0, float(before.abs().max())):
         raise RunError(
-            f"the exported folder gives other logits than the run (largest difference {difference:.1e}, allowed 1e-4 of "
-            "the largest logit); nothing was written"
+            f"the exported folder gives other logits than the run (largest difference {difference:.1e}; allowed is "
+            "1e-4 of the largest logit); nothing was written"
         )
     return difference

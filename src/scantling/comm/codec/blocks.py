@@ -1,0 +1,153 @@
+"""Matrices cut into blocks of one size, padded with zeros where they do not fit.
+
+A side of L is cut into ceil(L / chunk) parts of equal length, the last of which is padded: never by as much as there
+are parts, and no length is bad, a prime one neither. `divisor_side` is the rule of the published code instead, the
+largest divisor up to the chunk, which gives blocks of one number where the length is prime (arXiv 2411.19870).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from scantling.groups import MatrixDims
+
+CACHED = 1 << 18
+"""Numbers of blocks that a CPU's cache has room for beside what is made of them."""
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """A parameter as a stack of matrices, each cut into blocks.
+
+    Attributes:
+        shape: of the parameter, or of the part of it that this process holds.
+        view: (row dims, column dims); the dims in neither count the matrices of the stack.
+        height, width: of a block.
+    """
+
+    shape: tuple[int, ...]
+    view: MatrixDims
+    height: int
+    width: int
+
+    @cached_property
+    def stack(self) -> int:
+        return prod(size for dim, size in enumerate(self.shape) if dim not in (*self.view[0], *self.view[1]))
+
+    @cached_property
+    def rows(self) -> int:
+        return prod(self.shape[dim] for dim in self.view[0])
+
+    @cached_property
+    def cols(self) -> int:
+        return prod(self.shape[dim] for dim in self.view[1])
+
+    @cached_property
+    def down(self) -> int:
+        """Blocks below each other."""
+        return -(-self.rows // self.height) if self.rows else 0
+
+    @cached_property
+    def across(self) -> int:
+        """Blocks beside each other."""
+        return -(-self.cols // self.width) if self.cols else 0
+
+    @cached_property
+    def count(self) -> int:
+        """Blocks in all."""
+        return self.stack * self.down * self.across
+
+    @cached_property
+    def _order(self) -> list[int]:
+        named = (*self.view[0], *self.view[1])
+        return [*(dim for dim in range(len(self.shape)) if dim not in named), *named]
+
+    @cached_property
+    def _inverse(self) -> list[int]:
+        return [self._order.index(dim) for dim in range(len(self._order))]
+
+    @cached_property
+    def is_padded(self) -> bool:
+        return self.down * self.height > self.rows or self.across * self.width > self.cols
+
+    def to_blocks(self, value: Tensor, out: Tensor | None = None) -> Tensor:
+        """The blocks of a tensor of `shape`: (count, height, width), in `out` where that is given, in its dtype."""
+        if out is None:
+            out = value.new_empty(self.count, self.height, self.width)
+        if self.height == self.width == 1:
+            out.view([self.shape[dim] for dim in self._order]).copy_(value.permute(self._order))
+            return out
+        matrices = value.permute(self._order).reshape(self.stack, self.rows, self.cols)
+        if self.is_padded:
+            padding = (0, self.across * self.width - self.cols, 0, self.down * self.height - self.rows)
+            matrices = torch.nn.functional.pad(matrices, padding)
+        blocks = matrices.view(self.stack, self.down, self.height, self.across, self.width).transpose(2, 3)
+        out.view(blocks.shape).copy_(blocks)
+        return out
+
+    def from_blocks(self, blocks: Tensor) -> Tensor:
+        """The tensor of `shape` that blocks are of; what is in the padding is dropped."""
+        if self.height == self.width == 1:
+            return blocks.view([self.shape[dim] for dim in self._order]).permute(self._inverse)
+        parts = blocks.view(self.stack, self.down, self.across, self.height, self.width).transpose(2, 3)
+        whole = parts.reshape(self.stack, self.down * self.height, self.across * self.width)
+        matrices = whole[:, : self.rows, : self.cols].reshape([self.shape[dim] for dim in self._order])
+        return matrices.permute(self._inverse)
+
+    def lies_flat(self, value: Tensor) -> bool:
+        """Whether a tensor of `shape` has the rows of its matrices one after the other in memory."""
+        return value.is_contiguous() and self._order == sorted(self._order)
+
+    def add(self, index: Tensor, values: Tensor, to: Tensor) -> None:
+        """Add some numbers of each block to a tensor of `shape`; what is in the padding is dropped.
+
+        Args:
+            index: (count, k) places in a flattened block, int64, of which no two of a row are the same.
+            values: (count, k).
+            to: a tensor for which `lies_flat`.
+        """
+        block = torch.arange(self.count, device=index.device)[:, None]
+        within, across = block // self.across, block % self.across
+        row = (within % self.down) * self.height + index // self.width
+        column = across * self.width + index % self.width
+        if self.is_padded:
+            values = values * ((row < self.rows) & (column < self.cols))
+            row, column = row.clamp(max=self.rows - 1), column.clamp(max=self.cols - 1)
+        place = ((within // self.down) * self.rows + row) * self.cols + column
+        to.view(-1).scatter_add_(0, place.flatten(), values.flatten())
+
+
+def make_grid(shape: tuple[int, ...], view: MatrixDims, chunk: int, *, divide: bool = False) -> BlockGrid:
+    """The grid of a parameter.
+
+    Args:
+        shape: of it.
+        view: (row dims, column dims).
+        chunk: longest side of a block.
+        divide: sides as in the published code: divisors, no padding.
+    """
+    rows, cols = (prod(shape[dim] for dim in dims) for dims in view)
+    side = divisor_side if divide else even_side
+    return BlockGrid(shape, view, side(rows, chunk), side(cols, chunk))
+
+
+def even_side(length: int, chunk: int) -> int:
+    """The side of blocks that cut a length into as few equal parts as a chunk allows."""
+    return -(-length // max(1, -(-length // chunk)))
+
+
+def divisor_side(length: int, chunk: int) -> int:
+    """The largest divisor of a length that is at most the chunk."""
+    return next(side for side in range(min(length, chunk), 0, -1) if length % side == 0) if length else 0
+
+
+def slices(blocks: Tensor) -> Sequence[Tensor]:
+    """Blocks, counted by the first dim, as many at a time as a CPU's cache holds; all at once on other devices."""
+    size = max(1, blocks.shape[1:].numel())
+    return torch.split(blocks, max(1, CACHED // size)) if blocks.device.type == "cpu" else [blocks]

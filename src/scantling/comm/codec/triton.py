@@ -1,0 +1,189 @@
+"""The codec's work on blocks on a GPU, one launch a channel, by the kernels of `kernels/blocks_gpu.py`.
+
+What `Channel.cut`, `dct`, `Section.select`, `Channel.paste` and `Grid.add` do in some operations for each parameter,
+with a pass through memory for each. Without Triton, or with SCANTLING_NATIVE=0, those do it on a GPU too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scantling.comm.codec import dct
+from scantling.numerics.bits import width_for
+from scantling.numerics.tables import FLOATS, Table, device_of, has_kernels, owners_of, triton_dtype
+from scantling.numerics.torch_private import foreach_zero_
+
+if TYPE_CHECKING:
+    from scantling.comm.codec.block_group import BlockGroup
+
+DEVICES = ("cuda",)
+MOST_SIDE = 64
+"""Of a block that a program holds."""
+MOST_TERMS = 64
+"""Coefficients of a block that are transformed back one by one."""
+_LEAST_SIDE = 16
+"""Of the factors of a product."""
+
+
+def can_select(block_group: BlockGroup, residuals: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    """Whether `select` knows these tensors of a channel's members."""
+    if not _knows(block_group, residuals) or block_group.spec.codec.is_dense:
+        return False
+    dtypes = {gradient.dtype for gradient in gradients}
+    return len(dtypes) == 1 and dtypes <= set(FLOATS) and all(map(Tensor.is_contiguous, gradients))
+
+
+def select(block_group: BlockGroup, residuals: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Take gradients into residuals, r <- g + decay r, and select from them what the channel sends.
+
+    Args:
+        channel: whose members' tensors these are, in their order.
+        residuals: fp32; overwritten.
+        gradients: of one dtype.
+
+    Returns:
+        Index and values, as of `Section.select`.
+    """
+    from scantling.comm.codec import kernels
+
+    spec, device = block_group.spec, residuals[0].device
+    plan = _plan_of(block_group, device)
+    index = torch.empty(block_group.count, spec.codec.kept, dtype=torch.int64, device=device)
+    values = torch.empty(block_group.count, spec.codec.kept, device=device)
+    table = plan.selecting.send(_fields(block_group, residuals, gradients), device)
+    with device_of(table):
+        kernels.select[(block_group.count,)](
+            *(table, plan.owners, plan.down, plan.across, index, values, spec.codec.kept, spec.decay),
+            gradient=triton_dtype(gradients[0].dtype),
+            transformed=spec.transformed,
+            precision=_precision(block_group),
+            aligned=_are_aligned(block_group, [*residuals, *gradients]),
+            **_shape(block_group),
+        )
+    return index, values
+
+
+def can_add(block_group: BlockGroup, values: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether `add` knows these tensors of a channel's members."""
+    return _knows(block_group, tensors) and (not block_group.spec.transformed or values.shape[1] <= MOST_TERMS)
+
+
+def add(
+    block_group: BlockGroup,
+    index: Tensor,
+    values: Tensor,
+    alpha: float,
+    tensors: Sequence[Tensor],
+    *,
+    begins: bool = False,
+) -> None:
+    """Add what a section sent, or several did beside each other, times alpha, to tensors of a channel's members.
+
+    Args:
+        channel: whose members' tensors these are, in their order.
+        index, values: (blocks, count), as of `Section.select`, `kept` of each sender.
+        alpha: factor.
+        tensors: fp32.
+        begins: write in place of what is there, which need not be set.
+    """
+    from scantling.comm.codec import kernels
+
+    spec, device = block_group.spec, tensors[0].device
+    plan = _plan_of(block_group, device)
+    sent = plan.beginning if begins else plan.adding
+    table = sent.send(_fields(block_group, tensors, ()), device)
+    index, values = index.contiguous(), values.contiguous()
+    own, count = (block_group.count,), values.shape[1]
+    with device_of(table):
+        if spec.transformed:
+            kernels.add_transformed[own](
+                *(table, plan.owners, plan.down, plan.across, index, values, count, alpha),
+                begins=begins,
+                precision=_precision(block_group),
+                aligned=_are_aligned(block_group, tensors),
+                **_shape(block_group),
+            )
+            return
+        if begins:
+            foreach_zero_(list(tensors))
+        kept, size = spec.codec.kept, 1 << width_for(spec.codec.kept)
+        for first in range(0, count, kept):  # one sender at a time
+            kernels.add_numbers[own](
+                *(table, plan.owners, index, values, count, first, kept, alpha, spec.height, spec.width, size)
+            )
+
+
+class _Plan(NamedTuple):
+    """Of a channel on a device: the parameter of each block, both bases, and the tables of its launches."""
+
+    owners: Tensor
+    down: Tensor
+    across: Tensor
+    selecting: Table
+    beginning: Table
+    adding: Table
+
+
+@lru_cache(maxsize=1024)
+def _plan_of(block_group: BlockGroup, device: torch.device) -> _Plan:
+    shape = _shape(block_group)
+    owners = owners_of([slot.grid.count for slot in block_group.slots], device)
+    down = _padded_basis(shape["height"], shape["down"], device)
+    across = _padded_basis(shape["width"], shape["across"], device)
+    return _Plan(owners, down, across, Table(), Table(), Table())
+
+
+def _padded_basis(side: int, room: int, device: torch.device) -> Tensor:
+    basis = dct.basis(side, device, torch.float32)
+    return torch.nn.functional.pad(basis, (0, room - side, 0, room - side)).contiguous()
+
+
+def _shape(block_group: BlockGroup) -> dict[str, int]:
+    """Sides of blocks, and powers of 2 that hold them."""
+    height, width = block_group.spec.height, block_group.spec.width
+    down, across = (max(_LEAST_SIDE, 1 << width_for(side)) for side in (height, width))
+    return {"height": height, "width": width, "down": down, "across": across}
+
+
+def _fields(block_group: BlockGroup, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> np.ndarray[Any, Any]:
+    grids = [slot.grid for slot in block_group.slots]
+    firsts = list(accumulate((grid.count for grid in grids), initial=0))[:-1]
+    addresses = [gradient.data_ptr() for gradient in gradients] or [0] * len(grids)
+    return np.array(
+        [
+            (tensor.data_ptr(), address, first, grid.rows, grid.cols, grid.down, grid.across)
+            for tensor, address, first, grid in zip(tensors, addresses, firsts, grids, strict=True)
+        ],
+        dtype=np.int64,
+    )
+
+
+def _knows(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
+    spec = block_group.spec
+    return (
+        bool(tensors)
+        and tensors[0].device.type in DEVICES
+        and spec.is_matrix
+        and max(spec.height, spec.width) <= MOST_SIDE
+        and all(tensor.dtype == torch.float32 for tensor in tensors)
+        and all(slot.grid.lies_flat(tensor) for slot, tensor in zip(block_group.slots, tensors, strict=True))
+        and has_kernels(tensors[0].device)
+    )
+
+
+def _are_aligned(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
+    """Whether four numbers can be read at a time."""
+    sides = [block_group.spec.width, *(slot.grid.cols for slot in block_group.slots)]
+    return all(side % 4 == 0 for side in sides) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def _precision(block_group: BlockGroup) -> str:
+    """Of products: what rounds values to few bits anyway, and loses from the residual what it sent, needs no more."""
+    return "ieee" if torch.version.hip or block_group.spec.codec.values in ("fp32", "bf16") else "tf32"

@@ -1,0 +1,216 @@
+"""Whether all replicas are what they should be: alike.
+
+Replicas that start from other weights, or cut blocks otherwise, would train on without an error. They are compared
+before the first exchange: a hash of the options, and one of every parameter. Where something differs, the message names
+the tensor and the rank. So is what the products that decode the same bytes get their last bits from: the version of
+PyTorch, on a CPU the number of threads, on a GPU the kernels and whether products may be in TF32. Of GPUs of several
+kinds there is a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scantling.comm.ddp_guard import Averaging, find_averaging
+from scantling.comm.transport.group import ReplicaGroup
+from scantling.comm.transport.shards import all_finite, to_local
+from scantling.errors import UserError
+from scantling.numerics.checksum import checksum
+from scantling.numerics.tables import has_kernels
+
+logger = logging.getLogger(__name__)
+
+SKETCH = 256
+_SEPARATOR = "; "
+"""Of the facts of a parameter in words."""
+_OF_THE_LAST_BITS = (
+    ". The same bytes would decode to other last bits: install the same versions on all, and set OMP_NUM_THREADS (or "
+    "call torch.set_num_threads), SCANTLING_NATIVE and the precision of products (torch.backends.fp32_precision, or "
+    "torch.set_float32_matmul_precision) alike"
+)
+
+
+def check_alike(
+    replicas: ReplicaGroup, described: Sequence[Mapping[str, Any]], names: Sequence[str], params: Sequence[Tensor]
+) -> int:
+    """Compare replicas. Collectives: two all-gathers, and one more where the options differ.
+
+    Args:
+        replicas: to the other replicas.
+        described: what each parameter is and how it travels: facts by name.
+        names: of the parameters.
+        params: the parameters.
+
+    Returns:
+        A hash of 32 bits of what is described.
+
+    Raises:
+        UserError: something differs; on all ranks alike.
+    """
+    device = params[0].device
+    texts = [_decoder(device), *map(_in_words, names, described)]
+    own = zlib.crc32("\n".join(texts).encode())
+    if replicas.world_size == 1:
+        return own
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    hashes = torch.stack(replicas.all_gather(torch.tensor([own, zlib.crc32(kind.encode())], device=device))).tolist()
+    if len({of_kind for _, of_kind in hashes}) > 1:
+        kinds = [each for (each,) in replicas.all_gather_strings([kind], device)]
+        if replicas.rank == 0:
+            logger.warning(
+                "replicas are on GPUs of several kinds (%s), whose products may differ in the last bits: parameters "
+                "are then found to differ after a while",
+                ", ".join(dict.fromkeys(kinds)),
+            )
+    if len({of_texts for of_texts, _ in hashes}) > 1:
+        everywhere = replicas.all_gather_strings(texts, device)
+        usual = Counter(map(tuple, everywhere)).most_common(1)[0][0]
+        rank = next(rank for rank, theirs in enumerate(everywhere) if tuple(theirs) != usual)
+        theirs = everywhere[rank]
+        if len(theirs) != len(usual):
+            raise UserError(f"rank {rank} exchanges {len(theirs) - 1} parameters, others {len(usual) - 1}")
+        place, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(theirs, usual, strict=True)) if a != b)
+        if not place:
+            raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{_OF_THE_LAST_BITS}")
+        pair = _unlike_facts(one, other)
+        raise UserError(
+            f"rank {rank} differs from the others in {names[place - 1]}: it has {pair[0]}; they have {pair[1]}"
+        )
+    differing = unlike(replicas, params)
+    if differing is not None:
+        rank, place, _ = differing
+        raise UserError(
+            f"rank {rank} differs from the others: {names[place]} has other values there. Start all replicas from the "
+            "same weights: the same seed, the same checkpoint, or a broadcast from rank 0"
+        )
+    return own
+
+
+def _decoder(device: torch.device) -> str:
+    """What the last bits of decoded momentum depend on."""
+    found = f"PyTorch {torch.__version__}"
+    if device.type == "cpu":
+        return f"{found}, {torch.get_num_threads()} threads"
+    kernels = "no kernels"
+    if has_kernels(device):
+        import triton
+
+        kernels = f"kernels of Triton {triton.__version__}"
+    precision = torch.backends.cuda.matmul.fp32_precision  # set by the older calls too, which only they could read
+    return f"{found}, {kernels}, fp32 products of precision {'ieee' if precision == 'none' else precision}"
+
+
+def _in_words(name: str, facts: Mapping[str, Any]) -> str:
+    return _SEPARATOR.join([name, *(f"{fact} {value}" for fact, value in facts.items())])
+
+
+def _unlike_facts(one: str, other: str) -> tuple[str, str]:
+    """Of two texts of `_in_words` the facts that differ, or the whole texts where they have not as many."""
+    ours, theirs = one.split(_SEPARATOR), other.split(_SEPARATOR)
+    if len(ours) != len(theirs):
+        return one, other
+    differing = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
+    return ", ".join(fact for fact, _ in differing), ", ".join(fact for _, fact in differing)
+
+
+def refuse_averaged(replicas: ReplicaGroup, params: Sequence[Tensor], wrappers: Sequence[nn.Module]) -> None:
+    """Raise if gradients were averaged over the replicas; warn if they are the same for another reason.
+
+    Args:
+        replicas: to the other replicas.
+        params: the parameters; those without a gradient say nothing.
+        wrappers: of `find_wrappers`.
+
+    Collective: one all-gather.
+
+    Raises:
+        UserError: a wrapper around the model averages gradients; on all ranks.
+    """
+    if replicas.world_size == 1:
+        return
+    gradients = [to_local(param.grad) for param in params if param.grad is not None and not param.grad.is_sparse]
+    sums = [checksum(gradient) for gradient in gradients]
+    own = torch.stack(sums).sum(0) if sums else torch.zeros(1, dtype=torch.int64, device=params[0].device)
+    certainty = max(map(find_averaging, wrappers), default=Averaging.NO)
+    found = torch.stack(replicas.all_gather(torch.cat([own.flatten(), own.new_tensor([certainty])]))).tolist()
+    most = max(theirs for *_, theirs in found)
+    are_equal = len({of_gradients for of_gradients, _ in found}) == 1 and any(map(torch.any, gradients))
+    if most == Averaging.YES or (most == Averaging.PERHAPS and are_equal):
+        raise averaging_error(wrappers)
+    if are_equal and replicas.rank == 0:
+        logger.warning(
+            "the gradients of all %d replicas are the same: all read the same data, or your loop reduces gradients "
+            "before the exchange. Give each replica its own share of the data, and do not reduce gradients",
+            replicas.world_size,
+        )
+
+
+def averaging_error(wrappers: Sequence[nn.Module]) -> UserError:
+    """Return the error that names wrappers which average gradients, and the ways out."""
+    names = sorted({type(wrapper).__name__ for wrapper in wrappers})
+    return UserError(
+        f"the model is in {', '.join(names) or 'a wrapper on another rank'}, which averages gradients over all "
+        "processes before the exchange sees them, so that everything is sent. Train the bare model, or run every "
+        "forward and backward pass in model.no_sync() (with accelerate: accelerator.no_sync(model)); in the "
+        "Trainer of transformers use sc.hf.attach(trainer)"
+    )
+
+
+def spread(replicas: ReplicaGroup, values: Iterable[Tensor], seed: int) -> float:
+    """How far values that each replica has for itself are apart: 0 where alike, near 1 where nothing is shared.
+
+    The root of (mean over replicas of |x_i - mean x|^2) / (mean of |x_i|^2), of all values together. Norms are those of
+    sketches of `SKETCH` numbers (Charikar, Chen and Farach-Colton, 2002), so that little is sent: the figure is off by
+    some tenth of itself. Collective: one all-gather.
+
+    Args:
+        replicas: to the other replicas.
+        values: of this one, of the same shapes on all.
+        seed: of the sketch, the same on all.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sketch: Tensor | None = None
+    for value in values:
+        if sketch is None:
+            sketch = torch.zeros(SKETCH, dtype=torch.float64, device=value.device)
+        rows = -(-value.numel() // SKETCH)
+        drawn = torch.randint(0, 2, (rows, SKETCH), generator=generator, dtype=torch.int8, device="cpu")
+        signs = drawn.to(value.device) * 2 - 1
+        flat = torch.nn.functional.pad(value.flatten(), (0, rows * SKETCH - value.numel())).view(rows, SKETCH)
+        sketch += (flat * signs).sum(0, dtype=torch.float64)
+    if sketch is None:
+        return 0.0
+    all_of_them = torch.stack(replicas.all_gather(sketch))
+    apart = (all_of_them - all_of_them.mean(0)).square().sum()
+    whole = all_of_them.square().sum()
+    return float((apart / whole).sqrt()) if float(whole) > 0.0 else 0.0
+
+
+def unlike(replicas: ReplicaGroup, params: Sequence[Tensor]) -> tuple[int, int, int] | None:
+    """Where parameters are not what they are on most ranks; None where all are alike.
+
+    Returns:
+        The first rank that differs from the sound one, the position of the parameter, and the sound one: of those whose
+        parameters are finite the one that is most often what most are, the lowest where there are several.
+
+    Collectives: one all-gather of 8 bytes a parameter, and 8 more.
+    """
+    finite = all_finite(map(to_local, params))
+    sums = torch.cat([checksum(to_local(param)) for param in params])
+    gathered = torch.stack(replicas.all_gather(torch.cat([sums, sums.new_tensor([finite])]))).cpu()
+    found, is_finite = gathered[:, :-1], gathered[:, -1].bool()
+    if (found == found[0]).all():
+        return None
+    alike = (found[:, None] == found[None]).sum(1)  # how many ranks have what each has, by parameter
+    votes = (alike == alike.amax(0)).sum(1)
+    votes[~is_finite] = -1
+    sound = int(votes.argmax())
+    rank, place = (found != found[sound]).nonzero()[0].tolist()
+    return rank, place, sound

@@ -1,0 +1,159 @@
+"""Gradient all-reduce: the mean of all gradients, in buckets that travel while the backward pass still runs.
+
+PyTorch's DistributedDataParallel does the work; a communication hook of ours counts the bytes, notes when the last
+bucket was ready (what follows is communication that nothing hides), and looks for NaN or Inf before one process's
+gradient spreads to all.
+
+Cost: a ring all-reduce of B bytes over N processes sends 2 (N - 1) / N · B bytes from each process (Patarasuk and Yuan,
+2009). One more pass over the gradients reads them for the finiteness check.
+"""
+
+# No `from __future__ import annotations` here: DDP reads the annotations of its hook and wants the classes themselves.
+import inspect
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scantling.comm.gradient_exchange import GradientExchange
+from scantling.comm.transport.group import as_replica_group
+from scantling.comm.transport.shards import to_local
+from scantling.errors import UserError
+from scantling.numerics.torch_private import non_persistent_buffers
+
+_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+"""PyTorch 2.13 renamed it; buffers are equal on all ranks from the start, and no forward pass needs to send them."""
+
+
+def allreduce_wire_bytes(num_bytes: int, world_size: int) -> int:
+    """Bytes that one process sends when `num_bytes` are all-reduced over a ring of `world_size` processes.
+
+    The payload is cut into `world_size` pieces, each process sends one piece in each of 2 (world_size - 1) turns.
+    """
+    return 0 if world_size < 2 else 2 * (world_size - 1) * num_bytes // world_size
+
+
+class AllReduce(GradientExchange):
+    """Average gradients over all processes of the default process group.
+
+    Collectives: one all-reduce per bucket in each step, started from the backward pass of the last micro-batch; one
+    broadcast of the parameters in `prepare`. With `find_unused_parameters` one more all-reduce in each step, of which
+    parameters were used.
+
+    Args:
+        bucket_mb: size of one bucket in MiB.
+        find_unused_parameters: whether some parameters may get no gradient in a pass, which takes a walk over its graph
+            to find out; they keep none where they get one on no process. Without it such a pass is refused.
+    """
+
+    learns_from_a_pass = True
+
+    def __init__(self, *, bucket_mb: float = 25.0, find_unused_parameters: bool = False) -> None:
+        self.bucket_mb, self.find_unused_parameters = bucket_mb, find_unused_parameters
+        self._bytes = self._all_bytes = 0
+        self._last_ready = 0.0
+        self._norms: list[tuple[torch.Tensor, list[str]]] = []
+        self._names: dict[int, str] = {}
+        self._model: DistributedDataParallel | None = None
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._all_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        options: dict[str, Any] = {
+            "bucket_cap_mb": self.bucket_mb,
+            "gradient_as_bucket_view": True,
+            "find_unused_parameters": self.find_unused_parameters,
+            _SYNC_BUFFERS: False,
+        }
+        self._model = DistributedDataParallel(model, **options)
+        self._model.register_comm_hook(self, _average)
+        return self._model
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
+        if self._model is None:
+            raise AssertionError("prepare() comes first")
+        if not last:
+            context: AbstractContextManager[None] = self._model.no_sync()
+            return context
+        self._bytes = 0
+        self._norms.clear()
+        return nullcontext()
+
+    def exchange(self) -> None:
+        """Finish the exchange of this step.
+
+        Raises:
+            UserError: parameters got no gradient, so that not all was sent.
+        """
+        if self._bytes < self._all_bytes:
+            raise UserError(
+                f"{self._without_gradient()} got no gradient, and what goes with them was not averaged; let them be "
+                "looked for in each step with comm.find_unused_parameters: true, or train on one process"
+            )
+        self.wire_bytes = allreduce_wire_bytes(self._bytes, dist.get_world_size())
+        self.exposed_s = max(0.0, time.perf_counter() - self._last_ready)
+
+    def bad_parameters(self) -> list[str]:
+        return [name for norm, names in self._norms if not torch.isfinite(norm) for name in names]
+
+    def _without_gradient(self) -> str:
+        named = [] if self._model is None else self._model.module.named_parameters()
+        names = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "some parameters"
+
+
+def _average(
+    state: AllReduce,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    names = [state._names[id(parameter)] for parameter in bucket.parameters()]
+    state._norms.append((torch.linalg.vector_norm(buffer, ord=float("inf")), names))
+    state._bytes += buffer.nbytes
+    state._last_ready = time.perf_counter()
+    buffer.div_(dist.get_world_size())
+    future = dist.all_reduce(buffer, async_op=True).get_future()
+    averaged: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
+    return averaged
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, process_group: Any = None) -> int:
+    """Give all replicas the mean of their buffers, such as the running statistics of batch normalisation.
+
+    Of the buffers that are saved, those of real numbers: others are counters and masks, which are alike. The mean of a
+    buffer is over the replicas on which it is finite; where it is on none, it stays. Call it before an evaluation or a
+    checkpoint, on all replicas. Collective: one all-reduce for each dtype among them.
+
+    Args:
+        model: the same on all replicas.
+        process_group: of the replicas, or a mesh of one dim; default all processes.
+
+    Returns:
+        Bytes that this process sent.
+    """
+    replicas = as_replica_group(process_group)
+    replicas.reset_wire_bytes()
+    found = [
+        to_local(value)
+        for module in model.modules()
+        for name, value in module.named_buffers(recurse=False)
+        if name not in non_persistent_buffers(module) and value.is_floating_point()
+    ]
+    for dtype in sorted({value.dtype for value in found}, key=str):
+        parts = [value for value in found if value.dtype == dtype]
+        sound = torch.stack([value.isfinite().all() for value in parts])
+        sent = [torch.where(each, value, 0.0).flatten() for each, value in zip(sound, parts, strict=True)]
+        sizes = [value.numel() for value in parts]
+        *means, share = torch.split(replicas.all_reduce_mean(torch.cat([*sent, sound.to(dtype)])), [*sizes, len(parts)])
+        for value, mean, number in zip(
+            parts, means, (share.float() * replicas.world_size).round().tolist(), strict=True
+        ):
+            if number:
+                value.copy_(mean.view_as(value) * (replicas.world_size / number))
+    return replicas.wire_bytes

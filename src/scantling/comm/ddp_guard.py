@@ -1,0 +1,116 @@
+"""Find and refuse wrappers that average gradients which must stay local.
+
+A replica whose gradients were averaged before the exchange trains correctly and saves nothing: everything was sent.
+"""
+
+# No `from __future__ import annotations` here: DDP reads the annotations of its hook and wants the classes themselves.
+import gc
+import weakref
+from collections.abc import Iterable
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from scantling.errors import UserError
+from scantling.numerics.torch_private import comm_hooks
+
+_FSDP1, _DEEPSPEED = "FullyShardedDataParallel", "DeepSpeedEngine"
+_WRAPPERS = frozenset({DistributedDataParallel.__name__, _FSDP1, _DEEPSPEED})
+_GUARDED: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
+
+
+def refuse_reduction(model: DistributedDataParallel) -> None:
+    """Let a backward pass outside of `model.no_sync()` raise a UserError.
+
+    With `MomentumExchange` or `DeMo` every backward pass belongs into `no_sync()`, that of the last micro-batch too:
+    gradients that were averaged already make a run that looks right and sends everything. A second call does nothing.
+
+    Args:
+        model: from now on without any other communication hook.
+
+    Example:
+        >>> model = DistributedDataParallel(module)  # doctest: +SKIP
+        >>> scantling.comm.refuse_reduction(model)  # doctest: +SKIP
+        >>> with model.no_sync(): loss_of(model).backward()  # doctest: +SKIP
+    """
+    if model not in _GUARDED:
+        model.register_comm_hook(None, _refuse)
+        _GUARDED.add(model)
+
+
+def _refuse(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    raise UserError(
+        "DistributedDataParallel was about to average gradients that MomentumExchange or DeMo exchange their own way; "
+        "put every backward pass into model.no_sync(), or train the bare module"
+    )
+
+
+class Averaging(IntEnum):
+    """Degree of certainty that gradients were averaged over the replicas in the last backward pass."""
+
+    NO = 0
+    PERHAPS = 1
+    YES = 2
+
+
+def find_wrappers(params: Iterable[Tensor], ranks: Iterable[int]) -> list[nn.Module]:
+    """Search the memory for modules that reduce the gradients of some parameters. No communication.
+
+    Args:
+        params: what is to be exchanged.
+        ranks: global ranks of the processes of the exchange, if they are known.
+
+    Returns:
+        DistributedDataParallel and DeepSpeed engines over several of these ranks.
+
+    Raises:
+        UserError: FSDP1 holds the parameters: each rank has a shard, and no whole replica to exchange.
+    """
+    ids, between = {id(param) for param in params}, set(ranks)
+    is_wrapper: dict[type, bool] = {}
+    found: list[nn.Module] = []
+    for each in gc.get_objects():
+        kind = type(each)
+        if kind not in is_wrapper:  # the type, since `isinstance` would run code of lazy proxies
+            is_wrapper[kind] = issubclass(kind, nn.Module) and bool(_WRAPPERS & _names_of(kind))
+        if is_wrapper[kind] and any(id(param) in ids for param in each.parameters()) and _spans(each, between):
+            found.append(each)
+            if _FSDP1 in _names_of(kind):
+                raise UserError(
+                    "the model is in FullyShardedDataParallel, which averages gradients and leaves each process a "
+                    "shard. Use FSDP2: fully_shard(model, mesh=mesh['shard']), and process_group=mesh['replicate'] for "
+                    "the exchange; or train the bare model"
+                )
+    return found
+
+
+def find_averaging(wrapper: nn.Module) -> Averaging:
+    """Return if a wrapper has averaged the gradients of the last backward pass."""
+    if _DEEPSPEED in _names_of(type(wrapper)):
+        return Averaging.PERHAPS
+    if not getattr(wrapper, "require_forward_param_sync", True):  # the last forward pass ran in no_sync()
+        return Averaging.NO
+    hooks = comm_hooks(wrapper)
+    if any(hook in (noop_hook, _refuse) for hook in hooks):
+        return Averaging.NO
+    return Averaging.PERHAPS if hooks else Averaging.YES
+
+
+def _names_of(kind: type) -> set[str]:
+    return {base.__name__ for base in kind.__mro__}
+
+
+def _spans(wrapper: nn.Module, ranks: set[int]) -> bool:
+    """True if a wrapper communicates between several of these ranks, or if that is unknown."""
+    group = getattr(wrapper, "process_group", None)
+    try:
+        return not ranks or len(ranks & set(dist.get_process_group_ranks(group))) > 1
+    except (KeyError, ValueError, TypeError):  # a group that PyTorch has no ranks of, such as those of torchft
+        return True

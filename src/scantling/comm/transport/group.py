@@ -1,0 +1,241 @@
+"""Bytes between the processes of a group: what DeMo's messages travel over.
+
+    all_gather(m)       every process gets the messages of all; each sends (N - 1) |m| over a ring
+    all_to_all(m_1..N)  process j gets message j of all; each sends (N - 1) of them
+    broadcast(m)        (N - 1) |m| in all, which are counted as if each sent a share
+
+Alone, or without a process group, nothing is sent and everything works.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from scantling.comm.transport.failures import name_silent_ranks
+from scantling.errors import SilentPeerError, UserError
+from scantling.numerics.torch_private import group_timeout
+from scantling.torchrun_env import world_size_from_env
+
+logger = logging.getLogger(__name__)
+
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""PyTorch 2.13 renamed it."""
+
+
+class ReplicaGroup:
+    """A process group, and a count of what this process sent.
+
+    Collectives raise a SilentPeerError that names the processes that do not answer within the timeout of the group.
+    A group that was there and is gone is a UserError: a replica would train on alone.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for the default group, or none at all.
+
+    Attributes:
+        wire_bytes: sent by this process since `start`.
+        step: that all replicas are at, where something other than the exchange counts them; else None.
+        generation: another one whenever other processes take part.
+        stays: whether the processes are the same from the start to the end.
+
+    Raises:
+        UserError: a mesh of several dims, or something else.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise UserError(
+                    f"process_group: the exchange goes along one dim of a mesh, such as mesh['replicate']; given "
+                    f"{group.ndim} dims, {group.mesh_dim_names}"
+                )
+            group = group.get_group()
+            _warn_of_timeout(_timeout(group), _timeout(None))
+        elif group is not None and not isinstance(group, dist.ProcessGroup):
+            raise UserError(f"process_group must be a process group or a mesh of one dim; given {group!r}")
+        self.group = group
+        self.wire_bytes, self.is_static = 0, True
+        self._had_group = group is not None or dist.is_initialized()
+
+    def clone(self) -> ReplicaGroup:
+        """A replicas between the same processes that nothing else uses. Collective: a new process group.
+
+        Its timeout is that of the group it is made of.
+        """
+        if self.world_size == 1:
+            return ReplicaGroup(self.group)
+        ranks = dist.get_process_group_ranks(self.group)
+        return ReplicaGroup(dist.new_group(ranks, timeout=_timeout(self.group), use_local_synchronization=True))
+
+    @property
+    def step(self) -> int | None:
+        return None
+
+    @property
+    def generation(self) -> int:
+        return 0
+
+    @property
+    def quorum_id(self) -> int:
+        """Of the membership, alike on all who take part; 0 where the processes stay the same."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """Processes in the group."""
+        return dist.get_world_size(self.group) if self._has_group() else 1
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+        return dist.get_rank(self.group) if self._has_group() else 0
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of the processes in the group, counted among all there are."""
+        return dist.get_process_group_ranks(self.group) if self._has_group() else []
+
+    def reset_wire_bytes(self) -> None:
+        """Begin to count anew."""
+        self.wire_bytes = 0
+
+    def all_gather(self, message: Tensor) -> list[Tensor]:
+        """The messages of all ranks, in order. Collective: one all-gather.
+
+        Args:
+            message: (n,), of the same length and dtype on all ranks.
+        """
+        if self.world_size == 1:
+            return [message]
+        whole = message.new_empty(self.world_size, message.numel())
+        self._all_gather(whole.view(-1), message.contiguous())
+        self.wire_bytes += (self.world_size - 1) * message.nbytes
+        return list(whole)
+
+    def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """What each rank has for this one, in order. Collective: one all-to-all.
+
+        Args:
+            messages: for rank 0, 1, ..., all (n,) of one length.
+        """
+        if self.world_size == 1:
+            return list(messages)
+        whole = torch.stack(list(messages))
+        found = torch.empty_like(whole)
+        self._all_to_all(found.view(-1), whole.view(-1))
+        self.wire_bytes += (self.world_size - 1) * whole[0].nbytes
+        return list(found)
+
+    def all_reduce_mean(self, values: Tensor) -> Tensor:
+        """The mean over all ranks, in place. Collective: one all-reduce."""
+        if self.world_size > 1:
+            self._all_reduce(values)
+            self.wire_bytes += 2 * (self.world_size - 1) * values.nbytes // self.world_size
+            values /= self.world_size
+        return values
+
+    def broadcast(self, values: Tensor, source: int) -> None:
+        """Give all ranks the values of one, in place. Collective: one broadcast.
+
+        Args:
+            source: rank in the group.
+        """
+        if self.world_size > 1:
+            self._broadcast(values, source)
+            self.wire_bytes += (self.world_size - 1) * values.nbytes // self.world_size
+
+    def all_gather_strings(self, texts: Sequence[str], device: torch.device) -> list[list[str]]:
+        """The texts of all ranks, in order. Collectives: two all-gathers, of a length and of JSON.
+
+        Args:
+            device: of the tensors that are sent, since a group may have a backend for one kind of device alone.
+        """
+        if self.world_size == 1:
+            return [list(texts)]
+        own = json.dumps(list(texts)).encode()
+        lengths = [int(each) for each in self.all_gather(torch.tensor([len(own)], device=device))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        found = self.all_gather(padded.to(device))
+        return [json.loads(bytes(each[:length].tolist())) for each, length in zip(found, lengths, strict=True)]
+
+    def handle_error(self, error: SilentPeerError) -> None:
+        """Raise the error, unless the step it broke can be left out."""
+        raise error
+
+    def should_commit(self) -> bool:
+        """Whether what was exchanged is to be applied; asked once, after the exchange of every step."""
+        return True
+
+    def _has_group(self) -> bool:
+        if dist.is_initialized():
+            self._had_group = True
+        elif self._had_group:
+            raise UserError(
+                "the process group of this exchange is gone: destroy_process_group() was called. Step, save and load "
+                "before it"
+            )
+        elif (count := world_size_from_env()) > 1:
+            _warn_without_group(count)
+        return self._had_group
+
+    def _all_gather(self, whole: Tensor, message: Tensor) -> None:
+        with name_silent_ranks(self.group):
+            getattr(dist, _ALL_GATHER)(whole, message, group=self.group)
+
+    def _all_to_all(self, found: Tensor, whole: Tensor) -> None:
+        with name_silent_ranks(self.group):
+            dist.all_to_all_single(found, whole, group=self.group)
+
+    def _all_reduce(self, values: Tensor) -> None:
+        with name_silent_ranks(self.group):
+            dist.all_reduce(values, group=self.group)
+
+    def _broadcast(self, values: Tensor, source: int) -> None:
+        with name_silent_ranks(self.group):
+            dist.broadcast(values, group=self.group, group_src=source)
+
+
+def as_replica_group(group: Any) -> ReplicaGroup:
+    """The replicas itself, or one over a process group, a mesh or None."""
+    return group if isinstance(group, ReplicaGroup) else ReplicaGroup(group)
+
+
+@functools.cache
+def _warn_without_group(world_size: int) -> None:
+    """Once for each process."""
+    logger.warning(
+        "WORLD_SIZE is %s, but there is no process group: this process trains alone. Call "
+        "torch.distributed.init_process_group() before the first step",
+        world_size,
+    )
+
+
+@functools.cache
+def _warn_of_timeout(own: timedelta | None, usual: timedelta | None) -> None:
+    """Once for each: a mesh makes its groups with the default of their backend, whatever the first group was given."""
+    if own is not None and usual is not None and own > usual and dist.get_rank() == 0:
+        logger.warning(
+            "the group of this mesh waits %s for a process that does not answer, where init_process_group was given "
+            "%s; init_device_mesh(backend_override=...) sets it for each dim",
+            *(own, usual),
+        )
+
+
+def _timeout(group: Any) -> timedelta | None:
+    """How long a group waits; None, which is the default of the backend, where it does not say."""
+    group = dist.group.WORLD if group is None else group
+    for device in ("cpu", "cuda"):
+        with suppress(RuntimeError, AttributeError):
+            return group_timeout(group, torch.device(device))
+    return None

@@ -1,0 +1,478 @@
+"""Tests of the momentum exchange between replicas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scantling as sc
+from scantling.comm.codec.block_group import group_blocks, make_spec
+from scantling.comm.codec.quantize import VALUES
+from scantling.comm.consistency import _decoder
+from scantling.comm.exchange import MomentumExchange
+from scantling.errors import NonFiniteError, PayloadError, ReplicaError, UserError
+from tests.comm.replicas import ThreadGroup, together
+
+DENSE = {"chunk": 64, "topk": 8, "values": "sign", "dense": "sign", "transform": "dct", "decay": 0.9, "alpha": 1.0}
+SHAPES = {
+    "square": (70, 130),
+    "long": (1021, 7),
+    "stack": (3, 40, 50),
+    "conv": (12, 20, 3, 8),
+    "vector": (300,),
+    "one": (),
+}
+EMBEDDING = (50, 96)
+
+
+def params_of(seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in (*SHAPES.values(), EMBEDDING)]
+
+
+def group_by_param(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    named = list(zip((*SHAPES, "embedding"), params, strict=True))
+    return [{"params": named[:-1]}, {"params": named[-1:], "role": "embedding", "matrix_dims": ((0,), (1,))}]
+
+
+def gradient(rank: int, step: int, shape: torch.Size) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(shape, generator=generator)
+
+
+def exchange_of(replicas: ThreadGroup | None, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
+    made = MomentumExchange(group_by_param(params), **{"topk": 8, "chunk": 16, **options})
+    if replicas is not None:
+        made.replicas = replicas
+    return made
+
+
+def residuals(made: MomentumExchange, params: list[nn.Parameter]) -> list[Tensor]:
+    return [made.state.get(param, {}).get("residual", torch.zeros_like(param)) for param in params]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("strategy", ["all_gather", "owner"])
+@pytest.mark.parametrize("values", VALUES)
+def test_nothing_is_lost(size: int, strategy: str, values: str) -> None:
+    """Without decay, the mean gradient over replicas, summed over steps, equals the applied updates plus residuals."""
+
+    def work(replicas: ThreadGroup) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        params = params_of()
+        made = exchange_of(replicas, params, decay=1.0, values=values, dense=values, exchange=strategy)
+        given = [torch.zeros_like(param) for param in params]
+        applied = [torch.zeros_like(param) for param in params]
+        for step in range(4):
+            for param, sum_of in zip(params, given, strict=True):
+                param.grad = gradient(replicas.rank, step, param.shape)
+                sum_of += param.grad
+            assert made.exchange()
+            for param, sum_of in zip(params, applied, strict=True):
+                sum_of += param.grad
+        assert made.wire_bytes == made.planned_wire_bytes()
+        return given, applied, residuals(made, params)
+
+    found = together(size, work)
+    for place in range(len(SHAPES) + 1):
+        mean_given = torch.stack([given[place] for given, _, _ in found]).mean(0)
+        mean_left = torch.stack([left[place] for _, _, left in found]).mean(0)
+        assert all(torch.equal(applied[place], found[0][1][place]) for _, applied, _ in found)
+        torch.testing.assert_close(found[0][1][place] + mean_left, mean_given, rtol=1e-4, atol=2e-5)
+
+
+def test_with_everything_sent_it_is_the_mean_of_the_gradients() -> None:
+    def work(replicas: ThreadGroup) -> list[Tensor]:
+        params = params_of()
+        made = exchange_of(replicas, params, topk=256, values="fp32", dense="fp32")
+        for param in params:
+            param.grad = gradient(replicas.rank, 0, param.shape)
+        made.exchange()
+        return [param.grad for param in params]
+
+    found = together(3, work)
+    for place, param in enumerate(params_of()):
+        wanted = torch.stack([gradient(rank, 0, param.shape) for rank in range(3)]).mean(0)
+        torch.testing.assert_close(found[0][place], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "owner"])
+def test_a_replica_with_nan_is_left_out_and_comes_back(strategy: str) -> None:
+    def work(replicas: ThreadGroup) -> tuple[list[list[Tensor]], MomentumExchange]:
+        params = params_of()
+        made = exchange_of(replicas, params, topk=256, values="fp32", dense="fp32", exchange=strategy, decay=0.0)
+        steps = []
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(replicas.rank, step, param.shape)
+            if step == 1 and replicas.rank == 1:
+                params[0].grad[3, 4] = torch.nan
+            made.exchange()
+            assert made.left_out == ([1] if step == 1 else [])
+            steps.append([param.grad for param in params])
+        return steps, made
+
+    found = together(3, work)
+    for step, ranks in enumerate([(0, 1, 2), (0, 2), (0, 1, 2)]):
+        for place, param in enumerate(params_of()):
+            wanted = torch.stack([gradient(rank, step, param.shape) for rank in ranks]).mean(0)
+            assert torch.equal(found[0][0][step][place], found[1][0][step][place])
+            torch.testing.assert_close(found[1][0][step][place], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_when_all_are_nan_it_stops_everywhere_and_nothing_has_changed() -> None:
+    def work(replicas: ThreadGroup) -> tuple[str, list[Tensor]]:
+        params = params_of()
+        made = exchange_of(replicas, params)
+        for param in params:
+            param.grad = gradient(replicas.rank, 0, param.shape)
+        made.exchange()
+        before = [each.clone() for each in residuals(made, params)]
+        for param in params:
+            param.grad = torch.full_like(param, torch.inf)
+        with pytest.raises(NonFiniteError, match="all 2 processes") as error:
+            made.exchange()
+        assert all(map(torch.equal, before, residuals(made, params)))
+        return str(error.value), before
+
+    first, second = together(2, work)
+    assert first[0] == second[0]
+
+
+def test_other_weights_are_named_with_their_rank() -> None:
+    def work(replicas: ThreadGroup) -> None:
+        params = params_of()
+        if replicas.rank == 2:
+            with torch.no_grad():
+                params[2][1, 2, 3] += 1e-6
+        exchange_of(replicas, params).exchange()
+
+    with pytest.raises(UserError, match="rank 2 differs from the others: stack has other values"):
+        together(3, work)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_after_a_load_replicas_are_compared_again(begun: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A replica that has already exchanged logs a warning, because it may be the only one that loads a state."""
+
+    def work(replicas: ThreadGroup) -> None:
+        params = params_of()
+        made = exchange_of(replicas, params)
+        assert made.strategy
+        if begun:
+            made.exchange()
+        made.load_state_dict(made.state_dict())
+        made.exchange()
+        made.load_state_dict(made.state_dict())
+        with torch.no_grad():
+            params[2][1, 2, 3] += 1e-6 * replicas.rank
+        made.exchange()
+
+    with caplog.at_level(logging.WARNING), pytest.raises(UserError, match=r"rank 1 differs .* stack has other values"):
+        together(2, work)
+    assert caplog.text.count("or a state was loaded; replicas are compared") == 2 * (1 + begun)
+
+
+def test_other_options_are_named_with_their_rank() -> None:
+    def work(replicas: ThreadGroup) -> None:
+        exchange_of(replicas, params_of(), topk=4 if replicas.rank == 1 else 8).exchange()
+
+    with pytest.raises(UserError, match=r"rank 1 differs from the others in square: it has topk 4; they have topk 8$"):
+        together(3, work)
+
+
+@pytest.fixture
+def unset_precision() -> Iterator[None]:
+    """Reset the precision that other tests of the process have set, through both APIs."""
+    torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+    yield
+    torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("module", [torch.backends, torch.backends.cuda.matmul], ids=["all", "matmul"])
+def test_the_precision_of_products_is_read_however_it_was_set(module: Any, unset_precision: None) -> None:
+    """The getter of the old API raises if the newer settings, which transformers uses, were set."""
+    plain = _decoder(torch.device("cuda"))
+    assert plain.endswith("fp32 products of precision ieee")
+    module.fp32_precision = "tf32"
+    assert _decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
+    module.fp32_precision = "none"
+    torch.set_float32_matmul_precision("high")
+    assert _decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
+    torch.set_float32_matmul_precision("highest")
+    assert _decoder(torch.device("cuda")) == plain
+
+
+def test_damaged_messages_are_errors() -> None:
+    def work(replicas: ThreadGroup) -> None:
+        params = params_of()
+        made = exchange_of(replicas, params)
+        made.exchange()
+
+        def damage(message: Tensor) -> Tensor:
+            changed = message.clone()
+            changed[40] ^= 16
+            return changed
+
+        if replicas.rank == 1:
+            replicas.on_its_way = damage
+        made.exchange()
+
+    with pytest.raises(PayloadError, match="rank 1 was damaged"):
+        together(2, work)
+
+
+def test_steps_without_an_exchange_fill_the_residuals() -> None:
+    def work(replicas: ThreadGroup) -> None:
+        params = params_of()
+        made = exchange_of(replicas, params, sync_every=3, decay=0.5, dense="fp32")
+        for step in range(3):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            assert made.exchange() == (step == 2)
+            assert (params[0].grad is None) == (step < 2)
+            if step == 1:
+                assert made.state[params[0]]["residual"].unique().tolist() == [1.5]
+        assert params[-1].grad.unique().tolist() == [3.0]
+
+    together(2, work)
+
+
+def test_parameters_without_gradients_and_empty_ones() -> None:
+    params = [nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(0, 64)), nn.Parameter(torch.ones(3))]
+    made = MomentumExchange(params)
+    params[0].grad = torch.ones(64, 64)
+    made.exchange()
+    assert params[0].grad.abs().sum() > 0
+    assert params[1].grad.shape == (0, 64)
+    assert not params[2].grad.any()
+
+
+def test_half_precision_parameters_have_fp32_residuals() -> None:
+    param = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
+    made = MomentumExchange([param], topk=4, decay=0.999)
+    param.grad = torch.randn(64, 64, dtype=torch.bfloat16)
+    made.exchange()
+    before = made.state[param]["residual"].clone()
+    assert before.dtype == torch.float32
+    assert param.grad.dtype == torch.bfloat16
+    param.grad = torch.zeros_like(param)
+    made.exchange()
+    assert (made.state[param]["residual"] != before).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"chunk": 0}, "chunk must be a whole number from 1 on; given 0"),
+        ({"topk": 17, "chunk": 4}, "topk must be at most chunk^2 = 16, all there is in a block; given 17"),
+        ({"decay": 1.5}, "decay must be from 0 to 1; given 1.5"),
+        ({"values": "int2"}, "values must be one of fp32, bf16, int8, int4, sign; given 'int2'"),
+        ({"exchange": "ring"}, "exchange must be one of auto, all_gather, owner, dense; given 'ring'"),
+        ({"sync_every": 0}, "sync_every must be a whole number from 1 on; given 0"),
+        ({"check_every": 0}, "check_every must be a whole number from 1 on; given 0"),
+        ({"process_group": 3}, "process_group must be a process group or a mesh of one dim; given 3"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError) as error:
+        MomentumExchange([nn.Parameter(torch.ones(4, 4))], **options)
+    assert text in str(error.value)
+
+
+def test_the_groups_of_a_model() -> None:
+    model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 128), nn.LayerNorm(128))
+    text = str(MomentumExchange(sc.param_groups(model), topk=8))
+    assert "2 tensors" not in text.splitlines()[0]
+    assert "8 of 64 x 64, sign" in text
+    assert "rows of 64, bf16" in text
+
+
+def test_exchange_stops_when_parameters_differ() -> None:
+    def work(replicas: ThreadGroup) -> None:
+        params = params_of()
+        made = exchange_of(replicas, params, check_every=2)
+        for step in range(5):
+            if step == 1 and replicas.rank == 1:
+                with torch.no_grad():
+                    params[3].view(-1)[7] += 1e-4
+            for param in params:
+                param.grad = gradient(replicas.rank, step, param.shape)
+            made.exchange()
+
+    with pytest.raises(ReplicaError, match=r"step 3: conv on rank 1 differs from the other ranks"):
+        together(3, work)
+
+
+def test_divergence_and_averaged_residuals() -> None:
+    def work(replicas: ThreadGroup) -> tuple[float | None, float | None, list[Tensor]]:
+        params = params_of()
+        alike, apart = (exchange_of(replicas, params_of(), check_every=1) for _ in range(2))
+        for step in range(2):
+            for made, rank in ((alike, 0), (apart, replicas.rank)):
+                for param in made.param_groups[0]["params"]:
+                    param.grad = gradient(rank, step, param.shape)
+                made.exchange()
+        synced = exchange_of(replicas, params, state_sync_every=2, decay=1.0, topk=1)
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(replicas.rank, step, param.shape) if step < 2 else torch.zeros_like(param)
+            synced.exchange()
+        return alike.replica_divergence, apart.replica_divergence, residuals(synced, params)
+
+    found = together(4, work)
+    for alike, apart, _ in found:
+        assert alike == 0.0
+        assert apart == pytest.approx((3 / 4) ** 0.5, rel=0.2)  # independent residuals: all but a quarter differs
+    for _, _, left in found[1:]:
+        for one, other in zip(left, found[0][2], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("shape", [(4, 40, 1), (1, 8, 3), (200,), (7,), (), (3, 5, 2, 2), (50, 96)])
+def test_what_is_dense_has_long_rows(shape: tuple[int, ...]) -> None:
+    spec, grid = make_spec(shape, 1, {"role": "vector", "matrix_dims": None, "compat": None, **DENSE})
+    numel = max(1, torch.Size(shape).numel())
+    assert spec.width >= min(numel, 64)
+    value = torch.arange(numel, dtype=torch.float32).view(shape)
+    assert torch.equal(grid.from_blocks(grid.to_blocks(value)), value)
+
+
+def test_dims_given_as_lists_are_those_of_tuples() -> None:
+    group = MomentumExchange([nn.Parameter(torch.ones(64, 80))]).param_groups[0]
+    found = [make_spec((64, 80), 5120, {**group, "matrix_dims": dims}) for dims in ([[1], [0]], ((1,), (0,)))]
+    assert len(set(found)) == 1  # hashable, because they are dictionary keys on a GPU
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("values", VALUES)
+def test_an_exchange_does_the_same_on_every_device_and_every_time(device: str, values: str) -> None:
+    """Bitwise on one device. Across devices, all coefficients are sent, so near ties cannot change the selection."""
+
+    def exchanged(device: str, topk: int) -> list[Tensor]:
+        params = [nn.Parameter(param.detach().to(device)) for param in params_of()]
+        made = exchange_of(None, params, topk=topk, values=values, residual="fp32")
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(0, step, param.shape).to(device)
+            made.exchange()
+        return [param.grad.cpu() for param in params if param.grad is not None]
+
+    for one, again in zip(exchanged(device, 8), exchanged(device, 8), strict=True):
+        assert torch.equal(one, again)
+    if values == "fp32":  # at lower precision, a coefficient may round to the neighboring code
+        for one, other in zip(exchanged("cpu", 256), exchanged(device, 256), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_fused_optimizers_step_what_lies_otherwise_in_memory(optimizer: Any) -> None:
+    """Fused optimizers assume that a gradient has the memory layout of its parameter."""
+    generator = torch.Generator().manual_seed(0)
+    transposed = torch.randn(128, 96, generator=generator).t()
+    last = torch.randn(32, 16, 4, 4, generator=generator).to(memory_format=torch.channels_last)
+    found = []
+    for fused in (True, False):
+        params = [nn.Parameter(each.clone()) for each in (transposed, last)]
+        made, stepping = MomentumExchange(params, topk=8), optimizer(params, lr=1e-3, fused=fused)
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(0, step, param.shape)
+            made.exchange()
+            assert all(param.grad is not None and param.grad.stride() == param.stride() for param in params)
+            stepping.step()
+        found.append(params)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("options", [{"topk": 8}, {"topk": 200}, {"topk": 8, "overlap": True}], ids=str)
+def test_autocast_around_a_step_changes_nothing(options: dict[str, Any]) -> None:
+    found = []
+    for enabled in (False, True):
+        (param,) = params = [nn.Parameter(torch.randn(70, 130, generator=torch.Generator().manual_seed(0)))]
+        made = MomentumExchange(params, chunk=16, values="fp32", **options)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            with made.overlapped():
+                (param * gradient(0, 1, param.shape)).sum().backward()
+            made.exchange()
+        found.append(param.grad)
+    assert torch.equal(*found)
+
+
+def test_bytes_of_the_last_step_stay_when_a_delayed_one_is_waited_for() -> None:
+    def work(replicas: ThreadGroup) -> list[int]:
+        params, sent = params_of(), []
+        made = exchange_of(replicas, params, delay=1, check_every=None)
+        for step in range(5):
+            for param in params:
+                param.grad = gradient(replicas.rank, step, param.shape)
+            made.exchange()
+            sent.append(made.wire_bytes)
+            if step == 2:
+                made.state_dict()
+                assert made.wire_bytes == sent[-1]
+        assert sent[2:] == [made.planned_wire_bytes()] * 3
+        return sent
+
+    together(2, work)
+
+
+def test_who_takes_over_tells_of_what_was_on_its_way() -> None:
+    def work(replicas: ThreadGroup) -> list[int]:
+        params = params_of()
+        made = exchange_of(replicas, params, delay=1, check_every=None)
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(replicas.rank, step, param.shape)
+            if replicas.rank == 1 and step == 1:
+                params[0].grad[0, 0] = torch.nan
+            if step == 2:
+                before, made = made, exchange_of(replicas, params, delay=1, check_every=None)
+                made.transfer_state(before)
+            made.exchange()
+        assert made.wire_bytes == made.planned_wire_bytes()
+        return made.left_out
+
+    assert together(2, work) == [[1], [1]]
+
+
+def test_a_state_that_is_refused_leaves_what_is_on_its_way() -> None:
+    def work(replicas: ThreadGroup, refused: bool) -> list[Tensor]:
+        params = params_of()
+        made = exchange_of(replicas, params, delay=1)
+        for step in range(4):
+            for param in params:
+                param.grad = gradient(replicas.rank, step, param.shape)
+            made.exchange()
+            if refused and step == 2:
+                with pytest.raises(UserError, match="this is rank"):
+                    made.load_local_state_dict({**made.local_state_dict(), "rank": 5})
+                with pytest.raises(UserError, match="must be a tensor"):
+                    made.load_shared_state_dict({"step": 3, "pending": {"param_groups.0.0": 3}})
+        return [param.grad for param in params if param.grad is not None]
+
+    found, wanted = (
+        together(2, lambda replicas, refused=refused: work(replicas, refused)) for refused in (True, False)
+    )
+    assert any(grad.any() for grad in wanted[0])
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_channel_holds_as_many_numbers_as_its_device_allows() -> None:
+    groups = [MomentumExchange([nn.Parameter(torch.empty(64, 64))]).param_groups[0]] * 8
+    shapes = dict.fromkeys(range(8), (128, 128))
+    counts = dict.fromkeys(shapes, 128 * 128)
+    for most, wanted in ((2 * 128 * 128, 4), (4 * 128 * 128, 2), (8 * 128 * 128, 1)):
+        assert len(group_blocks(shapes, counts, groups, most=most)) == wanted
+
+
+@pytest.mark.parametrize("given", [[3], ["abc"], "abc", 3, [{"params": 3}], [("a", "b", "c")]], ids=repr)
+def test_what_is_no_parameter_is_refused(given: Any) -> None:
+    with pytest.raises(UserError, match=r"parameters are (given as a list|tensors)"):
+        MomentumExchange(given)
