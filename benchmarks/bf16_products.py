@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from scantling.numerics.compute import has_products
+from scantling.numerics.device import has_fast_matmul
 
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
@@ -30,7 +30,7 @@ _PRODUCTS = {
 
 def bf16_products() -> AbstractContextManager[Any]:
     """Return the context in which to train: a no-op if the CPU multiplies bf16 itself."""
-    return nullcontext() if has_products("bf16", torch.device("cpu")) else Widened()
+    return nullcontext() if has_fast_matmul("bf16", torch.device("cpu")) else Widened()
 
 
 class Widened(TorchDispatchMode):

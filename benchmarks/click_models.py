@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zipf_clicks import CRITEO_KAGGLE, ZipfClicks
 
 import scantling as sc
-from scantling.tensor.layer import CoreLayer, keep_merged
+from scantling.tensor.layer import TTLayer, keep_merged
 from scantling.trainer.models.dlrm import DLRM, DLRMConfig
 
 WIDTH = 32
@@ -45,7 +45,7 @@ def model_of(name: str, *, rank: int = RANK, shrink: int = 1, device: str = "cpu
         model.to_empty(device=device)
         torch.manual_seed(0)
         for module in model.modules():
-            if isinstance(module, CoreLayer):
+            if isinstance(module, TTLayer):
                 rows = getattr(module, "num_embeddings", None)
                 # norm of a table that is uniform within 1 / sqrt(rows)
                 norm = None if rows is None else (WIDTH / 3) ** 0.5

@@ -267,7 +267,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     from scantling.comm import allreduce_wire_bytes
     from scantling.distributed.context import DistContext
     from scantling.errors import NonFiniteError
-    from scantling.numerics.compute import autocast, has_products
+    from scantling.numerics.device import autocast, has_fast_matmul
     from scantling.trainer.data.loader import BatchSource
     from scantling.trainer.data.sampler import Sampler
     from scantling.trainer.models.build import recipe_task
@@ -326,7 +326,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
         "computed_bytes": sent,
         "bytes_over_the_run": early * dense + (1.0 - early) * sent,
         "num_parameters": numel(model),
-        **({} if has_products(work.compute, context.device) else {"widened": True}),
+        **({} if has_fast_matmul(work.compute, context.device) else {"widened": True}),
     }
 
 

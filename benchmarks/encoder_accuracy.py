@@ -115,7 +115,7 @@ def finished(run_dir: Path) -> Line:
     import torch
 
     from scantling.tensor.embedding import TTMEmbedding
-    from scantling.tensor.layer import CoreLayer
+    from scantling.tensor.layer import TTLayer
     from scantling.tensor.linear import TTLinear
     from scantling.trainer.reporting.runs import read_metrics
     from scantling.trainer.training.trained_run import load_run
@@ -136,7 +136,7 @@ def finished(run_dir: Path) -> Line:
         assert abs(bits.mean() - tests[test]) < 1e-9
         right[test], pairs[test] = np.packbits(bits).tobytes().hex(), len(bits)
     last = read_metrics(run_dir / "metrics.jsonl").last
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, CoreLayer)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, TTLayer)}
     dense = {TTLinear: ("in_features", "out_features"), TTMEmbedding: ("num_embeddings", "embedding_dim")}
     sizes = [[getattr(layer, side) for side in dense[type(layer)]] for layer in layers.values()]
     return {

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import scantling as sc
 from scantling.optim.registry import build_optimizer
-from scantling.tensor.layer import CoreLayer, keep_merged
+from scantling.tensor.layer import TTLayer, keep_merged
 from scantling.trainer.recipe import load_recipe
 
 RECIPE = ROOT / "recipes" / "papers" / "mnli-six-encoder.yaml"
@@ -81,7 +81,7 @@ def materialize(model: nn.Module) -> None:
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     for module in model.modules():
-        if isinstance(module, CoreLayer | nn.Linear | nn.Embedding | nn.LayerNorm):
+        if isinstance(module, TTLayer | nn.Linear | nn.Embedding | nn.LayerNorm):
             module.reset_parameters()  # type: ignore[operator]
     embeddings = model.bert.embeddings
     embeddings.position_ids.copy_(torch.arange(embeddings.position_ids.shape[1]))
@@ -150,7 +150,7 @@ class Training:
     def sizes(self) -> dict[str, Any]:
         """Return the parameter count and the bytes of weights, gradients and optimizer state after a step."""
         parameters = list(self.model.parameters())
-        cores = [module for module in self.model.modules() if isinstance(module, CoreLayer)]
+        cores = [module for module in self.model.modules() if isinstance(module, TTLayer)]
         weight_bytes = sum(param.nbytes for param in parameters)
         gradient_bytes = sum(param.grad.nbytes for param in parameters if param.grad is not None)
         optimizer_bytes = held_bytes(self.optimizer)

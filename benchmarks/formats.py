@@ -29,8 +29,8 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.groups import MatrixDims, Role
 from scantling.tensor.formats import FORMATS
-from scantling.tensor.joint import join_siblings
 from scantling.tensor.modes import split
+from scantling.tensor.shared_input import fuse_shared_inputs
 
 Roles = dict[str, tuple[Role, MatrixDims | None]]
 OF_CORES = {name.replace("-", " "): options for name, options in FORMATS.items()}
@@ -99,7 +99,7 @@ def replace_linears(model: nn.Module, name: str, share: float) -> nn.Module:
         if type(module) is nn.Linear and ".layers." in path:
             parent, _, last = path.rpartition(".")
             setattr(model.get_submodule(parent), last, made(name, module, share))
-    join_siblings(model)
+    fuse_shared_inputs(model)
     return model
 
 

@@ -233,7 +233,7 @@ def steps_of(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from comm_methods import METHODS
 
-    from scantling.numerics.compute import autocast
+    from scantling.numerics.device import autocast
 
     torch.manual_seed(0)
     model, examples = workload(options, torch.Generator().manual_seed(rank))

@@ -35,9 +35,9 @@ from torch import nn
 
 from scantling.errors import first_line
 from scantling.groups import param_groups
-from scantling.numerics.resident import forget_peak, peak_resident_bytes, resident_bytes
 from scantling.optim import CAME, release_gradients, state_bytes
 from scantling.optim.memory import ScratchMeter
+from scantling.trainer.rss import peak_rss_bytes, reset_peak_rss, rss_bytes
 
 Row = dict[str, Any]
 
@@ -144,10 +144,10 @@ def counted(contender: Contender, specs: list[Spec], dtype: str, device: str) ->
 
 def resident_peak(work: Callable[[], Any]) -> int:
     """Return the largest resident size during a call, minus the resident size before it, in bytes (Linux)."""
-    forget_peak()
-    before = resident_bytes()
+    reset_peak_rss()
+    before = rss_bytes()
     work()
-    return peak_resident_bytes() - before
+    return peak_rss_bytes() - before
 
 
 def training(momentum: str, **config: int) -> tuple[nn.Module, CAME, Callable[[], None]]:
@@ -172,14 +172,14 @@ def all_in(momentum: str, layers: int, vocab: int) -> Row:
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
     # a first small step loads everything that loads once
     training(momentum, **small, num_attention_heads=2, num_key_value_heads=1)[2]()
-    base = resident_bytes()
+    base = rss_bytes()
     sides = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     model, optimizer, step = training(momentum, **sides, num_hidden_layers=layers, vocab_size=vocab)
     step()
     params = list(model.parameters())
     with ScratchMeter(optimizer) as meter:
         step()
-    held = resident_bytes() - base
+    held = rss_bytes() - base
     transient = resident_peak(step)
     if any(param.grad is not None for param in params):
         raise RuntimeError("a gradient is left after the step")

@@ -44,7 +44,7 @@ from dated import RESULTS, dated, write
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.laws.law import bits_of
+from scantling.laws.inputs import parse_bits
 
 PARTS = ("weights", "activations", "kv_cache")
 POST = "post."
@@ -79,7 +79,7 @@ def _numbers(row: dict[str, str]) -> Row:
 
 def _bits(name: str) -> float:
     """Return the bits of a format, or of a format with its quantization method, such as `int3.gptq`."""
-    return bits_of(name.partition(".")[0]) if name else 16
+    return parse_bits(name.partition(".")[0]) if name else 16
 
 
 def together(*tables: Sequence[Row]) -> list[Row]:

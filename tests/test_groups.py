@@ -280,7 +280,7 @@ def test_controls_have_a_rate_of_their_own() -> None:
     sc.RankAdapter(net, size_target=0.9)
     groups = param_groups(net, core_lr=1e-3, control_lr=1e-1)
     rates = {name: group.get("lr") for group in groups for name, _ in group["params"]}
-    assert {name for name, rate in rates.items() if rate == 1e-1} == {name for name in rates if ".controls." in name}
+    assert {name for name, rate in rates.items() if rate == 1e-1} == {name for name in rates if ".rank_gates." in name}
     assert {name for name, rate in rates.items() if rate == 1e-3} == {name for name in rates if ".cores." in name}
     with pytest.raises(UserError, match="control_lr must be at least 0; given nan"):
         param_groups(net, control_lr=float("nan"))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from scantling.tensor.convert import densify, tensorize
     from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
     from scantling.tensor.linear import TTLinear
-    from scantling.tensor.ranks import RankAdapter
+    from scantling.tensor.rank_adapter import RankAdapter
     from scantling.trainer.models.load import load
     from scantling.trainer.planning.plan import Plan, plan
     from scantling.trainer.training.run import RunResult, train
@@ -32,7 +32,7 @@ _HOMES = {
     "DeMo": "scantling.comm.demo",
     "MomentumExchange": "scantling.comm.exchange",
     "Plan": "scantling.trainer.planning.plan",
-    "RankAdapter": "scantling.tensor.ranks",
+    "RankAdapter": "scantling.tensor.rank_adapter",
     "RunResult": "scantling.trainer.training.run",
     "TTLinear": "scantling.tensor.linear",
     "TTMEmbedding": "scantling.tensor.embedding",

@@ -69,7 +69,7 @@ def param_groups(
             a good start. Default: that of the optimizer.
         embedding_core_lr: of the cores of embeddings, likewise. Rows of a table begin small beside matrices, and each
             is met now and then, so that they want a higher rate, as dense tables do. Default: `core_lr`.
-        control_lr: learning rate of the rank controls of a `RankAdapter`, likewise. A control begins at 1 and an
+        control_lr: learning rate of the rank gates of a `RankAdapter`, likewise. A control begins at 1 and an
             optimizer that normalises moves it by at most its rate a step; ten times that of the optimizer is a good
             start in runs of hundreds of steps. Default: that of the optimizer.
         embedding_lr: learning rate of parameters of the role `embedding` that are no cores, likewise. T5 begins with
@@ -90,7 +90,7 @@ def param_groups(
     if not weight_decay >= 0.0:
         raise UserError(f"weight_decay must be at least 0; given {weight_decay!r}")
     claims = _claims(model)
-    cores, controls = _listed(model, "cores"), _listed(model, "controls")
+    cores, controls = _listed(model, "cores"), _listed(model, "rank_gates")
     tables = {key for key, (role, _) in claims.items() if role == "embedding"}
     rates: dict[int, float] = {}
     for name, params, rate in (

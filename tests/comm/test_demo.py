@@ -242,7 +242,7 @@ def test_replicas_choose_the_same_ranks(compat: Any) -> None:
             x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * replicas.rank + number))
             adapter.loss((layer(x) - x).square().mean()).backward()
             optimizer.step()
-            assert all(control.grad is not None for control in layer.controls or ())
+            assert all(control.grad is not None for control in layer.rank_gates or ())
             optimizer.zero_grad()
             if number % 4 == 3:
                 adapter.truncate(optimizer)

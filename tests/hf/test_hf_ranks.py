@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.tensor.layer import CoreLayer
+from scantling.tensor.layer import TTLayer
 from tests.hf.test_hf_trainer import Sequences, StopAtThree, model
 from tests.processes import run
 
@@ -42,7 +42,7 @@ def trainer(
 
 
 def cores(of: torch.nn.Module) -> int:
-    return sum(core.numel() for layer in of.modules() if isinstance(layer, CoreLayer) for core in layer.cores)
+    return sum(core.numel() for layer in of.modules() if isinstance(layer, TTLayer) for core in layer.cores)
 
 
 def test_the_small_model_is_saved_and_loads_exactly(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_the_small_model_is_saved_and_loads_exactly(tmp_path: Path) -> None:
     made.train()
     assert cores(made.model) == pytest.approx(0.5 * first, rel=0.02)
     assert adapter.num_parameters() == cores(made.model)
-    assert not any("controls" in name for name, _ in made.model.named_parameters())
+    assert not any("rank_gates" in name for name, _ in made.model.named_parameters())
     sizes = [record["tensor_size"] for record in made.state.log_history if "tensor_size" in record]
     assert len(sizes) >= 8
     assert sizes[0] > sizes[-1] == pytest.approx(0.5, rel=0.02)
@@ -64,7 +64,7 @@ def test_the_small_model_is_saved_and_loads_exactly(tmp_path: Path) -> None:
 def test_the_price_is_counted_once_for_each_update(tmp_path: Path) -> None:
     """Four micro-batches, one price: the gates' gradient is that of the data plus that of the price, once."""
     made, adapter = trainer(tmp_path, steps=1, schedule="controlled", price=7.0)
-    control = next(layer.controls[0] for layer in adapter.layers.values() if layer.controls is not None)
+    control = next(layer.rank_gates[0] for layer in adapter.layers.values() if layer.rank_gates is not None)
     seen: list[torch.Tensor] = []
 
     class Look(type(made.callback_handler.callbacks[0])):  # type: ignore[misc]
@@ -77,7 +77,7 @@ def test_the_price_is_counted_once_for_each_update(tmp_path: Path) -> None:
     made.train()
     fresh, again = trainer(tmp_path / "again", steps=1, schedule="controlled", price=7.0)
     again.loss(torch.zeros(())).backward()
-    wanted = next(layer.controls[0] for layer in again.layers.values() if layer.controls is not None).grad
+    wanted = next(layer.rank_gates[0] for layer in again.layers.values() if layer.rank_gates is not None).grad
     assert fresh is not made
     torch.testing.assert_close(seen[1] - seen[0], wanted)
 

@@ -13,7 +13,7 @@ from scantling.numerics.bits import _pack_bits, _unpack_bits, pack, packed_bytes
 
 @given(st.integers(0, 24), st.integers(0, 40), st.integers(1, 3), st.integers(0, 2**31))
 @settings(deadline=None)
-def test_what_is_packed_comes_back(width: int, count: int, rows: int, seed: int) -> None:
+def test_unpack_inverts_pack(width: int, count: int, rows: int, seed: int) -> None:
     values = torch.randint(0, 1 << width, (rows, count), generator=torch.Generator().manual_seed(seed))
     packed = pack(values, width)
     assert packed.dtype == torch.uint8
@@ -23,7 +23,7 @@ def test_what_is_packed_comes_back(width: int, count: int, rows: int, seed: int)
 
 @given(st.integers(0, 24), st.integers(0, 40), st.integers(1, 3), st.integers(0, 2**31))
 @settings(deadline=None)
-def test_bit_by_bit_it_is_the_same(width: int, count: int, rows: int, seed: int) -> None:
+def test_pack_bits_matches_pack(width: int, count: int, rows: int, seed: int) -> None:
     """Devices other than CPUs pack bit by bit."""
     values = torch.randint(0, 1 << 24, (rows, count), generator=torch.Generator().manual_seed(seed))
     packed = pack(values, width)
@@ -31,22 +31,22 @@ def test_bit_by_bit_it_is_the_same(width: int, count: int, rows: int, seed: int)
     assert torch.equal(_unpack_bits(packed, count, width), unpack(packed, count, width))
 
 
-def test_the_layout_is_little_endian_without_gaps() -> None:
+def test_pack_is_little_endian_without_gaps() -> None:
     packed = pack(torch.tensor([0xABC, 0x123, 0xFFF]), 12)
     assert packed.tolist() == [0xBC, 0x3A, 0x12, 0xFF, 0x0F]
 
 
-def test_every_bit_of_numbers_and_none_beside_them_is_kept() -> None:
+def test_pack_drops_higher_bits() -> None:
     assert pack(torch.tensor([7, 8]), 3).tolist() == [7]
 
 
 @pytest.mark.parametrize(("count", "width"), [(1, 0), (2, 1), (256, 8), (257, 9), (4096, 12), (1 << 24, 24)])
-def test_width_that_tells_values_apart(count: int, width: int) -> None:
+def test_width_for_distinguishes_values(count: int, width: int) -> None:
     assert width_for(count) == width
 
 
-def test_wrong_lengths_and_widths_are_refused() -> None:
-    with pytest.raises(UserError, match="5 numbers of 12 bits take 8 bytes; given 7"):
+def test_pack_refuses_wrong_lengths_and_widths() -> None:
+    with pytest.raises(UserError, match="5 integers of 12 bits take 8 bytes; given 7"):
         unpack(torch.zeros(7, dtype=torch.uint8), 5, 12)
     with pytest.raises(UserError, match="given 25"):
         pack(torch.zeros(1, dtype=torch.int64), 25)

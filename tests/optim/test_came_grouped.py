@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from scantling.numerics import tables
+from scantling.numerics import device as numerics_device
 from scantling.optim import CAME, _grouped, _native, release_gradients
 from scantling.optim._rounding import read
 from tests.kernels import compile_for_gpus
 
 pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which is not installed")
-from scantling.numerics.kernels import probe_gpu
+from scantling.numerics import kernels as numerics_kernels
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -154,13 +154,13 @@ def test_without_a_compiler_the_operations_step(
         def __getitem__(self, grid: Any) -> Any:
             raise RuntimeError("Failed to find C compiler.\nPlease specify it")
 
-    monkeypatch.setattr(probe_gpu, "add_one", NoCompiler())
-    tables._run_kernels.cache_clear()
+    monkeypatch.setattr(numerics_kernels, "add_one", NoCompiler())
+    numerics_device._run_kernels.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             found = trained(torch.float32)
     finally:
-        tables._run_kernels.cache_clear()
+        numerics_device._run_kernels.cache_clear()
     assert not stepped
     assert "Failed to find C compiler" in caplog.text
     assert len(caplog.records) == 1

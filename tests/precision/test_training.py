@@ -33,7 +33,7 @@ from scantling.errors import UserError
 from scantling.precision import Quantizer, fake_quantize, restore
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
 from scantling.precision.products import check_device
-from scantling.tensor._cut import cut_parameter
+from scantling.tensor.slicing import slice_parameter
 from tests.precision.llamas import INPUT, llama
 
 
@@ -585,9 +585,9 @@ def test_with_ranks_that_are_shut_removed_a_rounded_layer_computes_what_it_did(w
     torch.manual_seed(0)
     layer = sc.TTLinear(24, 16, rank=4)
     sc.quantize_training(nn.Sequential(layer), weights=weights)
-    layer.attach_controls(0.0)
+    layer.attach_gates(0.0)
     with torch.no_grad():
-        for control, left, right in zip(layer.controls, layer.cores[:-1], layer.cores[1:], strict=True):
+        for control, left, right in zip(layer.rank_gates, layer.cores[:-1], layer.cores[1:], strict=True):
             control.copy_(torch.tensor([0.7, 0.0, 1.3, -0.2][: len(control)]))
             left[..., control <= 0.0] *= 50.0
             right[control <= 0.0] *= 50.0
@@ -595,11 +595,11 @@ def test_with_ranks_that_are_shut_removed_a_rounded_layer_computes_what_it_did(w
     expected = layer(x)
     plain = restore(nn.Sequential(copy.deepcopy(layer)), weights="rounded")
     torch.testing.assert_close(plain(x), expected)
-    for param, dim, index in layer.cuts([live.nonzero().flatten() for live in layer.live()]):
-        cut_parameter(param, dim, index, None)
+    for param, dim, index in layer.rank_slices([live.nonzero().flatten() for live in layer.active_ranks()]):
+        slice_parameter(param, dim, index, None)
     assert max(layer.ranks) == 2
     torch.testing.assert_close(layer(x), expected)
-    layer.fold_controls()
+    layer.fold_gates()
     torch.testing.assert_close(layer(x), expected)
 
 
@@ -642,9 +642,9 @@ def test_products_of_the_hardware_are_its_own(
 def test_controls_are_folded_into_cores_that_were_not_rounded() -> None:
     layer = sc.TTLinear(24, 16, rank=4)
     sc.quantize_training(nn.Sequential(layer), weights="int3")
-    layer.attach_controls(0.0)
+    layer.attach_gates(0.0)
     before = [core.detach().clone() for core in layer.cores]
-    layer.fold_controls()
+    layer.fold_gates()
     assert all(torch.equal(core, old) for core, old in zip(layer.cores, before, strict=True))
 
 

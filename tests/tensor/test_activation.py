@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.tensor.contraction import cores_of, orders
+from scantling.tensor.contraction import best_orders, core_indices
 from scantling.tensor.layer import keep_merged, merge_once
 from scantling.tensor.linear import TTLinear
 
@@ -65,8 +65,8 @@ def test_no_block_reaches_across_it(options: dict[str, Any]) -> None:
     layer = layer_of(**options)
     inputs = len(layer.in_modes)
     for merges in (1.0, 0.0):
-        for _, steps in orders(layer.network, merges):
-            sides = [{core < inputs for core in cores_of(step.tree)} for step in steps]
+        for _, steps in best_orders(layer.network, merges):
+            sides = [{core < inputs for core in core_indices(step.tree)} for step in steps]
             assert all(len(side) == 1 for side in sides)
 
 
@@ -124,7 +124,7 @@ def test_layers_of_one_input_and_several_passes_give_the_same() -> None:
     alone = copy.deepcopy(model)
     for layer in alone.modules():
         if isinstance(layer, TTLinear):
-            layer.joint = None
+            layer.shared_input = None
     x = torch.randn(500, 48, dtype=torch.float64)
     with merge_once(model, 2):
         for _ in range(2):

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 import scantling as sc
 from scantling.tensor.contraction import (
-    MOST_OVER,
+    MAX_OVERHEAD,
     Chain,
     Step,
+    best_orders,
     best_plan,
     contract,
-    in_blocks,
-    merged,
-    orders,
-    plan_of,
+    make_plan,
+    make_steps,
+    merge_block,
 )
 from scantling.tensor.cores import dense
 
@@ -34,14 +34,14 @@ def chains(draw: st.DrawFn, least: int = 1) -> Chain:
     return Chain(tuple(modes), (1, *ranks, 1), inputs)
 
 
-def cores_of(chain: Chain) -> list[torch.Tensor]:
+def core_indices(chain: Chain) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = zip(chain.ranks[:-1], chain.modes, chain.ranks[1:], strict=True)
     return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
 
 
 def assert_contracts(x: torch.Tensor, cores: list[torch.Tensor], steps: tuple[Step, ...], wanted: torch.Tensor) -> None:
-    y = contract(x, [merged(cores, step.tree) for step in steps], steps, wanted.shape[1])
+    y = contract(x, [merge_block(cores, step.tree) for step in steps], steps, wanted.shape[1])
     torch.testing.assert_close(y, wanted)
 
 
@@ -69,11 +69,11 @@ def optimal_macs(chain: Chain, num_tokens: int) -> int:
 @given(chains(), st.integers(1, 70))
 @settings(deadline=None)
 def test_every_order_gives_the_product_with_the_matrix(chain: Chain, num_tokens: int) -> None:
-    cores = cores_of(chain)
+    cores = core_indices(chain)
     x = torch.randn(num_tokens, chain.inputs(0, len(cores)), dtype=torch.float64)
     wanted = x @ dense(cores).reshape(x.shape[1], -1)
     merged, sequential, rebuilt = [chain.num_inputs], range(1, len(cores)), []
-    ways = [in_blocks(chain, cuts) for cuts in (merged, sequential, rebuilt)]
+    ways = [make_steps(chain, splits) for splits in (merged, sequential, rebuilt)]
     for steps in (best_plan(chain, num_tokens).steps, *ways):
         assert_contracts(x, cores, steps, wanted)
 
@@ -88,12 +88,12 @@ def test_no_order_is_cheaper_than_the_best(chain: Chain, num_tokens: int) -> Non
 @given(chains())
 @settings(deadline=None, max_examples=50)
 def test_the_order_for_a_number_of_tokens_is_looked_up(chain: Chain) -> None:
-    known = orders(chain)
+    known = best_orders(chain)
     assert [limit for limit, _ in known] == sorted({limit for limit, _ in known})
     for num_tokens in (1, 2, 3, 7, 20, 100, 4096, 1 << 20, *(limit for limit, _ in known)):
         steps = next(steps for limit, steps in known if num_tokens <= limit)
-        found = plan_of(chain, num_tokens, steps)
-        assert found.macs <= MOST_OVER * found.naive_macs
+        found = make_plan(chain, num_tokens, steps)
+        assert found.macs <= MAX_OVERHEAD * found.naive_macs
         if num_tokens.bit_count() == 1 or num_tokens in dict(known):
             assert found.macs == best_plan(chain, num_tokens).macs
 
@@ -102,7 +102,7 @@ def test_an_order_that_is_best_between_two_powers_alone_is_not_looked_for() -> N
     chain = Chain((1, 2, 3, 1, 4), (1, 1, 3, 1, 2, 1), 4)
     steps = {num_tokens: best_plan(chain, num_tokens).steps for num_tokens in (2, 3, 4)}
     assert steps[2] == steps[4] != steps[3]
-    assert next(found for limit, found in orders(chain) if limit >= 3) == steps[4]
+    assert next(found for limit, found in best_orders(chain) if limit >= 3) == steps[4]
 
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(1, 0.08e6), (32, 2.01e6), (4096, 190.2e6)])
@@ -133,8 +133,8 @@ def test_the_order_chosen_is_never_above_the_best_known_one(shape: tuple[int, in
         layer = sc.TTLinear(*shape, rank, bias=False, device="meta")
         chain = layer.network
         last = len(chain.modes)
-        cuts: list[list[int]] = [[], [chain.num_inputs], list(range(1, last))]
-        known = [plan_of(chain, tokens, in_blocks(chain, each)).macs for each in cuts]
+        splits: list[list[int]] = [[], [chain.num_inputs], list(range(1, last))]
+        known = [make_plan(chain, tokens, make_steps(chain, each)).macs for each in splits]
         chosen = best_plan(chain, tokens)
         assert chosen.macs <= 1.05 * min(*known, tokens * shape[0] * shape[1])
         assert chosen.naive_macs == known[-1]

@@ -18,7 +18,7 @@ import scantling as sc
 from scantling.errors import UserError
 from scantling.tensor.experts import TTExperts
 from scantling.tensor.head import TTMHead
-from scantling.tensor.replace import layers_of_cores
+from scantling.tensor.replace import find_tt_layers
 
 RANK = 4
 ALL = {"filter_fn": lambda name, module: True}
@@ -79,7 +79,7 @@ def test_training(family: str) -> None:
         losses.append(loss.item())
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < losses[0] - 0.1
-    for layer in layers_of_cores(model):
+    for layer in find_tt_layers(model):
         wanted = "embedding" if isinstance(layer, sc.TTMEmbedding) else "matrix"
         for name, _ in layer.named_parameters():
             if "cores" in name:
@@ -395,7 +395,7 @@ def test_bad_arguments_are_refused_and_change_nothing(case: str) -> None:
 
 def test_models_that_cannot_be_converted() -> None:
     model = sc.tensorize(made("llama"), RANK)
-    with pytest.raises(UserError, match=r"model.embed_tokens is made of cores already; densify"):
+    with pytest.raises(UserError, match=r"model.embed_tokens already has TT cores; densify"):
         sc.tensorize(model, RANK)
     with pytest.raises(UserError, match="has no linear layers"):
         sc.tensorize(nn.Sequential(nn.LayerNorm(8)), RANK)
@@ -408,7 +408,7 @@ def test_models_that_cannot_be_converted() -> None:
         broken[0].weight[0, 0] = torch.nan
     with pytest.raises(UserError, match="0: its weight holds NaN"):
         sc.tensorize(broken, RANK)
-    with pytest.raises(UserError, match="bags of cores take sums and means"):
+    with pytest.raises(UserError, match="TT bags take sums and means"):
         sc.tensorize(nn.Sequential(nn.EmbeddingBag(96, 32, mode="max")), RANK)
     plain = own()
     assert sc.densify(plain) is plain

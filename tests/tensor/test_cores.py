@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scantling.errors import UserError
-from scantling.tensor.cores import clip_ranks, dense, gram, num_parameters, random_cores, tt_svd
+from scantling.tensor.cores import clip_ranks, dense, num_parameters, random_cores, squared_norm, tt_svd
 from scantling.tensor.modes import boxes
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=5)
@@ -47,7 +47,7 @@ def test_wrong_ranks_are_refused(rank: object) -> None:
 @settings(deadline=None)
 def test_the_norm_of_the_cores_is_that_of_the_tensor(sizes: list[int], rank: int) -> None:
     cores = chain(sizes, rank)
-    torch.testing.assert_close(gram(cores), dense(cores).square().sum())
+    torch.testing.assert_close(squared_norm(cores), dense(cores).square().sum())
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 6), st.integers(0, 3))

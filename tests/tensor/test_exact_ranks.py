@@ -16,7 +16,7 @@ import scantling as sc
 from scantling.comm.gradient_exchange import NoExchange
 from scantling.optim.combined import CombinedOptimizer
 from scantling.optim.registry import build_optimizer
-from scantling.tensor.ranks import RankAdapter
+from scantling.tensor.rank_adapter import RankAdapter
 from scantling.tensor.schedules import SCHEDULES
 from scantling.trainer.recipe.schema import TensorSection
 from scantling.trainer.training.tensor_training import TensorTraining
@@ -48,21 +48,21 @@ class AfterSuper(torch.optim.Adagrad):
 def split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     params = dict(model.named_parameters())
     return (
-        [param for name, param in params.items() if "controls" not in name],
-        [param for name, param in params.items() if "controls" in name],
+        [param for name, param in params.items() if "rank_gates" not in name],
+        [param for name, param in params.items() if "rank_gates" in name],
     )
 
 
 def combined(model: nn.Module, *, controls_first: bool = False) -> torch.optim.Optimizer:
-    cores, controls = split(model)
-    members = [torch.optim.SGD(cores, lr=1e-2), torch.optim.AdamW(controls, lr=1e-2)]
+    cores, rank_gates = split(model)
+    members = [torch.optim.SGD(cores, lr=1e-2), torch.optim.AdamW(rank_gates, lr=1e-2)]
     return CombinedOptimizer(members[::-1] if controls_first else members)
 
 
 def parted(model: nn.Module) -> torch.optim.Optimizer:
     """Give each gate a separate optimizer."""
-    cores, controls = split(model)
-    return CombinedOptimizer([torch.optim.AdamW(each, lr=1e-2) for each in (cores, *([one] for one in controls))])
+    cores, rank_gates = split(model)
+    return CombinedOptimizer([torch.optim.AdamW(each, lr=1e-2) for each in (cores, *([one] for one in rank_gates))])
 
 
 def by_name(name: str, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -76,7 +76,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "fused": by_name("adamw", fused=True),
     "demo": lambda model: sc.DeMo(sc.param_groups(model), lr=1e-3),
     "combined": combined,
-    "controls first": lambda model: combined(model, controls_first=True),
+    "rank gates first": lambda model: combined(model, controls_first=True),
     "parted": parted,
     "wrapped": lambda model: Wrapper(by_name("sign")(model)),
     "super": lambda model: AfterSuper(model.parameters(), lr=1e-2),
@@ -169,25 +169,25 @@ def test_no_gradient_is_left_for_the_next_step(name: str) -> None:
     for number in range(5):
         loop.run(range(number, number + 1))
         assert loop.adapter.step == number + 1
-        assert importance.kept_values() == {}
+        assert importance.pending_values() == {}
         assert loop.adapter.state_dict()["uncounted"] is None
 
 
-@pytest.mark.parametrize("name", ["adamw", "combined", "controls first", "parted", "wrapped", "super"])
+@pytest.mark.parametrize("name", ["adamw", "combined", "rank gates first", "parted", "wrapped", "super"])
 def test_importance_is_that_of_the_gradients_of_its_step(name: str) -> None:
     loop = Loop(OPTIMIZERS[name], steps=1000, begin=900, memory=0.75)
-    _, controls = split(loop.model)
+    _, rank_gates = split(loop.model)
     expected: Tensor | float = 0.0
     for number in range(3):
         x, wanted = example(number)
         loop.adapter.loss(nn.functional.mse_loss(loop.model(x), wanted)).backward()
-        gradients = torch.cat([control.grad for control in controls if control.grad is not None])
+        gradients = torch.cat([gate.grad for gate in rank_gates if gate.grad is not None])
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         expected = 0.75 * expected + 0.25 * gradients.square()
     importance = loop.adapter._schedule.importance
     assert importance is not None
-    values = loop.adapter._bonds.values()
+    values = loop.adapter._budget.values()
     torch.testing.assert_close(importance.of(values), expected * values.square())
 
 
@@ -253,7 +253,7 @@ def test_a_step_that_a_scaler_skips_is_not_counted(fused: bool) -> None:
         assert loop.adapter.step == 3
         importance = loop.adapter._schedule.importance
         assert importance is not None
-        found.append(importance.of(loop.adapter._bonds.values()))
+        found.append(importance.of(loop.adapter._budget.values()))
     torch.testing.assert_close(found[0], found[1])
 
 

@@ -90,7 +90,7 @@ def test_many_tokens_compile_whole_with_the_same_gradients() -> None:
 def test_gradients_by_torch_func(tokens: int) -> None:
     table = sc.TTMEmbedding(400, 32, 4)
     parameters, hidden = dict(table.named_parameters()), torch.randn(tokens, 32)
-    rows = table._order(tokens, of_head=True)[0].tree == ((0, 1), (2, 3))
+    rows = table._best_steps(tokens, of_head=True)[0].tree == ((0, 1), (2, 3))
     assert rows == (tokens == 64), "many tokens are multiplied with the rows"
 
     def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:

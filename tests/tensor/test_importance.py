@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.errors import UserError
 from scantling.tensor.importance import Importance
-from scantling.tensor.ranks import RankAdapter
+from scantling.tensor.rank_adapter import RankAdapter
 
 
 class TwoWays(nn.Module):
@@ -84,33 +84,33 @@ def test_it_is_the_mean_of_the_squared_change_to_first_order() -> None:
     model = two_ways(share=0.5)
     adapter = RankAdapter(model, size_target=0.5, steps=1000, memory=0.75)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    controls = [control for layer in adapter.layers.values() for control in layer.controls or ()]
+    rank_gates = [gate for layer in adapter.layers.values() for gate in layer.rank_gates or ()]
     expected: Tensor | float = 0.0
     for number in range(3):
         x, wanted = example(number)
         adapter.loss(nn.functional.mse_loss(model(x), wanted)).backward()
-        gradients = torch.cat([control.grad for control in controls if control.grad is not None])
+        gradients = torch.cat([gate.grad for gate in rank_gates if gate.grad is not None])
         optimizer.step()
         optimizer.zero_grad()
         expected = 0.75 * expected + 0.25 * gradients.square()
     importance = adapter._schedule.importance
     assert importance is not None
-    values = adapter._bonds.values()
+    values = adapter._budget.values()
     torch.testing.assert_close(importance.of(values), expected * values.square())
 
 
 def test_a_control_without_a_gradient_did_not_act_and_nan_is_left_out() -> None:
-    controls = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    rank_gates = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     importance = Importance(0.5)
-    importance.follow(controls)
+    importance.follow(rank_gates)
     importance.update()
     assert importance.of(torch.ones(5)) is None  # without a gradient there is no importance
-    controls[0].grad, controls[1].grad = torch.zeros(2), torch.zeros(3)
+    rank_gates[0].grad, rank_gates[1].grad = torch.zeros(2), torch.zeros(3)
     importance.update()  # gradients freed by filling them with 0
-    controls[0].grad, controls[1].grad = torch.tensor([2.0, 4.0]), None
+    rank_gates[0].grad, rank_gates[1].grad = torch.tensor([2.0, 4.0]), None
     importance.update()
-    controls[1].grad = torch.tensor([1.0, float("nan"), float("inf")])
-    controls[0].grad = None
+    rank_gates[1].grad = torch.tensor([1.0, float("nan"), float("inf")])
+    rank_gates[0].grad = None
     importance.update()
     found = importance.of(torch.ones(5))
     assert found is not None
@@ -118,15 +118,15 @@ def test_a_control_without_a_gradient_did_not_act_and_nan_is_left_out() -> None:
 
 
 def test_it_is_cut_with_its_controls_and_goes_on_from_plain_values() -> None:
-    controls = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    rank_gates = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     importance = Importance(0.5)
-    importance.follow(controls)
-    controls[0].grad, controls[1].grad = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0])
+    importance.follow(rank_gates)
+    rank_gates[0].grad, rank_gates[1].grad = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0])
     importance.update()
     importance.slice_state(nn.Parameter(torch.ones(3)), 0, torch.tensor([0]))  # an unknown parameter
     kept = torch.tensor([0, 2])
-    importance.slice_state(controls[1], 0, kept)
-    importance.follow([controls[0], nn.Parameter(controls[1].detach()[kept])])
+    importance.slice_state(rank_gates[1], 0, kept)
+    importance.follow([rank_gates[0], nn.Parameter(rank_gates[1].detach()[kept])])
     values = json.loads(json.dumps(importance.values()))
     assert values == [0.5, 2.0, 4.5, 12.5]
     other = Importance(0.5)
@@ -155,7 +155,7 @@ def test_gradients_that_are_freed_in_the_backward_pass_are_seen(accumulation: in
         assert adapter.step == 6
         importance = adapter._schedule.importance
         assert importance is not None
-        found.append(importance.of(adapter._bonds.values()))
+        found.append(importance.of(adapter._budget.values()))
         if handle is not None:
             handle.remove()
     torch.testing.assert_close(found[0], found[1])
@@ -298,8 +298,8 @@ def test_cores_and_controls_may_have_an_optimizer_each(end: Callable[..., object
     model = two_ways()
     adapter = RankAdapter(model, size_target=0.5, steps=6, interval=1)
     cores = [param for name, param in model.named_parameters() if "cores" in name]
-    controls = [param for name, param in model.named_parameters() if "controls" in name]
-    one, two = torch.optim.AdamW(cores, lr=1e-3), torch.optim.AdamW(controls, lr=1e-2)
+    rank_gates = [param for name, param in model.named_parameters() if "rank_gates" in name]
+    one, two = torch.optim.AdamW(cores, lr=1e-3), torch.optim.AdamW(rank_gates, lr=1e-2)
     for number in range(8):
         x, wanted = example(number)
         adapter.loss(nn.functional.mse_loss(model(x), wanted)).backward()

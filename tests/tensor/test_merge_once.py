@@ -15,7 +15,7 @@ import scantling as sc
 from scantling.errors import UserError
 from scantling.tensor import layer as layer_module
 from scantling.tensor.head import TTMHead
-from scantling.tensor.layer import CoreLayer, keep_merged, merge_once
+from scantling.tensor.layer import TTLayer, keep_merged, merge_once
 
 
 class Net(nn.Module):
@@ -56,12 +56,12 @@ def by_numpy(core: nn.Parameter) -> None:
     core.detach().numpy()[...] *= 1.5
 
 
-def stepped(core: nn.Parameter) -> None:
+def after_step(core: nn.Parameter) -> None:
     core.grad = core.detach().clone()
     torch.optim.AdamW([core], lr=0.1, fused=True).step()
 
 
-@pytest.mark.parametrize("change", [written, swapped, by_vector, by_numpy, stepped])
+@pytest.mark.parametrize("change", [written, swapped, by_vector, by_numpy, after_step])
 def test_evaluation_sees_every_change_of_a_core(change: Callable[[nn.Parameter], None]) -> None:
     model = net().eval()
     ids = torch.randint(60, (5, 7))
@@ -116,11 +116,11 @@ def test_it_merges_once() -> None:
     model = net()
     merges: list[int] = []
 
-    def counted(self: layer_module.CoreLayer) -> list[Tensor]:
+    def counted(self: layer_module.TTLayer) -> list[Tensor]:
         merges.append(1)
         return list(self.cores)
 
-    with patch.object(layer_module.CoreLayer, "gated", counted):
+    with patch.object(layer_module.TTLayer, "gated", counted):
         backward(model, 4)
         alone = len(merges)
         merges.clear()
@@ -155,14 +155,14 @@ def test_what_is_kept_serves_all_passes_without_gradients() -> None:
     model = net()
     ids = torch.arange(40).view(4, 10)
     merges: list[int] = []
-    gated = CoreLayer.gated
+    gated = TTLayer.gated
 
-    def counted(self: CoreLayer) -> list[Tensor]:
+    def counted(self: TTLayer) -> list[Tensor]:
         merges.append(1)
         return gated(self)
 
     expected = model(ids).detach()
-    with patch.object(CoreLayer, "gated", counted), keep_merged(model), torch.no_grad():
+    with patch.object(TTLayer, "gated", counted), keep_merged(model), torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(model(ids), expected)
         assert 1 <= len(merges) <= 3  # an embedding and a head may use the same blocks
@@ -171,9 +171,9 @@ def test_what_is_kept_serves_all_passes_without_gradients() -> None:
         merges.clear()
         model(ids)
         assert not merges
-        assert copy.deepcopy(model).linear._kept is None
+        assert copy.deepcopy(model).linear._merged_kept is None
         torch.testing.assert_close(model.float()(ids), expected.float(), rtol=1e-4, atol=1e-4)
-    assert model.linear._kept is None
+    assert model.linear._merged_kept is None
 
 
 def test_passes_with_gradients_do_not_take_what_is_kept() -> None:
@@ -194,7 +194,7 @@ def test_passes_with_gradients_do_not_take_what_is_kept() -> None:
         torch.testing.assert_close(first.grad, second.grad)
 
 
-SIZES: dict[str, tuple[Callable[[], CoreLayer], Callable[[int], Tensor]]] = {
+SIZES: dict[str, tuple[Callable[[], TTLayer], Callable[[int], Tensor]]] = {
     "table": (lambda: sc.TTMEmbedding(100_000, 64, 16), lambda number: torch.arange(number) * 7),
     "bag": (lambda: sc.TTMEmbeddingBag(30_522, 128, 16), lambda number: torch.arange(number).view(-1, 1)),
     "768 x 768": (lambda: sc.TTLinear(768, 768, 30), lambda number: torch.randn(number, 768)),
@@ -213,7 +213,7 @@ def test_what_is_kept_is_a_small_multiple_of_the_cores(name: str) -> None:
             x = input_of(number)
             found = layer(x)
             torch.testing.assert_close(found, copy.deepcopy(layer)(x), rtol=1e-4, atol=1e-4)
-            kept = sum(block.numel() for block in (layer._kept or {}).values())
+            kept = sum(block.numel() for block in (layer._merged_kept or {}).values())
             assert kept <= 8 * sum(core.numel() for core in layer.cores)
 
 
@@ -221,7 +221,7 @@ def test_a_linear_layer_keeps_its_two_halves() -> None:
     layer = sc.TTLinear(768, 3072, 30)
     with keep_merged(layer), torch.no_grad():
         layer(torch.randn(64, 768))
-        assert sorted(block.numel() for block in (layer._kept or {}).values()) == [768 * 30, 3072 * 30]
+        assert sorted(block.numel() for block in (layer._merged_kept or {}).values()) == [768 * 30, 3072 * 30]
 
 
 def test_the_passes_of_a_step_hold_no_dense_table() -> None:
@@ -230,5 +230,5 @@ def test_the_passes_of_a_step_hold_no_dense_table() -> None:
         for _ in range(2):
             table(torch.arange(4096)).sum().backward()
             table.logits(torch.randn(40, 64)).sum().backward()
-        held = sum(block.numel() for block, _ in (table._shared or {}).values())
+        held = sum(block.numel() for block, _ in (table._merged_once or {}).values())
         assert held <= 8 * sum(core.numel() for core in table.cores)

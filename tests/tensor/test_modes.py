@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scantling.errors import UserError
-from scantling.tensor.modes import boxes, check_modes, digits_of, split
+from scantling.tensor.modes import boxes, check_modes, digits, split
 
 
 @given(st.integers(1, 200_000), st.integers(1, 5))
@@ -43,7 +43,7 @@ def test_modes_of_known_sizes(size: int, num_modes: int, modes: tuple[int, ...])
 def test_boxes_hold_each_index_below_the_size_once(modes: list[int], data: st.DataObject) -> None:
     size = data.draw(st.integers(1, prod(modes)))
     held = [digits for box in boxes(size, modes) for digits in product(*(range(s.start, s.stop) for s in box))]
-    assert sorted(held) == [digits_of(index, modes) for index in range(size)]
+    assert sorted(held) == [digits(index, modes) for index in range(size)]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import nn
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.tensor.replace import layers_of_cores
+from scantling.tensor.replace import find_tt_layers
 
 RANK = 4
 
@@ -169,12 +169,12 @@ def test_ranks_that_are_being_adapted(tmp_path: Path, dtype: torch.dtype) -> Non
     adapter = sc.RankAdapter(model, size_target=0.7)
     with torch.no_grad():
         for layer in adapter.layers.values():
-            for control in layer.controls:
-                control.uniform_(-0.3, 1.0)
-                control[0] = 1.0
+            for gate in layer.rank_gates:
+                gate.uniform_(-0.3, 1.0)
+                gate[0] = 1.0
     adapter.truncate()
     with torch.no_grad():
-        next(iter(adapter.layers.values())).controls[0][0] = 0.123456
+        next(iter(adapter.layers.values())).rank_gates[0][0] = 0.123456
     model.save_pretrained(tmp_path)
     loaded = sc.load(tmp_path)
     assert {name: parameter.dtype for name, parameter in loaded.named_parameters()} == {
@@ -272,7 +272,7 @@ def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
     model = sc.tensorize(made("llama"), {"*layers*": RANK})
     model.save_pretrained(tmp_path)
     places = {"model.layers": "disk", "model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-    with pytest.raises(UserError, match=r"model\.layers\.0\..* is made of cores, which cannot be offloaded to disk"):
+    with pytest.raises(UserError, match=r"model\.layers\.0\..* is a TT layer, which cannot be offloaded to disk"):
         sc.load(tmp_path, device_map={**places, "lm_head": "cpu"})
     cpu_offload(model, execution_device=torch.device("cpu"))
     with pytest.raises(UserError, match="the cores of this layer are on meta, its input is on cpu"):
@@ -327,4 +327,4 @@ def test_in_the_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
     assert torch.equal(logits(resumed.model.eval()), logits(end))
     assert "unexpected keys" not in caplog.text
-    assert all(layer.training is False for layer in layers_of_cores(resumed.model))
+    assert all(layer.training is False for layer in find_tt_layers(resumed.model))

@@ -12,7 +12,7 @@ from torch import nn
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.tensor.contraction import orders
+from scantling.tensor.contraction import best_orders
 from scantling.tensor.linear import TTLinear
 
 LAYERS: list[tuple[tuple[int, int], dict[str, Any]]] = [
@@ -137,7 +137,7 @@ def test_it_compiles_whole_and_not_again_for_every_number_of_tokens() -> None:
     for num_tokens in (2, 3, 5, 9, 17, 33, 100, 1000, 2000):
         x = torch.randn(num_tokens, 64)
         torch.testing.assert_close(compiled(x), layer(x))
-    assert len(graphs) <= len(orders(layer.network)) + 1
+    assert len(graphs) <= len(best_orders(layer.network)) + 1
 
 
 def test_a_model_that_asks_for_the_dtype_compiles_whole() -> None:

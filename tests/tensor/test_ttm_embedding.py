@@ -82,11 +82,11 @@ def test_an_id_that_occurs_often_is_looked_up_once(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("options", TABLES, ids=str)
-@pytest.mark.parametrize("most_numbers", [1 << 24, 50])
-def test_logits_are_products_with_all_rows(options: dict[str, Any], most_numbers: int) -> None:
+@pytest.mark.parametrize("max_elements", [1 << 24, 50])
+def test_logits_are_products_with_all_rows(options: dict[str, Any], max_elements: int) -> None:
     table = table_of(options)
     hidden = torch.randn(3, 5, options["embedding_dim"], dtype=torch.float64)
-    torch.testing.assert_close(table.logits(hidden, most_numbers), hidden @ table.dense_weight().t())
+    torch.testing.assert_close(table.logits(hidden, max_elements), hidden @ table.dense_weight().t())
 
 
 def test_gradients_of_logits() -> None:

@@ -22,8 +22,8 @@ from scantling.comm.ddp_guard import Averaging, find_averaging
 from scantling.comm.transport.group import ReplicaGroup
 from scantling.comm.transport.shards import all_finite, to_local
 from scantling.errors import UserError
-from scantling.numerics.checksum import checksum
-from scantling.numerics.tables import has_kernels
+from scantling.numerics.bits import checksum
+from scantling.numerics.device import has_kernels
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ from scantling.comm.transport.group import ReplicaGroup, as_replica_group
 from scantling.comm.transport.shards import as_gradient, to_local
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
-from scantling.numerics.compute import without_autocast
+from scantling.numerics.device import without_autocast
 from scantling.optimizer_state import check_saved_keys, load_keeping_dtypes
 
 logger = logging.getLogger(__name__)

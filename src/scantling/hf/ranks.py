@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from scantling.errors import UserError
-from scantling.tensor.ranks import RankAdapter
+from scantling.tensor.rank_adapter import RankAdapter
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scantling.numerics.tables import FLOATS, Table, device_of, has_kernels, owners_of, triton_dtype
+from scantling.numerics.device import FLOATS, DeviceTable, device_context, has_kernels, program_owners, triton_dtype
 from scantling.numerics.torch_private import foreach_add_
 from scantling.optim._eager import Job, is_plain
 from scantling.optim._random import seed_of
@@ -75,7 +75,7 @@ def step(jobs: Sequence[Job]) -> None:
         kinds.setdefault(_kind_of(job), []).append(job)
     for kind, own in kinds.items():
         foreach_add_([job.state["step"] for job in own], 1.0)
-        with device_of(own[0].param):
+        with device_context(own[0].param):
             for batch in _batches(own):
                 if kind.is_factored:
                     _step_factored(kind, batch)
@@ -187,7 +187,7 @@ class _Layout:
             "col_part": _before(col_parts),
         }
         lines = [-(-(matrices * each) // _LINE) for each in (rows, cols)]
-        owners = [owners_of(counts, device) for counts in (tiles, *lines, matrices)]
+        owners = [program_owners(counts, device) for counts in (tiles, *lines, matrices)]
         self.tiles, self.rows, self.cols, self.matrices = owners
         firsts = [torch.from_numpy(_before(counts).astype(np.int32)).to(device) for counts in lines]
         self.first_rows, self.first_cols = firsts
@@ -201,13 +201,13 @@ def _before(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 class _Tables(NamedTuple):
     layout: _Layout
-    fields: Table
-    values: Table
+    fields: DeviceTable
+    values: DeviceTable
 
 
 @lru_cache(maxsize=512)
 def _tables_of(kind: _Kind, sizes: tuple[tuple[int, int, int], ...], tile: tuple[int, int]) -> _Tables:
-    return _Tables(_Layout(sizes, tile, kind.device), Table(), Table())
+    return _Tables(_Layout(sizes, tile, kind.device), DeviceTable(), DeviceTable())
 
 
 _ADDRESSES = {
@@ -245,8 +245,8 @@ def _tables(kind: _Kind, jobs: Sequence[Job], tile: tuple[int, int]) -> tuple[_L
         if key not in numbers_of:
             numbers_of[key] = _numbers(job)
         numbers[:] = numbers_of[key]
-    table = sent_fields.send(fields, kind.device)
-    return layout, table, _finished(kind, jobs, table, sent_values.send(values, kind.device))
+    table = sent_fields.upload(fields, kind.device)
+    return layout, table, _finished(kind, jobs, table, sent_values.upload(values, kind.device))
 
 
 def _numbers(job: Job) -> tuple[float, ...]:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from scantling.errors import UserError, hinted
 from scantling.numerics.formats import FloatFormat, Format, parse_format
-from scantling.numerics.words import Clip, Granularity, Rounding
+from scantling.numerics.literals import Clip, Granularity, Rounding
 
 Scales: TypeAlias = Literal["fp32", "power2", "fp8", "fp8_token"]
 

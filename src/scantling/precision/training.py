@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
-from scantling.numerics.compute import warn_of_slow_products
+from scantling.numerics.device import warn_if_slow_matmul
+from scantling.numerics.literals import Granularity
 from scantling.numerics.torch_private import remove_forward_hooks
-from scantling.numerics.words import Granularity
 from scantling.precision.attention import has_quantized_attention, quantize_attention, restore_attention
 from scantling.precision.layers import (
     LayerFormats,
@@ -197,8 +197,8 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
     layer: Any = module
     if is_of_cores(module):
         rounded = list(zip(layer.cores, layer.gated(), strict=True))
-        if layer.controls is not None:  # the rounded cores include the gates
-            lives = zip(layer.controls, layer.live(), strict=True)
+        if layer.rank_gates is not None:  # the rounded cores include the gates
+            lives = zip(layer.rank_gates, layer.active_ranks(), strict=True)
             rounded += [(control, torch.where(live, 1.0, control)) for control, live in lives]
     else:
         rounded = [(layer.master_weight(), layer.rounded_weight())]
@@ -244,7 +244,7 @@ def _check_products(model: nn.Module, formats: LayerFormats, multiply: Multiply)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     check_device(multiply.name, device)
     if not torch.cuda.is_available():  # with a GPU, the model may still be moved there
-        warn_of_slow_products(multiply.name, device, f"leave out compute: {multiply.name} to simulate them")
+        warn_if_slow_matmul(multiply.name, device, f"leave out compute: {multiply.name} to simulate them")
     multiply.check(formats.weights, "weights")
     multiply.check(formats.activations, "activations")
     if formats.gradients is not None:

@@ -14,12 +14,12 @@ contiguous trailing elements, and the result is P x Q x S. In every step the bac
 forward pass. Starting at another core never helps if all bonds have rank 2 or more, and hardly if some have rank 1.
 
 The cost of an order is its multiplications plus `ELEMENT` for every element that it reads or writes, so that no order
-wins by saving multiplications at the price of more memory traffic. But no order may take more than `MOST_OVER` times
+wins by saving multiplications at the price of more memory traffic. But no order may take more than `MAX_OVERHEAD` times
 the multiplications of the best among core after core, y = (x A) B, W built in full, and a dense layer.
 
 Blocks may be merged once for several passes, or for all future passes. This saves multiplications but costs memory: if
 merging were always free, W built in full would always be best, and a table of any size would be held dense. So merging
-is discounted only for orders whose blocks hold at most `MOST_KEPT` times the elements of the cores. For other orders
+is discounted only for orders whose blocks hold at most `MAX_KEPT` times the elements of the cores. For other orders
 it counts fully, and their blocks are merged for each pass and dropped.
 """
 
@@ -39,21 +39,21 @@ from torch import Tensor
 
 Tree: TypeAlias = "int | tuple[Tree, Tree]"
 
-ELEMENT = 8.0
+ELEMENT_COST = 8.0
 """Multiplications that take as long as a CPU needs to read or write one element."""
-MOST_OVER = 1.05
-MOST_KEPT = 4.0
+MAX_OVERHEAD = 1.05
+MAX_KEPT = 4.0
 """Elements of kept blocks per element of the cores, at most.
 
 Equal to what AdamW keeps per element (weight, gradient, two moments). A and B of a linear layer fit if the cores are
 much smaller than W and not tiny (2.3 times the cores at 768 x 768 and rank 30, 4.0 at 768 x 3072, 0.9 at 4096 x 4096
 and rank 256). W fits if the cores save little. All rows of a large table never fit.
 """
-MOST_ORDERS = 2
+MAX_KEPT_ORDERS = 2
 """Orders per layer whose blocks are kept: a table's for lookups and for a head, other layers' for many and for few
 tokens.
 """
-MOST_TOKENS = 1 << 22
+MAX_TOKENS = 1 << 22
 """Number of tokens beyond which the order no longer changes."""
 
 
@@ -65,13 +65,13 @@ class Chain:
         modes: modes of all cores.
         ranks: ranks of all bonds, including the outer ones.
         num_inputs: number of input cores.
-        is_bent: True if a nonlinear activation stands between input and output cores; no block spans it.
+        has_activation: True if a nonlinear activation stands between input and output cores; no block spans it.
     """
 
     modes: tuple[int, ...]
     ranks: tuple[int, ...]
     num_inputs: int
-    is_bent: bool = False
+    has_activation: bool = False
 
     def inputs(self, first: int, last: int) -> int:
         """Return the product of the input modes among cores first..last; 1 if there are none."""
@@ -200,7 +200,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the order as text, with its cost next to those of the naive order and of a dense layer."""
-        blocks = ", then ".join(_spelled(step.tree) for step in self.steps)
+        blocks = ", then ".join(_format_tree(step.tree) for step in self.steps)
         lines = [
             f"{self.num_tokens} tokens with cores {blocks}",
             f"  chosen  {self.macs / 1e6:12.3f} M multiplications, {self.merge_macs / 1e6:.3f} M of them merge cores",
@@ -212,7 +212,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def best_plan(chain: Network, num_tokens: int, merges: float = 1.0, element: float = ELEMENT) -> Plan:
+def best_plan(chain: Network, num_tokens: int, merges: float = 1.0, element: float = ELEMENT_COST) -> Plan:
     """Return the cheapest order.
 
     Args:
@@ -222,12 +222,12 @@ def best_plan(chain: Network, num_tokens: int, merges: float = 1.0, element: flo
             ones. Blocks that are too large to keep count fully.
         element: multiplications that reading or writing one element counts for; 0 finds the fewest multiplications.
     """
-    ways = _ways(chain)
-    return plan_of(chain, num_tokens, ways.steps[ways.best(num_tokens, merges, element)])
+    ways = _enumerate_orders(chain)
+    return make_plan(chain, num_tokens, ways.steps[ways.best(num_tokens, merges, element)])
 
 
 @dataclass(frozen=True, slots=True)
-class _Ways:
+class _Candidates:
     """All ways to split a chain into blocks, and their costs.
 
     Attributes:
@@ -245,38 +245,39 @@ class _Ways:
     known: tuple[int, ...]
     dense: float
 
-    def best(self, num_tokens: int, merges: float, element: float = ELEMENT) -> int:
+    def best(self, num_tokens: int, merges: float, element: float = ELEMENT_COST) -> int:
         """Return the index of the cheapest allowed way."""
         times = np.stack([np.where(self.can_keep, merges, max(1.0, merges)), np.full(len(self.steps), num_tokens)])
         macs = (times * self.macs).sum(0)
-        most = max(macs.min(), MOST_OVER * min(*macs[list(self.known)], num_tokens * self.dense))
+        most = max(macs.min(), MAX_OVERHEAD * min(*macs[list(self.known)], num_tokens * self.dense))
         return int(np.where(macs <= most, macs + element * (times * self.elements).sum(0), np.inf).argmin())
 
 
 @lru_cache(maxsize=4096)
-def _ways(chain: Network) -> _Ways:
+def _enumerate_orders(chain: Network) -> _Candidates:
     last = len(chain.sizes)
-    cuts = [found for number in range(last) for found in combinations(range(1, last), number)]  # few blocks first
-    if isinstance(chain, Chain) and chain.is_bent:
-        cuts = [found for found in cuts if chain.num_inputs in found]
-    steps = tuple(in_blocks(chain, each) for each in cuts)
+    splits = [found for number in range(last) for found in combinations(range(1, last), number)]  # few blocks first
+    if isinstance(chain, Chain) and chain.has_activation:
+        splits = [found for found in splits if chain.num_inputs in found]
+    steps = tuple(make_steps(chain, each) for each in splits)
     macs = [(_merge_macs(chain, way), sum(step.macs for step in way)) for way in steps]
     moved = [
-        (sum(_merging(chain, *_ends(step))[1] for step in way), sum(step.elements for step in way)) for way in steps
+        (sum(_best_merge(chain, *_block_ends(step))[1] for step in way), sum(step.elements for step in way))
+        for way in steps
     ]
     middle = (chain.num_inputs,) if isinstance(chain, Chain) else ()
-    known = tuple(cuts.index(each) for each in ((), middle, tuple(range(1, last))) if each in cuts)
+    known = tuple(splits.index(each) for each in ((), middle, tuple(range(1, last))) if each in splits)
     dense = 0 if len(known) < 3 else _dense_macs(chain)
     as_columns = [np.array(pairs, dtype=np.float64).T for pairs in (macs, moved)]
     small = np.array([can_keep(chain, [step.tree for step in way]) for way in steps])
-    return _Ways(steps, as_columns[0], as_columns[1], small, known, dense if dense else np.inf)
+    return _Candidates(steps, as_columns[0], as_columns[1], small, known, dense if dense else np.inf)
 
 
 Orders: TypeAlias = tuple[tuple[int, tuple[Step, ...]], ...]
 
 
 @lru_cache(maxsize=4096)
-def orders(chain: Network, merges: float = 1.0) -> Orders:
+def best_orders(chain: Network, merges: float = 1.0) -> Orders:
     """Return the best order for every number of tokens: (largest number of tokens, steps), ascending.
 
     Args:
@@ -287,7 +288,7 @@ def orders(chain: Network, merges: float = 1.0) -> Orders:
     allowed depends on the tokens, so an order may be best only between two powers. That one is missed; the order used
     there instead is allowed, too.
     """
-    ways = _ways(chain)
+    ways = _enumerate_orders(chain)
 
     def changes(low: int, high: int) -> Iterator[tuple[int, int]]:
         """Yield (largest number of tokens, way) for every change between two numbers of tokens."""
@@ -298,25 +299,25 @@ def orders(chain: Network, merges: float = 1.0) -> Orders:
         elif first != last:
             yield low, first
 
-    powers = [1 << power for power in range(MOST_TOKENS.bit_length())]
+    powers = [1 << power for power in range(MAX_TOKENS.bit_length())]
     found = [change for low, high in pairwise(powers) for change in changes(low, high)]
-    found.append((MOST_TOKENS, ways.best(MOST_TOKENS, merges)))
+    found.append((MAX_TOKENS, ways.best(MAX_TOKENS, merges)))
     return tuple((limit, ways.steps[way]) for limit, way in found)
 
 
-def plan_of(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
+def make_plan(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
     """Return a plan with its costs for given steps."""
     return Plan(
         tuple(steps),
         num_tokens,
         _merge_macs(chain, steps),
         num_tokens * sum(step.macs for step in steps),
-        num_tokens * sum(step.macs for step in in_blocks(chain, range(1, len(chain.sizes)))),
+        num_tokens * sum(step.macs for step in make_steps(chain, range(1, len(chain.sizes)))),
         num_tokens * _dense_macs(chain),
     )
 
 
-def factors_of(chain: Network, plan: Plan) -> list[tuple[float, tuple[int, ...]]]:
+def rank_factors(chain: Network, plan: Plan) -> list[tuple[float, tuple[int, ...]]]:
     """Return the multiplications of a plan as products: (rank-independent factor, bonds whose ranks multiply it)."""
     found: list[tuple[float, tuple[int, ...]]] = []
     ranks = chain.ranks
@@ -324,13 +325,13 @@ def factors_of(chain: Network, plan: Plan) -> list[tuple[float, tuple[int, ...]]
     def merging(tree: Tree) -> None:
         if isinstance(tree, int):
             return
-        first, cut, last = cores_of(tree)[0], cores_of(tree[1])[0], cores_of(tree)[-1]
+        first, cut, last = core_indices(tree)[0], core_indices(tree[1])[0], core_indices(tree)[-1]
         found.append((prod(chain.sizes[first : last + 1]), (first, cut, last + 1)))
         for part in tree:
             merging(part)
 
     for step in plan.steps:
-        block = cores_of(step.tree)
+        block = core_indices(step.tree)
         bonds = block[0], block[-1] + 1
         found.append((plan.num_tokens * step.macs / max(1, ranks[bonds[0]] * ranks[bonds[1]]), bonds))
         merging(step.tree)
@@ -342,21 +343,21 @@ def _dense_macs(chain: Network) -> int:
     return 0 if isinstance(chain, Lookup) else prod(chain.sizes)
 
 
-def in_blocks(chain: Network, cuts: Sequence[int]) -> tuple[Step, ...]:
+def make_steps(chain: Network, splits: Sequence[int]) -> tuple[Step, ...]:
     """Return the steps that absorb blocks from left to right.
 
     Args:
         chain: modes and ranks.
         cuts: indices of the cores, after the first, at which a block begins.
     """
-    firsts = [0, *cuts]
-    lasts = [*(cut - 1 for cut in cuts), len(chain.sizes) - 1]
-    return tuple(_absorb(chain, first, last) for first, last in zip(firsts, lasts, strict=True))
+    firsts = [0, *splits]
+    lasts = [*(cut - 1 for cut in splits), len(chain.sizes) - 1]
+    return tuple(_make_step(chain, first, last) for first, last in zip(firsts, lasts, strict=True))
 
 
-def cores_of(tree: Tree) -> list[int]:
+def core_indices(tree: Tree) -> list[int]:
     """Return the core indices of a block, in order."""
-    return [tree] if isinstance(tree, int) else cores_of(tree[0]) + cores_of(tree[1])
+    return [tree] if isinstance(tree, int) else core_indices(tree[0]) + core_indices(tree[1])
 
 
 def can_keep(chain: Network, trees: Iterable[Tree], num_orders: int = 1) -> bool:
@@ -367,53 +368,53 @@ def can_keep(chain: Network, trees: Iterable[Tree], num_orders: int = 1) -> bool
         trees: merge orders of the blocks.
         num_orders: number of orders that the blocks belong to.
     """
-    blocks = [cores_of(tree) for tree in trees]
-    in_cores = sum(_numbers(chain, place, place) for place in range(len(chain.sizes)))
-    return sum(_numbers(chain, block[0], block[-1]) for block in blocks) <= num_orders * MOST_KEPT * in_cores
+    blocks = [core_indices(tree) for tree in trees]
+    in_cores = sum(_numel(chain, place, place) for place in range(len(chain.sizes)))
+    return sum(_numel(chain, block[0], block[-1]) for block in blocks) <= num_orders * MAX_KEPT * in_cores
 
 
-def _numbers(chain: Network, first: int, last: int) -> int:
+def _numel(chain: Network, first: int, last: int) -> int:
     """Return the number of elements in the block of cores first..last."""
     return chain.ranks[first] * prod(chain.sizes[first : last + 1]) * chain.ranks[last + 1]
 
 
-def _ends(step: Step) -> tuple[int, int]:
+def _block_ends(step: Step) -> tuple[int, int]:
     """Return the first and last core of a step's block."""
-    block = cores_of(step.tree)
+    block = core_indices(step.tree)
     return block[0], block[-1]
 
 
 def _merge_macs(chain: Network, steps: Sequence[Step]) -> int:
     """Return the multiplications for merging the blocks of an order."""
-    return sum(_merging(chain, *_ends(step))[0] for step in steps)
+    return sum(_best_merge(chain, *_block_ends(step))[0] for step in steps)
 
 
 @lru_cache(maxsize=65536)
-def _merging(chain: Network, first: int, last: int) -> tuple[int, int, Tree]:
+def _best_merge(chain: Network, first: int, last: int) -> tuple[int, int, Tree]:
     """Return the fewest multiplications that merge cores first..last, their reads and writes, and the merge order."""
     if first == last:
         return 0, 0, first
 
-    whole = _numbers(chain, first, last)
+    whole = _numel(chain, first, last)
     ways = []
     for cut in range(first, last):
-        left, right = _merging(chain, first, cut), _merging(chain, cut + 1, last)
+        left, right = _best_merge(chain, first, cut), _best_merge(chain, cut + 1, last)
         macs = left[0] + right[0] + whole * chain.ranks[cut + 1]
-        moved = left[1] + right[1] + _numbers(chain, first, cut) + _numbers(chain, cut + 1, last) + whole
+        moved = left[1] + right[1] + _numel(chain, first, cut) + _numel(chain, cut + 1, last) + whole
         ways.append((macs, moved, cut, (left[2], right[2])))
     macs, moved, _, tree = min(ways)
     return macs, moved, tree
 
 
-def _absorb(chain: Network, first: int, last: int) -> Step:
-    return Step(_merging(chain, first, last)[2], *chain.absorb(first, last))
+def _make_step(chain: Network, first: int, last: int) -> Step:
+    return Step(_best_merge(chain, first, last)[2], *chain.absorb(first, last))
 
 
-def merged(cores: Sequence[Tensor], tree: Tree) -> Tensor:
+def merge_block(cores: Sequence[Tensor], tree: Tree) -> Tensor:
     """Merge a block of cores into one core: (r, modes, r'), or (r, row modes, column modes, r')."""
     if isinstance(tree, int):
         return cores[tree]
-    left, right = merged(cores, tree[0]), merged(cores, tree[1])
+    left, right = merge_block(cores, tree[0]), merge_block(cores, tree[1])
     product = left.flatten(0, -2) @ right.flatten(1)
     if left.ndim == 3:
         return product.view(left.shape[0], left.shape[1] * right.shape[1], right.shape[-1])
@@ -456,5 +457,5 @@ def contract(
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def _spelled(tree: Tree) -> str:
-    return str(tree + 1) if isinstance(tree, int) else f"({_spelled(tree[0])} {_spelled(tree[1])})"
+def _format_tree(tree: Tree) -> str:
+    return str(tree + 1) if isinstance(tree, int) else f"({_format_tree(tree[0])} {_format_tree(tree[1])})"

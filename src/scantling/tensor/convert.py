@@ -18,18 +18,18 @@ from typing import Any, get_args
 from torch import nn
 
 from scantling.errors import UserError
-from scantling.tensor.choice import Choice, Filter, Ranks
 from scantling.tensor.experts import is_fused_experts
+from scantling.tensor.find_layers import Candidate, find_layers, is_linear
 from scantling.tensor.formats import Format, linear_options
 from scantling.tensor.head import TTMHead
-from scantling.tensor.joint import join_siblings
-from scantling.tensor.layer import CoreLayer
+from scantling.tensor.layer import TTLayer
+from scantling.tensor.layer_filter import Filter, LayerFilter, Ranks
 from scantling.tensor.linear import TTLinear
-from scantling.tensor.ranks import adapter_of
-from scantling.tensor.replace import Init, as_dense, filled, install, layers_of_cores, put, shaped
+from scantling.tensor.rank_adapter import adapter_of
+from scantling.tensor.replace import Init, build_dense, build_layer, fill_layer, find_tt_layers, install, replace_module
 from scantling.tensor.report import LayerReport, layer_report, log_errors, warn_if_trained
-from scantling.tensor.sites import Site, find_sites, is_linear
-from scantling.tensor.ties import carry_ties, note_ties, restore_ties
+from scantling.tensor.shared_input import fuse_shared_inputs
+from scantling.tensor.tied_weights import record_tied_names, rename_tied_names, restore_tied_names
 
 logger = logging.getLogger(__name__)
 
@@ -95,43 +95,43 @@ def tensorize(
         raise UserError(f"init must be one of {', '.join(get_args(Init))}; given {init!r}")
     if report is not None and not isinstance(report, list):
         raise UserError(f"report must be a list, which tensorize fills; given {report!r}; pass report=[] by a name")
-    for names in layers_of_cores(model).values():
-        raise UserError(f"{names[0] or 'the model'} is made of cores already; densify the model first")
-    choice, linear = Choice(rank, filter_fn), linear_options(format, num_modes)
-    sites, refused = find_sites(model)
+    for names in find_tt_layers(model).values():
+        raise UserError(f"{names[0] or 'the model'} already has TT cores; densify the model first")
+    choice, linear = LayerFilter(rank, filter_fn), linear_options(format, num_modes)
+    candidates, refused = find_layers(model)
     chosen, larger = [], {}
-    for site in sites:
-        options = _options(site, choice, linear)
+    for candidate in candidates:
+        options = _options(candidate, choice, linear)
         if options is None:
             continue
-        layer = shaped(site, options)
-        numbers, dense = layer.num_parameters(), sum(weight.numel() for weight in site.weights)
+        layer = build_layer(candidate, options)
+        numbers, dense = layer.num_parameters(), sum(weight.numel() for weight in candidate.weights)
         if numbers >= dense:
-            larger[site.name] = f"its cores would hold {numbers} numbers, the dense weight holds {dense}"
+            larger[candidate.name] = f"its cores would hold {numbers} numbers, the dense weight holds {dense}"
         if filter_fn is not None or numbers < dense:
-            chosen.append((site, layer))
+            chosen.append((candidate, layer))
     if not chosen:
-        raise UserError(_nothing(model, sites, refused, larger))
+        raise UserError(_nothing(model, candidates, refused, larger))
     if chosen[0][0].name == "":
         raise UserError(f"the model is itself a {type(model).__name__}; make the layer with from_dense")
-    for pattern in choice.unmet():
+    for pattern in choice.unused_patterns():
         logger.warning("tensorize: the pattern %r decides on no layer", pattern)
     if filter_fn is not None and larger:
         logger.warning("tensorize: filter_fn chooses layers that become no smaller: %s", _some(larger))
     for name, why in (refused if filter_fn is not None else refused | larger).items():
         logger.info("tensorize leaves %s alone: %s", name, why)
     if init == "random":
-        warn_if_trained([site for site, _ in chosen], has_svd="activation" not in linear)
-    made = [(site, filled(site, layer, init)) for site, layer in chosen]
-    reports = [layer_report(site, layer, init) for site, layer in made]
+        warn_if_trained([candidate for candidate, _ in chosen], has_svd="activation" not in linear)
+    made = [(candidate, fill_layer(candidate, layer, init)) for candidate, layer in chosen]
+    reports = [layer_report(candidate, layer, init) for candidate, layer in made]
     log_errors(reports)
     if report is not None:
         report.extend(reports)
-    noted = note_ties(model)
-    for site, layer in made:
-        install(model, site, layer)
-    join_siblings(model)
-    carry_ties(noted)
+    noted = record_tied_names(model)
+    for candidate, layer in made:
+        install(model, candidate, layer)
+    fuse_shared_inputs(model)
+    rename_tied_names(noted)
     if any(hasattr(module, "save_pretrained") for module in model.modules()):
         from scantling.tensor.pretrained import attach
 
@@ -155,27 +155,27 @@ def densify(model: nn.Module) -> nn.Module:
         UserError: if the model is itself a TT layer (call its `to_dense()`), a `RankAdapter` is attached to it, or a
             layer has an activation between its cores.
     """
-    found = layers_of_cores(model)
+    found = find_tt_layers(model)
     if model in found:
         raise UserError(f"the model is itself a {type(model).__name__}; it has to_dense()")
     for name, layer in model.named_modules():
-        if isinstance(layer, CoreLayer) and adapter_of(layer) is not None:
+        if isinstance(layer, TTLayer) and adapter_of(layer) is not None:
             raise UserError(
                 f"a RankAdapter is attached to '{name}', which would go on with cores that are no longer in the "
                 "model; call its finish() or detach() before, or densify a copy.deepcopy(model)"
             )
         if isinstance(layer, TTLinear) and layer.activation is not None:
             raise UserError(f"'{name}' has no dense weight: {layer.activation} stands between its cores")
-    made = {layer: as_dense(layer) for layer in found if not isinstance(layer, TTMHead)}
+    made = {layer: build_dense(layer) for layer in found if not isinstance(layer, TTMHead)}
     for head in found:
         if isinstance(head, TTMHead):
             table = made.get(head.table)
             made[head] = head.to_dense(None if table is None else table.get_parameter("weight"))
     for layer, dense in made.items():
-        put(model, found[layer], layer, dense)
-        if isinstance(layer, TTLinear) and layer.joint is not None:
-            layer.joint.remove()
-    restore_ties(model)
+        replace_module(model, found[layer], layer, dense)
+        if isinstance(layer, TTLinear) and layer.shared_input is not None:
+            layer.shared_input.remove()
+    restore_tied_names(model)
     if any(hasattr(module, "save_pretrained") for module in model.modules()):
         from scantling.tensor.pretrained import detach
 
@@ -183,32 +183,36 @@ def densify(model: nn.Module) -> nn.Module:
     return model
 
 
-def _options(site: Site, choice: Choice, linear: Mapping[str, Any]) -> dict[str, Any] | None:
+def _options(candidate: Candidate, choice: LayerFilter, linear: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of the layer for a site; None to leave the site unchanged."""
-    if is_fused_experts(site.module):
+    if is_fused_experts(candidate.module):
         parts: dict[str, Any] = {}
         for part in ("up", "down"):
-            found = choice.options([*site.names, *(f"{name}.{part}" for name in site.names)], site.module)
+            found = choice.options(
+                [*candidate.names, *(f"{name}.{part}" for name in candidate.names)], candidate.module
+            )
             if found is None:
                 return None
             parts[part] = {**linear, **found}
         return parts
-    found = choice.options(site.names, site.module)
-    return {**linear, **found} if found is not None and is_linear(site.module) else found
+    found = choice.options(candidate.names, candidate.module)
+    return {**linear, **found} if found is not None and is_linear(candidate.module) else found
 
 
-def _nothing(model: nn.Module, sites: list[Site], refused: Mapping[str, str], larger: Mapping[str, str]) -> str:
+def _nothing(
+    model: nn.Module, candidates: list[Candidate], refused: Mapping[str, str], larger: Mapping[str, str]
+) -> str:
     """Return why there is nothing to replace, and what to do."""
     text = f"tensorize: nothing to replace in this {type(model).__name__}"
     if larger:
         return f"{text}: {_some(larger)}; lower the rank, or choose layers with filter_fn, whatever their size"
-    if not sites and refused:
+    if not candidates and refused:
         return f"{text}: {_some(refused)}"
-    if not sites:
+    if not candidates:
         return f"{text}: it has no linear layers, embeddings or experts (subclasses of them are left alone)"
-    heads = [name for site in sites for _, names in site.heads for name in names]
+    heads = [name for candidate in candidates for _, names in candidate.heads for name in names]
     tied = f"; {', '.join(heads)} can only follow the embedding it is tied to" if heads else ""
-    names = [site.name for site in sites]
+    names = [candidate.name for candidate in candidates]
     return f"{text}: rank and filter_fn choose none of its {len(names)} layers, such as {', '.join(names[:3])}{tied}"
 
 

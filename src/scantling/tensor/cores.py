@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError
-from scantling.tensor.modes import integers
+from scantling.tensor.modes import positive_ints
 
 Sizes: TypeAlias = tuple[int, ...]
 Box: TypeAlias = tuple[slice, ...]
@@ -44,8 +44,8 @@ def clip_ranks(rank: int | Sequence[int], sizes: Sequence[int], what: str = "ran
         (1, 12, 30, 30, 30, 12, 1)
     """
     num_bonds = len(sizes) - 1
-    one = integers([rank])
-    given = integers(rank) if one is None else one * num_bonds
+    one = positive_ints([rank])
+    given = positive_ints(rank) if one is None else one * num_bonds
     if given is None or len(given) != num_bonds:
         raise UserError(
             f"{what} must be a positive integer, or one for each of the {num_bonds} bonds between {len(sizes)} cores; "
@@ -84,7 +84,7 @@ def dense(cores: Sequence[Tensor]) -> Tensor:
     return merge(cores).view([size for core in cores for size in core.shape[1:-1]])
 
 
-def gram(cores: Sequence[Tensor], box: Sequence[Box] | None = None) -> Tensor:
+def squared_norm(cores: Sequence[Tensor], box: Sequence[Box] | None = None) -> Tensor:
     """Return the sum of squares of the tensor, computed from the cores: 0-D.
 
     Args:
@@ -136,7 +136,7 @@ def random_cores(
         else:
             drawn = _orthonormal(drawn.flatten(1).t()).t().reshape(drawn.shape)
         cores.append(drawn)
-    total = sum(float(gram(cores, box)) for box in boxes)
+    total = sum(float(squared_norm(cores, box)) for box in boxes)
     factor = (norm / sqrt(total)) ** (1.0 / len(cores)) if total > 0.0 else 0.0
     return [(core * factor).to(device=device, dtype=dtype or torch.get_default_dtype()) for core in cores]
 

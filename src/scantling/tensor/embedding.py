@@ -24,16 +24,16 @@ from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.numerics.compute import without_autocast
+from scantling.numerics.device import without_autocast
 from scantling.numerics.torch_private import FakeTensor, assert_async, is_batched, is_in_functorch
-from scantling.tensor.contraction import Lookup, Plan, Step, best_plan, cores_of
+from scantling.tensor.contraction import Lookup, Plan, Step, best_plan, core_indices
 from scantling.tensor.cores import clip_ranks, dense, random_cores
-from scantling.tensor.layer import CoreLayer
-from scantling.tensor.lazy import LazyWeight
+from scantling.tensor.layer import TTLayer
+from scantling.tensor.lazy_weight import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, check_size, split
 
 
-class TTMEmbedding(CoreLayer):
+class TTMEmbedding(TTLayer):
     """`nn.Embedding` with its table as TT cores.
 
     Args:
@@ -98,9 +98,9 @@ class TTMEmbedding(CoreLayer):
             raise UserError(
                 f"row_modes and col_modes must be as many as each other; given {self.row_modes} and {self.col_modes}"
             )
-        self.padding_idx = _checked_padding(padding_idx, num_embeddings)
+        self.padding_idx = _check_padding_idx(padding_idx, num_embeddings)
         self.capacity = None if capacity is None else check_size(capacity, "capacity")
-        shapes = self._shapes()
+        shapes = self._mode_shapes()
         ranks = clip_ranks(rank, [prod(shape) for shape in shapes])
         self.cores = nn.ParameterList(
             torch.empty(left, *shape, right, device=device, dtype=dtype)
@@ -122,7 +122,7 @@ class TTMEmbedding(CoreLayer):
             for rows in boxes(self.num_embeddings, self.row_modes)
             for cols in boxes(self.embedding_dim, self.col_modes)
         ]
-        shapes = self._shapes()
+        shapes = self._mode_shapes()
         drawn = random_cores(shapes, self.ranks, norm, valid, len(shapes) // 2, generator=generator)
         with torch.no_grad():
             for core, value in zip(self.cores, drawn, strict=True):
@@ -170,15 +170,15 @@ class TTMEmbedding(CoreLayer):
         strides = [prod(self.row_modes[place + 1 :]) for place in range(len(self.cores))]
         num_ids = ids.numel()
         found: Tensor | None = None
-        steps = self._order(num_ids)
+        steps = self._best_steps(num_ids)
         for step, table in zip(steps, self.blocks(steps), strict=True):
-            places = cores_of(step.tree)
+            places = core_indices(step.tree)
             digits = ids.div(strides[places[-1]], rounding_mode="floor").remainder(table.shape[1])
             flat = table.transpose(0, 1).flatten(1)
             if found is None:
                 found = nn.functional.embedding(digits, flat)
             else:
-                found = _absorbed(found, flat, digits, step)
+                found = _absorb(found, flat, digits, step)
             found = found.view(num_ids, step.before * table.shape[2], table.shape[3])
         assert found is not None
         values = found.reshape(num_ids, prod(self.col_modes))[:, : self.embedding_dim]
@@ -199,24 +199,24 @@ class TTMEmbedding(CoreLayer):
         ids = input  # `nn.Embedding`'s keyword is `input`
         self.check_input(ids)
         _check_ids(ids, self.num_embeddings)
-        distinct, inverse = self._distinct(ids)
+        distinct, inverse = self._unique_ids(ids)
         rows = self.rows(distinct)
         if inverse is None:
             return rows.contiguous().view(*ids.shape, self.embedding_dim)
         return nn.functional.embedding(inverse, rows)
 
-    def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _unique_ids(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the 1-D ids to look up, and each id's index among them; None if these are all ids in order."""
         if self.capacity is not None:
-            return _within(ids, self.capacity)
-        if _is_unknown(ids):
+            return _unique_within(ids, self.capacity)
+        if _is_count_unknown(ids):
             if ids.numel() > self.num_embeddings:
                 return torch.arange(self.num_embeddings, dtype=ids.dtype, device=ids.device), ids
             return ids.reshape(-1), None
         distinct, inverse = torch.unique(ids, return_inverse=True)
         return distinct, inverse
 
-    def logits(self, hidden: Tensor, most_numbers: int = 1 << 24) -> Tensor:
+    def logits(self, hidden: Tensor, max_elements: int = 1 << 24) -> Tensor:
         """Return h E^T without building the table: (..., embedding_dim) to (..., num_embeddings).
 
         If multiplying by dense rows takes the fewest multiplications, the rows are built part by part, and rebuilt in
@@ -224,7 +224,7 @@ class TTMEmbedding(CoreLayer):
 
         Args:
             hidden: vectors to multiply by every row.
-            most_numbers: maximum number of elements of intermediate results; tokens are processed in parts to respect
+            max_elements: maximum number of elements of intermediate results; tokens are processed in parts to respect
                 it.
 
         Returns:
@@ -237,12 +237,12 @@ class TTMEmbedding(CoreLayer):
         flat = hidden.reshape(-1, self.embedding_dim)
         flat = flat if self.formats is None else self.formats.input(flat)
         flat = nn.functional.pad(flat, (0, prod(self.col_modes) - self.embedding_dim))
-        steps = self._order(flat.shape[0], of_head=True)
+        steps = self._best_steps(flat.shape[0], of_head=True)
         whole = steps[0].tree
-        if not isinstance(whole, int) and len(cores_of(whole)) == len(self.cores):
+        if not isinstance(whole, int) and len(core_indices(whole)) == len(self.cores):
             left, right = self.merged_blocks(whole)
-            values = _products_by_rows(flat, left.squeeze(0), right.squeeze(-1), most_numbers)
-            return self._finished(values, hidden)
+            values = _products_by_rows(flat, left.squeeze(0), right.squeeze(-1), max_elements)
+            return self._trim_logits(values, hidden)
         matrices = [
             block.transpose(1, 2).reshape(step.inner, step.width)
             for block, step in zip(self.blocks(steps), steps, strict=True)
@@ -250,11 +250,11 @@ class TTMEmbedding(CoreLayer):
         widest = max(step.before * step.width * step.behind for step in steps)
         parts = [
             _products(part, matrices, steps, prod(self.row_modes))
-            for part in torch.split(flat, max(1, most_numbers // widest))
+            for part in torch.split(flat, max(1, max_elements // widest))
         ]
-        return self._finished(torch.cat(parts) if len(parts) > 1 else parts[0], hidden)
+        return self._trim_logits(torch.cat(parts) if len(parts) > 1 else parts[0], hidden)
 
-    def _finished(self, values: Tensor, hidden: Tensor) -> Tensor:
+    def _trim_logits(self, values: Tensor, hidden: Tensor) -> Tensor:
         """Return the logits of the actual rows from those of all rows, (tokens, padded rows)."""
         values = values[:, : self.num_embeddings].contiguous()
         if self.padding_idx is not None:
@@ -299,7 +299,7 @@ class TTMEmbedding(CoreLayer):
             raise UserError(
                 f"{cls.__name__}.from_dense takes an nn.Embedding or nn.EmbeddingBag, given {type(embedding).__name__}"
             )
-        reason = why_no_cores(embedding)
+        reason = unsupported_reason(embedding)
         if reason is not None:
             raise UserError(f"from_dense: {reason}")
         if isinstance(embedding, nn.EmbeddingBag) != issubclass(cls, TTMEmbeddingBag):
@@ -324,9 +324,9 @@ class TTMEmbedding(CoreLayer):
         whole = nn.functional.pad(weight, padding).reshape(*made.row_modes, *made.col_modes)
         num = len(made.row_modes)
         whole = whole.permute([place for pair in range(num) for place in (pair, num + pair)])
-        made._become_closest(
+        made._set_closest_cores(
             whole,
-            made._shapes(),
+            made._mode_shapes(),
             held=rank is not None,
             error=error,
             numel=weight.numel(),
@@ -354,7 +354,7 @@ class TTMEmbedding(CoreLayer):
             + ("" if self.formats is None else f", {self.formats}")
         )
 
-    def _shapes(self) -> list[tuple[int, ...]]:
+    def _mode_shapes(self) -> list[tuple[int, ...]]:
         return list(zip(self.row_modes, self.col_modes, strict=True))
 
 
@@ -401,7 +401,7 @@ class TTMEmbeddingBag(TTMEmbedding):
         ids = input
         self.check_input(ids)
         _check_ids(ids, self.num_embeddings)
-        distinct, inverse = self._distinct(ids)
+        distinct, inverse = self._unique_ids(ids)
         rows = self.rows(distinct)
         if inverse is None:
             inverse = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
@@ -434,16 +434,16 @@ class TTMEmbeddingBag(TTMEmbedding):
         return made.train(self.training)
 
 
-def _absorbed(found: Tensor, flat: Tensor, digits: Tensor, step: Step) -> Tensor:
+def _absorb(found: Tensor, flat: Tensor, digits: Tensor, step: Step) -> Tensor:
     """Multiply the state of each id, (ids, P, K), by its row of a merged block, (rows, K Q): (ids, P, Q)."""
     device = found.device.type
     if torch.is_autocast_enabled(device):  # custom autograd functions ignore it in the backward pass
         found, flat = (value.to(torch.get_autocast_dtype(device)) for value in (found, flat))
-    result: Tensor = _Absorb.apply(found, flat, digits, step.inner, step.width)  # type: ignore[no-untyped-call]
+    result: Tensor = _AbsorbFunction.apply(found, flat, digits, step.inner, step.width)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Absorb(torch.autograd.Function):
+class _AbsorbFunction(torch.autograd.Function):
     """Product of each id's state with its looked-up row of a block.
 
     The rows are r times larger than the state, so the backward pass looks them up again instead of saving them.
@@ -464,7 +464,7 @@ class _Absorb(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found, flat, digits = ctx.saved_tensors
         of_rows = (found.transpose(1, 2) @ grad).flatten(1)
-        if _is_batched(of_rows):
+        if _is_vmapped(of_rows):
             of_flat = of_rows.new_zeros(flat.shape).index_add(0, digits, of_rows)
         else:
             of_flat = torch.ops.aten.embedding_dense_backward(of_rows, digits, flat.shape[0], -1, False)
@@ -473,12 +473,12 @@ class _Absorb(torch.autograd.Function):
         return grad @ block.transpose(1, 2), of_flat, None, None, None
 
 
-def why_no_cores(table: nn.Embedding | nn.EmbeddingBag) -> str | None:
+def unsupported_reason(table: nn.Embedding | nn.EmbeddingBag) -> str | None:
     """Return why a table cannot become TT cores; None if it can."""
     if table.max_norm or table.scale_grad_by_freq:
         return "max_norm and scale_grad_by_freq need the rows of a dense table"
     if isinstance(table, nn.EmbeddingBag) and table.mode == "max":
-        return "bags of cores take sums and means, no maxima"
+        return "TT bags take sums and means, no maxima"
     return None
 
 
@@ -490,17 +490,17 @@ def _products(flat: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], n
     return state.reshape(flat.shape[0], num_rows)
 
 
-def _products_by_rows(flat: Tensor, left: Tensor, right: Tensor, most_numbers: int) -> Tensor:
+def _products_by_rows(flat: Tensor, left: Tensor, right: Tensor, max_elements: int) -> Tensor:
     """Multiply x by all rows of a table in two blocks, some rows at a time: (tokens, rows).
 
     Args:
         flat: (tokens, columns).
         left: (row modes, column modes, r).
         right: (r, row modes, column modes).
-        most_numbers: maximum number of elements of a part, which is at most a quarter of the table.
+        max_elements: maximum number of elements of a part, which is at most a quarter of the table.
     """
     numbers = flat.shape[1] * right.shape[1]
-    rows = max(1, min(most_numbers // numbers, -(-left.shape[0] // 4)))
+    rows = max(1, min(max_elements // numbers, -(-left.shape[0] // 4)))
 
     def product(flat: Tensor, part: Tensor, right: Tensor) -> Tensor:
         with without_autocast(flat.device):
@@ -516,7 +516,7 @@ def _products_by_rows(flat: Tensor, left: Tensor, right: Tensor, most_numbers: i
     return torch.cat(made, dim=1)
 
 
-def _within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+def _unique_within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Return the unique ids in a vector of length `capacity`, padded with 0, and the index of each id in it."""
     ordered, order = ids.reshape(-1).sort()
     is_new = torch.cat([ordered.new_zeros(min(1, len(ordered))), (ordered[1:] != ordered[:-1]).to(ordered.dtype)])
@@ -527,14 +527,14 @@ def _within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     return distinct, torch.empty_like(place).scatter(0, order, place).view(ids.shape)
 
 
-def _is_unknown(ids: Tensor) -> bool:
+def _is_count_unknown(ids: Tensor) -> bool:
     """True if the number of unique ids is data-dependent and unavailable (compile, graph capture, meta, vmap)."""
-    if torch.compiler.is_compiling() or ids.is_meta or isinstance(ids, FakeTensor) or _is_batched(ids):
+    if torch.compiler.is_compiling() or ids.is_meta or isinstance(ids, FakeTensor) or _is_vmapped(ids):
         return True
     return ids.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _is_batched(values: Tensor) -> bool:
+def _is_vmapped(values: Tensor) -> bool:
     """True if the values belong to one example inside `torch.func.vmap`, so that their values cannot be read."""
     return not torch.compiler.is_compiling() and is_batched(values)
 
@@ -547,7 +547,7 @@ def _is_transformed() -> bool:
 def _check_ids(ids: Tensor, num_embeddings: int) -> None:
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise UserError(f"ids must be integers; given {ids.dtype}")
-    if isinstance(ids, FakeTensor) or ids.is_meta or _is_batched(ids):
+    if isinstance(ids, FakeTensor) or ids.is_meta or _is_vmapped(ids):
         return
     if ids.device.type != "cpu" or torch.compiler.is_compiling():
         # The assertion needs a message; compiled code drops it otherwise.
@@ -558,7 +558,7 @@ def _check_ids(ids: Tensor, num_embeddings: int) -> None:
         raise IndexError(f"id {int(worst)} is out of range: this table has the rows 0 to {num_embeddings - 1}")
 
 
-def _checked_padding(padding_idx: int | None, num_embeddings: int) -> int | None:
+def _check_padding_idx(padding_idx: int | None, num_embeddings: int) -> int | None:
     if padding_idx is None:
         return None
     if isinstance(padding_idx, bool) or not isinstance(padding_idx, SupportsIndex):

@@ -20,24 +20,24 @@ from torch import Tensor, nn
 from scantling.numerics.torch_private import non_persistent_buffers, own_buffers, own_modules, own_parameters
 from scantling.tensor.linear import TTLinear
 
-DOWN = "down_proj"
-_UPS = ("gate_up_proj", "up_proj")
-_MARKS = ("num_experts", "has_gate", "has_bias", "is_transposed")
+DOWN_PROJ = "down_proj"
+_UP_PROJS = ("gate_up_proj", "up_proj")
+_EXPERT_ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed")
 
 
 def is_fused_experts(module: nn.Module) -> bool:
     """True for a module of fused experts in the form of transformers."""
-    weights = [own_parameters(module).get(name) for name in (up_name(module), DOWN)]
-    marked = all(hasattr(module, mark) for mark in _MARKS)
+    weights = [own_parameters(module).get(name) for name in (up_name(module), DOWN_PROJ)]
+    marked = all(hasattr(module, mark) for mark in _EXPERT_ATTRIBUTES)
     return marked and all(weight is not None and weight.ndim == 3 for weight in weights)
 
 
 def up_name(module: nn.Module) -> str:
     """Return the name of the first projection."""
-    return next((name for name in _UPS if own_parameters(module).get(name) is not None), _UPS[0])
+    return next((name for name in _UP_PROJS if own_parameters(module).get(name) is not None), _UP_PROJS[0])
 
 
-def as_linears(experts: nn.Module, name: str) -> Iterator[nn.Linear]:
+def expert_linears(experts: nn.Module, name: str) -> Iterator[nn.Linear]:
     """Yield one projection of each expert as a linear layer without bias that shares its memory."""
     for weight in experts.get_parameter(name):
         matrix = weight.t() if experts.is_transposed else weight
@@ -72,7 +72,7 @@ class TTExperts(nn.Module):
         super().__init__()
         self.dense_class = type(experts)
         self.up_name = up_name(experts)
-        _share(experts, self, without=(self.up_name, DOWN))
+        _share_members(experts, self, without=(self.up_name, DOWN_PROJ))
         self.up, self.down = nn.ModuleList(up), nn.ModuleList(down)
         self.train(experts.training)
 
@@ -92,8 +92,8 @@ class TTExperts(nn.Module):
             if number >= self.num_experts:
                 continue
             tokens, places = torch.where(chosen == number)
-            inner = self._biased(self.up[number](hidden[tokens]), self.up_name, number)
-            out = self._biased(self.down[number](self._gated(inner)), DOWN, number)
+            inner = self._add_bias(self.up[number](hidden[tokens]), self.up_name, number)
+            out = self._add_bias(self.down[number](self._apply_gate(inner)), DOWN_PROJ, number)
             if getattr(self, "has_post_expert_norm", False):
                 out = self.post_expert_norm(out)
             result = result.index_add(0, tokens, (out * weights[tokens, places, None]).to(result.dtype))
@@ -103,8 +103,8 @@ class TTExperts(nn.Module):
         """Return a module of the replaced class; it shares everything except the projections with this one."""
         made: nn.Module = self.dense_class.__new__(self.dense_class)
         nn.Module.__init__(made)
-        _share(self, made, without=("up", "down"))
-        for name, parts in ((self.up_name, self.up), (DOWN, self.down)):
+        _share_members(self, made, without=("up", "down"))
+        for name, parts in ((self.up_name, self.up), (DOWN_PROJ, self.down)):
             layers = [part for part in parts if isinstance(part, TTLinear)]
             matrices = [layer.dense_weight().detach() for layer in layers]
             whole = torch.stack([matrix.t() if self.is_transposed else matrix for matrix in matrices])
@@ -113,7 +113,7 @@ class TTExperts(nn.Module):
         return made.train(self.training)
 
     @property
-    def num_chosen(self) -> int | None:
+    def experts_per_token(self) -> int | None:
         """Number of experts per token, from the model's configuration; None if unknown."""
         config = getattr(self, "config", None)
         names = ("num_experts_per_tok", "top_k_experts")
@@ -123,21 +123,21 @@ class TTExperts(nn.Module):
         """Return the number of parameters in the cores of all experts."""
         return sum(part.num_parameters() for part in (*self.up, *self.down) if isinstance(part, TTLinear))
 
-    def _biased(self, values: Tensor, name: str, number: int) -> Tensor:
+    def _add_bias(self, values: Tensor, name: str, number: int) -> Tensor:
         return values + self.get_parameter(f"{name}_bias")[number] if self.has_bias else values
 
-    def _gated(self, values: Tensor) -> Tensor:
+    def _apply_gate(self, values: Tensor) -> Tensor:
         gate: Callable[[Any, Tensor], Tensor] | None = getattr(self.dense_class, "_apply_gate", None)
         return gate(self, values) if self.has_gate and gate is not None else self.act_fn(values)
 
 
-_OF_A_MODULE = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def _share(source: nn.Module, target: nn.Module, without: tuple[str, ...]) -> None:
+def _share_members(source: nn.Module, target: nn.Module, without: tuple[str, ...]) -> None:
     """Share attributes, parameters, buffers and submodules of one module with another, with exceptions."""
     for name, value in vars(source).items():
-        if name not in _OF_A_MODULE:
+        if name not in _MODULE_ATTRIBUTES:
             target.__dict__[name] = value
     for name, parameter in own_parameters(source).items():
         if name not in without:

@@ -28,37 +28,37 @@ class Importance:
 
     def __init__(self, memory: float) -> None:
         self._memory = memory
-        self._controls: list[Tensor] = []
+        self._gates: list[Tensor] = []
         self._places: dict[int, int] = {}
         self._squares: Tensor | None = None  # (ranks of all bonds)
-        self._kept: dict[int, Tensor | None] = {}  # gradients of the step that is not counted yet
+        self._pending: dict[int, Tensor | None] = {}  # gradients of the step that is not counted yet
 
-    def follow(self, controls: Sequence[Tensor]) -> None:
+    def follow(self, rank_gates: Sequence[Tensor]) -> None:
         """Set the rank gates of all bonds, in order; call `slice_state` whenever a gate is sliced."""
-        self._controls = list(controls)
-        self._places = {id(control): place for place, control in enumerate(controls)}
+        self._gates = list(rank_gates)
+        self._places = {id(gate): place for place, gate in enumerate(rank_gates)}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_places": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.follow(self._controls)  # a copy has other gate parameters
+        self.follow(self._gates)  # a copy has other gate parameters
 
     @torch.no_grad()
-    def keep(self, control: Tensor) -> None:
+    def keep(self, gate: Tensor) -> None:
         """Keep the gradient of a rank gate until the step is counted; other parameters are ignored."""
-        place = self._places.get(id(control))
-        if place is not None and place not in self._kept and control.grad is not None:
-            self._kept[place] = control.grad.detach().clone()
+        place = self._places.get(id(gate))
+        if place is not None and place not in self._pending and gate.grad is not None:
+            self._pending[place] = gate.grad.detach().clone()
 
-    def leave_out(self, control: Tensor) -> None:
+    def exclude(self, gate: Tensor) -> None:
         """Ignore the gradient of a rank gate that was not stepped, unless it was kept before."""
-        self._kept.setdefault(self._places[id(control)], None)
+        self._pending.setdefault(self._places[id(gate)], None)
 
     def forget(self) -> None:
         """Drop the kept gradients, if no step was taken."""
-        self._kept.clear()
+        self._pending.clear()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -68,14 +68,14 @@ class Importance:
         are 0, the gradients were freed, and the importance does not change. Non-finite gradients are left out, as no
         optimizer steps with them.
         """
-        gradients = [self._kept.get(place, control.grad) for place, control in enumerate(self._controls)]
+        gradients = [self._pending.get(place, gate.grad) for place, gate in enumerate(self._gates)]
         self.forget()
         if all(gradient is None for gradient in gradients):
             return
         found = torch.cat(
             [
-                torch.zeros_like(control) if gradient is None else gradient.to(control.dtype)
-                for control, gradient in zip(self._controls, gradients, strict=True)
+                torch.zeros_like(gate) if gradient is None else gradient.to(gate.dtype)
+                for gate, gradient in zip(self._gates, gradients, strict=True)
             ]
         ).square()
         known = torch.zeros_like(found) if self._squares is None else self._squares.to(found)
@@ -94,11 +94,11 @@ class Importance:
         place = self._places.get(id(param))
         if place is None:
             return
-        kept = self._kept.get(place)
+        kept = self._pending.get(place)
         if kept is not None:
-            self._kept[place] = kept[index]
+            self._pending[place] = kept[index]
         if self._squares is not None:
-            parts = list(torch.split(self._squares, [len(control) for control in self._controls]))
+            parts = list(torch.split(self._squares, [len(gate) for gate in self._gates]))
             parts[place] = parts[place][index]
             self._squares = torch.cat(parts)
 
@@ -109,12 +109,12 @@ class Importance:
     def load_values(self, values: Sequence[float] | None) -> None:
         """Load the state, one value per current rank."""
         self.forget()
-        self._squares = None if values is None else self._controls[0].new_tensor(values)
+        self._squares = None if values is None else self._gates[0].new_tensor(values)
 
-    def kept_values(self) -> dict[str, list[float]]:
+    def pending_values(self) -> dict[str, list[float]]:
         """Return the kept gradients by the indices of their gates, as plain values."""
-        return {str(place): kept.tolist() for place, kept in self._kept.items() if kept is not None}
+        return {str(place): kept.tolist() for place, kept in self._pending.items() if kept is not None}
 
-    def load_kept_values(self, values: dict[str, list[float]]) -> None:
+    def load_pending_values(self, values: dict[str, list[float]]) -> None:
         """Keep the gradients of a saved step that was not counted yet."""
-        self._kept = {int(place): self._controls[int(place)].new_tensor(kept) for place, kept in values.items()}
+        self._pending = {int(place): self._gates[int(place)].new_tensor(kept) for place, kept in values.items()}

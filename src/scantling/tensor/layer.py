@@ -1,7 +1,7 @@
 """Base class of TT layers: ranks, rank gates on the bonds, and the removal of pruned ranks.
 
 A rank gate is one scalar per rank of a bond that scales the core on its left (CoMERA, arXiv 2405.14377, section 4).
-Its trained values d_t are the parameters `controls`:
+Its trained values d_t are the parameters `rank_gates`:
 
     W = G_1 D_1 G_2 D_2 ... D_{n-1} G_n,    D_t = diag(gate(d_t)),    gate(d) = d if d > threshold, else 0
 
@@ -27,25 +27,25 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.numerics.compute import without_autocast
+from scantling.numerics.device import without_autocast
 from scantling.numerics.torch_private import own_parameters
 from scantling.tensor.contraction import (
-    MOST_ORDERS,
+    MAX_KEPT_ORDERS,
     Head,
     Lookup,
     Network,
     Orders,
     Step,
     Tree,
+    best_orders,
     can_keep,
-    merged,
-    orders,
+    merge_block,
 )
 from scantling.tensor.cores import num_parameters, tt_svd
 
 logger = logging.getLogger(__name__)
 
-Cut: TypeAlias = tuple[nn.Parameter, int, Tensor]
+ParameterSlice: TypeAlias = tuple[nn.Parameter, int, Tensor]
 """A parameter, one of its dims, and the positions to keep."""
 
 
@@ -66,12 +66,12 @@ class Formats(Protocol):
         """Product of the input and merged blocks of cores; None uses torch."""
 
 
-class CoreLayer(nn.Module):
+class TTLayer(nn.Module):
     """Layer whose weight is a chain of TT cores.
 
     Attributes:
         cores: (r, modes..., r') parameters.
-        controls: rank gates, (r) parameters, one for each inner bond, in fp32 or wider; None without an adapter.
+        rank_gates: (r) parameters, one for each inner bond, in fp32 or wider; None without an adapter.
         threshold: gates at or below it count as 0.
         formats: rounding of cores, input and output; None without rounding.
     """
@@ -82,11 +82,11 @@ class CoreLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.cores = nn.ParameterList()
-        self.controls: nn.ParameterList | None = None
+        self.rank_gates: nn.ParameterList | None = None
         self.threshold = 0.0
         self.formats: Formats | None = None
-        self._shared: dict[Tree, tuple[Tensor, Tensor]] | None = None  # a dict inside `merge_once`
-        self._kept: dict[Tree, Tensor] | None = None  # a dict inside `keep_merged`
+        self._merged_once: dict[Tree, tuple[Tensor, Tensor]] | None = None  # a dict inside `merge_once`
+        self._merged_kept: dict[Tree, Tensor] | None = None  # a dict inside `keep_merged`
         self._passes = 1
 
     @property
@@ -133,7 +133,7 @@ class CoreLayer(nn.Module):
             )
         if cores[0].device != x.device:
             raise UserError(
-                f"the cores of this layer are on {cores[0].device}, its input is on {x.device}; layers of cores cannot "
+                f"the cores of this layer are on {cores[0].device}, its input is on {x.device}; TT layers cannot "
                 "be offloaded, and a tied head computes where its embedding is: give them one device in the device_map"
             )
 
@@ -148,26 +148,26 @@ class CoreLayer(nn.Module):
         Pruned ranks do not affect scales, so removing them does not change the rounding, unless groups of neighbors
         share a scale.
         """
-        cores = self._with_controls(self.chain)
+        cores = self._with_gates(self.chain)
         if self.formats is None:
             return cores
-        if self.controls is None:
+        if self.rank_gates is None:
             return [self.formats.core(core) for core in cores]
         first, *others = cores
-        return [self.formats.core(first), *map(self._rounded_where_open, others, self.controls)]
+        return [self.formats.core(first), *map(self._round_active, others, self.rank_gates)]
 
-    def _rounded_where_open(self, core: Tensor, control: Tensor) -> Tensor:
+    def _round_active(self, core: Tensor, gate: Tensor) -> Tensor:
         """Round a core (r, modes..., r') behind a bond with gates (r), except the slices of pruned ranks."""
         assert self.formats is not None
-        is_open = (control.detach() > self.threshold).to(core.dtype)
-        behind = core * is_open.view(-1, *[1] * (core.ndim - 1))
+        is_active = (gate.detach() > self.threshold).to(core.dtype)
+        behind = core * is_active.view(-1, *[1] * (core.ndim - 1))
         # Pruned slices pass unrounded: they must not set scales, but still get a gradient.
         return self.formats.core(behind) + (core - behind)
 
-    def _with_controls(self, cores: list[Tensor]) -> list[Tensor]:
-        if self.controls is None:
+    def _with_gates(self, cores: list[Tensor]) -> list[Tensor]:
+        if self.rank_gates is None:
             return cores
-        gates = [gate(control, self.threshold) for control in self.controls]
+        gates = [threshold_gate(gate, self.threshold) for gate in self.rank_gates]
         return [*(core * one.to(core.dtype) for core, one in zip(cores, gates, strict=False)), cores[-1]]
 
     def blocks(self, steps: Sequence[Step]) -> list[Tensor]:
@@ -181,91 +181,91 @@ class CoreLayer(nn.Module):
         """Return merged blocks of neighboring cores, see `blocks`."""
         with without_autocast(self.chain[0].device):
             if torch.compiler.is_compiling():
-                return self._merged(trees)
-            if torch.is_grad_enabled() and self._shared is not None:
-                return self._merged_once(self._shared, trees)
-            if not torch.is_grad_enabled() and self._kept is not None:
-                return self._merged_and_kept(self._kept, trees)
-            return self._merged(trees)
+                return self._merge_blocks(trees)
+            if torch.is_grad_enabled() and self._merged_once is not None:
+                return self._merge_once(self._merged_once, trees)
+            if not torch.is_grad_enabled() and self._merged_kept is not None:
+                return self._merge_kept(self._merged_kept, trees)
+            return self._merge_blocks(trees)
 
-    def _merged(self, trees: Sequence[Tree]) -> list[Tensor]:
+    def _merge_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
         cores = self.gated()
-        return [merged(cores, tree) for tree in trees]
+        return [merge_block(cores, tree) for tree in trees]
 
-    def _merged_once(self, shared: dict[Tree, tuple[Tensor, Tensor]], trees: Sequence[Tree]) -> list[Tensor]:
+    def _merge_once(self, shared: dict[Tree, tuple[Tensor, Tensor]], trees: Sequence[Tree]) -> list[Tensor]:
         missing = [tree for tree in trees if tree not in shared]
-        if missing and not self._has_room(shared, trees):
-            return self._merged(trees)
-        with saved_as_ever():
-            made = self._merged(missing) if missing else []
+        if missing and not self._can_hold(shared, trees):
+            return self._merge_blocks(trees)
+        with without_saving_hooks():
+            made = self._merge_blocks(missing) if missing else []
         for tree, block in zip(missing, made, strict=True):
             shared[tree] = block, block.detach().requires_grad_(block.requires_grad)
         return [shared[tree][1] for tree in trees]
 
-    def _merged_and_kept(self, kept: dict[Tree, Tensor], trees: Sequence[Tree]) -> list[Tensor]:
+    def _merge_kept(self, kept: dict[Tree, Tensor], trees: Sequence[Tree]) -> list[Tensor]:
         missing = [tree for tree in trees if tree not in kept]
-        if missing and not self._has_room(kept, trees):
-            if not self._has_room({}, trees):
-                return self._merged(trees)
+        if missing and not self._can_hold(kept, trees):
+            if not self._can_hold({}, trees):
+                return self._merge_blocks(trees)
             kept.clear()  # drop orders for other numbers of tokens
             missing = list(trees)
-        kept.update(zip(missing, self._merged(missing) if missing else [], strict=True))
+        kept.update(zip(missing, self._merge_blocks(missing) if missing else [], strict=True))
         return [kept[tree] for tree in trees]
 
-    def _has_room(self, held: Iterable[Tree], trees: Sequence[Tree]) -> bool:
+    def _can_hold(self, held: Iterable[Tree], trees: Sequence[Tree]) -> bool:
         """True if the blocks of an order may be kept in addition to those already held."""
         network = self.network
-        return can_keep(network, trees) and can_keep(network, {*held, *trees}, MOST_ORDERS)
+        return can_keep(network, trees) and can_keep(network, {*held, *trees}, MAX_KEPT_ORDERS)
 
-    def _order(self, num_tokens: int, *, of_head: bool = False) -> tuple[Step, ...]:
+    def _best_steps(self, num_tokens: int, *, of_head: bool = False) -> tuple[Step, ...]:
         """Return the best order, found by comparisons only, so that a compiled graph is valid for a range of tokens."""
         merges: Literal["once", "kept", "shared"] = "once"
         if not torch.compiler.is_compiling():
-            if torch.is_grad_enabled() and self._shared is not None:
+            if torch.is_grad_enabled() and self._merged_once is not None:
                 merges = "shared"
-            elif not torch.is_grad_enabled() and self._kept is not None:
+            elif not torch.is_grad_enabled() and self._merged_kept is not None:
                 merges = "kept"
-        known: Orders = self._orders(merges, of_head)
+        known: Orders = self._best_orders(merges, of_head)
         for limit, steps in known:
             if num_tokens <= limit:
                 return steps
         return known[-1][1]
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _orders(self, merges: Literal["once", "kept", "shared"], of_head: bool) -> Orders:
+    def _best_orders(self, merges: Literal["once", "kept", "shared"], of_head: bool) -> Orders:
         network = self.network
         if of_head and isinstance(network, Lookup):
             network = Head(network)
-        return orders(network, {"once": 1.0, "kept": 0.0, "shared": 1.0 / self._passes}[merges])
+        return best_orders(network, {"once": 1.0, "kept": 0.0, "shared": 1.0 / self._passes}[merges])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shared": None, "_kept": None}
+        return {**self.__dict__, "_merged_once": None, "_merged_kept": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._kept is not None:
-            self._kept = {}
-        for control in self.controls or ():
-            control.data = control.data.to(torch.promote_types(control.dtype, torch.float32))
+        if self._merged_kept is not None:
+            self._merged_kept = {}
+        for gate in self.rank_gates or ():
+            gate.data = gate.data.to(torch.promote_types(gate.dtype, torch.float32))
         return self
 
-    def attach_controls(self, threshold: float) -> None:
+    def attach_gates(self, threshold: float) -> None:
         """Attach a gate of 1 to every rank of every inner bond unless gates exist; the output does not change."""
         self.threshold = threshold
-        if self.controls is not None:
+        if self.rank_gates is not None:
             return
-        self.controls = nn.ParameterList(
+        self.rank_gates = nn.ParameterList(
             torch.ones(core.shape[-1], dtype=torch.promote_types(core.dtype, torch.float32), device=core.device)
             for core in self.cores[:-1]
         )
 
-    def live(self) -> list[Tensor]:
+    def active_ranks(self) -> list[Tensor]:
         """Return the mask of active ranks of each inner bond: bool (r)."""
-        if self.controls is None:
+        if self.rank_gates is None:
             return [torch.ones(rank, dtype=torch.bool, device=self.cores[0].device) for rank in self.ranks[1:-1]]
-        return [control.detach() > self.threshold for control in self.controls]
+        return [gate.detach() > self.threshold for gate in self.rank_gates]
 
-    def cuts(self, kept: Sequence[Tensor]) -> list[Cut]:
+    def rank_slices(self, kept: Sequence[Tensor]) -> list[ParameterSlice]:
         """Return the slices that remove all other ranks.
 
         Args:
@@ -274,28 +274,28 @@ class CoreLayer(nn.Module):
         """
         if any(len(index) == 0 for index in kept):
             kept = [index[:0] for index in kept]
-        found: list[Cut] = []
+        found: list[ParameterSlice] = []
         for bond, index in enumerate(kept):
             if len(index) == self.ranks[bond + 1]:
                 continue
             found += [(self.cores[bond], self.cores[bond].ndim - 1, index), (self.cores[bond + 1], 0, index)]
-            if self.controls is not None:
-                found.append((self.controls[bond], 0, index))
+            if self.rank_gates is not None:
+                found.append((self.rank_gates[bond], 0, index))
         return found
 
     @torch.no_grad()
-    def fold_controls(self) -> None:
+    def fold_gates(self) -> None:
         """Multiply the rank gates into the cores and drop them; the output does not change."""
-        if self.controls is not None:
-            for core, value in zip(self.cores, self._with_controls(self.chain), strict=True):
+        if self.rank_gates is not None:
+            for core, value in zip(self.cores, self._with_gates(self.chain), strict=True):
                 core.copy_(value)
-            self.controls = None
+            self.rank_gates = None
 
     def num_parameters(self) -> int:
         """Return the number of parameters in the cores."""
         return num_parameters(self.sizes, self.ranks)
 
-    def _become_closest(
+    def _set_closest_cores(
         self,
         whole: Tensor,
         shapes: Sequence[tuple[int, ...]],
@@ -346,7 +346,7 @@ class CoreLayer(nn.Module):
         roles: dict[str, tuple[Role, MatrixDims | None]] = {
             f"cores.{place}": (self.core_role, self.core_dims) for place in range(len(self.cores))
         }
-        return roles | {f"controls.{bond}": ("vector", None) for bond in range(len(self.controls or ()))}
+        return roles | {f"rank_gates.{bond}": ("vector", None) for bond in range(len(self.rank_gates or ()))}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         where = prefix.rstrip(".") or type(self).__name__
@@ -355,9 +355,9 @@ class CoreLayer(nn.Module):
                 f"{where}: the checkpoint holds a dense weight, this layer cores; load it into a dense model and call "
                 "scantling.tensorize after that, with init='svd' to keep what it computes"
             )
-        if self.controls is None and f"{prefix}controls.0" in state_dict:
+        if self.rank_gates is None and f"{prefix}rank_gates.0" in state_dict:
             raise UserError(
-                f"{where}: the checkpoint was saved while ranks adapted, and holds rank controls, which this layer has "
+                f"{where}: the checkpoint was saved while ranks adapted, and holds rank gates, which this layer has "
                 "not; attach a RankAdapter first, or call adapter.finish() before the model is saved"
             )
         for place, core in enumerate(self.cores):
@@ -388,19 +388,19 @@ def merge_once(model: nn.Module, passes: int) -> Iterator[None]:
     """
     if passes < 1:
         raise UserError(f"merge_once: passes must be at least 1; given {passes}")
-    layers = [module for module in model.modules() if isinstance(module, CoreLayer)]
-    if any(layer._shared is not None for layer in layers):
+    layers = [module for module in model.modules() if isinstance(module, TTLayer)]
+    if any(layer._merged_once is not None for layer in layers):
         raise RuntimeError("merge_once is in force on this model already")
     for layer in layers:
-        layer._shared, layer._passes = {}, passes
+        layer._merged_once, layer._passes = {}, passes
     try:
         yield
-        pairs = [pair for layer in layers for pair in (layer._shared or {}).values() if pair[1].grad is not None]
+        pairs = [pair for layer in layers for pair in (layer._merged_once or {}).values() if pair[1].grad is not None]
         if pairs:
             torch.autograd.backward([block for block, _ in pairs], [used.grad for _, used in pairs])
     finally:
         for layer in layers:
-            layer._shared, layer._passes = None, 1
+            layer._merged_once, layer._passes = None, 1
 
 
 @contextmanager
@@ -408,7 +408,7 @@ def keep_merged(model: nn.Module) -> Iterator[None]:
     """Merge the cores of a model once for all passes without gradients, such as an evaluation or generation.
 
     The cores must not change inside the context; passes with gradients merge as usual. The memory of the kept blocks
-    is a small multiple of that of the cores, see `contraction.MOST_KEPT`.
+    is a small multiple of that of the cores, see `contraction.MAX_KEPT`.
 
     Args:
         model: model with any number of TT layers.
@@ -419,17 +419,17 @@ def keep_merged(model: nn.Module) -> Iterator[None]:
         ...     model(torch.randn(3, 64)).shape
         torch.Size([3, 64])
     """
-    layers = [module for module in model.modules() if isinstance(module, CoreLayer) and module._kept is None]
+    layers = [module for module in model.modules() if isinstance(module, TTLayer) and module._merged_kept is None]
     for layer in layers:
-        layer._kept = {}
+        layer._merged_kept = {}
     try:
         yield
     finally:
         for layer in layers:
-            layer._kept = None
+            layer._merged_kept = None
 
 
-def saved_as_ever() -> AbstractContextManager[object]:
+def without_saving_hooks() -> AbstractContextManager[object]:
     """Return a context that saves tensors for the backward pass unchanged, whatever hooks are active.
 
     Blocks merged for several passes belong to none of them. A checkpoint would find fewer saved tensors when it
@@ -438,6 +438,6 @@ def saved_as_ever() -> AbstractContextManager[object]:
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
-def gate(control: Tensor, threshold: float) -> Tensor:
+def threshold_gate(gate: Tensor, threshold: float) -> Tensor:
     """Return the control if it is above the threshold, else 0; the gradient passes unchanged (straight-through)."""
-    return control + (control.where(control > threshold, 0.0) - control).detach()
+    return gate + (gate.where(gate > threshold, 0.0) - gate).detach()

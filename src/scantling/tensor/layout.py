@@ -21,22 +21,22 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
-from scantling.tensor._cut import retire_if_empty
 from scantling.tensor.embedding import TTMEmbedding
 from scantling.tensor.experts import TTExperts, is_fused_experts
+from scantling.tensor.find_layers import Candidate, is_embedding, is_linear
 from scantling.tensor.head import TTMHead
-from scantling.tensor.joint import join_siblings
-from scantling.tensor.layer import CoreLayer
+from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
-from scantling.tensor.replace import Layer, filled, install, layers_of_cores, shaped
-from scantling.tensor.sites import Site, is_linear, is_table
+from scantling.tensor.replace import Layer, build_layer, fill_layer, find_tt_layers, install
+from scantling.tensor.shared_input import fuse_shared_inputs
+from scantling.tensor.slicing import freeze_if_empty
 
 Entry: TypeAlias = dict[str, Any]
 
 
 def describe(model: nn.Module) -> dict[str, Entry]:
     """Return the entries of all TT layers, by name."""
-    found = layers_of_cores(model)
+    found = find_tt_layers(model)
     entries: dict[str, Entry] = {}
     for layer, names in found.items():
         if isinstance(layer, TTExperts):
@@ -48,7 +48,7 @@ def describe(model: nn.Module) -> dict[str, Entry]:
             entries[names[0]] = {
                 "row_modes": list(layer.row_modes),
                 "col_modes": list(layer.col_modes),
-                **_bonds(layer),
+                **_ranks_entry(layer),
                 "padding_idx": layer.padding_idx,
                 "names": names,
                 "heads": [name for own in heads for name in own],
@@ -57,13 +57,13 @@ def describe(model: nn.Module) -> dict[str, Entry]:
 
 
 def _linear(layer: TTLinear) -> Entry:
-    bent = {} if layer.activation is None else {"activation": layer.activation}
-    return {"in_modes": list(layer.in_modes), "out_modes": list(layer.out_modes), **bent, **_bonds(layer)}
+    activation = {} if layer.activation is None else {"activation": layer.activation}
+    return {"in_modes": list(layer.in_modes), "out_modes": list(layer.out_modes), **activation, **_ranks_entry(layer)}
 
 
-def _bonds(layer: CoreLayer) -> Entry:
+def _ranks_entry(layer: TTLayer) -> Entry:
     ranks: Entry = {"ranks": list(layer.ranks)}
-    return ranks if layer.controls is None else {**ranks, "threshold": layer.threshold}
+    return ranks if layer.rank_gates is None else {**ranks, "threshold": layer.threshold}
 
 
 def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
@@ -78,27 +78,27 @@ def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
         UserError: if an entry does not fit its layer, or the model has none of the layers.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    tied = _noted(model)
-    sites = []
+    tied = _tied_modules(model)
+    candidates = []
     for first, entry in entries.items():
         names = [name for name in entry.get("names", [first]) if name in modules]
         if not names:
             continue
-        names += [name for name in tied.get(names[0], []) if is_table(modules[name]) and name not in names]
+        names += [name for name in tied.get(names[0], []) if is_embedding(modules[name]) and name not in names]
         heads = {name for name in (*entry.get("heads", []), *tied.get(names[0], [])) if name in modules} - {*names}
-        site = Site(modules[names[0]], names)
-        site.heads = [(head, [name]) for name in sorted(heads) if isinstance(head := modules[name], nn.Linear)]
-        sites.append((site, _checked(site, entry)))
-    if not sites:
-        raise UserError(f"none of the layers of cores ({', '.join([*entries][:3])}) is in this {type(model).__name__}")
-    for site, layer in sites:
-        install(model, site, filled(site, layer, "random"))
+        candidate = Candidate(modules[names[0]], names)
+        candidate.heads = [(head, [name]) for name in sorted(heads) if isinstance(head := modules[name], nn.Linear)]
+        candidates.append((candidate, _build_entry(candidate, entry)))
+    if not candidates:
+        raise UserError(f"none of the TT layers ({', '.join([*entries][:3])}) is in this {type(model).__name__}")
+    for candidate, layer in candidates:
+        install(model, candidate, fill_layer(candidate, layer, "random"))
         for param in layer.parameters():
-            retire_if_empty(param)
-    join_siblings(model)
+            freeze_if_empty(param)
+    fuse_shared_inputs(model)
 
 
-def _noted(model: nn.Module) -> dict[str, list[str]]:
+def _tied_modules(model: nn.Module) -> dict[str, list[str]]:
     """Return the modules that transformers will tie to each module, by name; a skeleton is not tied yet."""
     pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     found: dict[str, list[str]] = {}
@@ -109,43 +109,45 @@ def _noted(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def _checked(site: Site, entry: Entry) -> Layer:
-    kind = [is_linear(site.module), is_table(site.module), is_fused_experts(site.module)]
+def _build_entry(candidate: Candidate, entry: Entry) -> Layer:
+    kind = [is_linear(candidate.module), is_embedding(candidate.module), is_fused_experts(candidate.module)]
     if kind != ["in_modes" in entry, "row_modes" in entry, "up" in entry]:
-        raise UserError(f"{site.name} is a {type(site.module).__name__}, which these cores do not stand for: {entry}")
+        raise UserError(
+            f"{candidate.name} is a {type(candidate.module).__name__}, which these cores do not stand for: {entry}"
+        )
     try:
-        return _of_entry(site, entry)
+        return _build_unchecked(candidate, entry)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{site.name}: cores cannot be made of {entry}: {error}") from None
+        raise UserError(f"{candidate.name}: cores cannot be made of {entry}: {error}") from None
 
 
-def _of_entry(site: Site, entry: Entry) -> Layer:
+def _build_unchecked(candidate: Candidate, entry: Entry) -> Layer:
     if "up" not in entry:
-        layer = shaped(site, _options(entry))
+        layer = build_layer(candidate, _options(entry))
         assert isinstance(layer, TTLinear | TTMEmbedding)
-        _set_bonds(layer, entry)
+        _set_ranks(layer, entry)
         if isinstance(layer, TTMEmbedding):
             layer.padding_idx = entry["padding_idx"]
         return layer
-    layer = shaped(site, {part: _options(entry[part][0]) for part in ("up", "down")})
+    layer = build_layer(candidate, {part: _options(entry[part][0]) for part in ("up", "down")})
     assert isinstance(layer, TTExperts)
     for part in ("up", "down"):
         layers = getattr(layer, part)
         if len(layers) != len(entry[part]):
-            raise UserError(f"{site.name} has {len(layers)} experts; there are cores for {len(entry[part])}")
+            raise UserError(f"{candidate.name} has {len(layers)} experts; there are cores for {len(entry[part])}")
         for one, own in zip(layers, entry[part], strict=True):
             one.in_modes, one.out_modes = tuple(own["in_modes"]), tuple(own["out_modes"])
-            _set_bonds(one, own)
+            _set_ranks(one, own)
     return layer
 
 
 def _options(entry: Entry) -> Entry:
     modes = {key: tuple(value) for key, value in entry.items() if key.endswith("_modes")}
-    bent = {"activation": entry["activation"]} if "activation" in entry else {}
-    return {**modes, **bent, "rank": [max(1, rank) for rank in entry["ranks"][1:-1]]}
+    activation = {"activation": entry["activation"]} if "activation" in entry else {}
+    return {**modes, **activation, "rank": [max(1, rank) for rank in entry["ranks"][1:-1]]}
 
 
-def _set_bonds(layer: TTLinear | TTMEmbedding, entry: Entry) -> None:
+def _set_ranks(layer: TTLinear | TTMEmbedding, entry: Entry) -> None:
     """Set empty cores of these ranks, and rank gates if the entry has them; rank 0: all ranks were removed."""
     ranks = entry["ranks"]
     shapes: list[tuple[int, ...]]
@@ -159,4 +161,4 @@ def _set_bonds(layer: TTLinear | TTMEmbedding, entry: Entry) -> None:
         for left, shape, right in zip(ranks[:-1], shapes, ranks[1:], strict=True)
     )
     if "threshold" in entry:
-        layer.attach_controls(float(entry["threshold"]))
+        layer.attach_gates(float(entry["threshold"]))

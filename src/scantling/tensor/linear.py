@@ -25,18 +25,18 @@ from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract, cores_of, plan_of
+from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract, core_indices, make_plan
 from scantling.tensor.cores import clip_ranks, dense, random_cores
-from scantling.tensor.joint import Joint, Rest
-from scantling.tensor.layer import CoreLayer
-from scantling.tensor.lazy import LazyWeight
+from scantling.tensor.layer import TTLayer
+from scantling.tensor.lazy_weight import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, check_num_modes, check_size, split
+from scantling.tensor.shared_input import Rest, SharedInputGroup
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {"silu": (nn.functional.silu, 0.3558)}
 """Activations by name, with the mean of f(z)^2 for standard normal z."""
 
 
-class TTLinear(CoreLayer):
+class TTLinear(TTLayer):
     """`nn.Linear` with its weight as tensor-train cores.
 
     Args:
@@ -82,7 +82,7 @@ class TTLinear(CoreLayer):
         super().__init__()
         in_features = self.in_features = check_size(in_features, "in_features")
         out_features = self.out_features = check_size(out_features, "out_features")
-        self.joint: Joint | None = None
+        self.shared_input: SharedInputGroup | None = None
         if activation is not None and activation not in ACTIVATIONS:
             raise UserError(f"activation must be one of {', '.join(ACTIVATIONS)}, or None; given {activation!r}")
         self.activation = activation
@@ -132,8 +132,8 @@ class TTLinear(CoreLayer):
         return self.network_at(self.ranks)
 
     def network_at(self, ranks: tuple[int, ...]) -> Chain:
-        is_bent = self.activation is not None
-        return Chain((*self.in_modes, *self.out_modes), ranks, len(self.in_modes), is_bent)
+        has_activation = self.activation is not None
+        return Chain((*self.in_modes, *self.out_modes), ranks, len(self.in_modes), has_activation)
 
     @property
     def weight(self) -> Tensor:
@@ -169,7 +169,7 @@ class TTLinear(CoreLayer):
             num_tokens: rows of the input.
         """
         if self.formats is not None and self.formats.matmul is not None:
-            return plan_of(self.network, num_tokens, self._order_of_many_tokens)
+            return make_plan(self.network, num_tokens, self._order_of_many_tokens)
         return best_plan(self.network, num_tokens)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -194,12 +194,12 @@ class TTLinear(CoreLayer):
         rest: Rest | None = None
         multiply = None if self.formats is None else self.formats.matmul
         # Rounded products depend on the order: one order for any number of tokens keeps tokens independent.
-        steps: Sequence[Step] = self._order(flat.shape[0]) if multiply is None else self._order_of_many_tokens
-        if self.joint is not None and multiply is None and not torch.compiler.is_compiling():
-            rest = self.joint.first_product(self, x, flat, steps)
+        steps: Sequence[Step] = self._best_steps(flat.shape[0]) if multiply is None else self._order_of_many_tokens
+        if self.shared_input is not None and multiply is None and not torch.compiler.is_compiling():
+            rest = self.shared_input.first_product(self, x, flat, steps)
         state, blocks, steps = (flat, self.blocks(steps), steps) if rest is None else rest
         if self.activation is not None:
-            count = sum(cores_of(step.tree)[0] < len(self.in_modes) for step in steps)
+            count = sum(core_indices(step.tree)[0] < len(self.in_modes) for step in steps)
             state = contract(state, blocks[:count], steps[:count], self._middle_rank, multiply=multiply or torch.matmul)
             state, blocks, steps = ACTIVATIONS[self.activation][0](state), blocks[count:], steps[count:]
         if self.formats is None:
@@ -213,7 +213,7 @@ class TTLinear(CoreLayer):
     @property
     def _order_of_many_tokens(self) -> tuple[Step, ...]:
         """Best order for many tokens with one merge of the cores."""
-        steps: tuple[Step, ...] = self._orders("once", False)[-1][1]
+        steps: tuple[Step, ...] = self._best_orders("once", False)[-1][1]
         return steps
 
     @property
@@ -269,7 +269,7 @@ class TTLinear(CoreLayer):
         modes = (*made.in_modes, *made.out_modes)
         padding = (0, prod(made.out_modes) - linear.out_features, 0, prod(made.in_modes) - linear.in_features)
         whole = nn.functional.pad(weight.t(), padding).reshape(modes)
-        made._become_closest(
+        made._set_closest_cores(
             whole,
             [(mode,) for mode in modes],
             held=rank is not None,

@@ -25,11 +25,11 @@ _READS_WEIGHTS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that do not change the weight under the adapter."""
 
 
-class _OnTT:
+class _TTAdapter:
     """Mixin of adapters on TT layers. The layer under an adapter may become dense later (`sc.densify`)."""
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        if isinstance(_inner(self), TT_LAYERS):
+        if isinstance(_base_layer(self), TT_LAYERS):
             raise UserError(
                 "adapters cannot be merged into TT layers, which hold no matrix to add them to; call sc.densify(model) "
                 "and then merge, or keep the adapters next to the TT layers"
@@ -37,29 +37,29 @@ class _OnTT:
         super().merge(safe_merge, adapter_names)  # type: ignore[misc]
 
 
-class LoraTTLinear(_OnTT, Linear):  # type: ignore[misc]
+class LoraTTLinear(_TTAdapter, Linear):  # type: ignore[misc]
     """LoRA next to a `TTLinear`, or next to a head that is tied to a TT embedding."""
 
     def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
         super().__init__(base_layer, adapter_name, config, **kwargs)
-        origin = getattr(_inner(base_layer), "origin", None)
+        origin = getattr(_base_layer(base_layer), "origin", None)
         self.fan_in_fan_out = origin is not None and issubclass(origin.layer, Conv1D)  # layout after densify
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.in_features, module.out_features
 
 
-class LoraTTMEmbedding(_OnTT, Embedding):  # type: ignore[misc]
+class LoraTTMEmbedding(_TTAdapter, Embedding):  # type: ignore[misc]
     """LoRA next to a `TTMEmbedding`."""
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.num_embeddings, module.embedding_dim
 
     def _embed(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
-        return nn.functional.embedding(input, weight, padding_idx=_inner(self).padding_idx)
+        return nn.functional.embedding(input, weight, padding_idx=_base_layer(self).padding_idx)
 
 
-def _inner(layer: Any) -> Any:
+def _base_layer(layer: Any) -> Any:
     """Return the layer under all adapters."""
     return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
 
@@ -131,7 +131,7 @@ def _all_linear(model: nn.Module) -> list[str]:
     return sorted(
         name
         for name, module in model.named_modules()
-        if isinstance(_inner(module), nn.Linear | Conv1D | TTLinear)
+        if isinstance(_base_layer(module), nn.Linear | Conv1D | TTLinear)
         and module is not head
         and not name.startswith(tuple(inside))
     )

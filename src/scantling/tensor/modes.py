@@ -58,7 +58,7 @@ def split(size: int, num_modes: int) -> tuple[int, ...]:
 
 def check_num_modes(num_modes: Any) -> None:
     """Raise a UserError if this is not a valid number of modes."""
-    found = integers([num_modes])
+    found = positive_ints([num_modes])
     if found is None or found[0] > MAX_MODES:
         raise UserError(f"num_modes must be from 1 to {MAX_MODES}; given {num_modes!r}")
 
@@ -75,7 +75,7 @@ def _candidates(size: int, num_modes: int, largest: int) -> Iterator[tuple[int, 
             yield (mode, *rest)
 
 
-def integers(values: Any) -> tuple[int, ...] | None:
+def positive_ints(values: Any) -> tuple[int, ...] | None:
     """Return positive integers, NumPy's included, as a tuple; None for anything else, such as True."""
     try:
         found = tuple(values)
@@ -91,7 +91,7 @@ def check_size(value: Any, what: str) -> int:
     Raises:
         UserError: unless it is a positive integer.
     """
-    found = integers([value])
+    found = positive_ints([value])
     if found is None:
         raise UserError(f"{what} must be a positive integer; given {value!r}")
     return found[0]
@@ -108,7 +108,7 @@ def check_modes(modes: Sequence[int], size: int, what: str) -> tuple[int, ...]:
     Raises:
         UserError: unless they are 1 to 5 positive integers whose product is at least `size`.
     """
-    given = integers(modes)
+    given = positive_ints(modes)
     if given is None or not 1 <= len(given) <= MAX_MODES:
         raise UserError(f"{what} must be 1 to {MAX_MODES} positive integers; given {modes!r}")
     if prod(given) < size:
@@ -124,17 +124,17 @@ def boxes(size: int, modes: Sequence[int]) -> list[tuple[slice, ...]]:
     """
     if size >= prod(modes):
         return [tuple(slice(0, mode) for mode in modes)]
-    digits = digits_of(size, modes)
+    own = digits(size, modes)
     found = []
-    for place, digit in enumerate(digits):
+    for place, digit in enumerate(own):
         if digit:
-            fixed = tuple(slice(before, before + 1) for before in digits[:place])
+            fixed = tuple(slice(before, before + 1) for before in own[:place])
             free = tuple(slice(0, mode) for mode in modes[place + 1 :])
             found.append((*fixed, slice(0, digit), *free))
     return found
 
 
-def digits_of(index: int, modes: Sequence[int]) -> tuple[int, ...]:
+def digits(index: int, modes: Sequence[int]) -> tuple[int, ...]:
     """Return the digits of an index; the first mode is the most significant."""
     digits = []
     for mode in reversed(modes):

@@ -13,7 +13,7 @@ Unit: TypeAlias = Literal["parameters", "flops", "bytes"]
 Schedule: TypeAlias = Literal["importance", "controlled", "paper"]
 
 
-_NUMBERS: dict[str, tuple[float, bool]] = {
+_BOUNDS: dict[str, tuple[float, bool]] = {
     **dict.fromkeys(("size_target", "bytes_per_parameter", "threshold"), (0.0, False)),
     **dict.fromkeys(("steps", "interval", "tokens"), (1, True)),
     **dict.fromkeys(("begin", "early_steps"), (0, True)),
@@ -22,7 +22,7 @@ _NUMBERS: dict[str, tuple[float, bool]] = {
     "loss_target": (-inf, True),
 }
 """Lower bound of each value, and True if the value may equal it."""
-_WHOLE = ("steps", "interval", "tokens", "begin", "early_steps")
+_INTEGERS = ("steps", "interval", "tokens", "begin", "early_steps")
 _OPTIONAL = ("early_steps", "loss_target")
 
 
@@ -105,11 +105,11 @@ class RankOptions:
                     repr(values[name]),
                 )
         given = cls(**{name: value for name, value in values.items() if name in known})
-        for name, (least, reached) in _NUMBERS.items():
+        for name, (least, reached) in _BOUNDS.items():
             value = getattr(given, name)
             if value is None and name in _OPTIONAL:
                 continue
-            whole = name in _WHOLE
+            whole = name in _INTEGERS
             is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
             if not is_number or not isfinite(value) or not (value >= least if reached else value > least):
                 what = "a whole number" if whole else "a finite number"
@@ -121,7 +121,7 @@ class RankOptions:
             ("unit", given.unit not in get_args(Unit), "parameters, flops or bytes"),
             ("schedule", given.schedule not in get_args(Schedule), "importance, controlled or paper"),
             ("begin", given.begin >= given.steps, f"below steps={given.steps}"),
-            ("threshold", given.threshold >= 1.0, "below 1, where controls begin"),
+            ("threshold", given.threshold >= 1.0, "below 1, where rank gates begin"),
             ("tolerance", given.tolerance >= 1.0, "below 1"),
             ("slack", given.slack >= 1.0, "below 1"),
             ("memory", given.memory >= 1.0, "below 1"),

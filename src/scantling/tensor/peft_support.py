@@ -22,8 +22,8 @@ def support_peft() -> None:
     """Let peft put adapters on TT layers, now or as soon as it is imported."""
     if "peft" in sys.modules:
         _register()
-    elif not any(isinstance(finder, _AfterPeft) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterPeft())
+    elif not any(isinstance(finder, _PeftImportHook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PeftImportHook())
 
 
 def _register() -> None:
@@ -53,7 +53,7 @@ def _register() -> None:
     BaseTuner.__init__, BaseTuner.inject_adapter = init_with_tt, inject_with_tt
 
 
-class _AfterPeft(importlib.abc.MetaPathFinder):
+class _PeftImportHook(importlib.abc.MetaPathFinder):
     """Import hook that imports peft as usual, then registers TT layers.
 
     It stays until peft is imported, since transformers asks for the spec of peft without importing it.

@@ -39,14 +39,14 @@ from scantling.saved_models import (
     read_settings,
     without_marks,
 )
-from scantling.tensor._cut import retire_if_empty
 from scantling.tensor.convert import densify
 from scantling.tensor.head import TTMHead
-from scantling.tensor.layer import CoreLayer
+from scantling.tensor.layer import TTLayer
 from scantling.tensor.layout import Entry, describe, rebuild
-from scantling.tensor.replace import layers_of_cores
+from scantling.tensor.replace import find_tt_layers
 from scantling.tensor.resize import support_resizing
-from scantling.tensor.ties import carry_ties, note_ties
+from scantling.tensor.slicing import freeze_if_empty
+from scantling.tensor.tied_weights import record_tied_names, rename_tied_names
 
 METHOD = "scantling"
 FORMAT = 1
@@ -55,7 +55,7 @@ support_resizing()
 
 
 @register_quantization_config(METHOD)
-class CoresConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class TTConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Description of a TT model in `config.quantization_config`.
 
     Args:
@@ -72,10 +72,10 @@ class CoresConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 @register_quantizer(METHOD)
-class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
+class TTQuantizer(HfQuantizer):  # type: ignore[misc]
     """Quantization method of transformers that builds TT layers before loading and describes them before saving."""
 
-    quantization_config: CoresConfig
+    quantization_config: TTConfig
     is_trainable = True
     is_qat_trainable = True
     is_compileable = True
@@ -90,17 +90,17 @@ class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return the state with a guard; also updates the model's configuration."""
         layers = describe(model)
-        guard = _guard_of(model, layers)
-        model.config.quantization_config = self.quantization_config = CoresConfig(layers, guard)
+        guard = _guard_name(model, layers)
+        model.config.quantization_config = self.quantization_config = TTConfig(layers, guard)
         return {**model.state_dict(), guard: torch.zeros(1, dtype=model.dtype)}, {}
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-        noted = note_ties(model)
-        here, config = _names_here(model), self.quantization_config
+        noted = record_tied_names(model)
+        here, config = _local_names(model), self.quantization_config
         rebuild(model, _renamed(config.layers, here))
-        carry_ties(noted)
-        if any(layer.controls is not None for layer in model.modules() if isinstance(layer, CoreLayer)):
-            model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "controls"}
+        rename_tied_names(noted)
+        if any(layer.rank_gates is not None for layer in model.modules() if isinstance(layer, TTLayer)):
+            model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "rank_gates"}
         path, name = config.guard.rpartition(".")[::2]
         known = set(model._keys_to_ignore_on_load_unexpected or ())
         guards = {f"^{re.escape(f'{each}.{name}')}$" for each in (path, here(path))}
@@ -108,14 +108,14 @@ class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        for layer, names in layers_of_cores(model).items():
+        for layer, names in find_tt_layers(model).items():
             for name, parameter in layer.named_parameters():
-                retire_if_empty(parameter)
+                freeze_if_empty(parameter)
                 if getattr(parameter, "_is_hf_initialized", False):
                     continue
                 if not isinstance(layer, TTMHead):
                     if parameter.is_meta:
-                        raise UserError(f"{names[0]} is made of cores, which cannot be offloaded to disk by device_map")
+                        raise UserError(f"{names[0]} is a TT layer, which cannot be offloaded to disk by device_map")
                     raise UserError(f"the checkpoint holds no values for {names[0]}.{name}")
                 nn.init.zeros_(parameter)  # a new head on a base model
         model.is_quantized = False  # weights are not quantized: .half() etc. must work
@@ -129,18 +129,18 @@ class CoresQuantizer(HfQuantizer):  # type: ignore[misc]
 def attach(model: nn.Module) -> None:
     """Let the transformers models inside `model` save their TT layers."""
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and layers_of_cores(module):
-            if not isinstance(getattr(module, "hf_quantizer", None), CoresQuantizer):
-                module.hf_quantizer = CoresQuantizer(CoresConfig())
-            module.register_load_state_dict_pre_hook(_without_guard)
+        if isinstance(module, PreTrainedModel) and find_tt_layers(module):
+            if not isinstance(getattr(module, "hf_quantizer", None), TTQuantizer):
+                module.hf_quantizer = TTQuantizer(TTConfig())
+            module.register_load_state_dict_pre_hook(_drop_guard)
 
 
 def detach(model: nn.Module) -> None:
     """Undo `attach` after all TT layers have been removed."""
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and isinstance(getattr(module, "hf_quantizer", None), CoresQuantizer):
+        if isinstance(module, PreTrainedModel) and isinstance(getattr(module, "hf_quantizer", None), TTQuantizer):
             module.hf_quantizer.remove_quantization_config(module)
-            remove_load_state_dict_pre_hooks(module, _without_guard)
+            remove_load_state_dict_pre_hooks(module, _drop_guard)
 
 
 def load(
@@ -168,7 +168,7 @@ def load(
     content = read_settings(folder / CONFIG)
     name = next(iter(content.get("architectures") or ()), None)
     with blaming(folder / CONFIG):
-        made_by = _model_class(name, content)
+        made_by = _find_model_class(name, content)
         if made_by is None:
             raise UserError(f"transformers {transformers.__version__} has no model class {name!r}")
     if state is None:
@@ -184,7 +184,7 @@ def load(
                 raise UserError(f"dtype is the name of one; given {config.dtype!r}")
             if weights is not None:
                 check_counts(content, weights)
-                check_size(_skeleton(made_by, config), weights)
+                check_size(_meta_model(made_by, config), weights)
         generation = None
         if (folder / GENERATION).is_file():
             with blaming(folder / GENERATION):
@@ -212,11 +212,11 @@ def load(
             f"{source} holds no values for {len(missing)} parameters that {CONFIG} describes, such as "
             f"{', '.join(missing[:3])}"
         )
-    if beyond := sorted(name for name in report["unexpected_keys"] if _is_beyond(model, name)):
+    if beyond := sorted(name for name in report["unexpected_keys"] if _is_beyond_end(model, name)):
         raise UserError(
             f"{source} holds {len(beyond)} tensors of layers that {CONFIG} does not have, such as {beyond[0]}"
         )
-    if report["unexpected_keys"] and layers_of_cores(model):
+    if report["unexpected_keys"] and find_tt_layers(model):
         unknown = sorted(report["unexpected_keys"])
         raise UserError(
             f"{source} holds {len(unknown)} tensors without a place in its {name} of {CONFIG}, such as "
@@ -226,7 +226,7 @@ def load(
     return model
 
 
-def _is_beyond(model: nn.Module, name: str) -> bool:
+def _is_beyond_end(model: nn.Module, name: str) -> bool:
     """True if a tensor belongs to a layer after the last one of a list in the model."""
     parts = name.split(".")
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -234,27 +234,27 @@ def _is_beyond(model: nn.Module, name: str) -> bool:
     return any(isinstance(module, nn.ModuleList) and int(part) >= len(module) for module, part in lists)
 
 
-def _model_class(name: str | None, config: dict[str, Any]) -> Any:
+def _find_model_class(name: str | None, config: dict[str, Any]) -> Any:
     """Return the class of a saved model: of transformers, or registered with `AutoModel`. None if unknown."""
     import transformers
 
     found: Any = getattr(transformers, str(name), None)
     known: list[Any] = [found] if isinstance(found, type) else []
-    known += [each for each in _registered(config) if each.__name__ == name]
+    known += [each for each in _registered_class(config) if each.__name__ == name]
     return next((each for each in known if issubclass(each, PreTrainedModel) and each.config_class), None)
 
 
-def _skeleton(made_by: Any, config: Any) -> Any:
+def _meta_model(made_by: Any, config: Any) -> Any:
     """Return the model of a configuration on the meta device, including its TT layers."""
     with torch.device("meta"):
         model = made_by(copy.deepcopy(config))
     cores = getattr(config, "quantization_config", None)
     if isinstance(cores, dict) and cores.get("quant_method") == METHOD:
-        CoresQuantizer(CoresConfig(**cores))._process_model_before_weight_loading(model)
+        TTQuantizer(TTConfig(**cores))._process_model_before_weight_loading(model)
     return model
 
 
-def _registered(config: dict[str, Any]) -> list[Any]:
+def _registered_class(config: dict[str, Any]) -> list[Any]:
     """Return the class that `AutoModel` uses for such a configuration, as a list of at most one."""
     kind = config.get("model_type")
     try:
@@ -263,21 +263,21 @@ def _registered(config: dict[str, Any]) -> list[Any]:
         return []
 
 
-def _guard_of(model: Any, layers: dict[str, Entry]) -> str:
+def _guard_name(model: Any, layers: dict[str, Entry]) -> str:
     """Return the name of a replaced dense weight, in the base model if possible, since all architectures share it."""
     prefix = f"{model.base_model_prefix}."
     first = min(layers, key=lambda name: ("up" in layers[name], not name.startswith(prefix), name))
     return f"{first}.down_proj" if "up" in layers[first] else f"{first}.weight"
 
 
-def _without_guard(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+def _drop_guard(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Drop the guard from a state read from a file, so that it can be loaded strictly."""
     layers = describe(module)
     if layers:
-        state.pop(prefix + _guard_of(module, layers), None)
+        state.pop(prefix + _guard_name(module, layers), None)
 
 
-def _names_here(model: Any) -> Callable[[str], str]:
+def _local_names(model: Any) -> Callable[[str], str]:
     """Return a function from names in the saved model to names in this one, which may be its base or contain it."""
     prefix = f"{model.base_model_prefix}."
     own = {name for name, _ in model.named_modules(remove_duplicate=False)}

@@ -12,12 +12,12 @@ from torch import nn
 
 from scantling.errors import UserError
 from scantling.numerics.torch_private import share_hooks
-from scantling.tensor.choice import LINEAR_OPTIONS, TABLE_OPTIONS, check_options
 from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
-from scantling.tensor.experts import DOWN, TTExperts, as_linears, up_name
+from scantling.tensor.experts import DOWN_PROJ, TTExperts, expert_linears, up_name
+from scantling.tensor.find_layers import Candidate, is_embedding, is_linear
 from scantling.tensor.head import TTMHead
+from scantling.tensor.layer_filter import LINEAR_OPTIONS, TABLE_OPTIONS, check_layer_options
 from scantling.tensor.linear import TTLinear
-from scantling.tensor.sites import Site, is_linear, is_table
 
 Init: TypeAlias = Literal["random", "svd"]
 Layer: TypeAlias = TTLinear | TTMEmbedding | TTExperts
@@ -38,7 +38,7 @@ class Origin:
     sparse: bool = False
 
 
-def layers_of_cores(model: nn.Module) -> dict[nn.Module, list[str]]:
+def find_tt_layers(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Return all TT layers with their names, except those inside `TTExperts`."""
     found: dict[nn.Module, list[str]] = {}
     inside = {id(layer) for module in model.modules() if isinstance(module, TTExperts) for layer in module.modules()}
@@ -48,7 +48,7 @@ def layers_of_cores(model: nn.Module) -> dict[nn.Module, list[str]]:
     return found
 
 
-def shaped(site: Site, options: Mapping[str, Any]) -> Layer:
+def build_layer(candidate: Candidate, options: Mapping[str, Any]) -> Layer:
     """Return the TT layer for a site, on the meta device and without bias.
 
     Args:
@@ -58,26 +58,31 @@ def shaped(site: Site, options: Mapping[str, Any]) -> Layer:
     Raises:
         UserError: if ranks or modes do not fit; the message names the site.
     """
-    weight = site.weights[0]
+    weight = candidate.weights[0]
     like: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
     try:
-        if is_linear(site.module):
-            return _shaped_linear(weight.shape if type(site.module) is nn.Linear else weight.shape[::-1], options, like)
-        if is_table(site.module):
-            check_options(options, TABLE_OPTIONS)
-            settings = {**options, **_table_settings(site.module), **like}
-            return _table_class(site.module)(weight.shape[0], weight.shape[1], **settings)
+        if is_linear(candidate.module):
+            return _shaped_linear(
+                weight.shape if type(candidate.module) is nn.Linear else weight.shape[::-1], options, like
+            )
+        if is_embedding(candidate.module):
+            check_layer_options(options, TABLE_OPTIONS)
+            settings = {**options, **_table_settings(candidate.module), **like}
+            return _table_class(candidate.module)(weight.shape[0], weight.shape[1], **settings)
         up, down = (
-            [_shaped_linear(linear.weight.shape, options[part], like) for linear in as_linears(site.module, name)]
-            for part, name in (("up", up_name(site.module)), ("down", DOWN))
+            [
+                _shaped_linear(linear.weight.shape, options[part], like)
+                for linear in expert_linears(candidate.module, name)
+            ]
+            for part, name in (("up", up_name(candidate.module)), ("down", DOWN_PROJ))
         )
-        return TTExperts(site.module, up, down)
+        return TTExperts(candidate.module, up, down)
     except UserError as error:
-        raise UserError(f"{site.name}: {error}") from None
+        raise UserError(f"{candidate.name}: {error}") from None
 
 
 def _shaped_linear(shape: torch.Size, options: Mapping[str, Any], like: Mapping[str, Any]) -> TTLinear:
-    check_options(options, LINEAR_OPTIONS)
+    check_layer_options(options, LINEAR_OPTIONS)
     return TTLinear(shape[1], shape[0], **options, bias=False, **like)
 
 
@@ -90,7 +95,7 @@ def _table_settings(module: nn.Module) -> dict[str, Any]:
     return {key: getattr(module, key) for key in ("padding_idx", *bag)}
 
 
-def filled(site: Site, layer: Layer, init: Init) -> Layer:
+def fill_layer(candidate: Candidate, layer: Layer, init: Init) -> Layer:
     """Give a layer from `shaped` its values and the parts of the replaced module that it keeps.
 
     Args:
@@ -101,16 +106,16 @@ def filled(site: Site, layer: Layer, init: Init) -> Layer:
     Raises:
         UserError: if a weight holds NaN or Inf, or is on the meta device with `svd`.
     """
-    module = site.module
+    module = candidate.module
     if isinstance(layer, TTExperts):
-        for parts, name in ((layer.up, up_name(module)), (layer.down, DOWN)):
-            for number, linear in enumerate(as_linears(module, name)):
-                parts[number] = _with_numbers(parts[number], linear, init, f"{site.name}.{name}[{number}]")
+        for parts, name in ((layer.up, up_name(module)), (layer.down, DOWN_PROJ)):
+            for number, linear in enumerate(expert_linears(module, name)):
+                parts[number] = _with_values(parts[number], linear, init, f"{candidate.name}.{name}[{number}]")
     elif isinstance(layer, TTLinear):
-        layer = _with_numbers(layer, as_linear(module), init, site.name)
+        layer = _with_values(layer, as_linear(module), init, candidate.name)
         layer.bias = module.bias
     else:
-        layer = _with_numbers(layer, module, init, site.name)
+        layer = _with_values(layer, module, init, candidate.name)
     origin = Origin(type(module), getattr(module, "padding_idx", None), getattr(module, "sparse", False))
     object.__setattr__(layer, "origin", origin)
     return layer.train(module.training)
@@ -126,7 +131,7 @@ def as_linear(module: nn.Module) -> nn.Linear:
     return linear
 
 
-def _with_numbers(layer: Any, dense: Any, init: Init, name: str) -> Any:
+def _with_values(layer: Any, dense: Any, init: Init, name: str) -> Any:
     """Return such a layer with values: random with the norm of the dense weight, or the closest cores."""
     weight = dense.weight
     if weight.device.type == "meta":
@@ -139,14 +144,14 @@ def _with_numbers(layer: Any, dense: Any, init: Init, name: str) -> Any:
     if init == "svd" and getattr(layer, "activation", None) is not None:
         raise UserError(f"{name}: init='svd' needs a matrix, and {layer.activation} stands between the cores")
     if init == "svd" and norm > 0.0:
-        layer = _closest(layer, dense)
+        layer = _from_svd(layer, dense)
     else:
         layer.to_empty(device=weight.device)
-        _draw(layer, norm)
+        _draw_cores(layer, norm)
     return layer.requires_grad_(weight.requires_grad)
 
 
-def _closest(layer: Any, dense: Any) -> Any:
+def _from_svd(layer: Any, dense: Any) -> Any:
     ranks, asked = layer.ranks[1:-1], {"allow_larger": True}  # tensorize warns of larger layers itself
     if isinstance(layer, TTLinear):
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -155,7 +160,7 @@ def _closest(layer: Any, dense: Any) -> Any:
     return type(layer).from_dense(dense, ranks, row_modes=layer.row_modes, col_modes=layer.col_modes, **asked)
 
 
-def _draw(layer: Any, norm: float) -> None:
+def _draw_cores(layer: Any, norm: float) -> None:
     """Draw cores whose matrix has this norm; for a zero matrix only the last core is zero, so that it can learn."""
     layer.reset_parameters(norm=norm or 1.0)
     with torch.no_grad():
@@ -175,15 +180,15 @@ def _norm_without_padding(table: TTMEmbedding, norm: float) -> float:
     return sqrt(max(norm**2 - float(row.double().square().sum()), 0.0)) or norm
 
 
-def install(model: nn.Module, site: Site, layer: Layer) -> None:
+def install(model: nn.Module, candidate: Candidate, layer: Layer) -> None:
     """Put a layer, and heads that are tied to it, into the model."""
-    put(model, site.names, site.module, layer)
-    for linear, names in site.heads:
+    replace_module(model, candidate.names, candidate.module, layer)
+    for linear, names in candidate.heads:
         assert isinstance(layer, TTMEmbedding)
-        put(model, names, linear, TTMHead(layer, linear.bias).train(linear.training))
+        replace_module(model, names, linear, TTMHead(layer, linear.bias).train(linear.training))
 
 
-def put(model: nn.Module, names: list[str], old: nn.Module, new: nn.Module) -> None:
+def replace_module(model: nn.Module, names: list[str], old: nn.Module, new: nn.Module) -> None:
     """Replace a module under all its names, keeping its hooks."""
     share_hooks(old, new)
     for name in names:
@@ -191,7 +196,7 @@ def put(model: nn.Module, names: list[str], old: nn.Module, new: nn.Module) -> N
         setattr(model.get_submodule(path), last, new)
 
 
-def as_dense(layer: nn.Module) -> nn.Module:
+def build_dense(layer: nn.Module) -> nn.Module:
     """Return the equivalent dense module, of the replaced class."""
     if isinstance(layer, TTExperts):
         return layer.to_dense()

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scantling.tensor.experts import DOWN, TTExperts, as_linears, up_name
+from scantling.tensor.experts import DOWN_PROJ, TTExperts, expert_linears, up_name
+from scantling.tensor.find_layers import Candidate
 from scantling.tensor.linear import TTLinear
 from scantling.tensor.replace import Init, Layer, as_linear
-from scantling.tensor.sites import Site
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +57,19 @@ class LayerReport:
     weight_error: float | None
 
 
-def layer_report(site: Site, layer: Layer, init: Init) -> LayerReport:
+def layer_report(candidate: Candidate, layer: Layer, init: Init) -> LayerReport:
     """Compare a TT layer with the module that it will replace."""
-    numbers = sum(weight.numel() for weight in site.weights)
+    numbers = sum(weight.numel() for weight in candidate.weights)
     size = layer.num_parameters()
     if isinstance(layer, TTLinear) and layer.bias is not None:
         size -= layer.out_features  # the bias is not replaced
-    return LayerReport(site.name, numbers, size, _weight_error(site, layer) if init == "svd" else None)
+    return LayerReport(candidate.name, numbers, size, _weight_error(candidate, layer) if init == "svd" else None)
 
 
 @torch.no_grad()
-def _weight_error(site: Site, layer: Layer) -> float:
+def _weight_error(candidate: Candidate, layer: Layer) -> float:
     lost = norm = 0.0
-    for part, dense in _pairs(site.module, layer):
+    for part, dense in _pairs(candidate.module, layer):
         weight = dense.weight.detach().float()
         lost += float((part.dense_weight().float() - weight).square().sum())
         norm += float(weight.square().sum())
@@ -78,8 +78,8 @@ def _weight_error(site: Site, layer: Layer) -> float:
 
 def _pairs(module: nn.Module, layer: Layer) -> Iterator[tuple[Any, Any]]:
     if isinstance(layer, TTExperts):
-        for parts, name in ((layer.up, up_name(module)), (layer.down, DOWN)):
-            yield from zip(parts, as_linears(module, name), strict=True)
+        for parts, name in ((layer.up, up_name(module)), (layer.down, DOWN_PROJ)):
+            yield from zip(parts, expert_linears(module, name), strict=True)
     else:
         yield layer, as_linear(module) if isinstance(layer, TTLinear) else module
 
@@ -105,12 +105,14 @@ def log_errors(reports: Sequence[LayerReport]) -> None:
     )
 
 
-def warn_if_trained(sites: Sequence[Site], *, has_svd: bool) -> None:
+def warn_if_trained(candidates: Sequence[Candidate], *, has_svd: bool) -> None:
     """Warn if new random TT layers replace weights that were loaded or trained."""
-    trained = [site.name for site in sites if any(_is_loaded(weight) for weight in site.weights)]
+    trained = [candidate.name for candidate in candidates if any(_is_loaded(weight) for weight in candidate.weights)]
     if not trained:
-        trained = [site.name for site in sites if any(_looks_trained(weight) for weight in site.weights)]
-        if 2 * len(trained) < len(sites):  # such as a table of sines
+        trained = [
+            candidate.name for candidate in candidates if any(_looks_trained(weight) for weight in candidate.weights)
+        ]
+        if 2 * len(trained) < len(candidates):  # such as a table of sines
             return
     way = "use init='svd' to approximate them" if has_svd else "use format='tt' or 'low-rank' with init='svd'"
     logger.warning(

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from scantling.errors import UserError
 from scantling.tensor.embedding import TTMEmbedding
 from scantling.tensor.head import TTMHead
-from scantling.tensor.layer import CoreLayer
+from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
 from scantling.tensor.modes import check_size
-from scantling.tensor.ranks import adapter_of
+from scantling.tensor.rank_adapter import adapter_of
 
 _dense_embeddings = PreTrainedModel._get_resized_embeddings
 _dense_head = PreTrainedModel._get_resized_lm_head
@@ -42,7 +42,7 @@ def resize_table(table: TTMEmbedding, num_embeddings: int, *, mean: bool = True)
         UserError: if a `RankAdapter` is attached.
     """
     size = check_size(num_embeddings, "new_num_tokens")
-    _check_free(table)
+    _check_no_adapter(table)
     first = -(-size // prod(table.row_modes[1:]))
     _resize_core(table, 0, 1, first, mean)
     table.row_modes = (first, *table.row_modes[1:])
@@ -57,7 +57,7 @@ def resize_table(table: TTMEmbedding, num_embeddings: int, *, mean: bool = True)
 def resize_outputs(layer: TTLinear, out_features: int, *, mean: bool = True) -> None:
     """Change the number of outputs, in place; arguments as in `resize_table`."""
     size = check_size(out_features, "new_num_tokens")
-    _check_free(layer)
+    _check_no_adapter(layer)
     first = -(-size // prod(layer.out_modes[1:]))
     _resize_core(layer, len(layer.in_modes), 1, first, mean)
     layer.out_modes = (first, *layer.out_modes[1:])
@@ -65,7 +65,7 @@ def resize_outputs(layer: TTLinear, out_features: int, *, mean: bool = True) -> 
     layer.bias = _resized_bias(layer.bias, size, mean)
 
 
-def _check_free(layer: CoreLayer) -> None:
+def _check_no_adapter(layer: TTLayer) -> None:
     if adapter_of(layer) is not None:
         raise UserError(
             "a RankAdapter is attached to the layer that is resized, and its size target counts on the sizes it found; "
@@ -74,7 +74,7 @@ def _check_free(layer: CoreLayer) -> None:
 
 
 @torch.no_grad()
-def _resize_core(layer: CoreLayer, place: int, dim: int, size: int, mean: bool) -> None:
+def _resize_core(layer: TTLayer, place: int, dim: int, size: int, mean: bool) -> None:
     core = layer.chain[place]
     layer.cores[place] = nn.Parameter(_resized(core.detach(), dim, size, mean), requires_grad=core.requires_grad)
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
-from scantling.tensor.bonds import Bonds
 from scantling.tensor.importance import Importance
 from scantling.tensor.options import RankOptions
+from scantling.tensor.rank_budget import RankBudget
 
-_SHUT = -1.0
+_PRUNED = -1.0
 """Value of the gates of pruned ranks after the end."""
-_LITTLE = 1e-6
+_TIE_BREAK = 1e-6
 """Weight of contributions relative to importance: it breaks ties between ranks that the loss does not need."""
-_MOST = 1000.0
+_MAX_PRICE_RATIO = 1000.0
 """Upper bound of the price, relative to the initial price."""
 
 
@@ -36,7 +36,7 @@ class Schedule(nn.Module):
 
     Args:
         options: options of the adapter.
-        bonds: bonds; the size at all of their ranks is the initial size.
+        budget: rank gates of the model; the size at all of their ranks is the initial size.
 
     Attributes:
         initial: initial size.
@@ -45,13 +45,13 @@ class Schedule(nn.Module):
 
     held: Tensor
 
-    def __init__(self, options: RankOptions, bonds: Bonds) -> None:
+    def __init__(self, options: RankOptions, budget: RankBudget) -> None:
         super().__init__()
-        self.options, self._bonds = options, bonds
-        self.initial = bonds.size_of_all()
+        self.options, self._budget = options, budget
+        self.initial = budget.full_size()
         self.target = options.size_target * (self.initial if options.size_target <= 1.0 else 1.0)
         self.register_buffer("held", torch.zeros((), dtype=torch.bool), persistent=False)
-        self._open: list[Tensor] | None = None  # mask of active ranks, bool (r) per bond, fixed at the end; None before
+        self._final_mask: list[Tensor] | None = None  # bool (r) per bond: active ranks, fixed at the end; None before
 
     @property
     def holds(self) -> bool:
@@ -77,22 +77,22 @@ class Schedule(nn.Module):
         """Importance of each rank for the loss; None if the schedule does not use it."""
         return None
 
-    def meet(self, task_loss: Tensor, share: float) -> None:
+    def observe_loss(self, task_loss: Tensor, share: float) -> None:
         """Read the loss of a pass before its objective is computed."""
 
     def refresh(self) -> None:
         """Read the rank gates again after shapes or device have changed."""
-        self.to(self._bonds.device)
-        if self._open is not None:
-            self._open = self._open_now()
+        self.to(self._budget.device)
+        if self._final_mask is not None:
+            self._final_mask = self._active_mask()
 
-    def stepped(self, step: int) -> None:
+    def after_step(self, step: int) -> None:
         """Change the ranks after step number `step`."""
         if step % self.options.interval == 0 or step >= self.options.steps:
             if self.has_ended(step):
                 self._end()
             else:
-                self._follow_path(step)
+                self._update_ranks(step)
 
     def has_ended(self, step: int) -> bool:
         """True if the size is held at the target from this step on."""
@@ -100,13 +100,13 @@ class Schedule(nn.Module):
 
     def bring_to_target(self) -> None:
         """Bring the size to the target immediately."""
-        self._keep_to(self.target)
+        self._fit_to(self.target)
 
     def values(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as plain values."""
         buffers = {name: buffer.item() for name, buffer in self.state_dict().items()}
-        is_open = None if self._open is None else torch.cat(self._open).tolist()
-        return {"initial": self.initial, "target": self.target, "open": is_open, **buffers}
+        is_active = None if self._final_mask is None else torch.cat(self._final_mask).tolist()
+        return {"initial": self.initial, "target": self.target, "active": is_active, **buffers}
 
     def check_values(self, values: dict[str, Any], ranks: int) -> None:
         """Raise unless the values are the state of such a schedule with this number of ranks.
@@ -127,13 +127,13 @@ class Schedule(nn.Module):
         self.initial, self.target = values["initial"], values["target"]
         for name, buffer in self.state_dict().items():
             buffer.fill_(values[name])
-        self._open = None
-        if values["open"] is not None:
-            is_open = torch.tensor(values["open"], dtype=torch.bool, device=self._bonds.device)
-            self._open = list(torch.split(is_open, [len(control) for control in self._bonds.controls]))
-        self.held.fill_(self._open is not None)
+        self._final_mask = None
+        if values["active"] is not None:
+            is_active = torch.tensor(values["active"], dtype=torch.bool, device=self._budget.device)
+            self._final_mask = list(torch.split(is_active, [len(gate) for gate in self._budget.rank_gates]))
+        self.held.fill_(self._final_mask is not None)
 
-    def _follow_path(self, step: int) -> None:
+    def _update_ranks(self, step: int) -> None:
         """Change the ranks before the end."""
 
     def _size_on_path(self, step: int) -> float:
@@ -145,33 +145,33 @@ class Schedule(nn.Module):
     @torch.no_grad()
     def _end(self) -> None:
         """Bring the size to the target once, then keep every rank active or pruned as it is."""
-        if self._open is None:
+        if self._final_mask is None:
             self.bring_to_target()
-            self._open = self._open_now()
+            self._final_mask = self._active_mask()
             self.held.fill_(True)
-        for control, is_open in zip(self._bonds.controls, self._open, strict=True):
-            kept = torch.where(is_open, control.clamp(min=2.0 * self.options.threshold), _SHUT)
-            control.copy_(torch.where(control.isnan(), control, kept))  # keep NaN visible
+        for gate, is_active in zip(self._budget.rank_gates, self._final_mask, strict=True):
+            kept = torch.where(is_active, gate.clamp(min=2.0 * self.options.threshold), _PRUNED)
+            gate.copy_(torch.where(gate.isnan(), gate, kept))  # keep NaN visible
 
-    def _open_now(self) -> list[Tensor]:
-        return [control.detach() > self.options.threshold for control in self._bonds.controls]
+    def _active_mask(self) -> list[Tensor]:
+        return [gate.detach() > self.options.threshold for gate in self._budget.rank_gates]
 
-    def _keep_to(self, wanted: float) -> None:
+    def _fit_to(self, wanted: float) -> None:
         """Prune or activate ranks if the size is off by more than the tolerance."""
-        if abs(self._bonds.size() - wanted) > self.options.tolerance * wanted:
-            self._bonds.bring_to(wanted, self._scores())
+        if abs(self._budget.size() - wanted) > self.options.tolerance * wanted:
+            self._budget.fit_to(wanted, self._rank_scores())
 
-    def _scores(self) -> Tensor | None:
+    def _rank_scores(self) -> Tensor | None:
         """Return the scores of all ranks, for pruning; None to use contributions to the weights."""
         return None
 
     def _relaxed(self) -> Tensor:
         """Return P^ / P_0."""
-        return self._bonds.relaxed_size() / self.initial
+        return self._budget.relaxed_size() / self.initial
 
     def _norm(self) -> Tensor | float:
         """Return the beta term."""
-        return self.options.beta * self._bonds.squared_norm() if self.options.beta else 0.0
+        return self.options.beta * self._budget.core_norm() if self.options.beta else 0.0
 
 
 class ImportanceSchedule(Schedule):
@@ -182,10 +182,10 @@ class ImportanceSchedule(Schedule):
     replaces its importance.
     """
 
-    def __init__(self, options: RankOptions, bonds: Bonds) -> None:
-        super().__init__(options, bonds)
+    def __init__(self, options: RankOptions, budget: RankBudget) -> None:
+        super().__init__(options, budget)
         self._importance = Importance(options.memory)
-        self._importance.follow(bonds.controls)
+        self._importance.follow(budget.rank_gates)
 
     @property
     def holds(self) -> bool:
@@ -206,13 +206,13 @@ class ImportanceSchedule(Schedule):
     def objective(self, task_loss: Tensor, share: float) -> Tensor:
         return task_loss + share * self._norm()
 
-    def stepped(self, step: int) -> None:
+    def after_step(self, step: int) -> None:
         self._importance.update()
-        super().stepped(step)
+        super().after_step(step)
 
     def refresh(self) -> None:
         super().refresh()
-        self._importance.follow(self._bonds.controls)
+        self._importance.follow(self._budget.rank_gates)
 
     def values(self) -> dict[str, Any]:
         return {**super().values(), "importance": self._importance.values()}
@@ -221,16 +221,16 @@ class ImportanceSchedule(Schedule):
         super().load_values(values)
         self._importance.load_values(values["importance"])
 
-    def _follow_path(self, step: int) -> None:
-        self._keep_to(self._size_on_path(step))
+    def _update_ranks(self, step: int) -> None:
+        self._fit_to(self._size_on_path(step))
 
-    def _scores(self) -> Tensor | None:
-        known = self._importance.of(self._bonds.values())
+    def _rank_scores(self) -> Tensor | None:
+        known = self._importance.of(self._budget.values())
         if known is None:
             return None
-        contributed = torch.cat(list(self._bonds.contributions())).to(known.dtype)
+        contributed = torch.cat(list(self._budget.contributions())).to(known.dtype)
         mean = known.mean()
-        return known + torch.where(mean > 0.0, _LITTLE * mean, 1.0) * contributed
+        return known + torch.where(mean > 0.0, _TIE_BREAK * mean, 1.0) * contributed
 
 
 class ControlledSchedule(Schedule):
@@ -244,8 +244,8 @@ class ControlledSchedule(Schedule):
 
     price: Tensor
 
-    def __init__(self, options: RankOptions, bonds: Bonds) -> None:
-        super().__init__(options, bonds)
+    def __init__(self, options: RankOptions, budget: RankBudget) -> None:
+        super().__init__(options, budget)
         self.register_buffer("price", torch.tensor(0.0 if options.begin else options.price))
 
     @property
@@ -259,16 +259,16 @@ class ControlledSchedule(Schedule):
     def objective(self, task_loss: Tensor, share: float) -> Tensor:
         return task_loss + share * (self._norm() + self.price * self._relaxed())
 
-    def _follow_path(self, step: int) -> None:
+    def _update_ranks(self, step: int) -> None:
         options = self.options
         wanted = self._size_on_path(step)
-        error = self._bonds.size() / wanted - 1.0
+        error = self._budget.size() / wanted - 1.0
         if step >= options.begin:
             rate = options.price_rate * options.interval / (options.steps - options.begin)
             self.price.mul_(exp(rate * min(1.0, max(-1.0, error))))
-            self.price.clamp_(options.price, _MOST * options.price)
+            self.price.clamp_(options.price, _MAX_PRICE_RATIO * options.price)
         if abs(error) > options.slack:
-            self._keep_to(wanted * (1.0 + copysign(options.slack, error)))
+            self._fit_to(wanted * (1.0 + copysign(options.slack, error)))
 
     def _end(self) -> None:
         self.price.zero_()
@@ -294,8 +294,8 @@ class PaperSchedule(Schedule):
     recent: Tensor
     recent_share: Tensor
 
-    def __init__(self, options: RankOptions, bonds: Bonds) -> None:
-        super().__init__(options, bonds)
+    def __init__(self, options: RankOptions, budget: RankBudget) -> None:
+        super().__init__(options, budget)
         for name in ("mean_loss", "weight", "reference", "recent", "recent_share"):
             self.register_buffer(name, torch.zeros(()))
         self.register_buffer("late", torch.zeros((), dtype=torch.bool))
@@ -324,7 +324,7 @@ class PaperSchedule(Schedule):
         target = self.target / self.initial
         mean_loss = self.mean_loss / self.weight.clamp(min=1e-12)
         by_loss = options.loss_weight * (mean_loss - self.reference)
-        by_size = options.size_weight * (self._bonds.live_size() / self.initial - target)
+        by_size = options.size_weight * (self._budget.active_size() / self.initial - target)
         both = options.rho * (task_loss + share * relaxed)
         late = both + torch.where(
             by_loss >= by_size,
@@ -334,21 +334,22 @@ class PaperSchedule(Schedule):
         chosen = torch.where(self.held, task_loss, torch.where(self.late, late, early))
         return share * self._norm() + chosen
 
-    def meet(self, task_loss: Tensor, share: float) -> None:
+    def observe_loss(self, task_loss: Tensor, share: float) -> None:
         if self._early_steps == 0 and not self._is_late:
-            self._remember(task_loss.detach() / share, 0)
+            self._update_mean_loss(task_loss.detach() / share, 0)
 
-    def stepped(self, step: int) -> None:
-        self._remember(self.recent / self.recent_share, step)  # all passes since the last step, also of skipped steps
+    def after_step(self, step: int) -> None:
+        # The mean over all passes since the last step, including those of skipped steps.
+        self._update_mean_loss(self.recent / self.recent_share, step)
         self.recent.zero_()
         self.recent_share.zero_()
-        super().stepped(step)
+        super().after_step(step)
 
     def load_values(self, values: dict[str, Any]) -> None:
         super().load_values(values)
         self._is_late = bool(values["late"])
 
-    def _remember(self, loss: Tensor, step: int) -> None:
+    def _update_mean_loss(self, loss: Tensor, step: int) -> None:
         """Update the mean loss of recent steps over all replicas; set the reference once the early steps are over.
 
         Losses that are not finite are left out.

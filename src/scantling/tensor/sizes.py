@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from scantling.tensor.contraction import Network, best_plan, factors_of
+from scantling.tensor.contraction import Network, best_plan, rank_factors
 
 Term: TypeAlias = tuple[float, list[int]]
 """A constant, and the bonds whose ranks multiply it."""
@@ -58,14 +58,14 @@ class SizePolynomial:
         one, two, three = padded[self.bonds].unbind(1)
         return (one * two * three * self.coefficients.to(ranks.dtype)).sum()
 
-    def slopes(self, ranks: Tensor) -> Tensor:
+    def derivatives(self, ranks: Tensor) -> Tensor:
         """Return the size that one more rank adds, for each bond: (bonds), float64."""
         point = ranks.to(torch.float64).requires_grad_()
         with torch.enable_grad():
             return torch.autograd.grad(self(point), point)[0]
 
 
-def number_terms(sizes: Sequence[int], first_bond: int) -> list[Term]:
+def parameter_terms(sizes: Sequence[int], first_bond: int) -> list[Term]:
     """Return the terms of the number of parameters in a chain of cores.
 
     Args:
@@ -79,7 +79,7 @@ def number_terms(sizes: Sequence[int], first_bond: int) -> list[Term]:
     ]
 
 
-def byte_terms(ranks: Sequence[int], bytes_of: Callable[[int, int, int], float], first_bond: int) -> list[Term]:
+def byte_terms(ranks: Sequence[int], core_bytes: Callable[[int, int, int], float], first_bond: int) -> list[Term]:
     """Return the terms of the training bytes of a chain, linear in each of the two ranks of every core.
 
     Factored optimizer statistics, proportional to rows and columns, are linear in the ranks as well, in addition to
@@ -88,7 +88,7 @@ def byte_terms(ranks: Sequence[int], bytes_of: Callable[[int, int, int], float],
 
     Args:
         ranks: ranks of all bonds, including the outer ones; none is 0.
-        bytes_of: function of a core's index and its left and right ranks.
+        core_bytes: function of a core's index and its left and right ranks.
         first_bond: index of the chain's first inner bond among all bonds.
     """
     last = len(ranks) - 2
@@ -96,7 +96,7 @@ def byte_terms(ranks: Sequence[int], bytes_of: Callable[[int, int, int], float],
     for place, (left, right) in enumerate(pairwise(ranks)):
         lows = [max(1, rank // 2) for rank in (left, right)]
         both, low_left, low_right, low = (
-            bytes_of(place, *pair) for pair in ((left, right), (lows[0], right), (left, lows[1]), lows)
+            core_bytes(place, *pair) for pair in ((left, right), (lows[0], right), (left, lows[1]), lows)
         )
         spans = [rank - least or 1 for rank, least in zip((left, right), lows, strict=True)]
         product = (both - low_left - low_right + low) / (spans[0] * spans[1])
@@ -121,5 +121,5 @@ def flop_terms(network: Network, num_tokens: int, first_bond: int) -> list[Term]
     plan = best_plan(network, num_tokens)
     return [
         (6.0 * macs / num_tokens, [first_bond + bond - 1 for bond in bonds if 0 < bond < last])
-        for macs, bonds in factors_of(network, plan)
+        for macs, bonds in rank_factors(network, plan)
     ]

@@ -20,12 +20,12 @@ from scantling.numerics.torch_private import version_counter
 Owner = TypeVar("Owner")
 
 
-def version_of(tensor: Tensor) -> int:
+def tensor_version(tensor: Tensor) -> int:
     """Return the version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else version_counter(tensor)
 
 
-def after_steps(
+def call_after_steps(
     owner: Owner, method: Callable[[Owner, Optimizer], None], parameters: Callable[[Owner], Iterable[Tensor]]
 ) -> None:
     """Call a method after every step of an optimizer that holds one of the owner's parameters, until the owner dies.

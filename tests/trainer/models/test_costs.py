@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from scantling.errors import UserError
-from scantling.numerics.compute import has_products
+from scantling.numerics.device import has_fast_matmul
 from scantling.trainer.models.build import checkpoint_activations
 from scantling.trainer.models.costs import BACKWARD, Trace, forward_flops, linear_flops, no_packed_documents, trace_step
 
@@ -227,7 +227,7 @@ def test_traced_peak_is_that_of_the_allocator(case: str, dtype: torch.dtype | No
     layers = 2 * (1 + model.config.is_encoder_decoder)
     off = 8_000 * layers if checkpointing else 2_500
     # if the CPU multiplies bf16 itself, oneDNN's scratch memory comes from the measured allocator
-    has_scratch = dtype == torch.bfloat16 and has_products("bf16", torch.device("cpu"))
+    has_scratch = dtype == torch.bfloat16 and has_fast_matmul("bf16", torch.device("cpu"))
     assert trace.peak_bytes == pytest.approx(measured, abs=off, rel=0.06 if has_scratch else None)
     assert trace.activation_bytes <= trace.peak_bytes
 

@@ -25,7 +25,7 @@ MIB = 2**20
 def set_memory(monkeypatch: pytest.MonkeyPatch, total: int, available: int | None = None) -> None:
     memory = MachineMemory("this machine", total, total if available is None else available)
     monkeypatch.setattr(fit, "machine_memory", lambda device: memory if device == "cpu" else None)
-    monkeypatch.setattr(fit, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(fit, "rss_bytes", lambda: 0)
 
 
 def batch_recipe(folder: Path, **train: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.numerics.compute import autocast
+from scantling.numerics.device import autocast
 from scantling.trainer.data.blimp import MinimalPair
 from scantling.trainer.data.tokenizers import ByteTokenizer, load_tokenizer
 from scantling.trainer.recipe import load_recipe

@@ -16,7 +16,7 @@ import scantling as sc
 from scantling.errors import RecipeError, UserError
 from scantling.optim.memory import ParameterSpec, predicted_state_bytes
 from scantling.optim.registry import optimizer_names
-from scantling.tensor.layer import CoreLayer
+from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
 from scantling.trainer.training.checkpoint import load_tensors
 from scantling.trainer.training.trained_run import load_run
@@ -66,9 +66,9 @@ def test_the_planned_size_is_the_first_and_the_target_the_last(tmp_path: Path) -
 
     run = load_run(result.run_dir)
     task, data, model = run.task, run.data, run.model
-    layers = [layer for layer in model.modules() if isinstance(layer, CoreLayer)]
+    layers = [layer for layer in model.modules() if isinstance(layer, TTLayer)]
     assert layers
-    assert all(layer.controls is None for layer in layers)
+    assert all(layer.rank_gates is None for layer in layers)
     assert sum(core.numel() for layer in layers for core in layer.cores) == lines[-1]["tensor_parameters"]
     assert task.name == "causal-lm"
     assert data.heldout is not None
@@ -155,14 +155,14 @@ def test_every_optimizer_resumes_exactly_with_a_size_target(tmp_path: Path, opti
 
 def test_an_evaluation_merges_once_for_all_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[bool] = []
-    gated = CoreLayer.gated
+    gated = TTLayer.gated
 
-    def seen(self: CoreLayer) -> list[torch.Tensor]:
+    def seen(self: TTLayer) -> list[torch.Tensor]:
         if not torch.is_grad_enabled():
-            kept.append(self._kept is not None)
+            kept.append(self._merged_kept is not None)
         return gated(self)
 
-    monkeypatch.setattr(CoreLayer, "gated", seen)
+    monkeypatch.setattr(TTLayer, "gated", seen)
     sc.train(recipe(tmp_path, tensor={"rank": 4}, train={"steps": 1}), run_dir=tmp_path / "run")
     assert any(kept)
 
@@ -172,7 +172,7 @@ def test_a_target_in_bytes_is_one_of_the_optimizer_of_the_run(tmp_path: Path, op
     share = {**ADAPTING, "unit": "bytes", "size_target": 12_000, "adapter": {"interval": 1}}
     result = sc.train(recipe(tmp_path, tensor=share, optim=optim), run_dir=tmp_path / "run")
     model = load_run(result.run_dir).model
-    layers = [layer for layer in model.modules() if isinstance(layer, CoreLayer)]
+    layers = [layer for layer in model.modules() if isinstance(layer, TTLayer)]
     specs = [
         ParameterSpec(core.shape, core.dtype, own.core_role, own.core_dims) for own in layers for core in own.cores
     ]

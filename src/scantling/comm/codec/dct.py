@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scantling.comm.codec.blocks import slices
-from scantling.numerics.compute import without_autocast
+from scantling.numerics.device import without_autocast
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from scantling.numerics.kernels.pointers_gpu import pointer
+from scantling.numerics.kernels import pointer
 
 FIELDS = ("tensor", "gradient", "first", "rows", "cols", "down", "across")
 """Columns of the parameter table: addresses of the tensor and of its gradient, index of its first block, and the sides

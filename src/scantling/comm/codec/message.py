@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from scantling.errors import PayloadError
-from scantling.numerics.checksum import checksum
+from scantling.numerics.bits import checksum
 
 MAGIC, VERSION = b"SCTL", 2
 _FORMAT = struct.Struct("<4sHHIIII")

@@ -1,6 +1,6 @@
 """Blocks of one kind as bytes: which of their numbers are sent, and these numbers in few bits.
 
-A section is the indices of all blocks (numerics/subsets.py), then their values. Sparse blocks send `kept` of their
+A section is the indices of all blocks (numerics/elias_fano.py), then their values. Sparse blocks send `kept` of their
 `size` numbers, dense ones all, and then no indices. Sections have a length that is known beforehand, so that no sizes
 need be exchanged.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from scantling.comm.codec.blocks import slices
 from scantling.comm.codec.quantize import Values, dequantize, quantize, quantized_bytes
 from scantling.errors import PayloadError
-from scantling.numerics.subsets import pack_subsets, subsets_bytes, unpack_subsets
+from scantling.numerics.elias_fano import indices_bytes, pack_indices, unpack_indices
 
 GROUP = 4
 """Numbers of a block of which the largest stands for all, where a CPU selects."""
@@ -44,7 +44,7 @@ class TopKCodec:
         return self._index_bytes(count) + quantized_bytes(count, self.kept, self.values)
 
     def _index_bytes(self, count: int) -> int:
-        return 0 if self.is_dense else subsets_bytes(count, self.kept, self.size)
+        return 0 if self.is_dense else indices_bytes(count, self.kept, self.size)
 
     def select(self, blocks: Tensor) -> tuple[Tensor | None, Tensor]:
         """The largest numbers of blocks, and where they are.
@@ -63,7 +63,7 @@ class TopKCodec:
     def pack(self, index: Tensor | None, values: Tensor) -> Tensor:
         """Bytes of blocks: (`num_bytes(count)`,) uint8."""
         coded = quantize(values, self.values)
-        return coded if index is None else torch.cat([pack_subsets(index, self.size), coded])
+        return coded if index is None else torch.cat([pack_indices(index, self.size), coded])
 
     def as_received(self, index: Tensor | None, values: Tensor) -> tuple[Tensor | None, Tensor]:
         """What `unpack` makes of what `pack` makes of it: places as they are, values after their way in few bits."""
@@ -82,7 +82,7 @@ class TopKCodec:
         values = dequantize(packed[cut:], count, self.kept, self.values)
         if self.is_dense:
             return None, values
-        return unpack_subsets(packed[:cut], count, self.kept, self.size), values
+        return unpack_indices(packed[:cut], count, self.kept, self.size), values
 
     def add(self, index: Tensor | None, values: Tensor, to: Tensor) -> None:
         """Add what blocks sent to what is there: (count, size). No two places of a block are the same."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from scantling.comm.codec import dct
 from scantling.numerics.bits import width_for
-from scantling.numerics.tables import FLOATS, Table, device_of, has_kernels, owners_of, triton_dtype
+from scantling.numerics.device import FLOATS, DeviceTable, device_context, has_kernels, program_owners, triton_dtype
 from scantling.numerics.torch_private import foreach_zero_
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def select(block_group: BlockGroup, residuals: Sequence[Tensor], gradients: Sequ
     plan = _plan_of(block_group, device)
     index = torch.empty(block_group.count, spec.codec.kept, dtype=torch.int64, device=device)
     values = torch.empty(block_group.count, spec.codec.kept, device=device)
-    table = plan.selecting.send(_fields(block_group, residuals, gradients), device)
-    with device_of(table):
+    table = plan.selecting.upload(_fields(block_group, residuals, gradients), device)
+    with device_context(table):
         kernels.select[(block_group.count,)](
             *(table, plan.owners, plan.down, plan.across, index, values, spec.codec.kept, spec.decay),
             gradient=triton_dtype(gradients[0].dtype),
@@ -98,10 +98,10 @@ def add(
     spec, device = block_group.spec, tensors[0].device
     plan = _plan_of(block_group, device)
     sent = plan.beginning if begins else plan.adding
-    table = sent.send(_fields(block_group, tensors, ()), device)
+    table = sent.upload(_fields(block_group, tensors, ()), device)
     index, values = index.contiguous(), values.contiguous()
     own, count = (block_group.count,), values.shape[1]
-    with device_of(table):
+    with device_context(table):
         if spec.transformed:
             kernels.add_transformed[own](
                 *(table, plan.owners, plan.down, plan.across, index, values, count, alpha),
@@ -126,18 +126,18 @@ class _Plan(NamedTuple):
     owners: Tensor
     down: Tensor
     across: Tensor
-    selecting: Table
-    beginning: Table
-    adding: Table
+    selecting: DeviceTable
+    beginning: DeviceTable
+    adding: DeviceTable
 
 
 @lru_cache(maxsize=1024)
 def _plan_of(block_group: BlockGroup, device: torch.device) -> _Plan:
     shape = _shape(block_group)
-    owners = owners_of([slot.grid.count for slot in block_group.slots], device)
+    owners = program_owners([slot.grid.count for slot in block_group.slots], device)
     down = _padded_basis(shape["height"], shape["down"], device)
     across = _padded_basis(shape["width"], shape["across"], device)
-    return _Plan(owners, down, across, Table(), Table(), Table())
+    return _Plan(owners, down, across, DeviceTable(), DeviceTable(), DeviceTable())
 
 
 def _padded_basis(side: int, room: int, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from scantling.numerics.kernels.pointers_gpu import pointer
+from scantling.numerics.kernels import pointer
 from scantling.optim import _codec, _random
 from scantling.optim._grouped import FIELDS, VALUES
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from scantling.numerics.resident import resident_bytes
 from scantling.torchrun_env import local_world_size_from_env, world_size_from_env
 from scantling.trainer.planning.machine import MachineMemory, machine_memory
 from scantling.trainer.planning.plan import Plan, plan_run
 from scantling.trainer.planning.resolve import ResolvedRun, resolve_run
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.reporting.format import format_bytes
+from scantling.trainer.rss import rss_bytes
 
 if TYPE_CHECKING:
     from scantling.trainer.tasks.base import TaskData
@@ -113,7 +113,7 @@ def check_fit(recipe: Recipe, planned: Plan, *, search: bool = True, task_data: 
     available = None
     if machine is not None:
         # memory that this process already holds is part of its plan, so it counts as available
-        mine = resident_bytes() * (processes if launched else 1) if on_cpu else 0
+        mine = rss_bytes() * (processes if launched else 1) if on_cpu else 0
         available = min(machine.total, machine.available + mine)
     held = planned.weight_bytes + planned.gradient_bytes + (planned.optimizer_state_bytes or 0)
     held += planned.residual_bytes

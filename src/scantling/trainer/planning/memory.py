@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from scantling.groups import MatrixDims, Role
-    from scantling.tensor.bonds import BytesOf
+    from scantling.tensor.rank_budget import CoreBytes
 
 MIB = 2**20
 _TUNED = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
@@ -43,7 +43,7 @@ def held_gradient_bytes(recipe: Recipe, parameters: Iterable[torch.Tensor], *, w
     return max(sizes, default=0) if frees_gradients(recipe, world_size=world_size) else sum(sizes)
 
 
-def bytes_of_cores(recipe: Recipe) -> BytesOf | None:
+def core_bytes(recipe: Recipe) -> CoreBytes | None:
     """Return a function for the bytes of weight, gradient and state of a TT parameter under the recipe's optimizer.
 
     Return None if the optimizer's state size is unknown, or if the recipe sets `bytes_per_parameter` itself.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from scantling.errors import UserError
-from scantling.numerics.compute import autocast
+from scantling.numerics.device import autocast
 from scantling.trainer.models.costs import forward_flops, no_packed_documents, trace_step
 from scantling.trainer.planning.resolve import ResolvedRun
 

@@ -205,12 +205,12 @@ def plan_run(run: ResolvedRun) -> Plan:
         UserError: the model cannot be built.
     """
     from scantling.groups import num_non_embedding, param_groups
-    from scantling.numerics.resident import resident_bytes
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
     from scantling.trainer.models.build import checkpoint_activations, quiet
     from scantling.trainer.planning.memory import frees_gradients, held_gradient_bytes
     from scantling.trainer.planning.momentum import note_on_momentum, optimizer_groups
     from scantling.trainer.planning.passes import plan_passes
+    from scantling.trainer.rss import rss_bytes
 
     recipe, world_size = run.recipe, run.world_size
     notes = list(run.sizes.notes)
@@ -222,7 +222,7 @@ def plan_run(run: ResolvedRun) -> Plan:
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
     on_gpu = run.device == "cuda"
-    base = 0 if on_gpu else resident_bytes()
+    base = 0 if on_gpu else rss_bytes()
     parameters = list(model.parameters())
     weight_bytes = sum(p.nbytes for p in parameters)
     gradient_bytes = held_gradient_bytes(recipe, parameters, world_size=world_size)
@@ -291,11 +291,11 @@ def _ranks_that_come_down(recipe: Recipe, model: Any) -> list[str]:
     """Return a note on TT layers whose ranks are pruned to a target size."""
     if recipe.tensor is None or recipe.tensor.size_target is None:
         return []
-    from scantling.tensor.ranks import RankAdapter
-    from scantling.trainer.planning.memory import bytes_of_cores
+    from scantling.tensor.rank_adapter import RankAdapter
+    from scantling.trainer.planning.memory import core_bytes
 
     options = recipe.tensor.rank_options(recipe.train.steps)
-    adapter = RankAdapter(model, bytes_of=bytes_of_cores(recipe), **options)
+    adapter = RankAdapter(model, core_bytes=core_bytes(recipe), **options)
     target = f"{format_number(adapter.target)} {adapter.options.unit}"
     return [f"planned at the first ranks; the cores come down to {target} by step {adapter.options.steps}"]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator
 
-from scantling.numerics.words import Clip, Granularity, Rounding
+from scantling.numerics.literals import Clip, Granularity, Rounding
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 Label = Annotated[

@@ -13,13 +13,13 @@ from scantling.comm import AllReduce, DemoExchange, GradientExchange, NoExchange
 from scantling.distributed.context import DistContext
 from scantling.errors import UserError
 from scantling.groups import param_groups
-from scantling.numerics.compute import warn_of_slow_products
+from scantling.numerics.device import warn_if_slow_matmul
 from scantling.optim.registry import build_optimizer
 from scantling.precision.products import check_device
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.build import build_model, checkpoint_activations, convert_model, mixes_documents
-from scantling.trainer.planning.memory import bytes_of_cores, held_gradient_bytes
+from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes
 from scantling.trainer.planning.momentum import optimizer_groups
 from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.recipe import Recipe
@@ -42,7 +42,7 @@ def build_loop(
     check_device(recipe.precision.compute, context.device)
     compute = recipe.precision.autocast(context.device.type)
     if context.rank == 0:
-        warn_of_slow_products(compute, context.device, "set precision.compute: fp32")
+        warn_if_slow_matmul(compute, context.device, "set precision.compute: fp32")
     model = build_run_model(run).to(context.device)
     tensor = build_tensor_training(recipe)
     tensor.attach(model)
@@ -131,7 +131,7 @@ def build_tensor_training(recipe: Recipe) -> TensorTraining:
     return TensorTraining(
         recipe.tensor,
         steps=recipe.train.steps,
-        bytes_of=None if recipe.tensor is None else bytes_of_cores(recipe),
+        core_bytes=None if recipe.tensor is None else core_bytes(recipe),
         merges=not recipe.optim.release_gradients,
     )
 

@@ -84,8 +84,8 @@ def measure_pairs(context: DistContext) -> list[Pair]:
             pair = _measure_pair(context, source, target)
         except RuntimeError as error:
             raise RunError(
-                f"{symptom}: {first_line(error)}. Check firewalls, MASTER_ADDR, and GLOO_SOCKET_IFNAME, which names the "
-                "interface to use"
+                f"{symptom}: {first_line(error)}. Check firewalls, MASTER_ADDR, and GLOO_SOCKET_IFNAME, which names "
+                "the interface to use"
             ) from error
         if pair is not None:
             own.append(pair)

@@ -12,7 +12,7 @@ from torch import nn
 from scantling.distributed.context import DistContext
 from scantling.errors import UserError
 from scantling.eval_mode import evaluating
-from scantling.numerics.compute import autocast
+from scantling.numerics.device import autocast
 from scantling.tensor.layer import keep_merged
 from scantling.trainer.data.batch import Batch
 from scantling.trainer.data.loader import eval_batches

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from scantling.errors import UserError, first_line, hinted
-from scantling.numerics.compute import autocast
+from scantling.numerics.device import autocast
 from scantling.trainer.data.prepare import document_marks
 from scantling.trainer.data.tokenizers import Tokenizer
 from scantling.trainer.models.build import quiet
@@ -56,7 +56,10 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | N
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         _set_compute(run.recipe.precision.autocast(run.context.device.type), model, run.context.device)
         harnessed = HFLM(
-            pretrained=model.eval(), tokenizer=tokenizer, batch_size=BATCH, **_set_document_start(tokenizer, run.data.tokenizer)
+            pretrained=model.eval(),
+            tokenizer=tokenizer,
+            batch_size=BATCH,
+            **_set_document_start(tokenizer, run.data.tokenizer),
         )
         try:
             report = lm_eval.simple_evaluate(harnessed, tasks=chosen, task_manager=manager)

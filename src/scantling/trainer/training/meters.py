@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from scantling.numerics.resident import forget_peak, peak_resident_bytes, resident_bytes
+from scantling.trainer.rss import peak_rss_bytes, reset_peak_rss, rss_bytes
 
 
 class MemoryMeter:
@@ -25,14 +25,14 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(device)
             self.base_bytes = torch.cuda.memory_allocated(device)
         else:
-            forget_peak()
-            self.base_bytes = resident_bytes()
+            reset_peak_rss()
+            self.base_bytes = rss_bytes()
 
     def peak_bytes(self) -> int:
         """Return the peak since this meter was made, in bytes."""
         if self.source == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return peak_resident_bytes()
+        return peak_rss_bytes()
 
 
 class EnergyMeter:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from scantling.errors import UserError
 from scantling.eval_mode import evaluating
-from scantling.numerics.compute import autocast
+from scantling.numerics.device import autocast
 from scantling.tensor.layer import keep_merged
 from scantling.trainer.data.blimp import MinimalPair, read_pairs
 from scantling.trainer.data.prepare import document_marks

@@ -18,7 +18,6 @@ from scantling.distributed.folders import describe_run_folders
 from scantling.distributed.peers import report_errors_to_peers
 from scantling.errors import UserError
 from scantling.files import write_json
-from scantling.numerics.resident import resident_bytes
 from scantling.trainer.data.progress import Progress
 from scantling.trainer.planning.fit import Fit, check_fit, silent_plan
 from scantling.trainer.planning.plan import Plan
@@ -27,6 +26,7 @@ from scantling.trainer.recipe import Recipe, load_recipe
 from scantling.trainer.recipe.loading import RecipeLike
 from scantling.trainer.reporting.html import write_report
 from scantling.trainer.reporting.runs import read_metrics, read_run
+from scantling.trainer.rss import rss_bytes
 from scantling.trainer.training.build import build_loop
 from scantling.trainer.training.checkpoint import Checkpointer
 from scantling.trainer.training.cuda_graphs import check_graph
@@ -232,7 +232,7 @@ def _plan_and_prepare(
     context.wait_for_all()
     with_data = replace(run, data=data)
     keeps_sizes = context.broadcast_object(early is not None and context.is_rank0 and run.sizes == with_data.sizes)
-    planned = early.rebase(resident_bytes()) if early is not None and keeps_sizes else _plan_on_main(with_data, context)
+    planned = early.rebase(rss_bytes()) if early is not None and keeps_sizes else _plan_on_main(with_data, context)
     assert planned is not None
     _check_memory(with_data, planned, context, is_warned=is_warned)
     return with_data, planned

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from scantling.comm import GradientExchange
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError
-from scantling.numerics.compute import autocast
+from scantling.numerics.device import autocast
 from scantling.numerics.torch_private import found_inf
 from scantling.optim import CAME, ReleaseHandle, release_gradients
 from scantling.trainer.data.batch import Batch

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from scantling.comm import GradientExchange
-from scantling.tensor.bonds import BytesOf
 from scantling.tensor.layer import merge_once
-from scantling.tensor.ranks import RankAdapter
+from scantling.tensor.rank_adapter import RankAdapter
+from scantling.tensor.rank_budget import CoreBytes
 from scantling.trainer.recipe.schema import TensorSection
 
 
@@ -24,14 +24,14 @@ class TensorTraining:
     Args:
         section: `tensor` of the recipe, or None.
         steps: length of the run.
-        bytes_of: bytes that training keeps for a core, see `RankAdapter`.
+        core_bytes: bytes that training keeps for a core, see `RankAdapter`.
         merges: False if gradients are released, because release counts the passes of each parameter.
     """
 
     def __init__(
-        self, section: TensorSection | None, *, steps: int, bytes_of: BytesOf | None = None, merges: bool = True
+        self, section: TensorSection | None, *, steps: int, core_bytes: CoreBytes | None = None, merges: bool = True
     ) -> None:
-        self._section, self._steps, self._bytes_of, self._merges = section, steps, bytes_of, merges
+        self._section, self._steps, self._core_bytes, self._merges = section, steps, core_bytes, merges
         self.adapter: RankAdapter | None = None
         self._recorded: dict[str, tuple[int, ...]] | None = None
         self._is_resumed = False
@@ -40,7 +40,7 @@ class TensorTraining:
         """Add the rank gates; the model is on its device, and the optimizer is not built yet."""
         if self._section is not None and self._section.size_target is not None:
             options = self._section.rank_options(self._steps)
-            self.adapter = RankAdapter(model, bytes_of=self._bytes_of, **options)
+            self.adapter = RankAdapter(model, core_bytes=self._core_bytes, **options)
 
     def detach(self) -> None:
         """Remove pruned ranks and the rank gates; the outputs of the model stay the same."""

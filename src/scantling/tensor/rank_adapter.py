@@ -17,27 +17,27 @@ import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
-from scantling.tensor._cut import StateHolder, cut_parameter
-from scantling.tensor.bonds import Bonds, BytesOf
 from scantling.tensor.cores import num_parameters
-from scantling.tensor.layer import CoreLayer
+from scantling.tensor.flops import count_uses
+from scantling.tensor.layer import TTLayer
 from scantling.tensor.options import RankOptions
+from scantling.tensor.rank_budget import CoreBytes, RankBudget
 from scantling.tensor.schedules import SCHEDULES
-from scantling.tensor.steps import after_steps, version_of
-from scantling.tensor.uses import uses_in
+from scantling.tensor.slicing import StateHolder, slice_parameter
+from scantling.tensor.steps import call_after_steps, tensor_version
 
 logger = logging.getLogger(__name__)
 
-_OWNERS: weakref.WeakKeyDictionary[CoreLayer, weakref.ref[RankAdapter]] = weakref.WeakKeyDictionary()
+_OWNERS: weakref.WeakKeyDictionary[TTLayer, weakref.ref[RankAdapter]] = weakref.WeakKeyDictionary()
 """Adapter that owns the rank gates of a layer."""
-_AGREED = ("unit", "schedule", "size_target", "steps", "begin")
+_STATE_OPTIONS = ("unit", "schedule", "size_target", "steps", "begin")
 """Options that must be equal in a state and the adapter that loads it."""
 
 
-def adapter_of(layer: CoreLayer) -> RankAdapter | None:
+def adapter_of(layer: TTLayer) -> RankAdapter | None:
     """Return the adapter that is attached to a layer, or None."""
     owner = _OWNERS.get(layer, lambda: None)()
-    return owner if layer.controls is not None and owner is not None and owner.is_attached else None
+    return owner if layer.rank_gates is not None and owner is not None and owner.is_attached else None
 
 
 class RankAdapter:
@@ -56,7 +56,7 @@ class RankAdapter:
         model: model with at least one TT layer, and no other adapter.
         size_target: up to 1 a fraction of the current number of parameters in the cores, above 1 an absolute number;
             see `RankOptions.unit`.
-        bytes_of: function that returns the bytes of training state of a core from its shape, dtype, role and
+        core_bytes: function that returns the bytes of training state of a core from its shape, dtype, role and
             `matrix_dims` (as in `scantling.optim.ParameterSpec`), for the unit `bytes`; default
             `RankOptions.bytes_per_parameter` per parameter.
         options: further fields of `RankOptions`.
@@ -76,20 +76,20 @@ class RankAdapter:
     """
 
     def __init__(
-        self, model: nn.Module, *, size_target: float = 0.2, bytes_of: BytesOf | None = None, **options: Any
+        self, model: nn.Module, *, size_target: float = 0.2, core_bytes: CoreBytes | None = None, **options: Any
     ) -> None:
         self.options = RankOptions.of(size_target=size_target, **options)
-        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CoreLayer)}
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, TTLayer)}
         layers = {name: layer for name, layer in layers.items() if len(layer.cores) > 1}  # a single core has no bond
         self.layers = {name: layer for name, layer in layers.items() if layer.is_trainable}
         if not self.layers:
-            what = "layer of cores that is trained" if layers else "layer of cores whose ranks could adapt"
+            what = "TT layer that is trained" if layers else "TT layer whose ranks could adapt"
             raise UserError(f"{type(model).__name__} has no {what}; call sc.tensorize first")
         if not any(all(layer.ranks) for layer in self.layers.values()):
-            raise UserError(f"the layers of cores in {type(model).__name__} have no rank left, so that none can adapt")
+            raise UserError(f"the TT layers in {type(model).__name__} have no rank left, so that none can adapt")
         for name, layer in self.layers.items():
             if adapter_of(layer) is not None:
-                raise UserError(f"'{name}' has rank controls already: another RankAdapter is attached to this model")
+                raise UserError(f"'{name}' has rank gates already: another RankAdapter is attached to this model")
         self.step = 0
         self._dense_numbers = sum(layer.weight.numel() for layer in self.layers.values())
         self._seen: tuple[int, ...] | None = None
@@ -99,25 +99,25 @@ class RankAdapter:
         self._passed_by = 0
         self._knows_decay = False
         self._has_core_optimizer = False
-        new = [layer for layer in self.layers.values() if layer.controls is None]
-        uses = uses_in(model, self.options.tokens) if self.options.unit == "flops" else {}
+        new = [layer for layer in self.layers.values() if layer.rank_gates is None]
+        uses = count_uses(model, self.options.tokens) if self.options.unit == "flops" else {}
         try:
             for layer in self.layers.values():
-                layer.attach_controls(self.options.threshold)
-            self._bonds = Bonds(self.layers, self.options, uses=uses, bytes_of=bytes_of)
-            self._schedule = SCHEDULES[self.options.schedule](self.options, self._bonds).to(self._bonds.device)
+                layer.attach_gates(self.options.threshold)
+            self._budget = RankBudget(self.layers, self.options, uses=uses, core_bytes=core_bytes)
+            self._schedule = SCHEDULES[self.options.schedule](self.options, self._budget).to(self._budget.device)
             self._check_target()
         except BaseException:
             for layer in new:
-                layer.controls = None
+                layer.rank_gates = None
             raise
         _OWNERS.update({layer: weakref.ref(self) for layer in self.layers.values()})
         self._last_size = self._schedule.initial
-        after_steps(self, RankAdapter._controls_stepped, lambda adapter: adapter._bonds.controls)
-        after_steps(self, RankAdapter._cores_stepped, lambda adapter: adapter._bonds.cores())
+        call_after_steps(self, RankAdapter._gates_stepped, lambda adapter: adapter._budget.rank_gates)
+        call_after_steps(self, RankAdapter._cores_stepped, lambda adapter: adapter._budget.cores())
 
     def _check_target(self) -> None:
-        initial, target, least = self._schedule.initial, self._schedule.target, self._bonds.least_size()
+        initial, target, least = self._schedule.initial, self._schedule.target, self._budget.min_size()
         if target > initial:
             logger.warning("RankAdapter: the target of %g is above the size at the start, %g", target, initial)
         if target < least:
@@ -144,7 +144,7 @@ class RankAdapter:
             return task_loss
         if not torch.compiler.is_compiling():
             self.observe()
-            self._schedule.meet(task_loss, share)
+            self._schedule.observe_loss(task_loss, share)
         return self.objective(task_loss, share)
 
     def objective(self, task_loss: Tensor, share: float = 1.0) -> Tensor:
@@ -195,7 +195,7 @@ class RankAdapter:
         self._begin()
         self._is_fresh = True
 
-    def _controls_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def _gates_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step after an optimizer has stepped rank gates, once all gates that train are stepped.
 
         If each parameter has a separate optimizer, other gates are stepped later. Gates that are never stepped,
@@ -214,7 +214,7 @@ class RankAdapter:
             return  # GradScaler.step: a fused optimizer skips the step itself
         held = set(map(id, params))
         is_first, self._stepped = not self._stepped, self._stepped | held
-        is_last = all(id(control) in self._stepped for control in self._bonds.controls if control.requires_grad)
+        is_last = all(id(gate) in self._stepped for gate in self._budget.rank_gates if gate.requires_grad)
         if self._schedule.importance is not None and not (is_first and is_last):
             for param in params:
                 self._schedule.importance.keep(param)
@@ -223,11 +223,11 @@ class RankAdapter:
 
     def _look_for_decay(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if an optimizer decays the rank gates, which puts a price on ranks in addition to the schedule."""
-        controls = set(map(id, self._bonds.controls))
+        rank_gates = set(map(id, self._budget.rank_gates))
         for group in optimizer.param_groups:
-            if group.get("weight_decay") and any(id(param) in controls for param in group["params"]):
+            if group.get("weight_decay") and any(id(param) in rank_gates for param in group["params"]):
                 logger.warning(
-                    "RankAdapter: the optimizer decays the rank controls (weight_decay=%g), which draws all of them to "
+                    "RankAdapter: the optimizer decays the rank gates (weight_decay=%g), which draws all of them to "
                     "0 alike; sc.param_groups(model, weight_decay=...) leaves them out",
                     group["weight_decay"],
                 )
@@ -235,46 +235,46 @@ class RankAdapter:
 
     def _cores_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn after an optimizer's second step of cores without a step of rank gates."""
-        controls = set(map(id, self._bonds.controls))
-        if any(id(param) in controls for group in optimizer.param_groups for param in group["params"]):
+        rank_gates = set(map(id, self._budget.rank_gates))
+        if any(id(param) in rank_gates for group in optimizer.param_groups for param in group["params"]):
             return
         self._has_core_optimizer = True
         if not self._awaits_cores:
             return  # nested optimizers, or several that share the step
         self._awaits_cores = False
         self._passed_by += 1
-        if self._passed_by == 2 and self._bonds.controls:
+        if self._passed_by == 2 and self._budget.rank_gates:
             logger.warning(
-                "RankAdapter: the optimizer steps the cores and not their rank controls, so that no rank will change; "
+                "RankAdapter: the optimizer steps the cores and not their rank gates, so that no rank will change; "
                 "attach the adapter before the optimizer is built"
             )
 
     def _count(self) -> None:
         """Count a step and let the schedule act on it."""
         self._is_fresh, self._passed_by = False, 0
-        if not self._bonds.controls:
+        if not self._budget.rank_gates:
             return
         self._follow()
         if self._schedule.importance is not None and self._stepped:
-            for control in self._bonds.controls:
-                if id(control) not in self._stepped:
-                    self._schedule.importance.leave_out(control)
+            for gate in self._budget.rank_gates:
+                if id(gate) not in self._stepped:
+                    self._schedule.importance.exclude(gate)
         self.step += 1
-        self._schedule.stepped(self.step)
+        self._schedule.after_step(self.step)
         self._begin()
 
     def _follow(self) -> None:
         """Refresh if the model has moved to another device."""
-        if self._bonds.has_moved:
+        if self._budget.has_moved:
             self._refresh()
 
     def _refresh(self) -> None:
         """Refresh after shapes or device have changed."""
-        self._bonds.refresh()
+        self._budget.refresh()
         self._schedule.refresh()
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(version_of(control) for control in self._bonds.controls)
+        return tuple(tensor_version(gate) for gate in self._budget.rank_gates)
 
     @torch.no_grad()
     def truncate(
@@ -299,14 +299,14 @@ class RankAdapter:
                 optimizer is LBFGS, or a rank gate is not finite; nothing has been removed then.
         """
         self._check_optimizers([each for each in (optimizer, *holders) if isinstance(each, torch.optim.Optimizer)])
-        self._bonds.check_finite()
+        self._budget.check_finite()
         self.observe()
-        before = sum(map(len, self._bonds.controls))
+        before = sum(map(len, self._budget.rank_gates))
         known = [] if self._schedule.importance is None else [self._schedule.importance]
         for layer in self.layers.values():
-            for param, dim, index in layer.cuts([live.nonzero().flatten() for live in layer.live()]):
-                cut_parameter(param, dim, index, optimizer, *holders, *known)
-        removed = before - sum(map(len, self._bonds.controls))
+            for param, dim, index in layer.rank_slices([active.nonzero().flatten() for active in layer.active_ranks()]):
+                slice_parameter(param, dim, index, optimizer, *holders, *known)
+        removed = before - sum(map(len, self._budget.rank_gates))
         if removed:
             self._refresh()
         self._seen = self._versions()
@@ -320,8 +320,8 @@ class RankAdapter:
         """
         self._last_size = self.size()
         for layer in self.layers.values():
-            layer.fold_controls()
-        self._bonds.controls = []
+            layer.fold_gates()
+        self._budget.rank_gates = []
 
     def finish(
         self, optimizer: torch.optim.Optimizer | None = None, *holders: StateHolder | torch.optim.Optimizer
@@ -343,7 +343,7 @@ class RankAdapter:
     @property
     def is_attached(self) -> bool:
         """True if the layers have rank gates."""
-        return bool(self._bonds.controls)
+        return bool(self._budget.rank_gates)
 
     @property
     def adds_to_loss(self) -> bool:
@@ -353,13 +353,13 @@ class RankAdapter:
     @property
     def device(self) -> torch.device:
         """Device of the rank gates."""
-        return self._bonds.device
+        return self._budget.device
 
     def num_parameters(self) -> int:
         """Return the number of parameters in the cores at the active ranks, that is after `truncate`."""
-        return self._numbers(self.ranks())
+        return self._numel(self.ranks())
 
-    def _numbers(self, ranks: Mapping[str, tuple[int, ...]]) -> int:
+    def _numel(self, ranks: Mapping[str, tuple[int, ...]]) -> int:
         return sum(num_parameters(self.layers[name].sizes, own) for name, own in ranks.items())
 
     def size(self) -> float:
@@ -367,7 +367,7 @@ class RankAdapter:
         if not self.is_attached:
             return self._last_size
         self._follow()
-        return self._bonds.size()
+        return self._budget.size()
 
     @property
     def target(self) -> float:
@@ -379,13 +379,13 @@ class RankAdapter:
         if not self.is_attached:
             return {name: layer.ranks for name, layer in self.layers.items()}
         self._follow()
-        return self._bonds.ranks()
+        return self._budget.ranks()
 
     def metrics(self) -> dict[str, float]:
         """Return metrics for logging; `tensor_compression` is relative to the dense layers, without biases."""
         ranks = self.ranks()
         inner = [rank for layer in ranks.values() for rank in layer[1:-1]]
-        numbers = self._numbers(ranks)
+        numbers = self._numel(ranks)
         return {
             "tensor_parameters": numbers,
             "tensor_size": self.size() / self._schedule.initial,
@@ -401,11 +401,11 @@ class RankAdapter:
         saved with its known gradients.
         """
         importance = self._schedule.importance
-        kept = {} if importance is None else importance.kept_values()
+        kept = {} if importance is None else importance.pending_values()
         return {
             "step": self.step,
             "uncounted": kept if self._has_uncounted_step() else None,
-            **{name: getattr(self.options, name) for name in _AGREED},
+            **{name: getattr(self.options, name) for name in _STATE_OPTIONS},
             "values": self._schedule.values(),
             "ranks": {name: list(layer.ranks) for name, layer in self.layers.items()},
         }
@@ -422,14 +422,14 @@ class RankAdapter:
             raise UserError(f"this is no state of a RankAdapter, or one of another version: it lacks '{missing[0]}'")
         if not self.is_attached:
             raise UserError(
-                "this RankAdapter is detached from its model: the controls are in the cores, none can go on"
+                "this RankAdapter is detached from its model: the rank gates are in the cores, none can go on"
             )
         if state["ranks"].keys() != self.layers.keys():
             other = sorted(state["ranks"].keys() ^ self.layers.keys())
             raise UserError(f"the state of the RankAdapter is one of other layers; '{other[0]}' is in one alone")
         ranks = sum(rank for layer in state["ranks"].values() for rank in layer[1:-1])
         self._schedule.check_values(state["values"], ranks)
-        for name in _AGREED:
+        for name in _STATE_OPTIONS:
             given, own = state[name], getattr(self.options, name)
             if given != own:
                 raise UserError(f"the state of the RankAdapter has {name}={given!r}, this one {name}={own!r}")
@@ -442,8 +442,10 @@ class RankAdapter:
         self._follow()
         for name, layer in self.layers.items():
             wanted = state["ranks"][name]
-            for param, dim, index in layer.cuts([torch.arange(rank, device=self.device) for rank in wanted[1:-1]]):
-                cut_parameter(param, dim, index, None)
+            for param, dim, index in layer.rank_slices(
+                [torch.arange(rank, device=self.device) for rank in wanted[1:-1]]
+            ):
+                slice_parameter(param, dim, index, None)
         self.step = state["step"]
         self._refresh()
         self._schedule.load_values(state["values"])
@@ -452,10 +454,10 @@ class RankAdapter:
         if self._is_fresh:
             self._seen = ()  # differs from all versions, so the step is counted
             if self._schedule.importance is not None:
-                self._schedule.importance.load_kept_values(state["uncounted"])
+                self._schedule.importance.load_pending_values(state["uncounted"])
 
     def _check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if not optimizers or not self._bonds.controls:
+        if not optimizers or not self._budget.rank_gates:
             return
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise UserError(
@@ -466,13 +468,13 @@ class RankAdapter:
         missing = [
             name
             for name, layer in self.layers.items()
-            for each in layer.controls or ()
+            for each in layer.rank_gates or ()
             if each.requires_grad and id(each) not in held
         ]
         if missing:
             raise UserError(
-                f"the optimizer does not step the rank controls of '{missing[0]}'; attach the RankAdapter before the "
-                "optimizer is built, and give every optimizer that steps cores or controls"
+                f"the optimizer does not step the rank gates of '{missing[0]}'; attach the RankAdapter before the "
+                "optimizer is built, and give every optimizer that steps cores or rank gates"
             )
-        if self._has_core_optimizer and held.isdisjoint(map(id, self._bonds.cores())):
-            raise UserError("another optimizer steps the cores; give every optimizer that steps cores or controls")
+        if self._has_core_optimizer and held.isdisjoint(map(id, self._budget.cores())):
+            raise UserError("another optimizer steps the cores; give every optimizer that steps cores or rank gates")

@@ -52,9 +52,9 @@ class LazyWeight(Tensor):
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             (whole,) = args
             return cls(whole._build, tuple(whole.shape), whole._empty())
-        if _writes(func, kwargs):
+        if _is_write(func, kwargs):
             raise UserError(
-                "the weight of a layer of cores is computed from them, so that nothing can be written into it; change "
+                "the weight of a TT layer is computed from them, so that nothing can be written into it; change "
                 "its `cores`, take `from_dense` to approximate a matrix, or `to_dense` for a layer with a matrix"
             )
         with DisableTorchFunctionSubclass():
@@ -73,7 +73,7 @@ class LazyWeight(Tensor):
         return f"LazyWeight(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+def _is_write(func: Any, kwargs: dict[str, Any]) -> bool:
     """True if a function changes its first argument: `normal_`, `__setitem__`, `__iadd__`, a setter, or `out=`."""
     name = getattr(func, "__name__", "")
     if name in ("__set__", "__setitem__") or kwargs.get("out") is not None:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.errors import UserError
 from scantling.optim.combined import CombinedOptimizer
-from scantling.tensor._cut import cut_parameter
-from scantling.tensor.choose import nearest
-from scantling.tensor.contraction import best_plan, factors_of
+from scantling.tensor.contraction import best_plan, rank_factors
 from scantling.tensor.experts import TTExperts
 from scantling.tensor.head import TTMHead
-from scantling.tensor.layer import CoreLayer, gate
-from scantling.tensor.ranks import RankAdapter
-from scantling.tensor.sizes import SizePolynomial, number_terms
+from scantling.tensor.layer import TTLayer, threshold_gate
+from scantling.tensor.rank_adapter import RankAdapter
+from scantling.tensor.rank_selection import select_ranks
+from scantling.tensor.sizes import SizePolynomial, parameter_terms
+from scantling.tensor.slicing import slice_parameter
 
 
 class Net(nn.Module):
@@ -69,7 +69,7 @@ def steps(
 
 
 def numbers_in(model: nn.Module) -> int:
-    return sum(core.numel() for layer in model.modules() if isinstance(layer, CoreLayer) for core in layer.cores)
+    return sum(core.numel() for layer in model.modules() if isinstance(layer, TTLayer) for core in layer.cores)
 
 
 def came(model: nn.Module, **options: Any) -> sc.CAME:
@@ -84,14 +84,14 @@ def test_there_are_no_controls_before_an_adapter_and_none_after_it() -> None:
     before = model(ids)
     adapter = RankAdapter(model)
     torch.testing.assert_close(model(ids), before, rtol=0, atol=0)
-    controls = [name for name, _ in model.named_parameters() if "controls" in name]
-    assert len(controls) == 1 + 5 + 3
+    rank_gates = [name for name, _ in model.named_parameters() if "rank_gates" in name]
+    assert len(rank_gates) == 1 + 5 + 3
     roles = {name: group["role"] for group in sc.param_groups(model) for name, _ in group["params"]}
-    assert {roles[name] for name in controls} == {"vector"}
+    assert {roles[name] for name in rank_gates} == {"vector"}
     with torch.no_grad():
         for layer in adapter.layers.values():
-            for control in layer.controls or ():
-                control.uniform_(-0.5, 1.5)
+            for gate in layer.rank_gates or ():
+                gate.uniform_(-0.5, 1.5)
     adapter.truncate()
     before = model(ids)
     adapter.detach()
@@ -100,22 +100,22 @@ def test_there_are_no_controls_before_an_adapter_and_none_after_it() -> None:
 
 
 def test_a_gate_is_shut_below_its_threshold_and_passes_its_gradient() -> None:
-    control = torch.tensor([1.0, 0.011, 0.01, 0.0, -3.0], requires_grad=True)
-    value = gate(control, 0.01)
+    gate = torch.tensor([1.0, 0.011, 0.01, 0.0, -3.0], requires_grad=True)
+    value = threshold_gate(gate, 0.01)
     assert value.tolist() == pytest.approx([1.0, 0.011, 0.0, 0.0, 0.0])
     value.backward(torch.arange(5.0))
-    assert control.grad is not None
-    assert control.grad.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert gate.grad is not None
+    assert gate.grad.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_sizes_are_those_of_the_parameters_and_of_the_plan() -> None:
     model = net()
     layer, table = model.first, model.table
     ranks = torch.tensor([*layer.ranks[1:-1], *table.ranks[1:-1]], dtype=torch.float64)
-    terms = number_terms(layer.sizes, 0) + number_terms(table.sizes, len(layer.cores) - 1)
+    terms = parameter_terms(layer.sizes, 0) + parameter_terms(table.sizes, len(layer.cores) - 1)
     size = SizePolynomial.of(terms, len(ranks))
     assert size(ranks).item() == sum(core.numel() for core in [*layer.cores, *table.cores])
-    slope = size.slopes(ranks)
+    slope = size.derivatives(ranks)
     for bond in range(len(ranks)):
         more = ranks.clone()
         more[bond] += 1
@@ -126,7 +126,7 @@ def test_sizes_are_those_of_the_parameters_and_of_the_plan() -> None:
             plan = best_plan(network, tokens)
             ranks_of = (1, *network.ranks[1:-1], 1)
             total = 0.0
-            for macs, bonds in factors_of(network, plan):
+            for macs, bonds in rank_factors(network, plan):
                 product = macs
                 for bond in bonds:
                     product *= ranks_of[bond]
@@ -183,14 +183,14 @@ def test_the_ranks_kept_are_as_near_to_the_size_as_can_be(seed: int, share: floa
     generator = torch.Generator().manual_seed(seed)
     ranks = torch.randint(4, 14, (7,), generator=generator)
     bond_of = torch.repeat_interleave(torch.arange(7), ranks)
-    size = SizePolynomial.of(number_terms([5, 7, 4, 6], 0) + number_terms([9, 8, 3, 5, 4], 3), 7)
+    size = SizePolynomial.of(parameter_terms([5, 7, 4, 6], 0) + parameter_terms([9, 8, 3, 5, 4], 3), 7)
     value = torch.rand(len(bond_of), generator=generator, dtype=torch.float64)
     full, least = size(ranks.double()).item(), size(torch.ones(7, dtype=torch.float64)).item()
     wanted = max(share * full, 1.5 * least)
-    live = torch.ones_like(bond_of, dtype=torch.bool)
+    active = torch.ones_like(bond_of, dtype=torch.bool)
     if not shut:
-        live = torch.zeros_like(live).index_fill(0, ranks.cumsum(0) - 1, True)
-    found = nearest(size, live, bond_of, value, wanted, 0.01)
+        active = torch.zeros_like(active).index_fill(0, ranks.cumsum(0) - 1, True)
+    found = select_ranks(size, active, bond_of, value, wanted, 0.01)
     kept = torch.bincount(bond_of[found], minlength=7)
     assert (kept >= 1).all()
     assert size(kept.double()).item() == pytest.approx(wanted, rel=0.05)
@@ -268,7 +268,7 @@ def test_frozen_layers_keep_their_ranks() -> None:
     ranks = model.first.ranks
     adapter.finish()
     assert model.first.ranks == ranks
-    with pytest.raises(UserError, match="no layer of cores that is trained"):
+    with pytest.raises(UserError, match="no TT layer that is trained"):
         RankAdapter(model.requires_grad_(False))
 
 
@@ -331,8 +331,8 @@ def test_the_late_stage_switches_by_the_true_size_and_the_mean_loss() -> None:
     assert loss.grad.item() == pytest.approx(0.1)
     with torch.no_grad():
         for layer in adapter.layers.values():
-            for control in layer.controls or ():
-                control[1:] = 0.0
+            for gate in layer.rank_gates or ():
+                gate[1:] = 0.0
     loss.grad = None
     adapter.loss(loss).backward()
     assert loss.grad.item() == pytest.approx(1.1)
@@ -346,8 +346,8 @@ def test_removing_what_is_shut_changes_nothing_but_the_size() -> None:
     steps(model, adapter, optimizer, range(5))
     with torch.no_grad():
         for layer in adapter.layers.values():
-            for control in layer.controls or ():
-                control[::3] = 0.001
+            for gate in layer.rank_gates or ():
+                gate[::3] = 0.001
     ids, wanted = batch(9)
     nn.functional.cross_entropy(model(ids), wanted).backward()
     before, size = model(ids), adapter.num_parameters()
@@ -381,18 +381,18 @@ def test_the_step_after_removal_is_the_one_before_it(optimizer: str) -> None:
             return came(parameters, clip_threshold=1e9)
         return torch.optim.AdamW(parameters.parameters(), lr=1e-3)
 
-    stepped = made(model)
-    steps(model, adapter, stepped, range(5))
+    after_step = made(model)
+    steps(model, adapter, after_step, range(5))
     with torch.no_grad():
         for layer in adapter.layers.values():
-            for control in layer.controls or ():
-                control[:2] = -1.0
+            for gate in layer.rank_gates or ():
+                gate[:2] = -1.0
     twin = copy.deepcopy(model)
     twin_stepped = made(twin)
-    twin_stepped.load_state_dict(copy.deepcopy(stepped.state_dict()))
-    adapter.truncate(stepped)
+    twin_stepped.load_state_dict(copy.deepcopy(after_step.state_dict()))
+    adapter.truncate(after_step)
     steps(twin, None, twin_stepped, range(5, 6))
-    steps(model, None, stepped, range(5, 6))
+    steps(model, None, after_step, range(5, 6))
     ids = batch(7)[0]
     if optimizer == "adamw":
         torch.testing.assert_close(model(ids), twin(ids), rtol=1e-5, atol=1e-6)
@@ -407,7 +407,7 @@ def test_a_dead_bond_of_a_table_leaves_zeros(kind: Any, modes: int) -> None:
         table = kind(300, 64, rank=8, num_modes=modes)
         adapter = RankAdapter(nn.Sequential(table), size_target=0.9)
         with torch.no_grad():
-            table.controls[bond].fill_(-1.0)
+            table.rank_gates[bond].fill_(-1.0)
         adapter.truncate()
         for numbers in (1, 20, 700):
             rows = table(torch.randint(300, (numbers, 2)))
@@ -421,22 +421,22 @@ def test_a_control_that_is_nan_is_never_written_over(schedule: str) -> None:
     adapter = RankAdapter(model, size_target=0.5, steps=6, interval=1, schedule=schedule, hold=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     steps(model, adapter, optimizer, range(2))
-    control = next(iter(model.first.controls or ()))
+    gate = next(iter(model.first.rank_gates or ()))
     with torch.no_grad():
-        control[0] = torch.nan
-    with pytest.raises(UserError, match=r"a rank control of '.*' is NaN or Inf"):
+        gate[0] = torch.nan
+    with pytest.raises(UserError, match=r"a rank gate of '.*' is NaN or Inf"):
         steps(model, adapter, optimizer, range(2, 10), cut_every=10)
-    assert control[0].isnan()
+    assert gate[0].isnan()
 
 
 def test_nothing_is_removed_where_a_control_is_nan() -> None:
     model = net()
     adapter = RankAdapter(model)
     with torch.no_grad():
-        assert model.first.controls is not None
-        model.first.controls[1][0] = torch.nan
+        assert model.first.rank_gates is not None
+        model.first.rank_gates[1][0] = torch.nan
     before = adapter.layers["first"].ranks
-    with pytest.raises(UserError, match="a rank control of 'first' is NaN or Inf"):
+    with pytest.raises(UserError, match="a rank gate of 'first' is NaN or Inf"):
         adapter.truncate()
     assert adapter.layers["first"].ranks == before
 
@@ -461,9 +461,9 @@ def test_a_dead_bond_leaves_the_bias() -> None:
     optimizer = came(model)
     steps(model, adapter, optimizer, range(3))
     with torch.no_grad():
-        controls = model.first.controls
-        assert controls is not None
-        controls[2].fill_(-1.0)
+        rank_gates = model.first.rank_gates
+        assert rank_gates is not None
+        rank_gates[2].fill_(-1.0)
     x = torch.randn(5, 64)
     assert model.first.bias is not None
     expected = model.first.bias.expand(5, 64)
@@ -490,9 +490,9 @@ def test_the_schedule_goes_on_when_layers_have_died(dead: list[str], schedule: s
     steps(model, adapter, optimizer, range(2))
     with torch.no_grad():
         for name in dead:
-            controls = adapter.layers[name].controls
-            assert controls is not None
-            controls[0].fill_(-1.0)
+            rank_gates = adapter.layers[name].rank_gates
+            assert rank_gates is not None
+            rank_gates[0].fill_(-1.0)
     adapter.truncate(optimizer)
     losses = steps(model, adapter, optimizer, range(2, 12), cut_every=5)
     assert all(torch.isfinite(torch.tensor(losses)))
@@ -515,9 +515,9 @@ def test_the_target_holds_when_a_bond_is_shut_and_not_yet_removed(schedule: str)
     optimizer = came(model)
     steps(model, adapter, optimizer, range(8))
     with torch.no_grad():
-        controls = model.first.controls
-        assert controls is not None
-        controls[1].fill_(-1.0)
+        rank_gates = model.first.rank_gates
+        assert rank_gates is not None
+        rank_gates[1].fill_(-1.0)
     assert adapter.ranks()["first"][2] == 0
     steps(model, adapter, optimizer, range(8, 12))
     assert adapter.ranks()["first"][2] > 0
@@ -530,13 +530,13 @@ def test_controls_of_a_checkpoint_are_gone_on_with() -> None:
     optimizer = came(model)
     steps(model, adapter, optimizer, range(3))
     loaded = copy.deepcopy(model)
-    with pytest.raises(UserError, match="'table' has rank controls already"):
+    with pytest.raises(UserError, match="'table' has rank gates already"):
         RankAdapter(model)
     resumed = RankAdapter(loaded, size_target=0.5, steps=4, interval=1)
     assert resumed.ranks() == adapter.ranks() != {name: layer.ranks for name, layer in adapter.layers.items()}
     resumed.load_state_dict(adapter.state_dict())
     assert (resumed.size(), resumed.target, resumed.step) == (adapter.size(), adapter.target, adapter.step)
-    with pytest.raises(UserError, match="rank controls already"):
+    with pytest.raises(UserError, match="rank gates already"):
         RankAdapter(loaded)
     with pytest.raises(UserError, match="is the least"):
         RankAdapter(copy.deepcopy(model), size_target=0.001)
@@ -557,12 +557,12 @@ def test_any_optimizer_goes_on_when_a_bond_has_died(name: str) -> None:
     adapter = RankAdapter(model, steps=1000)
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     steps(model, adapter, optimizer, range(2))
-    controls = model.first.controls
-    assert controls is not None
+    rank_gates = model.first.rank_gates
+    assert rank_gates is not None
     with torch.no_grad():
-        controls[2].fill_(-1.0)
+        rank_gates[2].fill_(-1.0)
     adapter.truncate(optimizer)
-    assert not any(param.requires_grad for param in (*model.first.cores, *controls))
+    assert not any(param.requires_grad for param in (*model.first.cores, *rank_gates))
     before = model.second.cores[0].detach().clone()
     losses = steps(model, adapter, optimizer, range(2, 5))
     assert all(torch.isfinite(torch.tensor(losses)))
@@ -576,19 +576,19 @@ def test_the_optimizer_opens_a_rank_again_that_the_task_needs(name: str) -> None
     """The student lacks only its pruned rank to match its teacher."""
     student = net()
     adapter = RankAdapter(student, size_target=1.0)
-    control = next(iter(student.first.controls or ()))
+    gate = next(iter(student.first.rank_gates or ()))
     wanted = {step: student.first(torch.ones(1, 64) + batch(step)[0].repeat(1, 32)).detach() for step in range(40)}
     with torch.no_grad():
-        control[0] = -0.005
-    assert not student.first.live()[0][0]
-    groups = [{"params": [control], "role": "vector"}]
+        gate[0] = -0.005
+    assert not student.first.active_ranks()[0][0]
+    groups = [{"params": [gate], "role": "vector"}]
     made = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "came": sc.CAME}[name]
     optimizer = made(groups, lr={"sgd": 1e-3}.get(name, 1e-2))
     for step, target in wanted.items():
         nn.functional.mse_loss(student.first(torch.ones(1, 64) + batch(step)[0].repeat(1, 32)), target).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert student.first.live()[0][0]
+    assert student.first.active_ranks()[0][0]
     assert adapter.truncate() == 0
 
 
@@ -606,9 +606,9 @@ def test_it_goes_on_to_the_bit_across_a_removal(schedule: Any) -> None:
     resumed = RankAdapter(again, **options)
     resumed.load_state_dict(saved[0])
     again.load_state_dict(saved[1])
-    stepped = came(again, momentum="int4")
-    stepped.load_state_dict(saved[2])
-    steps(again, resumed, stepped, range(12, 40), cut_every=4)
+    after_step = came(again, momentum="int4")
+    after_step.load_state_dict(saved[2])
+    steps(again, resumed, after_step, range(12, 40), cut_every=4)
     assert resumed.ranks() == adapter.ranks()
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -618,17 +618,17 @@ def test_what_a_rank_contributes_is_its_share_of_the_squared_norm() -> None:
     torch.manual_seed(0)
     layer = sc.TTLinear(24, 20, 5)
     adapter = RankAdapter(nn.Sequential(layer))
-    assert layer.controls is not None
+    assert layer.rank_gates is not None
     with torch.no_grad():
-        for control in layer.controls:
-            control.uniform_(0.2, 1.5)
+        for gate in layer.rank_gates:
+            gate.uniform_(0.2, 1.5)
         total = layer.dense_weight().square().sum()
-        for control, shares in zip(layer.controls, list(adapter._bonds.contributions()), strict=True):
-            kept = control.clone()
+        for gate, shares in zip(layer.rank_gates, list(adapter._budget.contributions()), strict=True):
+            kept = gate.clone()
             for rank, share in enumerate(shares):
-                control.zero_()[rank] = kept[rank]
+                gate.zero_()[rank] = kept[rank]
                 torch.testing.assert_close(layer.dense_weight().square().sum() / total, share, rtol=1e-4, atol=1e-7)
-            control.copy_(kept)
+            gate.copy_(kept)
 
 
 def test_micro_batches_are_one_step() -> None:
@@ -660,9 +660,9 @@ def test_the_target_stays_held_however_far_a_step_goes_and_on_to_the_bit(name: s
     def started(seed: int) -> tuple[Net, RankAdapter, torch.optim.Optimizer]:
         model = net(seed)
         adapter = RankAdapter(model, size_target=0.5, steps=10)
-        controls = [param for param_name, param in model.named_parameters() if "controls" in param_name]
-        optimizer = LARGE_STEPS[name](controls)
-        others = [param for param_name, param in model.named_parameters() if "controls" not in param_name]
+        rank_gates = [param for param_name, param in model.named_parameters() if "rank_gates" in param_name]
+        optimizer = LARGE_STEPS[name](rank_gates)
+        others = [param for param_name, param in model.named_parameters() if "rank_gates" not in param_name]
         optimizer.add_param_group({"params": others, "lr": 1e-4})
         return model, adapter, optimizer
 
@@ -673,11 +673,11 @@ def test_the_target_stays_held_however_far_a_step_goes_and_on_to_the_bit(name: s
         steps(model, adapter, optimizer, range(number, number + 1), cut_every)
         assert adapter.size() == pytest.approx(adapter.target, rel=0.01)
 
-    again, resumed, stepped = started(5)
+    again, resumed, after_step = started(5)
     resumed.load_state_dict(saved[0])
     again.load_state_dict(saved[1])
-    stepped.load_state_dict(saved[2])
-    steps(again, resumed, stepped, range(15, 40), cut_every)
+    after_step.load_state_dict(saved[2])
+    steps(again, resumed, after_step, range(15, 40), cut_every)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
 
 
@@ -715,8 +715,8 @@ def test_the_target_holds_after_the_very_steps_whatever_steps_the_controls(kind:
 def test_two_optimizers_take_one_step() -> None:
     model = net()
     adapter = RankAdapter(model, steps=10)
-    controls = {id(c) for layer in adapter.layers.values() for c in layer.controls or ()}
-    halves = [[p for p in model.parameters() if (id(p) in controls) == wanted] for wanted in (True, False)]
+    rank_gates = {id(c) for layer in adapter.layers.values() for c in layer.rank_gates or ()}
+    halves = [[p for p in model.parameters() if (id(p) in rank_gates) == wanted] for wanted in (True, False)]
     one, other = (torch.optim.SGD(half, lr=0.01) for half in (halves[0] + halves[1][:1], halves[1][1:]))
     for number in range(3):
         ids, wanted = batch(number)
@@ -742,8 +742,8 @@ def test_finishing_holds_the_size_and_leaves_a_plain_model() -> None:
     steps(late, held, optimizer, range(6))
     with torch.no_grad():  # loads an earlier state of the model, as at the end of a Trainer's run
         for layer in held.layers.values():
-            for control in layer.controls or ():
-                control.fill_(1.0)
+            for gate in layer.rank_gates or ():
+                gate.fill_(1.0)
     held.finish()
     assert numbers_in(late) == pytest.approx(held.target, rel=0.02)
 
@@ -781,7 +781,7 @@ def test_an_adapter_goes_where_its_model_goes_and_controls_stay_wide() -> None:
     optimizer = came(model)
     steps(model, adapter, optimizer, range(2))
     model.to(torch.bfloat16)
-    assert all(c.dtype == torch.float32 for layer in adapter.layers.values() for c in layer.controls or ())
+    assert all(c.dtype == torch.float32 for layer in adapter.layers.values() for c in layer.rank_gates or ())
     assert model.first.cores[0].dtype == torch.bfloat16
     model.to("meta")
     assert adapter.loss(torch.zeros((), device="meta")).device.type == "meta"
@@ -811,12 +811,12 @@ def test_controls_without_an_adapter_and_weights_without_values_are_refused() ->
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UserError, match="Linear has no layer of cores"):
+    with pytest.raises(UserError, match="Linear has no TT layer"):
         RankAdapter(nn.Linear(3, 3))
     model = net()
     with pytest.raises(UserError, match=r"size_target=0.001 is .* one rank on every bond of 3 layers takes"):
         RankAdapter(model, size_target=0.001)
-    assert model.first.controls is None
+    assert model.first.rank_gates is None
     for options, message in (
         ({"size_target": -1.0}, "size_target must be a finite number above 0.0; given -1.0"),
         ({"steps": 0}, "steps must be a whole number of at least 1"),
@@ -838,13 +838,13 @@ def test_what_cannot_be_is_refused() -> None:
         raise ValueError
 
     with pytest.raises(ValueError):
-        RankAdapter(model, unit="bytes", bytes_of=broken)
-    assert model.first.controls is None
+        RankAdapter(model, unit="bytes", core_bytes=broken)
+    assert model.first.rank_gates is None
     adapter = RankAdapter(model)
-    with pytest.raises(UserError, match="'table' has rank controls already"):
+    with pytest.raises(UserError, match="'table' has rank gates already"):
         RankAdapter(model)
-    too_early = torch.optim.AdamW([param for name, param in model.named_parameters() if "controls" not in name])
-    with pytest.raises(UserError, match="does not step the rank controls of 'table'"):
+    too_early = torch.optim.AdamW([param for name, param in model.named_parameters() if "rank_gates" not in name])
+    with pytest.raises(UserError, match="does not step the rank gates of 'table'"):
         adapter.truncate(too_early)
     with pytest.raises(UserError, match="LBFGS keeps one history"):
         adapter.truncate(torch.optim.LBFGS(model.parameters()))
@@ -875,7 +875,7 @@ def test_decay_of_controls_is_one_warning(caplog: pytest.LogCaptureFixture) -> N
     model = net()
     adapter = RankAdapter(model, steps=5)
     steps(model, adapter, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01), range(3))
-    assert caplog.text.count("decays the rank controls (weight_decay=0.01)") == 1
+    assert caplog.text.count("decays the rank gates (weight_decay=0.01)") == 1
     caplog.clear()
     model = net()
     adapter = RankAdapter(model, steps=5)
@@ -898,9 +898,11 @@ def test_a_model_whose_ranks_adapt_is_not_made_dense() -> None:
 def test_optimizers_behind_one_that_steps_them_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     adapter = RankAdapter(model, steps=5)
-    controls = [control for layer in adapter.layers.values() for control in layer.controls or ()]
-    others = [param for param in model.parameters() if all(param is not control for control in controls)]
-    both = CombinedOptimizer([torch.optim.AdamW(controls, lr=1e-3, weight_decay=0.0), torch.optim.SGD(others, lr=1e-3)])
+    rank_gates = [gate for layer in adapter.layers.values() for gate in layer.rank_gates or ()]
+    others = [param for param in model.parameters() if all(param is not gate for gate in rank_gates)]
+    both = CombinedOptimizer(
+        [torch.optim.AdamW(rank_gates, lr=1e-3, weight_decay=0.0), torch.optim.SGD(others, lr=1e-3)]
+    )
     steps(model, adapter, both, range(4))
     assert adapter.step == 4
     assert not caplog.text
@@ -909,9 +911,9 @@ def test_optimizers_behind_one_that_steps_them_are_no_fault(caplog: pytest.LogCa
 def test_one_optimizer_for_the_cores_and_one_for_the_controls_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     adapter = RankAdapter(model, steps=5)
-    controls = [control for layer in adapter.layers.values() for control in layer.controls or ()]
-    others = [param for param in model.parameters() if all(param is not control for control in controls)]
-    first, second = torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD(controls, lr=1e-3)
+    rank_gates = [gate for layer in adapter.layers.values() for gate in layer.rank_gates or ()]
+    others = [param for param in model.parameters() if all(param is not gate for gate in rank_gates)]
+    first, second = torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD(rank_gates, lr=1e-3)
     for number in range(4):
         steps(model, adapter, first, range(number, number + 1))
         second.step()
@@ -931,7 +933,7 @@ def test_state_that_cannot_be_cut_is_dropped(caplog: pytest.LogCaptureFixture) -
     optimizer = Odd([param], lr=0.1)
     param.grad = torch.ones_like(param)
     optimizer.step()
-    cut_parameter(param, 1, torch.tensor([0, 2]), optimizer)
+    slice_parameter(param, 1, torch.tensor([0, 2]), optimizer)
     assert param.shape == (4, 2)
     assert "dropped" in caplog.text
     assert param not in optimizer.state
@@ -964,8 +966,8 @@ def test_controls_compile_without_a_break() -> None:
     adapter = RankAdapter(model)
     with torch.no_grad():
         for layer in adapter.layers.values():
-            for control in layer.controls or ():
-                control[::2] = 0.0
+            for gate in layer.rank_gates or ():
+                gate[::2] = 0.0
     ids = batch(0)[0]
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from scantling.conv1d import is_conv1d
 from scantling.numerics.torch_private import own_parameters
-from scantling.tensor.embedding import why_no_cores
-from scantling.tensor.experts import DOWN, is_fused_experts, up_name
+from scantling.tensor.embedding import unsupported_reason
+from scantling.tensor.experts import DOWN_PROJ, is_fused_experts, up_name
 
 Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
 
 
 @dataclass
-class Site:
+class Candidate:
     """Modules that become one TT layer, and the heads that are tied to it.
 
     Attributes:
@@ -38,11 +38,11 @@ class Site:
     def weights(self) -> list[nn.Parameter]:
         """Weights that the cores replace."""
         if is_fused_experts(self.module):
-            return [self.module.get_parameter(name) for name in (up_name(self.module), DOWN)]
+            return [self.module.get_parameter(name) for name in (up_name(self.module), DOWN_PROJ)]
         return [self.module.get_parameter("weight")]
 
 
-def find_sites(model: nn.Module) -> tuple[list[Site], dict[str, str]]:
+def find_layers(model: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
     """Return all layers that can become TT layers.
 
     Only exact classes count, since the forward pass of a subclass may compute more.
@@ -59,35 +59,35 @@ def find_sites(model: nn.Module) -> tuple[list[Site], dict[str, str]]:
             if parameter is not None:
                 owners[id(parameter)].append(module)
 
-    sites: list[Site] = []
+    candidates: list[Candidate] = []
     refused: dict[str, str] = {}
     tied: set[nn.Module] = set()
     for module in names:
-        if module in tied or not (is_linear(module) or is_table(module) or is_fused_experts(module)):
+        if module in tied or not (is_linear(module) or is_embedding(module) or is_fused_experts(module)):
             continue
-        site = Site(module, names[module])
-        sharing = [each for weight in site.weights for each in owners[id(weight)] if each is not module]
-        if is_linear(module) and any(is_table(each) for each in sharing):
+        candidate = Candidate(module, names[module])
+        sharing = [each for weight in candidate.weights for each in owners[id(weight)] if each is not module]
+        if is_linear(module) and any(is_embedding(each) for each in sharing):
             continue  # a head is converted with its table
-        reason = _why_not(module, site.weights) or _why_not_tied(module, sharing)
+        reason = _refusal(module, candidate.weights) or _tied_refusal(module, sharing)
         if reason:
             refused |= {name: reason for each in (module, *sharing) for name in names[each]}
             continue
         for each in sharing:
             if isinstance(each, nn.Linear):
-                site.heads.append((each, names[each]))
+                candidate.heads.append((each, names[each]))
             else:
-                site.names.extend(names[each])
+                candidate.names.extend(names[each])
         tied.update(sharing)
-        sites.append(site)
-    return sites, refused
+        candidates.append(candidate)
+    return candidates, refused
 
 
 def is_linear(module: nn.Module) -> bool:
     return (type(module) is nn.Linear or is_conv1d(type(module))) and _has_weight(module)
 
 
-def is_table(module: nn.Module) -> bool:
+def is_embedding(module: nn.Module) -> bool:
     return type(module) in (nn.Embedding, nn.EmbeddingBag) and _has_weight(module)
 
 
@@ -96,7 +96,7 @@ def _has_weight(module: nn.Module) -> bool:
     return own_parameters(module).get("weight") is not None
 
 
-def _why_not(module: nn.Module, weights: list[nn.Parameter]) -> str | None:
+def _refusal(module: nn.Module, weights: list[nn.Parameter]) -> str | None:
     """Return why a module cannot be replaced; None if it can."""
     if "forward" in vars(module):
         return "its forward was replaced, as offloading does; convert the model before that"
@@ -107,14 +107,14 @@ def _why_not(module: nn.Module, weights: list[nn.Parameter]) -> str | None:
             return f"its weight is a {type(weight.data).__name__}; convert the model before it is sharded or quantized"
         if not weight.is_floating_point() or weight.is_complex():
             return f"its weight is {weight.dtype}"
-    return why_no_cores(module) if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+    return unsupported_reason(module) if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
 
 
-def _why_not_tied(module: nn.Module, sharing: list[nn.Module]) -> str | None:
+def _tied_refusal(module: nn.Module, sharing: list[nn.Module]) -> str | None:
     for each in sharing:
-        if not is_table(module) or not (is_table(each) or type(each) is nn.Linear):
+        if not is_embedding(module) or not (is_embedding(each) or type(each) is nn.Linear):
             return f"its weight is also that of a {type(each).__name__}, which cannot share cores with it"
-        if is_table(each) and _settings(each) != _settings(module):
+        if is_embedding(each) and _settings(each) != _settings(module):
             return "its weight is also that of a table with other settings"
     return None
 

@@ -13,14 +13,14 @@ from scantling.tensor.contraction import Head, Lookup
 from scantling.tensor.embedding import TTMEmbedding
 from scantling.tensor.experts import TTExperts
 from scantling.tensor.head import TTMHead
-from scantling.tensor.layer import CoreLayer
+from scantling.tensor.layer import TTLayer
 from scantling.tensor.sizes import Term, flop_terms
 
-Uses: TypeAlias = Mapping[CoreLayer, "Use"]
+LayerUses: TypeAlias = Mapping[TTLayer, "LayerUse"]
 
 
 @dataclass(frozen=True)
-class Use:
+class LayerUse:
     """Use of one layer in a step.
 
     Attributes:
@@ -34,7 +34,7 @@ class Use:
     num_rows: int
     num_heads: int = 0
 
-    def flop_terms(self, layer: CoreLayer, ranks: tuple[int, ...], first_bond: int) -> list[Term]:
+    def flop_terms(self, layer: TTLayer, ranks: tuple[int, ...], first_bond: int) -> list[Term]:
         """Return the terms of the FLOPs per token at these ranks; see `scantling.tensor.sizes.flop_terms`."""
         network = layer.network_at(ranks)
         share = self.num_rows / self.num_tokens
@@ -44,7 +44,7 @@ class Use:
         return terms
 
 
-def uses_in(model: nn.Module, num_tokens: int) -> Uses:
+def count_uses(model: nn.Module, num_tokens: int) -> LayerUses:
     """Return the use of every TT layer in a model, for a step of `num_tokens` tokens.
 
     Experts are assumed to be chosen evenly.
@@ -52,17 +52,17 @@ def uses_in(model: nn.Module, num_tokens: int) -> Uses:
     Raises:
         UserError: if the number of experts per token is unknown.
     """
-    found: dict[CoreLayer, Use] = {}
+    found: dict[TTLayer, LayerUse] = {}
     modules = list(model.modules())
     for layer in modules:
         if isinstance(layer, TTMEmbedding):
             heads = sum(isinstance(head, TTMHead) and head.table is layer for head in modules)
-            found[layer] = Use(num_tokens, min(num_tokens, layer.num_embeddings), heads)
-        elif isinstance(layer, CoreLayer):
-            found[layer] = Use(num_tokens, num_tokens)
+            found[layer] = LayerUse(num_tokens, min(num_tokens, layer.num_embeddings), heads)
+        elif isinstance(layer, TTLayer):
+            found[layer] = LayerUse(num_tokens, num_tokens)
     for name, experts in model.named_modules():
         if isinstance(experts, TTExperts):
-            chosen = experts.num_chosen
+            chosen = experts.experts_per_token
             if chosen is None:
                 raise UserError(
                     f"unit='flops': nothing says how many of the {experts.num_experts} experts of '{name}' a token "
@@ -70,5 +70,5 @@ def uses_in(model: nn.Module, num_tokens: int) -> Uses:
                 )
             rows = max(1, round(num_tokens * min(1.0, chosen / experts.num_experts)))
             for layer in (*experts.up, *experts.down):
-                found[layer] = Use(num_tokens, rows)
+                found[layer] = LayerUse(num_tokens, rows)
     return found

@@ -20,7 +20,7 @@ _NOTES = ("_tied_weights_keys", "all_tied_weights_keys")
 _KEPT = "_ties_of_dense_weights"
 
 
-def note_ties(model: nn.Module) -> dict[nn.Module, dict[str, dict[str, str]]]:
+def record_tied_names(model: nn.Module) -> dict[nn.Module, dict[str, dict[str, str]]]:
     """Return the names of tied parameters, by the submodule that records them; call it before replacing anything."""
     noted = {}
     for module in model.modules():
@@ -30,8 +30,8 @@ def note_ties(model: nn.Module) -> dict[nn.Module, dict[str, dict[str, str]]]:
     return noted
 
 
-def carry_ties(noted: dict[nn.Module, dict[str, dict[str, str]]]) -> None:
-    """Replace the names of tables by those of their cores; the old records are kept for `restore_ties`."""
+def rename_tied_names(noted: dict[nn.Module, dict[str, dict[str, str]]]) -> None:
+    """Replace the names of tables by those of their cores; the old records are kept for `restore_tied_names`."""
     for module, notes in noted.items():
         changed = {note: _renamed(module, pairs) for note, pairs in notes.items()}
         if changed == notes:
@@ -42,8 +42,8 @@ def carry_ties(noted: dict[nn.Module, dict[str, dict[str, str]]]) -> None:
             setattr(module, note, pairs)
 
 
-def restore_ties(model: nn.Module) -> None:
-    """Restore the names that `carry_ties` replaced."""
+def restore_tied_names(model: nn.Module) -> None:
+    """Restore the names that `rename_tied_names` replaced."""
     for module in model.modules():
         own: dict[str, Any] | None = vars(module).pop(_KEPT, None)
         if own is not None:
@@ -57,12 +57,12 @@ def _renamed(module: nn.Module, pairs: dict[str, str]) -> dict[str, str]:
     for target, source in pairs.items():
         (path, _, name), (source_path, _, source_name) = target.rpartition("."), source.rpartition(".")
         owner, source_owner = module.get_submodule(path), module.get_submodule(source_path)
-        if not (_made_of_cores(owner, name) or _made_of_cores(source_owner, source_name)):
+        if not (_is_tt(owner, name) or _is_tt(source_owner, source_name)):
             found[target] = source
         elif owner is source_owner and path != source_path:
             found |= {f"{path}.cores.{core}": f"{source_path}.cores.{core}" for core in range(len(owner.cores))}  # type: ignore[arg-type]
     return found
 
 
-def _made_of_cores(owner: nn.Module, name: str) -> bool:
+def _is_tt(owner: nn.Module, name: str) -> bool:
     return name == "weight" and isinstance(owner, TTLinear | TTMEmbedding | TTMHead)

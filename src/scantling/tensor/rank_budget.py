@@ -18,51 +18,51 @@ from torch import Tensor
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.numerics.torch_private import foreach_norm, own_parameters
-from scantling.tensor.choose import nearest
-from scantling.tensor.layer import CoreLayer, gate
+from scantling.tensor.flops import LayerUses
+from scantling.tensor.layer import TTLayer, threshold_gate
 from scantling.tensor.options import RankOptions
-from scantling.tensor.sizes import SizePolynomial, Term, byte_terms, number_terms
-from scantling.tensor.uses import Uses
+from scantling.tensor.rank_selection import select_ranks
+from scantling.tensor.sizes import SizePolynomial, Term, byte_terms, parameter_terms
 
-BytesOf: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Role, MatrixDims], float]
+CoreBytes: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Role, MatrixDims], float]
 """Bytes of training state of a core, from its shape, dtype, role and matrix dims."""
 
 _MARGIN = 5.0
 """Size of a rank gate, in thresholds, after its rank is pruned or activated, so that it does not flip straight back."""
-_MOST_ORDERS = 8
+_MAX_ORDERS = 8
 """Contraction orders to try before giving up on bringing FLOPs to a size."""
-_MOST_HALVINGS = 20
+_MAX_BISECTIONS = 20
 """Bisections of the requested FLOPs if trying orders does not reach the size."""
 
 
-class Bonds:
-    """Inner bonds of TT layers that have rank gates (`controls`).
+class RankBudget:
+    """Inner bonds of TT layers that have rank gates (`rank_gates`).
 
     Args:
         layers: layers with rank gates, by name.
         options: unit of the size, threshold and tolerance.
         uses: use of each layer in a step, for the unit `flops`.
-        bytes_of: training bytes of a core, for the unit `bytes`.
+        core_bytes: training bytes of a core, for the unit `bytes`.
 
     Attributes:
-        controls: rank gates of all bonds, layer by layer; empty once they are folded into the cores.
+        rank gates: rank gates of all bonds, layer by layer; empty once they are folded into the cores.
         device: device of the rank gates.
     """
 
     def __init__(
-        self, layers: Mapping[str, CoreLayer], options: RankOptions, *, uses: Uses, bytes_of: BytesOf | None
+        self, layers: Mapping[str, TTLayer], options: RankOptions, *, uses: LayerUses, core_bytes: CoreBytes | None
     ) -> None:
         self._layers, self._options = layers, options
-        self._uses, self._bytes_of = uses, bytes_of
+        self._uses, self._core_bytes = uses, core_bytes
         self.device: torch.device
         self.refresh()
 
     def refresh(self) -> None:
         """Rebuild the vector of rank gates and the size polynomial after shapes or device have changed."""
-        self.controls = list(self._controls_now())
-        if self.controls:
-            self.device = self.controls[0].device
-        counts = torch.tensor([len(control) for control in self.controls])
+        self.rank_gates = list(self._current_gates())
+        if self.rank_gates:
+            self.device = self.rank_gates[0].device
+        counts = torch.tensor([len(gate) for gate in self.rank_gates])
         self._bond_of = torch.repeat_interleave(torch.arange(len(counts)), counts).to(self.device)
         bonds_of = torch.tensor([len(layer.cores) - 1 for layer in self._layers.values()])
         self._layer_of = torch.repeat_interleave(torch.arange(len(bonds_of)), bonds_of).to(self.device)
@@ -71,16 +71,16 @@ class Bonds:
         for layer in self._layers.values():
             terms += self._terms(layer, first)
             first += len(layer.cores) - 1
-        self._counted = SizePolynomial.of(terms, len(self.controls))  # on the CPU
-        self._size = self._counted.to(self.device)  # fixed until shapes change, since captured graphs read it
+        self._polynomial = SizePolynomial.of(terms, len(self.rank_gates))  # on the CPU
+        self._size = self._polynomial.to(self.device)  # fixed until shapes change, since captured graphs read it
 
     @property
     def has_moved(self) -> bool:
         """True if the device or the rank gates of the model have changed since the last `refresh`."""
-        if not self.controls:
+        if not self.rank_gates:
             return False
-        return self.controls[0].device != self.device or any(
-            own is not control for own, control in zip_longest(self.controls, self._controls_now())
+        return self.rank_gates[0].device != self.device or any(
+            own is not gate for own, gate in zip_longest(self.rank_gates, self._current_gates())
         )
 
     def cores(self) -> list[Tensor]:
@@ -89,7 +89,7 @@ class Bonds:
 
     def ranks(self) -> dict[str, tuple[int, ...]]:
         """Return the active ranks of each layer, outer bonds (1) included; all inner ranks are 0 if one of them is."""
-        counts = iter(self._per_bond((self._flat().detach() > self._options.threshold).long()).tolist())
+        counts = iter(self._sum_per_bond((self._flat_gates().detach() > self._options.threshold).long()).tolist())
         found = {}
         for name, layer in self._layers.items():
             inner = list(islice(counts, len(layer.cores) - 1))
@@ -102,36 +102,36 @@ class Bonds:
         Raises:
             UserError: if the rank gates are on the meta device.
         """
-        if self.controls and self.device.type == "meta":
-            raise UserError("which ranks are live is not known on the meta device; load the cores and controls first")
-        live = self._live().cpu()
-        return float(self._counted_at(live)(live))
+        if self.rank_gates and self.device.type == "meta":
+            raise UserError("which ranks are live is not known on the meta device; load the cores and rank gates first")
+        active = self._active_ranks().cpu()
+        return float(self._polynomial_at(active)(active))
 
-    def size_of_all(self) -> float:
+    def full_size(self) -> float:
         """Return the size at all ranks, active or pruned."""
-        return float(self._counted(torch.tensor([len(control) for control in self.controls], dtype=torch.float64)))
+        return float(self._polynomial(torch.tensor([len(gate) for gate in self.rank_gates], dtype=torch.float64)))
 
-    def least_size(self) -> float:
+    def min_size(self) -> float:
         """Return the size with one rank on every bond."""
-        ones = torch.ones(len(self.controls), dtype=torch.float64)
-        return float(self._counted_at(ones)(ones))
+        ones = torch.ones(len(self.rank_gates), dtype=torch.float64)
+        return float(self._polynomial_at(ones)(ones))
 
-    def live_size(self) -> Tensor:
+    def active_size(self) -> Tensor:
         """Return the size at the active ranks, 0-D, computed on the device without synchronization, for captured
         graphs.
         """
-        return self._size(self._live())
+        return self._size(self._active_ranks())
 
     def relaxed_size(self) -> Tensor:
         """Return the size with the l1 norms of the rank gates instead of ranks, 0-D, with a gradient."""
-        return self._size(self._per_bond(self._flat().clamp(min=0.0)))
+        return self._size(self._sum_per_bond(self._flat_gates().clamp(min=0.0)))
 
-    def squared_norm(self) -> Tensor:
+    def core_norm(self) -> Tensor:
         """Return the squared norm of all cores, 0-D, with a gradient."""
         return torch.stack(list(foreach_norm(self.cores()))).square().sum()
 
     @torch.no_grad()
-    def bring_to(self, wanted: float, scores: Tensor | None = None) -> None:
+    def fit_to(self, wanted: float, scores: Tensor | None = None) -> None:
         """Prune the ranks with the lowest score per cost, or activate those with the highest, until the size is
         reached.
 
@@ -149,63 +149,63 @@ class Bonds:
         self.check_finite()
         threshold, tolerance = self._options.threshold, self._options.tolerance
         margin = _MARGIN * threshold
-        for control in self.controls:
-            if len(control) and not bool((control > threshold).any()):
-                control[control.argmax()] = margin
-        if not sum(map(len, self.controls)):
+        for gate in self.rank_gates:
+            if len(gate) and not bool((gate > threshold).any()):
+                gate[gate.argmax()] = margin
+        if not sum(map(len, self.rank_gates)):
             return
         device = torch.device("cpu")
-        flat, bond_of = self._flat().to(device), self._bond_of.to(device)
-        before = live = tried = flat > threshold
+        flat, bond_of = self._flat_gates().to(device), self._bond_of.to(device)
+        before = active = tried = flat > threshold
         share = (torch.cat(list(self.contributions())) if scores is None else scores).to(device, torch.float64)
 
         def ranks() -> Tensor:
-            return torch.zeros(len(self.controls), dtype=torch.float64).index_add(0, bond_of, tried.double())
+            return torch.zeros(len(self.rank_gates), dtype=torch.float64).index_add(0, bond_of, tried.double())
 
         def size_now() -> float:
-            return float(self._counted_at(ranks())(ranks()))
+            return float(self._polynomial_at(ranks())(ranks()))
 
         def alive() -> Tensor:
             return ranks().clamp(min=1.0)
 
         def valued() -> tuple[SizePolynomial, Tensor]:
             """Return the size polynomial near the ranks under trial, and the value per cost of each rank there."""
-            counted = self._counted_at(alive())
-            return counted, share / counted.slopes(alive())[bond_of].clamp(min=1e-30)
+            counted = self._polynomial_at(alive())
+            return counted, share / counted.derivatives(alive())[bond_of].clamp(min=1e-30)
 
         least_off = abs(size_now() - wanted)
-        for _ in range(_MOST_ORDERS):
+        for _ in range(_MAX_ORDERS):
             counted, value = valued()
-            tried = nearest(counted, tried, bond_of, value, wanted, tolerance)
+            tried = select_ranks(counted, tried, bond_of, value, wanted, tolerance)
             off = abs(size_now() - wanted)
             if off >= least_off:
                 break
-            live, least_off = tried, off
-            if off <= tolerance * wanted or counted is self._counted:  # the same polynomial at all ranks
+            active, least_off = tried, off
+            if off <= tolerance * wanted or counted is self._polynomial:  # the same polynomial at all ranks
                 break
-        if least_off > tolerance * wanted and counted is not self._counted:
+        if least_off > tolerance * wanted and counted is not self._polynomial:
             # The best contraction order changes on the way: bisect on the requested size, in the current order.
             tried = before
             counted, value = valued()
             low, high = 0.0, max(2.0 * wanted, float(counted(alive())))
-            for _ in range(_MOST_HALVINGS):
+            for _ in range(_MAX_BISECTIONS):
                 asked = 0.5 * (low + high)
-                tried = nearest(counted, before, bond_of, value, asked, tolerance)
+                tried = select_ranks(counted, before, bond_of, value, asked, tolerance)
                 off = size_now() - wanted
                 if abs(off) < least_off:
-                    live, least_off = tried, abs(off)
+                    active, least_off = tried, abs(off)
                 low, high = (asked, high) if off < 0.0 else (low, asked)
-        lengths = [len(control) for control in self.controls]
-        opened, shut = (torch.split(mask, lengths) for mask in (live & ~before, before & ~live))
-        for control, wide, closed in zip(self.controls, opened, shut, strict=True):
-            control.masked_fill_(wide.to(control.device), margin).masked_fill_(closed.to(control.device), -margin)
+        lengths = [len(gate) for gate in self.rank_gates]
+        opened, shut = (torch.split(mask, lengths) for mask in (active & ~before, before & ~active))
+        for gate, wide, closed in zip(self.rank_gates, opened, shut, strict=True):
+            gate.masked_fill_(wide.to(gate.device), margin).masked_fill_(closed.to(gate.device), -margin)
 
     def check_finite(self) -> None:
         """Raise a UserError if a rank gate is NaN or Inf."""
         for name, layer in self._layers.items():
-            if not all(bool(torch.isfinite(control).all()) for control in layer.controls or ()):
+            if not all(bool(torch.isfinite(gate).all()) for gate in layer.rank_gates or ()):
                 raise UserError(
-                    f"a rank control of '{name}' is NaN or Inf, after a step with such a loss or gradient: "
+                    f"a rank gate of '{name}' is NaN or Inf, after a step with such a loss or gradient: "
                     "go on from a checkpoint before it"
                 )
 
@@ -214,10 +214,10 @@ class Bonds:
         """Yield for each bond the share of each rank in the weight's squared norm; pruned ranks count as active."""
         threshold = self._options.threshold
         for layer in self._layers.values():
-            if layer.controls is None:
+            if layer.rank_gates is None:
                 continue
             cores = [core.detach().float().flatten(1, -2) for core in layer.cores]
-            gates = [gate(control, threshold).float() for control in layer.controls]
+            gates = [threshold_gate(gate, threshold).float() for gate in layer.rank_gates]
             left = right = cores[0].new_ones(1, 1)
             lefts: list[Tensor] = []
             rights: list[Tensor] = []
@@ -232,43 +232,43 @@ class Bonds:
                 right = gated.flatten(1) @ (gated @ right).flatten(1).t()
                 rights.insert(0, right)
             total = (left * rights[-1]).sum().clamp(min=1e-30)
-            for before, behind, control in zip(lefts, rights, layer.controls, strict=True):
-                opened = control.detach().float().clamp(min=threshold)
+            for before, behind, gate in zip(lefts, rights, layer.rank_gates, strict=True):
+                opened = gate.detach().float().clamp(min=threshold)
                 yield before.diagonal() * behind.diagonal() * opened.square() / total
 
     def values(self) -> Tensor:
         """Return the rank gates of all bonds as one vector; pruned gates count as if activated, at the threshold."""
-        return self._flat().detach().clamp(min=self._options.threshold)
+        return self._flat_gates().detach().clamp(min=self._options.threshold)
 
-    def _controls_now(self) -> Iterator[Tensor]:
+    def _current_gates(self) -> Iterator[Tensor]:
         """Yield the layers' current rank gates in order, bypassing the slow `ParameterList`, since this runs every
         step.
         """
         for layer in self._layers.values():
-            if layer.controls is not None:
-                yield from (control for control in own_parameters(layer.controls).values() if control is not None)
+            if layer.rank_gates is not None:
+                yield from (gate for gate in own_parameters(layer.rank_gates).values() if gate is not None)
 
-    def _flat(self) -> Tensor:
-        return torch.cat(list(self.controls))
+    def _flat_gates(self) -> Tensor:
+        return torch.cat(list(self.rank_gates))
 
-    def _per_bond(self, values: Tensor) -> Tensor:
+    def _sum_per_bond(self, values: Tensor) -> Tensor:
         """Return sums over the ranks of each bond: (bonds)."""
-        return values.new_zeros(len(self.controls)).index_add(0, self._bond_of, values)
+        return values.new_zeros(len(self.rank_gates)).index_add(0, self._bond_of, values)
 
-    def _live(self) -> Tensor:
+    def _active_ranks(self) -> Tensor:
         """Return the active ranks of the bonds, float64; all bonds of a layer have 0 if one has."""
-        live = self._per_bond((self._flat().detach() > self._options.threshold).double())
-        alive = live.new_ones(len(self._layers)).scatter_reduce(0, self._layer_of, live.clamp(max=1.0), "amin")
-        return live * alive[self._layer_of]
+        active = self._sum_per_bond((self._flat_gates().detach() > self._options.threshold).double())
+        alive = active.new_ones(len(self._layers)).scatter_reduce(0, self._layer_of, active.clamp(max=1.0), "amin")
+        return active * alive[self._layer_of]
 
-    def _counted_at(self, ranks: Tensor) -> SizePolynomial:
+    def _polynomial_at(self, ranks: Tensor) -> SizePolynomial:
         """Return the size polynomial near given ranks, (bonds); for FLOPs, in the contraction order that is best
         there.
 
         With fewer ranks another order may be best, and then `_counted` overestimates the size.
         """
         if self._options.unit != "flops":
-            return self._counted
+            return self._polynomial
         terms: list[Term] = []
         inner = iter(ranks.long().tolist())
         first = 0
@@ -277,21 +277,21 @@ class Bonds:
             if all(own):
                 terms += self._uses[layer].flop_terms(layer, (layer.ranks[0], *own, layer.ranks[-1]), first)
             first += len(own)
-        return SizePolynomial.of(terms, len(self.controls))
+        return SizePolynomial.of(terms, len(self.rank_gates))
 
-    def _terms(self, layer: CoreLayer, first: int) -> list[Term]:
+    def _terms(self, layer: TTLayer, first: int) -> list[Term]:
         """Return the size terms of a layer in the target's unit; `first` is the index of its first inner bond."""
-        options, bytes_of = self._options, self._bytes_of
+        options, core_bytes = self._options, self._core_bytes
         if options.unit == "flops":
             return self._uses[layer].flop_terms(layer, layer.ranks, first)
-        numbers = number_terms(layer.sizes, first)
+        numbers = parameter_terms(layer.sizes, first)
         if options.unit == "parameters" or not all(layer.ranks):
             return numbers
-        if bytes_of is None:
+        if core_bytes is None:
             return [(constant * options.bytes_per_parameter, bonds) for constant, bonds in numbers]
 
         def of_core(place: int, left: int, right: int) -> float:
             core = layer.cores[place]
-            return bytes_of((left, *core.shape[1:-1], right), core.dtype, layer.core_role, layer.core_dims)
+            return core_bytes((left, *core.shape[1:-1], right), core.dtype, layer.core_role, layer.core_dims)
 
         return byte_terms(layer.ranks, of_core, first)

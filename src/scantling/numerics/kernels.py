@@ -1,9 +1,15 @@
-"""Addresses in tables as pointers, for Triton kernels."""
+"""Triton kernels and device functions that the methods share."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def add_one(value):
+    """Add 1 to a value: the smallest kernel, to test whether kernels can be compiled and run."""
+    tl.store(value, tl.load(value) + 1.0)
 
 
 @triton.jit

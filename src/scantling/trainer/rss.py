@@ -6,17 +6,17 @@ import contextlib
 from pathlib import Path
 
 
-def resident_bytes() -> int:
+def rss_bytes() -> int:
     """Return the resident memory in bytes; 0 if the system does not report it."""
     return _status("VmRSS")
 
 
-def peak_resident_bytes() -> int:
-    """Return the peak resident memory in bytes since `forget_peak` was last called or the process started."""
+def peak_rss_bytes() -> int:
+    """Return the peak resident memory in bytes since `reset_peak_rss` was last called or the process started."""
     return _status("VmHWM")
 
 
-def forget_peak() -> None:
+def reset_peak_rss() -> None:
     """Reset the peak, if the system allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

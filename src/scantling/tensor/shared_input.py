@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from scantling.numerics.torch_private import saved_tensor_hooks
-from scantling.tensor.contraction import Step, cores_of
-from scantling.tensor.steps import version_of
+from scantling.tensor.contraction import Step, core_indices
+from scantling.tensor.steps import tensor_version
 
 if TYPE_CHECKING:
     from scantling.tensor.linear import TTLinear
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Rest: TypeAlias = tuple[Tensor, Sequence[Tensor], Sequence[Step]]
 """State after the first step of an order, (tokens, rank), with the remaining blocks and steps."""
 
-SIBLINGS = (
+SHARED_INPUTS = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("q", "k", "v"),
@@ -64,7 +64,7 @@ class _Pass:
     products: dict[str, Rest]
 
 
-class Joint:
+class SharedInputGroup:
     """Linear layers of one module that receive the same tensor.
 
     Args:
@@ -74,11 +74,11 @@ class Joint:
 
     def __init__(self, parent: nn.Module, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        self.is_refuted = False
+        self.is_disabled = False
         self._passes: dict[int, _Pass] = {}  # by thread
         self._handles = [
-            parent.register_forward_pre_hook(self._open),
-            parent.register_forward_hook(self._close, always_call=True),
+            parent.register_forward_pre_hook(self._begin_pass),
+            parent.register_forward_hook(self._end_pass, always_call=True),
         ]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,21 +118,21 @@ class Joint:
         now.x, now.products = (x, _state(x)), found
         return own
 
-    def _open(self, parent: nn.Module, *_: Any) -> None:
-        if self.is_refuted or torch.compiler.is_compiling():
+    def _begin_pass(self, parent: nn.Module, *_: Any) -> None:
+        if self.is_disabled or torch.compiler.is_compiling():
             return
         layers: dict[str, Any] = {name: getattr(parent, name, None) for name in self.names}
-        ours = {name: layer for name, layer in layers.items() if getattr(layer, "joint", None) is self}
+        ours = {name: layer for name, layer in layers.items() if getattr(layer, "shared_input", None) is self}
         if len(ours) > 1 and _are_alike(list(ours.values())):
             self._passes[get_ident()] = _Pass(ours, _saving_hooks(), None, {})
 
-    def _close(self, parent: nn.Module, _: Any, output: Any) -> None:
+    def _end_pass(self, parent: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         done = self._passes.pop(get_ident(), None)
         # A failed pass proves nothing; a checkpointed pass must be repeated in the same way.
         if done is not None and done.products and output is not None and done.hooks is None:
-            self.is_refuted = True
+            self.is_disabled = True
 
 
 def _are_alike(layers: Sequence[TTLinear]) -> bool:
@@ -143,7 +143,7 @@ def _are_alike(layers: Sequence[TTLinear]) -> bool:
 
 def _products(layers: dict[str, TTLinear], flat: Tensor) -> dict[str, Rest]:
     """Return the first product of all layers; empty if one of them starts differently."""
-    orders = {name: layer._order(flat.shape[0]) for name, layer in layers.items()}
+    orders = {name: layer._best_steps(flat.shape[0]) for name, layer in layers.items()}
     if not all(_begins_with_input(layers[name], steps) for name, steps in orders.items()):
         return {}
     blocks = {name: layer.blocks(orders[name]) for name, layer in layers.items()}
@@ -156,7 +156,7 @@ def _state(x: Tensor) -> tuple[Any, ...]:
     """Return the state that must not change for a product with x to stay valid."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return version_of(x), x.requires_grad, torch.is_grad_enabled(), autocast
+    return tensor_version(x), x.requires_grad, torch.is_grad_enabled(), autocast
 
 
 def _saving_hooks() -> Any:
@@ -167,19 +167,19 @@ def _saving_hooks() -> Any:
 
 def _begins_with_input(layer: TTLinear, steps: Sequence[Step]) -> bool:
     """True if the first step contracts all input cores, and no others."""
-    return len(cores_of(steps[0].tree)) == len(layer.in_modes)
+    return len(core_indices(steps[0].tree)) == len(layer.in_modes)
 
 
-def join_siblings(model: nn.Module) -> None:
+def fuse_shared_inputs(model: nn.Module) -> None:
     """Let TT layers that share an input, recognized by their names, compute the first product together."""
     from scantling.tensor.linear import TTLinear
 
     for path, module in model.named_modules():
-        for names in SIBLINGS:
+        for names in SHARED_INPUTS:
             names = names[1:] if _CROSS.search(path) and len(names) == 3 else names
             layers = {name: layer for name in names if isinstance(layer := getattr(module, name, None), TTLinear)}
             alike = {(layer.in_features, layer.in_modes) for layer in layers.values()}
             if len(set(layers.values())) > 1 and len(alike) == 1:
-                joint = Joint(module, list(layers))
+                shared_input = SharedInputGroup(module, list(layers))
                 for layer in layers.values():
-                    layer.joint = joint
+                    layer.shared_input = shared_input

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from scantling.errors import UserError, hinted
-from scantling.tensor.modes import integers
+from scantling.tensor.modes import positive_ints
 
 Rank: TypeAlias = int | Sequence[int]
 Ranks: TypeAlias = Rank | Mapping[str, Rank | Mapping[str, Any]]
@@ -19,7 +19,7 @@ LINEAR_OPTIONS = ("rank", "num_modes", "in_modes", "out_modes", "activation")
 TABLE_OPTIONS = ("rank", "num_modes", "row_modes", "col_modes")
 
 
-class Choice:
+class LayerFilter:
     """User's options for each layer.
 
     Args:
@@ -36,7 +36,7 @@ class Choice:
         by_pattern = rank if isinstance(rank, Mapping) else {"*": rank}
         if not by_pattern:
             raise UserError("rank is a mapping without patterns; give one, such as {'*': 32}")
-        self._options = {pattern: _as_options(pattern, value) for pattern, value in by_pattern.items()}
+        self._options = {pattern: _parse_options(pattern, value) for pattern, value in by_pattern.items()}
         self._filter = filter_fn
         self._met: set[str] = set()
 
@@ -51,12 +51,12 @@ class Choice:
                 return dict(options)
         return None
 
-    def unmet(self) -> list[str]:
+    def unused_patterns(self) -> list[str]:
         """Return the patterns that selected no layer."""
         return [pattern for pattern in self._options if pattern not in self._met]
 
 
-def check_options(options: Mapping[str, Any], allowed: Sequence[str]) -> None:
+def check_layer_options(options: Mapping[str, Any], allowed: Sequence[str]) -> None:
     """Raise if a layer does not accept an option.
 
     Raises:
@@ -67,13 +67,13 @@ def check_options(options: Mapping[str, Any], allowed: Sequence[str]) -> None:
             raise UserError(hinted(f"{key!r} must be one of {', '.join(allowed)}", key, allowed))
 
 
-def _as_options(pattern: Any, value: Any) -> dict[str, Any]:
+def _parse_options(pattern: Any, value: Any) -> dict[str, Any]:
     if not isinstance(pattern, str):
         raise UserError(f"a pattern over the names of layers must be a string; given {pattern!r}")
     options = dict(value) if isinstance(value, Mapping) else {"rank": value}
     rank = options.get("rank")
-    single = integers([rank])
-    ranks = single or (None if isinstance(rank, str) else integers(rank))
+    single = positive_ints([rank])
+    ranks = single or (None if isinstance(rank, str) else positive_ints(rank))
     if not ranks:
         where = "rank" if pattern == "*" else f"rank of the pattern {pattern!r}"
         raise UserError(f"{where} must be a positive integer or a sequence of them; given {rank!r}")

@@ -19,7 +19,7 @@ class StateHolder(Protocol):
 
 
 @torch.no_grad()
-def cut_parameter(
+def slice_parameter(
     param: nn.Parameter,
     dim: int,
     index: Tensor,
@@ -40,11 +40,11 @@ def cut_parameter(
     """
     for holder in holders:
         if isinstance(holder, torch.optim.Optimizer):
-            _cut_state(holder, param, dim, index)
+            _slice_state(holder, param, dim, index)
         else:
             holder.slice_state(param, dim, index)
     if optimizer is not None:
-        _cut_state(optimizer, param, dim, index)
+        _slice_state(optimizer, param, dim, index)
     grad = param.grad
     param.grad = None
     kept = param.data.index_select(dim, index)
@@ -53,18 +53,18 @@ def cut_parameter(
     param.data = kept
     if grad is not None:
         param.grad = grad.index_select(dim, index)
-    retire_if_empty(param)
+    freeze_if_empty(param)
 
 
-def retire_if_empty(param: nn.Parameter) -> None:
+def freeze_if_empty(param: nn.Parameter) -> None:
     """Freeze a parameter without elements: some optimizers divide by the number of elements."""
     if not param.numel():
         param.requires_grad_(False)
         param.grad = None
 
 
-def _cut_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, dim: int, index: Tensor) -> None:
-    owner = _owner(optimizer, param)
+def _slice_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, dim: int, index: Tensor) -> None:
+    owner = _find_owner(optimizer, param)
     if owner is None:
         return
     if callable(getattr(owner, "slice_state", None)):
@@ -73,7 +73,7 @@ def _cut_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, dim: int, 
     state = owner.state.get(param)
     if not state:
         return
-    cut = {key: _cut_value(value, param, dim, index) for key, value in state.items()}
+    cut = {key: _slice_entry(value, param, dim, index) for key, value in state.items()}
     if any(value is None and state[key] is not None for key, value in cut.items()):
         logger.warning(
             "%s keeps state that cannot be cut along a dim of its parameter %s; what it kept of it is dropped",
@@ -85,7 +85,7 @@ def _cut_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, dim: int, 
     state.update(cut)
 
 
-def _cut_value(value: Any, param: Tensor, dim: int, index: Tensor) -> Any:
+def _slice_entry(value: Any, param: Tensor, dim: int, index: Tensor) -> Any:
     """Return the slice of one state entry; None if it is not clear which values belong to which position."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | bool | str) else None
@@ -95,18 +95,18 @@ def _cut_value(value: Any, param: Tensor, dim: int, index: Tensor) -> Any:
     return value if type(value) is Tensor and is_shared else None
 
 
-def _owner(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.optim.Optimizer | None:
+def _find_owner(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.optim.Optimizer | None:
     """Return the optimizer that steps a parameter: a member of a combined optimizer, or the given one; None if
     neither.
     """
     for member in getattr(optimizer, "members", ()):
-        found = _owner(member, param)
+        found = _find_owner(member, param)
         if found is not None:
             return found
     if hasattr(optimizer, "members"):
         return None
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):  # wrapped, such as accelerate's
-        return _owner(inner, param)
+        return _find_owner(inner, param)
     held = any(other is param for group in optimizer.param_groups for other in group["params"])
     return optimizer if held else None
