@@ -137,7 +137,7 @@ def build_tensor_training(recipe: Recipe) -> TensorTraining:
 
 
 _CONVERSION_SEED = 1 << 32
-"""Added to the seed for conversions, so that random cores do not repeat the random numbers of the weights."""
+"""Added to the seed for conversions, so that random cores are not drawn like the weights."""
 
 
 def build_run_model(run: ResolvedRun) -> Any:

@@ -136,7 +136,7 @@ def _verify_file(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
 
 
 def find_damage(path: Path, *, weights_only: bool = False) -> str | None:
-    """Return what is wrong with a checkpoint folder, or None; arguments as of `verify_checkpoint`."""
+    """Return the fault of a checkpoint folder as text, or None; arguments as of `verify_checkpoint`."""
     try:
         verify_checkpoint(path, weights_only=weights_only)
     except (UserError, OSError) as error:

@@ -64,7 +64,7 @@ def remove_all(folder: Path) -> None:
 
 
 def publish(aside: Path, target: Path) -> None:
-    """Rename a finished checkpoint. It replaces an earlier one of that name; other files in the folder stay.
+    """Rename a finished checkpoint to `target`, which it replaces; files of other programs in the folder stay.
 
     Raises:
         RuntimeError: a file or folder of another program has the name.

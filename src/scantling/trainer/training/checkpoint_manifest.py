@@ -1,7 +1,7 @@
 """Manifest of a checkpoint: all values that are not tensors, and a checksum of each file and of the manifest itself.
 
-No other file has a checksum of `manifest.json`, so it carries a SHA-256 of its own content as canonical JSON, and every
-field is checked before it is used. The checksum detects damage and edits by hand; it is not a signature.
+No other file has a checksum of `manifest.json`, so it contains a SHA-256 of its other fields as canonical JSON, and
+every field is checked before it is used. The checksum detects damage and edits by hand; it is not a signature.
 """
 
 from __future__ import annotations

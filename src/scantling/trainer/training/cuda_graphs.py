@@ -180,13 +180,13 @@ class StepGraphs:
             self._new_graph = self._graph_pool()
         first, second = self._new_graph(), self._new_graph()
 
-        def passes() -> None:
+        def run_passes() -> None:
             self._clear_gradients()
             for result, value in zip((loss_sum, norm), self._passes(own, own_scale), strict=True):
                 result.copy_(value)
 
         try:
-            first.capture(passes)
+            first.capture(run_passes)
             gradients = [parameter.grad for parameter in self._model.parameters()]
             second.capture(lambda: self._update(norm))
         except RuntimeError as error:

@@ -56,7 +56,7 @@ def evaluate(
     """Return the task's metrics over `batches` of all processes; mode and global generators are restored.
 
     Collectives, at the end: a gather of the names, one all-reduce of their sums, and a gather of the outputs if the
-    task has some. The forward passes have none, so ranks may have different numbers of batches.
+    task has some. The forward passes have none, so ranks may have more or fewer batches.
     """
     sums: dict[str, torch.Tensor] = {}
     outputs: dict[str, list[torch.Tensor]] = {}

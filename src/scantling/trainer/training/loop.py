@@ -268,6 +268,6 @@ def explain_out_of_memory(error: BaseException) -> RunError | None:
         return RunError(
             f"out of memory: {first_line(error)}. "
             "Set train.micro_batch_size lower, train.activation_checkpointing: true, or a smaller model; "
-            "`scantling plan` shows what each part needs"
+            "`scantling plan` shows the memory of each part"
         )
     return None

@@ -42,7 +42,7 @@ PATH_KEYS = {"model.hf", *(f"data.{name}" for name in _SOURCES)}
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a run starts.
+    """Start of a run: step 0 or a checkpoint.
 
     Attributes:
         checkpoint: the checkpoint to resume from; None to start from step 0.
@@ -197,7 +197,7 @@ def _check_schedule(checkpoint: Checkpoint, old: Recipe, new: Recipe) -> None:
             f"the run in {checkpoint.path.parent} is at step {step} already; given train.steps: {new.train.steps}; "
             "give more steps"
         )
-    # shares of all steps give other numbers of steps in a longer run: find the numbers that keep them
+    # a share of all steps is longer in a longer run: find settings that keep the steps so far
     same, fixes = new, []
     if _lr_factors(old, step) != _lr_factors(new, step):
         warmup = warmup_steps(old.train.warmup, old.train.steps)

@@ -1,7 +1,7 @@
 """One optimizer step: forward, backward, exchange, check, update.
 
 The loss of a step is the sum over all targets of all micro-batches of all processes, divided by their number. So the
-update does not depend on the division of the batch into micro-batches and processes, nor on uneven numbers of targets.
+update does not depend on how the batch is divided into micro-batches and processes, even if targets are uneven.
 """
 
 from __future__ import annotations
