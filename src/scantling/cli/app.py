@@ -65,7 +65,7 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A recipe, or with --resume the directory of a run.")],
     run_dir: Annotated[Path | None, typer.Option(help="Where the run goes. Default: runs/NAME.")] = None,
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and its data, print the plan, train nothing.")
     ] = False,

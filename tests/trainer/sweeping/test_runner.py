@@ -241,7 +241,7 @@ def test_ctrl_c_leaves_all_in_order_and_the_same_command_goes_on(tmp_path: Path)
     assert begun == ["steps=3000 goes on"]
     (row,) = table(tmp_path)
     assert row["state"] == "failed"
-    assert "has no whole checkpoint to resume from" in row["error"]
+    assert "has no complete checkpoint to resume from" in row["error"]
     assert sorted((folder / "checkpoints").iterdir()) == steps
 
 
