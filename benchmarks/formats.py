@@ -61,7 +61,7 @@ class BlockTensorTrain(nn.Module):
 
 
 @cache
-def numbers(name: str, in_features: int, out_features: int, rank: int) -> int:
+def num_parameters(name: str, in_features: int, out_features: int, rank: int) -> int:
     """Return the number of parameters in a layer of a format."""
     if name in OF_CORES:
         layer = sc.TTLinear(in_features, out_features, rank, **OF_CORES[name], bias=False, device="meta")
@@ -70,11 +70,11 @@ def numbers(name: str, in_features: int, out_features: int, rank: int) -> int:
     return rank * prod((i1, o2)) * (i2 + o1)
 
 
-def made(name: str, linear: nn.Linear, share: float) -> nn.Module:
+def build_layer(name: str, linear: nn.Linear, share: float) -> nn.Module:
     """Return a layer of a format with about this share of the parameters of a dense layer without bias."""
     shape = linear.in_features, linear.out_features
     wanted = share * prod(shape)
-    rank = min(range(1, min(shape) + 1), key=lambda rank: abs(numbers(name, *shape, rank) - wanted))
+    rank = min(range(1, min(shape) + 1), key=lambda rank: abs(num_parameters(name, *shape, rank) - wanted))
     norm = float(linear.weight.detach().norm())
     if name in OF_CORES:
         cores = sc.TTLinear(*shape, rank, **OF_CORES[name], bias=False)
@@ -98,7 +98,7 @@ def replace_linears(model: nn.Module, name: str, share: float) -> nn.Module:
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear and ".layers." in path:
             parent, _, last = path.rpartition(".")
-            setattr(model.get_submodule(parent), last, made(name, module, share))
+            setattr(model.get_submodule(parent), last, build_layer(name, module, share))
     fuse_shared_inputs(model)
     return model
 

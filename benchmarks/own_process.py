@@ -40,7 +40,7 @@ def _set_malloc(parameter: int, value: int) -> None:
         raise SystemExit("this C library cannot be told when to map blocks")
 
 
-def peak_of(
+def peak_bytes(
     build: Callable[[], Callable[[], object]],
     *,
     warm: Callable[[], object],

@@ -63,10 +63,10 @@ def read(path: Path) -> list[Row]:
     for row in rows:
         if row["state"] != "done":
             print(f"{path.name}: {row['run']} is {row['state']}: {row.get('error', '')}")
-    return [_numbers(row) for row in rows if row["state"] == "done"]
+    return [_parse_row(row) for row in rows if row["state"] == "done"]
 
 
-def _numbers(row: dict[str, str]) -> Row:
+def _parse_row(row: dict[str, str]) -> Row:
     found: Row = {part: _bits(row.get(f"precision.{part}", "")) for part in PARTS}
     found |= {name: float(row[name]) for name in ("N", "D", "loss")}
     found["key"] = Path(row["run"]).name
@@ -94,11 +94,11 @@ def in_few_bits(row: Row) -> list[str]:
 
 def beside_whole(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Pair each run with the 16-bit run of the same size, tokens and seed."""
-    whole = {_place(row): row for row in rows if not in_few_bits(row) and row["schedule"] == "cosine"}
-    return [(row, whole[_place(row)]) for row in rows if _place(row) in whole]
+    whole = {_run_key(row): row for row in rows if not in_few_bits(row) and row["schedule"] == "cosine"}
+    return [(row, whole[_run_key(row)]) for row in rows if _run_key(row) in whole]
 
 
-def _place(row: Row) -> tuple[Any, ...]:
+def _run_key(row: Row) -> tuple[Any, ...]:
     return row["N"], row["D"], row["seed"]
 
 
@@ -115,10 +115,10 @@ def noise(rows: Sequence[Row]) -> dict[str, Any]:
         kinds.setdefault(f"N={row['N']:.0f}, D={row['D']:.0f}, {bits}{schedule}", []).append(row)
     return {
         kind: {
-            "of_loss": _spread([row["loss"] for row in own]),
-            "of_excess": _spread([excess[id(row)] for row in own if id(row) in excess]),
+            "of_loss": _mean_and_deviation([row["loss"] for row in own]),
+            "of_excess": _mean_and_deviation([excess[id(row)] for row in own if id(row) in excess]),
             "of_lost_after": {
-                name: _spread([row["post"][name] - row["loss"] for row in own if name in row["post"]])
+                name: _mean_and_deviation([row["post"][name] - row["loss"] for row in own if name in row["post"]])
                 for name in own[0]["post"]
             },
             "seeds": len(own),
@@ -128,7 +128,7 @@ def noise(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
+def _mean_and_deviation(values: Sequence[float]) -> dict[str, float] | None:
     return {"mean": float(np.mean(values)), "deviation": float(np.std(values, ddof=1))} if len(values) > 1 else None
 
 
@@ -143,7 +143,7 @@ def saturation(rows: Sequence[Row]) -> dict[str, Any]:
         for row, whole in beside_whole(rows):
             bits = {row[part] for part in parts}
             if in_few_bits(row) == parts and len(bits) == 1:
-                by_bits.setdefault(bits.pop(), {})[_place(row)] = row["loss"] - whole["loss"]
+                by_bits.setdefault(bits.pop(), {})[_run_key(row)] = row["loss"] - whole["loss"]
         shared = set.intersection(*(set(own) for own in by_bits.values())) if by_bits else set()
         found[name] = {
             bits: {
@@ -161,11 +161,11 @@ def with_several_parts(rows: Sequence[Row]) -> list[Row]:
 
     The other runs belong to another grid. Its shortest runs end before a power law in tokens describes the loss.
     """
-    places = {_place(row) for row in rows if len(in_few_bits(row)) > 1}
-    return [row for row in rows if _place(row) in places and row["schedule"] == "cosine"]
+    places = {_run_key(row) for row in rows if len(in_few_bits(row)) > 1}
+    return [row for row in rows if _run_key(row) in places and row["schedule"] == "cosine"]
 
 
-def base_of(rows: Sequence[Row]) -> sc.laws.Fit:
+def fit_base(rows: Sequence[Row]) -> sc.laws.Fit:
     """Fit Chinchilla's law to the 16-bit runs, with one exponent as in the paper."""
     return sc.laws.fit(_table(row for row in rows if not in_few_bits(row)), tie=TIED)
 
@@ -182,28 +182,28 @@ def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
     whole = [row for row in rows if not in_few_bits(row)]
     alone = [row for row in rows if len(in_few_bits(row)) == 1]
     pairs = [(row, beside) for row, beside in beside_whole(rows) if len(in_few_bits(row)) > 1]
-    base = base_of(rows)
+    base = fit_base(rows)
     fits = {
         f"Kumar's law, fitted to {name}": sc.laws.fit(_table(whole + fitted_to), law="kumar", base=base)
         for name, fitted_to in (("alone", alone), ("all", alone + [row for row, _ in pairs]))
     }
     laws = {name: fitted.law for name, fitted in fits.items()}
     costs = {
-        (_place(row), part, row[part]): row["loss"] - beside["loss"]
+        (_run_key(row), part, row[part]): row["loss"] - beside["loss"]
         for row, beside in beside_whole(alone + whole)
         for part in in_few_bits(row)
     }
     foretold: dict[str, list[float]] = {name: [] for name in (*laws, "the product, at least", "their sum")}
     measured, cells = list[float](), list[list[float]]()
     for row, beside in pairs:
-        own = [costs.get((_place(row), part, row[part])) for part in in_few_bits(row)]
+        own = [costs.get((_run_key(row), part, row[part])) for part in in_few_bits(row)]
         known = [cost for cost in own if cost is not None]
         if len(known) < len(own):
             continue
         measured.append(row["loss"] - beside["loss"])
         cells.append([row["N"], row["D"], *(row[part] for part in PARTS)])
         for name, law in laws.items():
-            given = _given(row)
+            given = _law_inputs(row)
             foretold[name].append(float(law.loss(**given) - law.loss(**given | dict.fromkeys(PARTS, 16))))
         # lower bound of a product of N_eff factors: each part scales the whole loss, not only its N-dependent term
         product = float(np.prod([1.0 + cost / beside["loss"] for cost in known]))
@@ -251,7 +251,7 @@ def best_bits(rows: Sequence[Row], samples: int = SAMPLES) -> dict[str, Any]:
     """
     rows = with_several_parts(rows)
     fits = {
-        "in two stages": sc.laws.fit(_table(rows), law="kumar", base=base_of(rows)),
+        "in two stages": sc.laws.fit(_table(rows), law="kumar", base=fit_base(rows)),
         "together": sc.laws.fit(_table(rows), law="kumar", tie=TIED),
     }
 
@@ -272,12 +272,12 @@ def best_bits(rows: Sequence[Row], samples: int = SAMPLES) -> dict[str, Any]:
     }
 
 
-def _given(row: Row) -> Row:
+def _law_inputs(row: Row) -> Row:
     return {name: row[name] for name in ("N", "D", *PARTS)}
 
 
 def _table(rows: Iterable[Row]) -> list[Row]:
-    return [{**_given(row), "loss": row["loss"]} for row in rows]
+    return [{**_law_inputs(row), "loss": row["loss"]} for row in rows]
 
 
 def after_training(rows: Sequence[Row]) -> dict[str, Any]:
@@ -308,10 +308,10 @@ def decay(rows: Sequence[Row]) -> dict[str, Any]:
     `raw` has N, D, and the nats of both.
     """
     whole = [row for row in rows if not in_few_bits(row)]
-    by_cosine = {_place(row): row for row in whole if row["schedule"] == "cosine"}
+    by_cosine = {_run_key(row): row for row in whole if row["schedule"] == "cosine"}
     pairs: dict[str, dict[str, list[list[float]]]] = {}
     for row in whole:
-        beside = by_cosine.get(_place(row))
+        beside = by_cosine.get(_run_key(row))
         if beside is None or row["schedule"] == "cosine":
             continue
         for name in sorted(row["post"].keys() & beside["post"].keys()):
@@ -348,7 +348,7 @@ def robustness(rows: Sequence[Row]) -> dict[str, Any]:
                 if _bits(name) < row["weights"]:
                     own = cells.setdefault(name, {}).setdefault(f"trained at {row['weights']:g}", {})
                     lost = row["post"][name] - row["loss"] - (whole["post"][name] - whole["loss"])
-                    own[_place(row)] = [lost, row["post"][name] - whole["post"][name]]
+                    own[_run_key(row)] = [lost, row["post"][name] - whole["post"][name]]
     found: dict[str, Any] = {}
     for name, by_bits in sorted(cells.items()):
         shared = set.intersection(*map(set, by_bits.values()))

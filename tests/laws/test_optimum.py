@@ -223,7 +223,7 @@ def test_worked_cases_have_known_values(case: tuple[float, float], bits: float, 
 @pytest.mark.parametrize(("column", "case"), list(enumerate((LLAMA_3, GEMMA_2, GPT_3), start=1)))
 def test_worked_cases_match_the_documentation(column: int, case: tuple[float, float]) -> None:
     """Check all rows of the documentation to the digits shown there."""
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "scaling-laws.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "evidence" / "scaling-laws.md").read_text(encoding="utf-8")
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
     table = {row[0]: row[column] for row in cells if len(row) == 4}
     (N, D), ouyang, compute = case, PostTrainingLaw.published(), 6 * case[0] * case[1]

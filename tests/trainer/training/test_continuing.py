@@ -13,9 +13,9 @@ import torch
 import scantling as sc
 from scantling.distributed.context import SINGLE_PROCESS, DistContext
 from scantling.errors import UserError
-from scantling.trainer.training import run as training
-from scantling.trainer.training.checkpoint import load_tensors
+from scantling.trainer.training.checkpoint import Checkpointer, load_tensors
 from scantling.trainer.training.checkpoint_manifest import read_manifest
+from scantling.trainer.training.resume import check_never_saved
 from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.sinks import Sink
 from scantling.trainer.training.trained_run import evaluate_run
@@ -209,14 +209,14 @@ def test_start_over_is_checked_on_all_ranks(tmp_path: Path, monkeypatch: pytest.
     run = tmp_path / "run"
     sc.train(tiny_recipe(tmp_path, train={"steps": 1}), run_dir=run)
     shutil.rmtree(run / "checkpoints")
-    told: list[Any] = []
+    gathered: list[Any] = []
 
-    class Noted(DistContext):
-        def gather(self, value: Any) -> list[Any]:
-            told.append(value)
+    class TwoRanks(DistContext):
+        def all_gather_object(self, value: Any) -> list[Any]:
+            gathered.append(value)
             return [value, None]
 
-    saver = training.Checkpointer(run / "checkpoints", SINGLE_PROCESS)
+    checkpointer = Checkpointer(run / "checkpoints", SINGLE_PROCESS)
     with pytest.raises(UserError, match="no checkpoint, although one was saved"):
-        training._check_never_saved(RunDir(run), saver, Noted(0, 2, torch.device("cpu")))
-    assert told[0] is not None
+        check_never_saved(RunDir(run), checkpointer, TwoRanks(0, 2, torch.device("cpu")))
+    assert gathered[0] is not None

@@ -68,13 +68,18 @@ def find_start(
     checkpoint = checkpointer.newest()
     if checkpoint is not None:
         return StartingPoint(checkpoint, changes_schedule=check_recipe_of_checkpoint(checkpoint, recipe))
+    check_never_saved(folder, checkpointer, context)
+    return StartingPoint(never_saved=True)
+
+
+def check_never_saved(folder: RunDir, checkpointer: Checkpointer, context: DistContext) -> None:
+    """Raise a UserError if a run without a complete checkpoint cannot start from step 0. Collective: a gather."""
 
     def check() -> None:
         if (problem := _find_lost_checkpoint(folder, checkpointer)) is not None:
             raise UserError(problem)
 
     context.run_on_all(check, taking_part=context.is_writer)
-    return StartingPoint(never_saved=True)
 
 
 def _find_lost_checkpoint(folder: RunDir, checkpointer: Checkpointer) -> str | None:
