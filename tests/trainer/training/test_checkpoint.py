@@ -105,7 +105,7 @@ def test_keeps_the_newest_k(tmp_path: Path) -> None:
     assert newest_path(saver) == tmp_path / "step-15"
 
 
-def test_what_a_kill_tore_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+def test_next_save_removes_unfinished_checkpoints(tmp_path: Path) -> None:
     torn = tmp_path / "step-3.tmp"
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half")
@@ -140,11 +140,11 @@ def slow_sums(folder: Path) -> None:
 
 
 @pytest.mark.dist
-def test_processes_wait_for_the_sums_of_large_files(tmp_path: Path) -> None:
+def test_processes_wait_for_checksums_of_large_files(tmp_path: Path) -> None:
     processes.run(2, slow_sums, tmp_path)
 
 
-def test_a_new_checkpoint_outlives_damaged_ones_of_later_steps(tmp_path: Path) -> None:
+def test_new_checkpoint_replaces_damaged_ones_of_later_steps(tmp_path: Path) -> None:
     """The run has resumed from the checkpoint before the damaged ones."""
     for step in (5, 10):
         Checkpointer(tmp_path, SINGLE_PROCESS).save(step, State({"x": torch.arange(step)}))
@@ -157,7 +157,7 @@ def test_a_new_checkpoint_outlives_damaged_ones_of_later_steps(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["manifest.json", "index.json", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("harm", ["remove", "truncate", "flip"])
-def test_any_damage_is_found(tmp_path: Path, name: str, harm: str) -> None:
+def test_any_damage_is_detected(tmp_path: Path, name: str, harm: str) -> None:
     saver = Checkpointer(tmp_path, SINGLE_PROCESS)
     path = saver.save(1, State({"x": torch.randn(100)}))
     assert find_damage(path) is None
@@ -174,7 +174,7 @@ def test_any_damage_is_found(tmp_path: Path, name: str, harm: str) -> None:
     assert saver.newest() is None
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
+def test_other_model_is_refused(tmp_path: Path) -> None:
     model, _ = stepped(0)
     path = Checkpointer(tmp_path, SINGLE_PROCESS).save(1, model_state(model))
     with pytest.raises(UserError, match="does not fit the model"):

@@ -46,7 +46,7 @@ def rewrite(path: Path, change: Callable[[Content], object]) -> None:
     (path / MANIFEST).write_text(json.dumps(content))
 
 
-def test_whole_checkpoint_has_no_damage(checkpoint: Path) -> None:
+def test_complete_checkpoint_has_no_damage(checkpoint: Path) -> None:
     assert find_damage(checkpoint) is None
     assert read_manifest(checkpoint)["values"]["optimizer"]["groups"][0]["hyper"]["limit"] == float("inf")
     rewrite(checkpoint, lambda content: None)
@@ -111,7 +111,7 @@ def test_any_json_as_manifest_is_damaged(checkpoint: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX])
-def test_odd_file_is_damaged(checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusual_manifest_file_is_damaged(checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = checkpoint / name
     file.write_bytes(b"\xff\xfe{")
     assert find_damage(checkpoint) is not None
@@ -164,7 +164,7 @@ def test_odd_file_is_damaged(checkpoint: Path, name: str, monkeypatch: pytest.Mo
         lambda content: content.pop("versions"),
     ],
 )
-def test_manifest_with_a_right_checksum_is_checked_field_by_field(
+def test_fields_of_a_manifest_with_valid_checksum_are_checked(
     checkpoint: Path, change: Callable[[Content], object]
 ) -> None:
     rewrite(checkpoint, change)
@@ -183,7 +183,7 @@ def test_manifest_of_another_checkpoint_is_damaged(checkpoint: Path) -> None:
     assert find_damage(checkpoint) is not None
 
 
-def test_unlisted_files_are_neither_read_nor_an_obstacle(checkpoint: Path) -> None:
+def test_unlisted_files_are_ignored(checkpoint: Path) -> None:
     before = load_tensors(checkpoint)
     (checkpoint / "__7_0.distcp").write_bytes(b"not ours")
     (checkpoint / "notes.txt").write_text("mine")
@@ -191,7 +191,7 @@ def test_unlisted_files_are_neither_read_nor_an_obstacle(checkpoint: Path) -> No
     assert all(torch.equal(tensor, before[key]) for key, tensor in load_tensors(checkpoint).items())
 
 
-def test_state_that_no_manifest_can_hold_is_refused_at_once(checkpoint: Path) -> None:
+def test_state_that_is_no_json_is_refused_at_once(checkpoint: Path) -> None:
     content = read_manifest(checkpoint)
     del content["format"], content["checksum"]
     with pytest.raises(RuntimeError, match=r"values\.tokens"):
@@ -216,7 +216,7 @@ def damaged(content: bytes, source: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, METADATA, "__0_0.distcp"])
-def test_random_damage_is_found_or_changes_nothing(checkpoint: Path, name: str) -> None:
+def test_random_damage_is_detected_or_harmless(checkpoint: Path, name: str) -> None:
     source, file = random.Random(name), checkpoint / name
     content, values, tensors = file.read_bytes(), read_manifest(checkpoint)["values"], load_tensors(checkpoint)
     found = 0
@@ -300,7 +300,7 @@ def test_pickle_among_the_tensors_is_refused(checkpoint: Path, tmp_path: Path) -
         lambda tensor: tensor.update(__class__="x"),
     ],
 )
-def test_odd_index_is_refused(checkpoint: Path, change: Callable[[Content], object]) -> None:
+def test_invalid_index_is_refused(checkpoint: Path, change: Callable[[Content], object]) -> None:
     content = json.loads((checkpoint / INDEX).read_text())
     change(content["tensors"]["model/x"])
     (checkpoint / INDEX).write_text(json.dumps(content))
@@ -317,7 +317,7 @@ def test_any_json_as_index_is_refused(checkpoint: Path, text: str) -> None:
         load_tensors(checkpoint)
 
 
-def test_expanded_and_empty_tensors_come_back(tmp_path: Path) -> None:
+def test_expanded_and_empty_tensors_round_trip(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(1).expand(1000), "b": torch.zeros(0, 3), "c": torch.tensor(3.5), "d": torch.ones(4, 6).T}
     path = Checkpointer(tmp_path, SINGLE_PROCESS).save(1, State(tensors))
     assert find_damage(path) is None

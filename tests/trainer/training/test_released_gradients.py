@@ -37,7 +37,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize(
     "train", [{}, {"micro_batch_size": 1}, {"activation_checkpointing": True}], ids=["whole", "cut", "checkpointing"]
 )
-def test_the_run_is_the_same_to_the_bit(tmp_path: Path, train: dict[str, Any]) -> None:
+def test_released_run_is_bitwise_equal(tmp_path: Path, train: dict[str, Any]) -> None:
     for release in (False, True):
         sc.train(recipe_of(tmp_path, release=release, **train), run_dir=tmp_path / str(release))
     kept, released = (records(tmp_path / str(release)) for release in (False, True))
@@ -60,7 +60,7 @@ def test_resume_is_bitwise(tmp_path: Path) -> None:
     assert same(weights(straight), weights(broken))
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:
+def test_nonfinite_loss_stops_before_the_update(tmp_path: Path) -> None:
     """A learning rate of 1e30 ruins the weights in the first step; the second step's loss is not finite."""
     recipe = recipe_of(tmp_path, release=True, warmup=0, checkpoint_every=1)
     recipe["optim"] |= {"lr": 1e30, "weight_decay": 0.0}
@@ -83,7 +83,7 @@ class Poisoned(Stepper):
             assert step < 3 or torch.equal(before, parameter)
 
 
-def test_a_gradient_that_is_not_finite_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_gradient_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scantling.trainer.training.build.Stepper", Poisoned)
     recipe = recipe_of(tmp_path, release=True, checkpoint_every=1)
     with pytest.raises(NonFiniteError, match=f"step 3, rank 0: the gradient of {POISONED} is not finite"):

@@ -134,7 +134,7 @@ def test_resume_of_four_processes_is_bitwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path) -> None:
     """At the same global batch, losses agree to 1e-5 relative: only the order of sums differs, in fp32."""
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"batch_size": 8, "micro_batch_size": 2}))
     for processes in (1, 2):
@@ -152,7 +152,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_resume_on_another_number_of_processes(tmp_path: Path) -> None:
+def test_resume_at_another_world_size(tmp_path: Path) -> None:
     """1 → 2 → 1 processes: the data position is kept, so without dropout the losses are those of one run."""
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 12, "checkpoint_every": 4}))
     assert scantling("train", path, "--run-dir", tmp_path / "straight").returncode == 0

@@ -219,7 +219,7 @@ def test_recipe_can_set_ids(tmp_path: Path) -> None:
     assert read(tmp_path / "export", "generation_config.json")["eos_token_id"] == 9
 
 
-def test_a_text_model_inside_of_another(tmp_path: Path) -> None:
+def test_text_model_in_a_multimodal_config(tmp_path: Path) -> None:
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "llama")
     text = {**TINY, "num_hidden_layers": 1, "vocab_size": 320, "head_dim": 16, "model_type": "gemma3_text"}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -242,7 +242,7 @@ def test_a_text_model_inside_of_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["modernbert", "roberta"])
-def test_a_plan_knows_the_ids_that_a_run_will_have(kind: str, tmp_path: Path) -> None:
+def test_plan_uses_the_ids_of_the_run(kind: str, tmp_path: Path) -> None:
     """ModernBERT's default padding id, 50283, lies beyond a small vocabulary."""
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "bert")
     model = configuration(tmp_path / "model", kind)
@@ -252,7 +252,7 @@ def test_a_plan_knows_the_ids_that_a_run_will_have(kind: str, tmp_path: Path) ->
     assert sc.plan(given).activation_bytes is not None
 
 
-def test_a_configuration_that_needs_an_id_keeps_its_own(tmp_path: Path) -> None:
+def test_required_ids_keep_their_defaults(tmp_path: Path) -> None:
     """EuroBERT does not accept None as its mask id."""
     plain = hf.EuroBertConfig()
     ids = config_ids({"mask_token_id": None, "eos_token_id": 7}, {}, plain, pretrained=False)
