@@ -178,17 +178,15 @@ def _train(
     sinks: Sequence[Sink],
     progress: Progress | None,
 ) -> RunResult:
-    """Run the steps of a locked run directory, each line one stage."""
+    """Take a run from its locked directory to its report, one stage after the other."""
     report = Sinks(sinks) if context.is_rank0 else Sink()
     run = resolve_run(recipe, world_size=context.world_size, device=context.device.type)
     _check_extras(run)
     checkpointer = Checkpointer(folder.checkpoints, context, keep=recipe.train.keep_checkpoints)
     start = find_start(folder, checkpointer, recipe, context, resume=resume)
     run, planned = _plan_and_prepare(run, context, report, progress if context.is_rank0 else None)
-    fingerprint = run.prepared_data.info.get("fingerprint")
-    check_same_data(fingerprint, context)
     if start.checkpoint is not None:
-        check_data(start.checkpoint, fingerprint)
+        check_data(start.checkpoint, run.prepared_data.info.get("fingerprint"))
     if recipe.train.deterministic and context.device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=False)
     report.phase("building the model")
@@ -219,8 +217,8 @@ def _plan_and_prepare(
 ) -> tuple[ResolvedRun, Plan]:
     """Plan the run, prepare its data, and compare the plan with the memory before and after.
 
-    The second plan is made only if the data changes the sizes of the model. Collectives: those of `_plan_on_main` and
-    `_check_memory`, and a meeting after the data is read.
+    A second plan is made only if the data changes the sizes of the model. Collectives: those of `_plan_on_main`,
+    `check_same_data` and `_check_memory`, a broadcast, and `wait_for_all` after the data is read.
     """
     recipe = run.recipe
     report.phase("planning")
@@ -230,6 +228,7 @@ def _plan_and_prepare(
     report.phase("reading the data")
     data = run.task.prepare(recipe.data, seed=recipe.train.seed, progress=progress)
     context.wait_for_all()
+    check_same_data(data.info.get("fingerprint"), context)
     with_data = replace(run, data=data)
     keeps_sizes = context.broadcast_object(early is not None and context.is_rank0 and run.sizes == with_data.sizes)
     planned = early.rebase(rss_bytes()) if early is not None and keeps_sizes else _plan_on_main(with_data, context)
@@ -239,7 +238,7 @@ def _plan_and_prepare(
 
 
 def _plan_on_main(run: ResolvedRun, context: DistContext, *, may_fail: bool = False) -> Plan | None:
-    """Return the plan of rank 0, on all ranks. Collectives: a meeting, gathers and a broadcast.
+    """Return the plan of rank 0, on all ranks. Collectives: `wait_for_all`, gathers and a broadcast.
 
     Args:
         may_fail: return None if the run cannot be planned, such as before the data is read, instead of raising.
