@@ -203,6 +203,7 @@ def _train(
         name=name, run_dir=folder.path, plan=planned, first_step=loop.step + 1, last_step=loop.schedule.steps
     )
     _announce(loop, folder, start, restores_rng=restores_rng)
+    del start  # the manifest of many processes is large
     try:
         outcome = loop.run()
     finally:

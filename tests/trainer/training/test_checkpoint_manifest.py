@@ -50,7 +50,7 @@ def test_complete_checkpoint_has_no_damage(checkpoint: Path) -> None:
     assert find_damage(checkpoint) is None
     assert read_manifest(checkpoint)["values"]["optimizer"]["groups"][0]["hyper"]["limit"] == float("inf")
     rewrite(checkpoint, lambda content: None)
-    assert find_damage(checkpoint) is None, "the helper of these tests writes what is refused anyway"
+    assert find_damage(checkpoint) is None, "the helper of these tests must not break a valid manifest"
 
 
 @pytest.mark.parametrize(

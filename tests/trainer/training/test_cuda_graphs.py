@@ -103,13 +103,13 @@ def test_each_batch_shape_gets_graphs_up_to_a_limit(called: type[Called]) -> Non
     weight = torch.nn.Linear(1, 1, bias=False)
     seen: list[int] = []
 
-    def passes(batches: Any, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_passes(batches: Any, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         loss = (weight.weight * batches[0].inputs["x"]).sum() * share
         loss.backward()
         seen.append(len(batches[0].labels))
         return loss.detach().double(), loss.detach()
 
-    made = graphs.StepGraphs(weight, passes, lambda _: None, lambda: called)
+    made = graphs.StepGraphs(weight, run_passes, lambda _: None, lambda: called)
     one = torch.ones(())
     for length in [1] * graphs.WARM_UP + list(range(1, graphs.MAX_GRAPHS + 2)) * 3:
         found = made.run_passes([Batch({"x": torch.ones(length)}, torch.ones(length), length, length)], one)
