@@ -136,7 +136,7 @@ def test_runs_of_other_tasks_are_refused(tmp_path: Path) -> None:
     np.arange(2000, dtype=np.uint16).tofile(tmp_path / "ids.bin")
     recipe = tiny_recipe(tmp_path, train={"steps": 1}) | {"data": {"bin": str(tmp_path / "ids.bin"), "seq_len": 32}}
     sc.train(recipe, run_dir=tmp_path / "ids")
-    with pytest.raises(UserError, match="trained on ids alone"):
+    with pytest.raises(UserError, match="trained on token ids"):
         evaluate_pairs(tmp_path / "ids", [str(tmp_path / "pairs.jsonl")])
 
 
