@@ -40,9 +40,10 @@ test-dist: setup ## run the tests that start several processes
 test-slow: setup ## run the slow tests, which the default suite skips
 	@$(TEST) -m "slow and not gpu"
 
-lint: setup ## check with ruff and mypy, without changes
+lint: setup ## check style, spelling and types, without changes
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/codespell
 	@$(BIN)/mypy
 
 format: setup ## format and auto-fix the code with ruff

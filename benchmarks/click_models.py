@@ -125,7 +125,7 @@ class Training:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that an optimizer holds, without sparse gradients, which have no storage of their own."""
+    """Return the bytes that an optimizer holds, without sparse gradients, which have no storage."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None and param.grad.is_sparse:

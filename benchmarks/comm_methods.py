@@ -205,7 +205,7 @@ def exchanged(
 ) -> Replica:
     """Return a replica with sc.MomentumExchange and an optimizer that steps matrices by the decoded momentum.
 
-    The first beta of matrices is a setting of its own. Embeddings and vectors, whose gradients are synchronized instead
+    The first beta of matrices is a separate setting. Embeddings and vectors, whose gradients are synchronized instead
     of a momentum, keep a first beta of 0.9.
     """
     groups = sc.param_groups(model, weight_decay=0.1)

@@ -58,7 +58,7 @@ from small_models import printed, run_facts, text
 
 REPLICAS = 2
 ALSO = (4, 8)
-"""Numbers of replicas of further runs."""
+"""World sizes of further runs."""
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
 GRID = Grid(RATES, start=4, least=3)  # starts at 2e-3
 STARTS = {"ddp sgd": 10}
@@ -392,9 +392,9 @@ def report(lines: Lines, data: str) -> None:
 def main() -> int:
     phases = ["sweep", "seeds", "settings", "shorter", "longer", "report"]
     parser = command_line(__doc__, phases, RESULTS / "comm-quality.jsonl")
-    parser.add_argument("--data", choices=list(WORKS), default="novels", help="what is trained on; novels unless given")
+    parser.add_argument("--data", choices=list(WORKS), default="novels", help="data set (default: novels)")
     parser.add_argument("--only", nargs="*", help="sweep and seeds: these methods")
-    parser.add_argument("--replicas", type=int, default=REPLICAS, help="seeds: how many processes")
+    parser.add_argument("--replicas", type=int, default=REPLICAS, help="seeds: number of processes")
     options = parser.parse_args()
     if options.phase == "one":
         printed(run_one(json.loads(options.spec)))

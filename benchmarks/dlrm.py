@@ -1,7 +1,7 @@
 """Measure a DLRM with TT tables: size, memory and speed at the size of Criteo Kaggle, and AUC on real flights.
 
     python benchmarks/dlrm.py size        parameter counts of both models, computed without building them
-    python benchmarks/dlrm.py memory      peak memory of steps and of an evaluation, each row in a process of its own
+    python benchmarks/dlrm.py memory      peak memory of steps and of an evaluation, each row in a separate process
     python benchmarks/dlrm.py speed       time of a training step, interleaved
     python benchmarks/dlrm.py sweep       flights: one grid of learning rates for each kind of tables, one seed
     python benchmarks/dlrm.py auc         flights: each kind at its best rate, seeds 1 to 8
@@ -223,7 +223,7 @@ def report_auc(lines: Lines, options: argparse.Namespace) -> None:
         line = next(iter(runs.values()))
         entropy = sum(each["normalized_entropy"] for each in runs.values()) / len(runs)
         text = f"{kind:9} AUC {mean:.4f} ± {width:.4f} ({len(runs)} seeds), normalized entropy {entropy:.4f}"
-        text += f", {line['table_numbers']:,} numbers in tables"
+        text += f", {line['table_numbers']:,} parameters in tables"
         shared = [line["auc"] - dense[seed]["auc"] for seed, line in runs.items() if seed in dense]
         if kind != "dense" and shared:
             mean, width = interval(shared)

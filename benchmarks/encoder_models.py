@@ -166,7 +166,7 @@ class Training:
 
 
 def warm_up(name: str, batch_size: int = 1) -> None:
-    """Run a step of a small model of the same kind, so that libraries load what they load at first use."""
+    """Run a step of a small model of the same kind, so that libraries finish their lazy loading."""
     small = build_config(Shape(layers=1), vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2)
     model = BertForSequenceClassification(small)
     if name.startswith("cores"):

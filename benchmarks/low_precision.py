@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and inputs")
     parser.add_argument("--size", type=int, default=4096)
-    parser.add_argument("--rank", type=int, default=64, help="of the layers of cores")
+    parser.add_argument("--rank", type=int, default=64, help="of the TT layers")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: 512 on a CPU, 4096 and 16384 on a GPU")
     parser.add_argument("--kinds", nargs="*", choices=["dense", "cores"], default=["dense", "cores"])
     parser.add_argument("--rounds", type=int, default=9)

@@ -37,7 +37,7 @@ def keep_blocks() -> None:
 
 def _set_malloc(parameter: int, value: int) -> None:
     if ctypes.CDLL(None).mallopt(parameter, value) != 1:
-        raise SystemExit("this C library cannot be told when to map blocks")
+        raise SystemExit("this C library has no setting for when to map blocks")
 
 
 def peak_bytes(

@@ -127,7 +127,7 @@ class Grid:
         return f"{name:24}" + "".join("        -" if result is None else f"{result:9.4f}" for result in results) + told
 
     def header(self) -> str:
-        """Return the first line of that table."""
+        """Return the header line of the table."""
         return " " * 24 + "".join(f"{rate:9.1e}" for rate in self.rates)
 
 

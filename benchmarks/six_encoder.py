@@ -258,7 +258,7 @@ def report_sizes(lines: Lines, options: argparse.Namespace) -> None:
                 found.setdefault(spec["row"], {})[spec["gives_back"]] = line
         if not found:
             continue
-        print(f"\nwidth 768, batch {batch}: peak of a training step above what the process held, MiB")
+        print(f"\nwidth 768, batch {batch}: peak of a training step above the memory before it, MiB")
         dense = found.get("dense", {}).get(True)
         galore = {r: found[r][True]["peak_above_base_bytes"] for r in GALORE_RANKS if True in found.get(r, {})}
         per_layer = galore.pop("galore-per-layer", None)
@@ -289,7 +289,7 @@ def report_sizes(lines: Lines, options: argparse.Namespace) -> None:
                     part = DENSE_PART / line["core_numbers"]
                     whole = dense["num_parameters"] / line["num_parameters"]
                     print(
-                        f"{row:15} {part:.1f} times fewer numbers in its layers (aim {part_aim:g}: "
+                        f"{row:15} {part:.1f} times fewer parameters in its layers (aim {part_aim:g}: "
                         f"{_verdict(part >= part_aim)}), {whole:.2f} in all (aim {whole_aim:g}: "
                         f"{_verdict(whole >= whole_aim)})"
                     )

@@ -34,6 +34,7 @@ napoleon_use_ivar = True
 html_theme = "furo"
 html_title = "Scantling"
 html_show_sourcelink = False
+smartquotes = False  # would turn the dashes of an option into one long dash
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 
@@ -103,7 +104,7 @@ class Commands(SphinxDirective):
 
 
 def _command_lines(name: str, command: Any) -> list[str]:
-    """Return the Markdown of one command: what it does, how to call it, its arguments and options."""
+    """Return the Markdown of one command: its purpose, how to call it, its arguments and options."""
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     options = [each for each in command.params if each.param_type_name == "option"]
     usage = [f"scantling {name}", *(_placeholder(each) for each in arguments), *(["[OPTIONS]"] if options else [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -18,6 +19,15 @@ from packaging.utils import canonicalize_name
 from scantling.trainer.models.presets import PRESETS
 from scantling.trainer.recipe import check_recipe, load_recipe, read_yaml
 from scantling.trainer.recipe.loading import is_sweep
+from scantling.trainer.recipe.schema import (
+    CommSection,
+    DataSection,
+    ModelSection,
+    OptimSection,
+    PrecisionSection,
+    TensorSection,
+    TrainSection,
+)
 from scantling.trainer.sweeping.grid import cases
 from scantling.trainer.sweeping.schema import Sweep, load_sweep
 
@@ -253,19 +263,63 @@ def test_the_recipe_reference_names_every_preset() -> None:
     assert rows == [(name, preset.task) for name, preset in PRESETS.items()]
 
 
-def test_docs_build_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def built_docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the documentation; a warning is an error."""
     pytest.importorskip("sphinx", reason="Sphinx is not installed (pip install 'scantling[docs]')")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", tmp_path / "trees"]
+    folder = tmp_path_factory.mktemp("docs")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", folder / "trees"]
     done = subprocess.run(
-        [*command, ROOT / "docs", tmp_path / "html"], capture_output=True, text=True, cwd=tmp_path, check=False
+        [*command, ROOT / "docs", folder / "html"], capture_output=True, text=True, cwd=folder, check=False
     )
     assert done.returncode == 0, done.stderr
-    reference = (tmp_path / "html" / "reference" / "api.html").read_text()
+    return folder / "html"
+
+
+def test_python_reference_has_the_main_names(built_docs: Path) -> None:
+    reference = (built_docs / "reference" / "api.html").read_text()
     assert all(f'id="scantling.{name}"' in reference for name in ("train", "plan", "CAME", "param_groups"))
-    recipe = (tmp_path / "html" / "reference" / "recipe.html").read_text()
-    assert "keep_checkpoints" in recipe
-    commands = (tmp_path / "html" / "reference" / "cli.html").read_text()
+
+
+def test_recipe_reference_is_made_from_the_schema(built_docs: Path) -> None:
+    recipe = (built_docs / "reference" / "recipe.html").read_text()
+    sections = (ModelSection, DataSection, OptimSection, TensorSection, CommSection, PrecisionSection, TrainSection)
+    names = {name for section in sections for name in section.model_fields}
+    assert [name for name in names if name not in recipe] == []
+
+
+def test_command_reference_has_every_option(built_docs: Path) -> None:
+    page = (built_docs / "reference" / "cli.html").read_text()
     for name, command in command_line().items():
-        assert f'id="{name}"' in commands
+        assert f'id="{name}"' in page
         options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
-        assert [option for option in options if option not in commands] == [], name
+        assert [option for option in options if option not in page] == [], name
+
+
+def test_no_page_is_wider_than_a_phone(built_docs: Path, tmp_path: Path) -> None:
+    """Wide tables and code scroll in their own boxes."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    browser = next((found for name in names if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip(f"no browser here: none of {', '.join(names)} is installed")
+    pages = [page.as_uri() for page in sorted(built_docs.glob("*/*.html")) if page.parent.name[0] != "_"]
+    frame = tmp_path / "phone.html"
+    frame.write_text(
+        f"""<body><script>(async () => {{
+            for (const page of {json.dumps(pages)}) {{
+                const frame = document.createElement("iframe");
+                frame.style = "width: 390px; height: 800px; border: 0";
+                frame.src = page;
+                document.body.append(frame);
+                await new Promise(done => frame.onload = done);
+                const width = frame.contentDocument.documentElement.scrollWidth;
+                frame.replaceWith(`${{page}} is ${{width}} pixels wide; `);
+            }}
+        }})()</script>"""
+    )
+    flags = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --allow-file-access-from-files --dump-dom"
+    command = [browser, *flags.split(), "--virtual-time-budget=60000", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run([*command, frame.as_uri()], capture_output=True, text=True, timeout=200, check=True)
+    widths = dict(re.findall(r"(file://\S+) is (\d+) pixels wide; ", done.stdout))
+    assert sorted(widths) == pages
+    assert {page: width for page, width in widths.items() if int(width) > 390} == {}

@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "figures"
 
 
 def all_figures() -> dict[str, str]:
-    return {**savings.figures(), **methods.figures(), **packages.figures()}
+    return {**savings.draw_figures(), **methods.draw_figures(), **packages.draw_figures()}
 
 
 if __name__ == "__main__":

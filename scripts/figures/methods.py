@@ -84,7 +84,7 @@ def low_precision() -> str:
     return drawing.svg()
 
 
-def figures() -> dict[str, str]:
+def draw_figures() -> dict[str, str]:
     return {
         "optimizer.svg": optimizer(),
         "tensor-train.svg": tensor_train(),

@@ -121,5 +121,5 @@ def packages() -> str:
     return drawing.svg()
 
 
-def figures() -> dict[str, str]:
+def draw_figures() -> dict[str, str]:
     return {"packages.svg": packages()}

@@ -1,4 +1,4 @@
-"""The chart of the README: what a usual run takes, against Scantling, from raw files in `benchmarks/results`."""
+"""The chart of the README: costs with and without Scantling, from raw files in `benchmarks/results`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def digits(value: float) -> str:
 
 def savings() -> str:
     pairs = [step_memory(), optimizer_state(), step_time(), weights_on_disk()]
-    drawing = Drawing(540, 78 * len(pairs) + 14, "What a usual run takes, against Scantling")
+    drawing = Drawing(540, 78 * len(pairs) + 14, "Memory, step time and size on disk, with and without Scantling")
     left, longest = 120, 300
     for number, pair in enumerate(pairs):
         top = 78 * number + 14
@@ -113,5 +113,5 @@ def savings() -> str:
     return drawing.svg()
 
 
-def figures() -> dict[str, str]:
+def draw_figures() -> dict[str, str]:
     return {"savings.svg": savings()}

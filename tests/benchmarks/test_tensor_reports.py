@@ -133,9 +133,9 @@ def test_sizes_and_memory_of_the_six_encoder(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "dense takes 12.00 times as much, GaLore 10.00 times (aim 9: met), layer by layer 7.00 times" in printed
     assert "dense takes 9.60 times as much, GaLore 8.00 times (aim 9: MISSED)" in printed
-    assert "64.8 times fewer numbers in its layers (aim 64.7: met), 44.93 in all (aim 44.9: met)" in printed
-    assert "330.0 times fewer numbers in its layers (aim 320: met), 95.65 in all (aim 80: met)" in printed
-    assert "350.0 times fewer numbers in its layers (aim 361: MISSED)" in printed
+    assert "64.8 times fewer parameters in its layers (aim 64.7: met), 44.93 in all (aim 44.9: met)" in printed
+    assert "330.0 times fewer parameters in its layers (aim 320: met), 95.65 in all (aim 80: met)" in printed
+    assert "350.0 times fewer parameters in its layers (aim 361: MISSED)" in printed
     assert "untrained weights" in printed
 
 
@@ -182,7 +182,7 @@ def test_recommenders_against_dense(capsys: pytest.CaptureFixture[str], monkeypa
     assert "5.00 times less than dense-sgd (aim 7: MISSED)" in printed
     assert "20.00 times less than dense-adamw (aim 7: met)" in printed
     rows = {line.split()[0]: line for line in printed.splitlines() if "seeds)" in line}
-    assert "0.7700 ± 0.0248 (3 seeds), normalized entropy 0.9000, 100 numbers in tables, lr 0.003" in rows["dense"]
+    assert "0.7700 ± 0.0248 (3 seeds), normalized entropy 0.9000, 100 parameters in tables, lr 0.003" in rows["dense"]
     assert "minus dense -0.0040 ± 0.0000 (aim -0.005: met, by the interval met)" in rows["cores"]
     assert "minus dense -0.0200 ± 0.0000, lr" in rows["hash"]
     assert "dense 1,080,887,681 numbers" in printed

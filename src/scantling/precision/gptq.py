@@ -114,9 +114,9 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     return factor
 
 
-def output_error(weight: Tensor, quantised: Tensor, hessian: Tensor) -> float:
+def output_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
     """Return the RMS error of the outputs, relative to their RMS; weights (out, in), Hessian (in, in)."""
     wide = hessian.to(torch.promote_types(weight.dtype, torch.float32))
-    weight, lost = weight.to(wide.dtype), quantised.to(wide.dtype) - weight.to(wide.dtype)
+    weight, lost = weight.to(wide.dtype), quantized.to(wide.dtype) - weight.to(wide.dtype)
     made, whole = (((each @ wide) * each).sum(dtype=torch.float64).clamp(0.0) for each in (lost, weight))
     return float((made / whole).sqrt()) if bool(whole > 0.0) else 0.0

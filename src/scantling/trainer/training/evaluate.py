@@ -11,7 +11,7 @@ from torch import nn
 
 from scantling.distributed.context import DistContext
 from scantling.errors import UserError
-from scantling.eval_mode import evaluating
+from scantling.eval_mode import eval_mode
 from scantling.numerics.device import autocast
 from scantling.tensor.layer import keep_merged
 from scantling.trainer.data.batch import Batch
@@ -65,7 +65,7 @@ def evaluate(
         value = value.detach().to(context.device, torch.float64)
         sums[name] = sums[name] + value if name in sums else value
 
-    with evaluating(model), fixed_rng(context.device), keep_merged(model):
+    with eval_mode(model), fixed_rng(context.device), keep_merged(model):
         for batch in batches:
             batch = batch.to(context.device, non_blocking=True)
             with autocast(compute, context.device):

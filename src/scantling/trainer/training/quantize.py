@@ -117,7 +117,7 @@ def quantize_run(
         raise UserError(f"calibration needs 1 sequence or more; given {sequences}")
     folder = Path(folder)
     check_is_free(folder)
-    quantizer = Quantizer.of(format, "channel")
+    quantizer = Quantizer.from_spec(format, "channel")
     with open_run(run_dir, device=device) as run:
         model, task = run.model, run.task
         before = run.evaluate()
@@ -184,7 +184,7 @@ def calibration_batches(run: TrainedRun, count: int) -> Iterator[Any]:
 def trained_bits(recipe: Recipe) -> dict[str, int]:
     """Return the number of bits of each part that a run rounds in training, by the keys of its section `precision`."""
     given = recipe.precision.quantized
-    return {part: Quantizer.of(each).format.bits for part, each in given.items() if part != "compute"}
+    return {part: Quantizer.from_spec(each).format.bits for part, each in given.items() if part != "compute"}
 
 
 def predictions(

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from scantling.numerics import device as numerics_device
-from scantling.optim import CAME, _grouped, _native, release_gradients
-from scantling.optim._rounding import read
+from scantling.optim import CAME, _cpu, _triton, release_gradients
+from scantling.optim.codecs import read_weight
 from tests.kernels import compile_for_gpus
 
 pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which is not installed")
@@ -44,18 +44,18 @@ CASES: list[tuple[str, str, torch.dtype, dict[str, Any]]] = [
 
 @pytest.fixture(autouse=True)
 def everything_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_grouped, "DEVICES", (DEVICE,))
-    monkeypatch.setattr(_native, "can_step", lambda job: False)
-    _grouped._tables_of.cache_clear()
+    monkeypatch.setattr(_triton, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(_cpu, "can_step", lambda step: False)
+    _triton._cached_tables.cache_clear()
 
 
 @pytest.fixture
 def stepped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Record the shapes of parameters that the kernels have stepped."""
     shapes: list[tuple[int, ...]] = []
-    step = _grouped.step
+    step = _triton.step_params
     monkeypatch.setattr(
-        _grouped, "step", lambda jobs: (shapes.extend(tuple(job.param.shape) for job in jobs), step(jobs))
+        _triton, "step_params", lambda steps: (shapes.extend(tuple(step.param.shape) for step in steps), step(steps))
     )
     return shapes
 
@@ -82,7 +82,7 @@ def trained(
 def assert_alike(both: list[tuple[list[nn.Parameter], CAME]], *, exact: bool) -> None:
     for param, other in zip(both[0][0], both[1][0], strict=True):
         state, wanted = both[0][1].state[param], both[1][1].state[other]
-        values = [read(p.detach(), s.get("low"), torch.float32) for p, s in ((param, state), (other, wanted))]
+        values = [read_weight(p.detach(), s.get("low"), torch.float32) for p, s in ((param, state), (other, wanted))]
         near = (values[0] - values[1]).abs() <= (1e-6 if exact else 2e-5) * (1 + values[1].abs())
         assert near.float().mean() >= (1.0 if exact else 0.97)
         assert torch.equal(state["step"], wanted["step"])
@@ -115,7 +115,7 @@ def test_noise_is_that_of_the_operations() -> None:
 def test_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch per parameter gives the same bits as one launch for all."""
     together = trained(torch.float32, shapes=FEW, momentum="fp32", **DEBIASED)
-    monkeypatch.setattr(_grouped, "MOST_SCRATCH", 1)
+    monkeypatch.setattr(_triton, "MAX_SCRATCH", 1)
     alone = trained(torch.float32, shapes=FEW, momentum="fp32", **DEBIASED)
     for param, other in zip(together[0], alone[0], strict=True):
         assert torch.equal(param, other)
@@ -141,10 +141,10 @@ def test_what_the_kernels_do_not_know_is_stepped_all_the_same(stepped: list[tupl
 
 def test_state_elsewhere_is_no_memory_to_read() -> None:
     (param,), optimizer = trained(torch.float32, shapes=[(40, 33)])
-    assert _grouped.can_step(optimizer.job(optimizer.param_groups[0], param, 0))
+    assert _triton.can_step(optimizer.param_step(optimizer.param_groups[0], param, 0))
     state = optimizer.state[param]
     state["row"] = state["row"].to("meta")
-    assert not _grouped.can_step(optimizer.job(optimizer.param_groups[0], param, 0))
+    assert not _triton.can_step(optimizer.param_step(optimizer.param_groups[0], param, 0))
 
 
 def test_without_a_compiler_the_operations_step(
@@ -200,11 +200,11 @@ def test_kernels_compile_for_gpus() -> None:
 
 
 COMPILE = """
-from scantling.optim import _grouped
+from scantling.optim import _triton
 from scantling.optim.kernels import came_gpu as kernels
 
 types = {"table": "*i64", "owners": "*i32", "firsts": "*i32"}
-tile = {"aligned": True, "rows": _grouped.ROWS, "cols": _grouped.COLS}
+tile = {"aligned": True, "rows": _triton.ROWS, "cols": _triton.COLS}
 bf16 = {"param": tl.bfloat16, "grad": tl.bfloat16}
 for momentum, bytes, rounding in (("int8", 2, "stochastic"), ("int4", 1, "compensated")):
     kept = {"momentum": momentum, "bytes": bytes}
@@ -213,10 +213,10 @@ for momentum, bytes, rounding in (("int8", 2, "stochastic"), ("int4", 1, "compen
     build(kernels.apply, capability, types, **bf16, **kept, **tile, rounding=rounding, confidence=True, decays=True)
 build(kernels.square_parts, capability, types, grad=tl.bfloat16, **tile)
 build(kernels.whitened_squares, capability, types, grad=tl.float32, **tile)
-fields = map(_grouped.FIELDS.index, ("row", "row_part", "across", "rows"))
+fields = map(kernels.FIELDS.index, ("row", "row_part", "across", "rows"))
 places = dict(zip(("field", "first_part", "count", "length"), fields, strict=True))
 build(kernels.add_sums, capability, types, **places, first_value=0, weight=2, size=128)
-build(kernels.root_means, capability, types, field=_grouped.FIELDS.index("row"), size=1024)
+build(kernels.root_means, capability, types, field=kernels.FIELDS.index("row"), size=1024)
 build(kernels.clip_factors, capability, types, maximize=False, size=1024)
 build(kernels.moment_squares, capability, types, grad=tl.bfloat16, aligned=True, size=4096)
 flat = {"momentum": "fp32", "rounding": "nearest", "decays": True, "aligned": True, "size": 4096}

@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from scantling.errors import UserError
-from scantling.optim import CAME, _native, predicted_temporary_bytes
-from scantling.optim._rounding import read
+from scantling.optim import CAME, _cpu, predicted_temporary_bytes
+from scantling.optim.codecs import read_weight
+from scantling.optim.state import ParamLayout
 
 SHAPES: list[tuple[int, ...]] = [
     (40, 33),
@@ -32,7 +33,7 @@ SHAPES: list[tuple[int, ...]] = [
 
 @pytest.fixture(autouse=True)
 def _needs_a_compiler() -> None:
-    if _native._library() is None:
+    if _cpu._library() is None:
         pytest.skip("there is no C compiler here")
 
 
@@ -82,7 +83,7 @@ def test_state_that_does_not_fit_any_more_is_an_error(foreach: Any, start: Any, 
     change(param, optimizer.param_groups[0])
     before = param.detach().clone()
     param.grad = torch.randn_like(param)
-    with pytest.raises(UserError, match="does not fit it any more"):
+    with pytest.raises(UserError, match="no longer fits it"):
         optimizer.step()
     assert torch.equal(param, before)
 
@@ -94,7 +95,7 @@ def test_shapes_that_do_not_fit_are_errors(foreach: Any) -> None:
     param.grad = None
     param.data = param.data[:20].clone()
     param.grad = torch.randn_like(param)
-    with pytest.raises(UserError, match="does not fit it any more"):
+    with pytest.raises(UserError, match="no longer fits it"):
         optimizer.step()
     optimizer.slice_state(param, 0, torch.arange(20))
     optimizer.step()
@@ -129,36 +130,67 @@ def test_values_that_are_negated_when_they_are_read() -> None:
 @pytest.mark.parametrize("part", ["param", "grad"])
 def test_tensors_that_wrap_others_are_left_to_operations(part: str) -> None:
     param, optimizer = after_one_step()
-    job = optimizer.job(optimizer.param_groups[0], param, 0)
-    assert _native.can_step(job)
-    tensor = getattr(job, part).detach()
-    assert not _native.can_step(replace(job, **{part: TwoTensor(tensor, tensor.clone())}))
+    step = optimizer.param_step(optimizer.param_groups[0], param, 0)
+    assert _cpu.can_step(step)
+    tensor = getattr(step, part).detach()
+    wrapped = TwoTensor(tensor, tensor.clone())
+    if part == "grad":
+        changed = replace(step, grad=wrapped)
+    else:
+        layout = step.layout
+        changed = replace(step, layout=ParamLayout.build((), wrapped, layout.state, layout.view, layout.plan))
+    assert not _cpu.can_step(changed)
+
+
+def test_layout_is_cached_until_tensors_are_replaced() -> None:
+    param, optimizer = after_one_step()
+    state, group = optimizer.state[param], optimizer.param_groups[0]
+    layout = optimizer.param_step(group, param, 0).layout
+    assert optimizer.param_step(group, param, 0).layout is layout
+    ends = []
+    for replaces in (False, True):
+        torch.manual_seed(0)
+        copy, other = after_one_step()
+        for tensor in (copy, *other.state[copy].values()) if replaces else ():
+            tensor.data = tensor.data.clone()  # another address
+        other.step()
+        ends.append(copy.detach())
+    assert torch.equal(*ends)
+    param.data = param.data.clone()
+    assert optimizer.param_step(group, param, 0).layout is not layout
+    for name in ("row", "exp_avg"):
+        layout = optimizer.param_step(group, param, 0).layout
+        state[name] = state[name].clone()
+        assert optimizer.param_step(group, param, 0).layout is not layout
+    layout = optimizer.param_step(group, param, 0).layout
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_step(optimizer.param_groups[0], param, 0).layout is not layout
 
 
 def test_state_elsewhere_is_no_memory_to_read() -> None:
     param, optimizer = after_one_step()
     state = optimizer.state[param]
     state["row"] = state["row"].to("meta")
-    assert not _native.can_step(optimizer.job(optimizer.param_groups[0], param, 0))
+    assert not _cpu.can_step(optimizer.param_step(optimizer.param_groups[0], param, 0))
 
 
 def test_wide_and_tall_matrices_go_apart_where_they_take_too_much_together(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(16, 20_000), (500_000, 16), (40, 50), (16, 20_000)]
     calls: list[int] = []
-    together = _native._step_together
-    monkeypatch.setattr(_native, "_step_together", lambda jobs: (calls.append(len(jobs)), together(jobs)))
+    together = _cpu._call
+    monkeypatch.setattr(_cpu, "_call", lambda steps: (calls.append(len(steps)), together(steps)))
     ends = []
-    for most in (_native.MOST_SCRATCH, 8 << 20):
-        monkeypatch.setattr(_native, "MOST_SCRATCH", most)
+    for most in (_cpu.MAX_SCRATCH, 8 << 20):
+        monkeypatch.setattr(_cpu, "MAX_SCRATCH", most)
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
         optimizer = CAME(params, lr=1e-2)
-        jobs = []
+        steps = []
         for param in params:
             param.grad = torch.randn_like(param)
-            jobs.append(optimizer.job(optimizer.param_groups[0], param, 0))
-        assert _native.scratch_bytes(jobs) <= most
-        assert all(map(_native.can_step, jobs))
+            steps.append(optimizer.param_step(optimizer.param_groups[0], param, 0))
+        assert _cpu.scratch_bytes(steps) <= most
+        assert all(map(_cpu.can_step, steps))
         optimizer.step()
         ends.append([param.detach() for param in params])
     assert calls == [4, 1, 2, 1]
@@ -169,11 +201,11 @@ def test_scratch_of_wide_matrices_stays_small() -> None:
     wide, narrow = (nn.Parameter(torch.empty(16, width, device="meta")) for width in (400_000, 100_000))
     for param in (wide, narrow):
         predicted = predicted_temporary_bytes("came", [{"params": [param]}])
-        assert predicted <= _native.MOST_SCRATCH
+        assert predicted <= _cpu.MAX_SCRATCH
     small = nn.Parameter(torch.ones(16, 300_000))
     small.grad = torch.ones_like(small)
     optimizer = CAME([small], lr=1e-3)
-    assert not _native.can_step(optimizer.job(optimizer.param_groups[0], small, 0))
+    assert not _cpu.can_step(optimizer.param_step(optimizer.param_groups[0], small, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -199,10 +231,12 @@ def test_it_computes_what_the_operations_do(momentum: Any, rounding: Any, dtype:
         trained(SHAPES, dtype, momentum=momentum, rounding=rounding, foreach=foreach, **options)
         for foreach in (None, False)
     ]
-    assert all(_native.can_step(both[0][1].job(group, p, 0)) for group in both[0][1].param_groups for p in both[0][0])
+    assert all(
+        _cpu.can_step(both[0][1].param_step(group, p, 0)) for group in both[0][1].param_groups for p in both[0][0]
+    )
     for param, other in zip(both[0][0], both[1][0], strict=True):
         state, wanted = both[0][1].state[param], both[1][1].state[other]
-        values = [read(p.detach(), s.get("low"), torch.float32) for p, s in ((param, state), (other, wanted))]
+        values = [read_weight(p.detach(), s.get("low"), torch.float32) for p, s in ((param, state), (other, wanted))]
         exact = dtype == torch.float32 and momentum == "fp32"
         near = (values[0] - values[1]).abs() <= (1e-6 if exact else 2e-5) * (1 + values[1].abs())
         assert near.float().mean() >= (1.0 if exact else 0.97)
@@ -307,17 +341,17 @@ def test_what_it_does_not_know_goes_through_the_operations() -> None:
     param.grad = torch.randn(40, 40)
     optimizer = CAME([param], lr=1e-2)
     (group,) = optimizer.param_groups
-    assert not _native.can_step(optimizer.job(group, param, 0))
+    assert not _cpu.can_step(optimizer.param_step(group, param, 0))
     double = nn.Parameter(torch.randn(40, 40, dtype=torch.float64))
     double.grad = torch.randn_like(double)
     columns_first = CAME([{"params": [double], "matrix_dims": ((1,), (0,))}], lr=1e-2)
-    assert not _native.can_step(columns_first.job(columns_first.param_groups[0], double, 0))
+    assert not _cpu.can_step(columns_first.param_step(columns_first.param_groups[0], double, 0))
 
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use an empty compilation cache and keep the library that other tests use."""
-    monkeypatch.setattr(_native, "_library", lru_cache(maxsize=1)(_native._library.__wrapped__))
+    monkeypatch.setattr(_cpu, "_library", lru_cache(maxsize=1)(_cpu._library.__wrapped__))
 
 
 @pytest.mark.usefixtures("no_library")
@@ -328,7 +362,8 @@ def test_without_a_compiler_it_says_so_once_and_goes_on(
     with caplog.at_level(logging.WARNING, logger="scantling"):
         trained([(40, 33)], torch.float32)
     assert [record.message for record in caplog.records] == [
-        "CAME steps at less than half the speed that it could have: there is no C compiler (cc, or what CC names)"
+        "CAME runs its PyTorch step, at less than half the speed of its C step: "
+        "there is no C compiler (cc, or what CC names)"
     ]
 
 
@@ -336,7 +371,7 @@ def test_without_a_compiler_it_says_so_once_and_goes_on(
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("SCANTLING_NATIVE", "0")
     trained([(40, 33)], torch.float32)
-    assert _native._library() is None
+    assert _cpu._library() is None
     assert not caplog.records
 
 
@@ -348,5 +383,5 @@ def test_a_compiler_that_fails_is_quoted(
     broken.write_text("#!/bin/sh\necho no room for you >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
-    assert _native._library() is None
+    assert _cpu._library() is None
     assert "no room for you" in caplog.text

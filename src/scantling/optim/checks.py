@@ -1,4 +1,4 @@
-"""What CAME accepts: hyper-parameters, parameters and gradients, each refused with its value and what to do."""
+"""Checks of CAME's arguments: hyper-parameters, parameters, gradients, saved groups and slices."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.groups import Role
-from scantling.optim._codec import MOMENTA, layout_of
-from scantling.optim._factor import FACTORS
-from scantling.optim._rounding import ROUNDINGS
-from scantling.optim._shardplan import check_grad_placement, check_placements, check_rows_whole
-from scantling.optim._state import DTYPES, kept_averages, view_of
+from scantling.optim.codecs import MOMENTA, ROUNDINGS, block_rows
+from scantling.optim.sharding import check_grad_placement, check_placements, check_unsharded_rows
+from scantling.optim.state import DTYPES, FACTORS, group_matrix_view, momentum_and_confidence
 from scantling.optimizer_state import check_saved_keys, name_of
 
 _ROLES = (None, *get_args(Role))
 
 
-def check_hyper(group: dict[str, Any]) -> None:
+def check_hyperparams(group: dict[str, Any]) -> None:
     """Raise a UserError for the first hyper-parameter of a group that is out of range."""
     lr = group["lr"]
     if lr is None:
@@ -42,34 +40,34 @@ def check_hyper(group: dict[str, Any]) -> None:
     for key, allowed in (("momentum", MOMENTA), ("rounding", ROUNDINGS), ("factor", FACTORS), ("role", _ROLES)):
         if group[key] not in allowed:
             raise UserError(f"{key} must be one of {', '.join(map(str, allowed))}; given {group[key]!r}")
-    if group["eps"][1] == 0 and kept_averages(group)[1]:
+    if group["eps"][1] == 0 and momentum_and_confidence(group)[1]:
         raise UserError(
-            "eps[1] must be above 0 where there is a confidence, which divides by it where a row or column has no "
-            f"gradient; given {group['eps'][1]!r}. Give 1e-16, or confidence=False"
+            "eps[1] must be above 0 with confidence=True, which divides by it if a row or column has no gradient; "
+            f"given {group['eps'][1]!r}. Use 1e-16, or confidence=False"
         )
 
 
-def plain_numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters that are numbers of numpy, as Python's, which `torch.load(weights_only=True)` takes."""
-    found: dict[str, Any] = {}
+def to_python_numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """Return NumPy hyper-parameters as Python numbers, which `torch.load(weights_only=True)` accepts."""
+    converted: dict[str, Any] = {}
     for key in ("lr", "clip_threshold", "weight_decay"):
         if isinstance(group[key], np.floating):
-            found[key] = float(group[key])
+            converted[key] = float(group[key])
     for key in ("betas", "eps"):
         if any(isinstance(value, np.floating) for value in group[key]):
-            found[key] = tuple(map(float, group[key]))
-    return found
+            converted[key] = tuple(map(float, group[key]))
+    return converted
 
 
-def check_start(group: dict[str, Any]) -> None:
-    """Raise a UserError for a learning rate in a tensor that no step can start with; on a GPU it is not looked at."""
+def check_initial_lr(group: dict[str, Any]) -> None:
+    """Raise a UserError for a negative or non-finite learning rate in a CPU tensor; one on a GPU is not read."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.device.type == "cpu":
         _check_number("lr", lr.item(), at_least=0.0)
 
 
 def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
-    """Raise a UserError for a parameter that CAME cannot train as its group asks."""
+    """Raise a UserError for a parameter that CAME cannot train with the options of its group."""
     if param.dtype not in DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise UserError(f"CAME trains {allowed} parameters; {name} is {str(param.dtype).removeprefix('torch.')}")
@@ -80,32 +78,34 @@ def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
             f"rounding='{group['rounding']}' is for bfloat16 parameters; {name} is float16. "
             "Convert the model to bfloat16"
         )
-    momentum, _ = kept_averages(group)
+    momentum, _ = momentum_and_confidence(group)
     if param.dtype == torch.float64 and momentum not in (None, "fp32"):
-        raise UserError(f"momentum='{group['momentum']}' is less than {name} is made of, float64; use momentum='fp32'")
+        raise UserError(
+            f"momentum='{group['momentum']}' has a lower precision than {name}, which is float64; use momentum='fp32'"
+        )
     check_placements(name, param)
-    view = view_of(group, param.shape)
+    view = group_matrix_view(group, param.shape)
     if view is not None and momentum in ("int8", "int4"):
-        layout = layout_of(tuple(param.shape), view, momentum)
-        check_rows_whole(name, param, len(layout.lead), momentum)
+        rows = block_rows(tuple(param.shape), view, momentum)
+        check_unsharded_rows(name, param, len(rows.lead), momentum)
 
 
 def check_saved_groups(state_dict: Any, groups: Sequence[dict[str, Any]], keys: Iterable[str]) -> None:
-    """Raise a UserError where a state dict is none of CAME (`keys`) for such groups, kept in the same form."""
-    hint = "It is one of came-pytorch: sc.optim.from_came_pytorch makes one of CAME of it"
+    """Raise a UserError for a state dict of another optimizer, or of CAME with other groups or other codecs."""
+    hint = "It is a state of came-pytorch: convert it with sc.optim.from_came_pytorch"
     check_saved_keys("CAME", state_dict, groups, keys, {"clip_threshold": hint})
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
-        check_hyper(saved)
+        check_hyperparams(saved)
         for key in ("momentum", "rounding", "factor", "confidence"):
             if saved[key] != group[key]:
                 raise UserError(
                     f"group {index} was saved with {key}={saved[key]!r}, this optimizer has {key}={group[key]!r}; "
-                    "build it with the same"
+                    "build the optimizer with the same"
                 )
         if (saved["betas"][0] == 0) != (group["betas"][0] == 0):
             raise UserError(
                 f"group {index} was saved with betas {tuple(saved['betas'])}, this optimizer has "
-                f"{tuple(group['betas'])}: with betas[0] = 0 no momentum is kept; build it with the same"
+                f"{tuple(group['betas'])}: with betas[0] = 0 no momentum is kept; build the optimizer with the same"
             )
 
 
@@ -119,16 +119,35 @@ def check_grads(groups: Iterable[dict[str, Any]]) -> None:
             if grad.shape != param.shape:
                 raise UserError(
                     f"the gradient of {name_of(group, index)} has the shape {tuple(grad.shape)}, the parameter "
-                    f"{tuple(param.shape)}; set the gradient to None where a parameter changes its shape"
+                    f"{tuple(param.shape)}; set the gradient to None after changing the shape of a parameter"
                 )
             if grad.layout == torch.strided and not grad.is_complex():
                 check_grad_placement(name_of(group, index), param, grad)
                 continue
             kind = "complex" if grad.is_complex() else f"sparse ({grad.layout})"
             raise UserError(
-                f"CAME needs dense real gradients; that of {name_of(group, index)} is {kind}. "
+                f"CAME needs dense real gradients; the gradient of {name_of(group, index)} is {kind}. "
                 "Build the embedding with sparse=False, or give this parameter to another optimizer"
             )
+
+
+def check_slice(shape: tuple[int, ...], dim: int, index: Tensor) -> tuple[int, Tensor]:
+    """Return the dim counted from the start and the indices to keep as int64; raise a UserError if they do not fit."""
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -len(shape) <= dim < len(shape):
+        raise UserError(f"slice_state: dim must be from {-len(shape)} to {len(shape) - 1}; given {dim!r}")
+    size = shape[dim]
+    if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype not in (torch.int64, torch.bool):
+        given = f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else repr(index)
+        raise UserError(f"slice_state: index must be a 1-D tensor of int64 indices or a bool mask; given {given}")
+    if index.dtype == torch.bool:
+        if len(index) != size:
+            raise UserError(f"slice_state: the mask has {len(index)} entries, dim {dim} has {size}")
+        index = index.nonzero().flatten()
+    elif len(index) and not (int(index.min()) >= 0 and int(index.max()) < size):
+        raise UserError(f"slice_state: indices must be from 0 to {size - 1}; given {index.tolist()}")
+    elif len(index) != len(set(index.tolist())):
+        raise UserError(f"slice_state: each index must be unique; given {index.tolist()}")
+    return dim % len(shape), index
 
 
 def _check_numbers(name: str, values: Any, count: int, **limits: float) -> None:

@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from scantling.errors import UserError
 from scantling.groups import param_groups
 from scantling.optim import CAME, from_came_pytorch, to_came_pytorch
-from scantling.optim._shardplan import local
-from scantling.optim._slice import second_moment, whole_momentum
+from scantling.optim.sharding import local_tensor
+from scantling.optim.slicing import full_momentum, second_moment
 
 CONFIDENT = (0.9, 0.95, 0.995)
 
@@ -69,8 +69,8 @@ def test_what_is_left_keeps_its_momentum_and_second_moment(
         pair = {"row": after["res_row"], "col": after["res_col"]}
         wanted = second_moment({"row": before["res_row"], "col": before["res_col"]}, view)
         torch.testing.assert_close(second_moment(pair, view), wanted.index_select(dim, keep), rtol=1e-5, atol=0)
-    old = whole_momentum(before, view, momentum).index_select(dim, keep).float()
-    new = whole_momentum(after, view if factored else None, momentum).float()
+    old = full_momentum(before, view, momentum).index_select(dim, keep).float()
+    new = full_momentum(after, view if factored else None, momentum).float()
     largest = float(old.abs().max())
     # half a step of 1/63 or 1/7 of a scale, which in short rows reaches 9/8 of the largest value
     assert (new - old).abs().max() <= largest * {"fp32": 0, "bf16": 0, "int8": 1 / 112, "int4": 1 / 12}[momentum]
@@ -151,10 +151,10 @@ def test_cuts_that_make_no_sense_are_refused() -> None:
     param, optimizer = trained((20, 30))
     for dim, index, message in (
         (2, torch.arange(3), "dim must be from -2 to 1; given 2"),
-        (0, torch.tensor([20]), r"positions must be from 0 to 19; given \[20\]"),
+        (0, torch.tensor([20]), r"indices must be from 0 to 19; given \[20\]"),
         (0, torch.ones(30, dtype=torch.bool), "the mask has 30 entries, dim 0 has 20"),
         (0, [1, 2], "1-D tensor"),
-        (0, torch.tensor([3, 3]), r"each position may stay once; given \[3, 3\]"),
+        (0, torch.tensor([3, 3]), r"each index must be unique; given \[3, 3\]"),
     ):
         with pytest.raises(UserError, match=message):
             optimizer.slice_state(param, dim, index)  # type: ignore[arg-type]
@@ -186,9 +186,9 @@ def test_replicated_parameters_are_cut_and_sharded_ones_refused(momentum: Any) -
         for each, of in ((own, alone), (optimizer, whole)):
             each.slice_state(of, 0, index)
         for key, value in own.state[alone].items():
-            assert torch.equal(local(optimizer.state[whole][key]), value)
+            assert torch.equal(local_tensor(optimizer.state[whole][key]), value)
         sharded = nn.Parameter(DTensor.from_local(torch.ones(20, 20), mesh, [Shard(0)], run_check=False))
-        with pytest.raises(UserError, match="the parameter is sharded; what shrinks must be replicated"):
+        with pytest.raises(UserError, match="the parameter is sharded; only replicated"):
             CAME([sharded], lr=1e-2).slice_state(sharded, 0, torch.arange(20))
     finally:
         dist.destroy_process_group()

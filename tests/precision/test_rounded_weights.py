@@ -67,7 +67,7 @@ def inputs(model: Any) -> dict[str, Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize("everything", [False, True], ids=["default", "embeddings too"])
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
-def test_models_compute_in_training_what_is_exported(name: str, everything: bool) -> None:
+def test_training_and_export_round_the_same_weights(name: str, everything: bool) -> None:
     model = model_of(name)
     given = inputs(model)
     filter_fn = (lambda *_: True) if everything else None
@@ -83,9 +83,7 @@ def test_models_compute_in_training_what_is_exported(name: str, everything: bool
 
 
 @pytest.mark.parametrize("name", ["mamba", "falcon-mamba", "jamba", "mobilebert"])
-def test_gptq_takes_models_that_read_weights_without_calling_layers(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gptq_of_weights_that_models_read_directly(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = model_of(name)
     before = {key: value.clone() for key, value in model.named_parameters()}
     sc.quantize_weights(model, "int4", method="gptq", calibration=[batch(8, model=model)["input_ids"]] * 2)
@@ -93,7 +91,7 @@ def test_gptq_takes_models_that_read_weights_without_calling_layers(
     unseen = [key for key, method in methods.items() if method == "rtn"]
     assert unseen
     assert set(methods.values()) == {"gptq", "rtn"}
-    assert f"{len(unseen)} of {len(methods)} weights are rounded to the nearest" in caplog.text
+    assert f"{len(unseen)} of {len(methods)} weights are rounded to nearest" in caplog.text
     parameters = dict(model.named_parameters())
     for key in unseen:
         assert torch.equal(parameters[key], fake_quantize(before[key], "int4", granularity="channel")), key
@@ -139,7 +137,7 @@ X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_a_weight_is_rounded_however_it_is_read(reads: Reads, training: bool, compiled: bool) -> None:
+def test_weight_is_rounded_wherever_it_is_read(reads: Reads, training: bool, compiled: bool) -> None:
     reads.train(training)
     whole = reads(X)
     master = {name: value.clone() for name, value in reads.named_parameters()}
@@ -159,7 +157,7 @@ def test_a_weight_is_rounded_however_it_is_read(reads: Reads, training: bool, co
     assert changed == {f"{name}.weight" for name in names}
 
 
-def test_outside_of_forward_passes_a_weight_is_the_parameter(reads: Reads) -> None:
+def test_weight_is_the_parameter_outside_forward(reads: Reads) -> None:
     sc.quantize_training(reads, weights="int3")
     for layer in (reads.direct, reads.layers[1], reads.attention.out_proj, reads.conv1d):
         assert layer.weight is layer.get_parameter("weight")
@@ -177,7 +175,7 @@ def test_outside_of_forward_passes_a_weight_is_the_parameter(reads: Reads) -> No
     assert isinstance(found[0], nn.Parameter)
 
 
-def test_a_pass_that_was_interrupted_leaves_parameters_after_the_next(reads: Reads) -> None:
+def test_weight_after_an_interrupted_forward(reads: Reads) -> None:
     sc.quantize_training(reads, weights="int3")
 
     def stop(*_: Any) -> None:
@@ -192,7 +190,7 @@ def test_a_pass_that_was_interrupted_leaves_parameters_after_the_next(reads: Rea
     assert isinstance(restore(reads).direct.weight, nn.Parameter)
 
 
-def test_subclasses_and_their_copies(reads: Reads) -> None:
+def test_subclasses_are_rounded_and_copied(reads: Reads) -> None:
     plain = [type(module) for module in reads.modules()]
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in reads.modules()]
     sc.quantize_training(reads, weights="int3", activations="int4", gradients="int8")
@@ -217,7 +215,7 @@ def test_inputs_of_subclasses_are_rounded() -> None:
     torch.testing.assert_close(layer(x), expected(fake_quantize(x, "int4", granularity="token")))
 
 
-def test_products_of_subclasses_are_simulated_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_subclasses_warn_about_simulated_products(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Scaled(8, 8), nn.MultiheadAttention(8, 2).out_proj)
     sc.quantize_training(model, weights="int8", activations="int8", compute="int8")
     assert "products of ['Scaled'] are simulated" in caplog.text
@@ -239,7 +237,7 @@ class Tied(nn.Module):
 IDS = torch.arange(6)[None]
 
 
-def test_a_layer_that_shares_the_weight_of_a_table_is_left_alone_with_it() -> None:
+def test_layer_tied_to_an_embedding_is_not_quantized() -> None:
     model = Tied()
     table = model.table.weight.clone()
     sc.quantize_training(model, weights="int3")
@@ -252,7 +250,7 @@ def test_a_layer_that_shares_the_weight_of_a_table_is_left_alone_with_it() -> No
 
 
 @pytest.mark.parametrize("taken", ["head", "table"])
-def test_a_shared_weight_is_rounded_in_all_layers_that_hold_it(taken: str) -> None:
+def test_shared_weight_is_rounded_in_all_its_layers(taken: str) -> None:
     model = Tied()
     after = sc.quantize_weights(copy.deepcopy(model), "int3", filter_fn=lambda name, _: name == taken)
     sc.quantize_training(model, weights="int3", filter_fn=lambda name, _: name == taken)

@@ -1,6 +1,6 @@
 """Low-precision matrix products with hardware int8 or fp8 instructions instead of simulated ones.
 
-Codes are multiplied as int8 (`torch._int_mm`) or as fp8 (`torch._scaled_mm`), and scaled afterwards:
+Codes are multiplied as int8 or fp8, and scaled afterwards:
 
     y = (Cx Cw^T) * sx * sw^T,    x = Cx * sx (one scale per tensor or per token),
                                   W = Cw * sw (one scale per tensor or per output)
@@ -34,8 +34,8 @@ from scantling.precision.quantizer import Quantizer
 Compute: TypeAlias = Literal["int8", "fp8"]
 
 
-class Multiply:
-    """Hardware matrix product of one format.
+class Matmul:
+    """Matrix product of the hardware in int8 or fp8.
 
     Args:
         name: `int8` or `fp8`.
@@ -66,14 +66,14 @@ class Multiply:
             UserError: if format or granularity are not supported, or the quantizer is missing.
         """
         if quantizer is None:
-            raise UserError(f"compute={self.name!r} multiplies weights and activations: give a format for {what}")
+            raise UserError(f"compute={self.name!r} needs formats of weights and activations; give one for {what}")
         if self._dtype(quantizer.format) is None:
-            fitting = "int2 to int8" if self.name == "int8" else "fp8_e4m3, fp8_e5m2 and the smaller floats within them"
-            raise UserError(f"compute={self.name!r} takes {what} of {fitting}; given {quantizer.format.name}")
-        allowed = ("tensor", "channel" if what == "weights" else "token")
-        if quantizer.granularity not in allowed:
+            allowed = "int2 to int8" if self.name == "int8" else "fp8_e4m3, fp8_e5m2 and the smaller floats within them"
+            raise UserError(f"compute={self.name!r} takes {what} in {allowed}; given {quantizer.format.name}")
+        granularities = ("tensor", "channel" if what == "weights" else "token")
+        if quantizer.granularity not in granularities:
             raise UserError(
-                f"compute={self.name!r} takes {what} by {' or by '.join(allowed)}; given granularity "
+                f"compute={self.name!r} takes {what} with granularity {' or '.join(granularities)}; given "
                 f"{quantizer.granularity!r}"
             )
 
@@ -85,8 +85,8 @@ class Multiply:
         """
         if self._dtype(one.format) == self._dtype(other.format) == torch.float8_e5m2:
             raise UserError(
-                f"compute={self.name!r} multiplies no two formats with 5 bits of exponent; given {one.format.name} and "
-                f"{other.format.name}, of which one may have 4, such as fp8_e4m3"
+                f"compute={self.name!r} cannot multiply two formats with 5 exponent bits; given {one.format.name} and "
+                f"{other.format.name}. Give at most 4 exponent bits to one of them, as fp8_e4m3 has"
             )
 
     def __call__(
@@ -100,25 +100,25 @@ class Multiply:
             weights: quantizer of the matrix, whose columns are the channels.
             gradients: quantizer of the output gradient; None leaves it unrounded.
         """
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         flat = x.reshape(-1, x.shape[-1])
-        y = _Product.apply(flat, matrix.t(), activations, weights, gradients, self)  # type: ignore[no-untyped-call]
+        y = _MatmulFunction.apply(flat, matrix.t(), activations, weights, gradients, self)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], matrix.shape[1])  # type: ignore[no-any-return]
 
-    def of_codes(self, a: Tensor, b: Tensor, formats: tuple[Format, Format]) -> Tensor:
+    def multiply_codes(self, a: Tensor, b: Tensor, formats: tuple[Format, Format]) -> Tensor:
         """Return the product of codes (m, k) and (k, n): fp32 (m, n)."""
-        kinds = [self._dtype(each) for each in formats]
-        if kinds[0] is None or kinds[1] is None:
-            raise AssertionError(f"{formats} were checked")
+        dtypes = [self._dtype(each) for each in formats]
+        assert dtypes[0] is not None
+        assert dtypes[1] is not None
         (rows, inner), columns = a.shape, b.shape[1]
         if a.is_cuda:
             # Zeros change no product; GPU kernels need dims in multiples of 16, and int8 more than 16 rows.
             a = torch.nn.functional.pad(a, (0, -inner % 16, 0, max(-rows % 16, 32 - rows)))
             b = torch.nn.functional.pad(b, (0, -columns % 16, 0, -inner % 16))
         # Both kernels take a row-major first and a column-major second factor.
-        a, b = a.to(kinds[0]).contiguous(), b.t().to(kinds[1]).contiguous().t()
+        a, b = a.to(dtypes[0]).contiguous(), b.t().to(dtypes[1]).contiguous().t()
         if self.name == "int8":
             y = int8_matmul(a, b).float()
         else:
@@ -137,7 +137,7 @@ class Multiply:
         return torch.float8_e5m2 if format.exponent <= 5 and format.mantissa <= 2 else None
 
 
-class _Product(torch.autograd.Function):
+class _MatmulFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -146,45 +146,44 @@ class _Product(torch.autograd.Function):
         activations: Quantizer,
         weights: Quantizer,
         gradients: Quantizer | None,
-        multiply: Multiply,
+        matmul: Matmul,
     ) -> Tensor:
-        of_x, of_weight = activations.encode(x), weights.encode(weight, axis=0)
+        x_encoded, weight_encoded = activations.encode(x), weights.encode(weight, axis=0)
         formats = (activations.format, weights.format)
-        narrow = [multiply._dtype(each) for each in formats]
-        codes_x, codes_weight = of_x.codes.to(narrow[0]), of_weight.codes.to(narrow[1])
-        y = multiply.of_codes(codes_x, codes_weight.t(), formats) * of_x.scale * of_weight.scale.t()
-        ctx.save_for_backward(codes_x, of_x.scale, codes_weight, of_weight.scale)
-        ctx.settings = formats, gradients, multiply, weight.dtype
+        dtypes = [matmul._dtype(each) for each in formats]
+        # codes (tokens, in) with scales (tokens or 1, 1); codes (out, in) with scales (out or 1, 1)
+        x_codes, weight_codes = x_encoded.codes.to(dtypes[0]), weight_encoded.codes.to(dtypes[1])
+        y = matmul.multiply_codes(x_codes, weight_codes.t(), formats) * x_encoded.scale * weight_encoded.scale.t()
+        ctx.save_for_backward(x_codes, x_encoded.scale, weight_codes, weight_encoded.scale)
+        ctx.settings = formats, gradients, matmul, weight.dtype
         return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        codes_x, scale_x, codes_weight, scale_weight = ctx.saved_tensors
-        formats, gradients, multiply, weight_dtype = ctx.settings
-        of_x = of_weight = None
+        x_codes, x_scale, weight_codes, weight_scale = ctx.saved_tensors
+        formats, gradients, matmul, weight_dtype = ctx.settings
+        x_grad = weight_grad = None
         if gradients is None:
             if ctx.needs_input_grad[0]:
-                of_x = grad @ (codes_weight.float() * scale_weight).to(grad.dtype)
+                x_grad = grad @ (weight_codes.float() * weight_scale).to(grad.dtype)
             if ctx.needs_input_grad[1]:
-                of_weight = grad.t() @ (codes_x.float() * scale_x).to(grad.dtype)
+                weight_grad = grad.t() @ (x_codes.float() * x_scale).to(grad.dtype)
         else:
-            if ctx.needs_input_grad[0]:
-                # The scales of the other factor's summed dim go into the gradient before rounding; see the module
-                # docstring.
-                one = gradients.encode(grad.float() * scale_weight.t())
-                of_x = multiply.of_codes(one.codes, codes_weight, (gradients.format, formats[1])) * one.scale
-            if ctx.needs_input_grad[1]:
-                one = gradients.encode((grad.float() * scale_x).t())
-                of_weight = multiply.of_codes(one.codes, codes_x, (gradients.format, formats[0])) * one.scale
+            # the scales along the summed dim go into the gradient before it is rounded
+            if ctx.needs_input_grad[0]:  # dx = q(g sw^T) Cw
+                encoded = gradients.encode(grad.float() * weight_scale.t())
+                product = matmul.multiply_codes(encoded.codes, weight_codes, (gradients.format, formats[1]))
+                x_grad = product * encoded.scale
+            if ctx.needs_input_grad[1]:  # dW = q((g sx)^T) Cx
+                encoded = gradients.encode((grad.float() * x_scale).t())
+                product = matmul.multiply_codes(encoded.codes, x_codes, (gradients.format, formats[0]))
+                weight_grad = product * encoded.scale
         return (
-            None if of_x is None else of_x.to(grad.dtype),
-            None if of_weight is None else of_weight.to(weight_dtype),
-            None,
-            None,
-            None,
-            None,
+            None if x_grad is None else x_grad.to(grad.dtype),
+            None if weight_grad is None else weight_grad.to(weight_dtype),
+            *(None, None, None, None),
         )
 
 
@@ -200,5 +199,5 @@ def check_device(compute: str, device: torch.device) -> None:
     """
     if compute == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(
-            f"{torch.cuda.get_device_name(device)} has no fp8 products; leave out compute='fp8' to simulate them"
+            f"{torch.cuda.get_device_name(device)} has no fp8 matrix products; leave out compute='fp8' to simulate them"
         )
