@@ -50,12 +50,12 @@ SIZES = {
 NAMED = ("bos_token", "eos_token", "pad_token", "cls_token", "sep_token", "mask_token")
 
 
-def recipe(folder: Path, model: str, tokenizer: Path, **sections: Any) -> dict[str, Any]:
+def recipe(folder: Path, model_path: str, tokenizer: Path, **sections: Any) -> dict[str, Any]:
     path = folder / "texts.jsonl"
     rows = [{"text": f"document {number} of many", "answer": f"{number}"} for number in range(30)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return {
-        "model": {"hf": model, **sections.pop("model", {})},
+        "model": {"hf": model_path, **sections.pop("model", {})},
         "data": {"jsonl": str(path), "tokenizer": str(tokenizer), "seq_len": 24, **sections.pop("data", {})},
         "optim": {"name": "adamw", "lr": 1e-3},
         "train": {"steps": 1, "batch_size": 2, "device": "cpu"},
