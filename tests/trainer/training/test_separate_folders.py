@@ -279,7 +279,7 @@ def test_folders_of_different_runs_are_refused(demo_runs: Runs, tmp_path: Path) 
     recipe, runs = demo_runs
     (tmp_path / "again").mkdir()
     again = machines(tmp_path / "again")
-    all_done(on_machines(again, "train", recipe, "--run-dir", "run", "--set", "train.eval_samples=2"))
+    all_done(on_machines(again, "train", recipe, "--run-dir", "run"))
     both = copied([runs[0], again[1] / "run"], tmp_path)
     ended = on_machines(both, "train", "run", "--resume", timeout=60)
     assert [each.code for each in ended] == [2, 2], explain(ended)
