@@ -37,7 +37,7 @@ def fit(
     as_json: bool,
 ) -> int:
     from scantling import laws
-    from scantling.trainer.reporting.fit_chart import fit_chart
+    from scantling.trainer.reporting.charts import fit_chart
 
     console = make_console()
     fitted = laws.fit(

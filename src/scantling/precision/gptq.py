@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError
+from scantling.numerics.block_quantizer import split_blocks
 from scantling.precision.quantizer import Encoded, Quantizer
 
 BLOCK = 128
@@ -85,7 +86,7 @@ def gptq(
         todo[end:].addmm_(factor[begin:end, end:].t(), errors, alpha=-1.0)
     whole = codes.t().contiguous() if order is None else codes[order.argsort()].t().contiguous()
     if start.codes.ndim == 3:
-        whole = torch.nn.functional.pad(whole, (0, -columns % size)).view_as(start.codes)
+        whole = split_blocks(whole, size)
     return Encoded(whole, scales.view_as(start.scale), start.shape)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.numerics.bits import pack, unpack
+from scantling.numerics.block_quantizer import join_blocks, split_blocks
 from scantling.numerics.formats import Format, IntFormat, parse_format
 from scantling.precision.quantizer import Encoded, Quantizer
 
@@ -70,7 +71,7 @@ class PackedMatrix:
     def from_encoded(cls, encoded: Encoded, quantizer: Quantizer) -> PackedMatrix:
         """Pack the output of a quantizer for a matrix."""
         rows, columns = encoded.shape
-        codes = encoded.codes if encoded.codes.ndim == 2 else encoded.codes.flatten(-2)[:, :columns]
+        codes = encoded.codes if encoded.codes.ndim == 2 else join_blocks(encoded.codes, columns)
         patterns = pack(to_patterns(codes, quantizer.format).flatten(), quantizer.format.bits)
         group_size = quantizer.group_size if quantizer.granularity == "group" else None
         return cls(quantizer.format.name, (rows, columns), group_size, patterns.cpu(), encoded.scale.cpu())
@@ -90,8 +91,7 @@ class PackedMatrix:
         patterns = unpack(self.patterns, rows * columns, format.bits).view(rows, columns)
         codes = format_values(format).to(self.scale.dtype)[patterns]
         if self.group_size is not None:
-            width = min(self.group_size, columns)  # a damaged file may hold a huge group size
-            codes = torch.nn.functional.pad(codes, (0, -columns % width)).view(rows, -1, width)
+            codes = split_blocks(codes, min(self.group_size, columns))  # a damaged file may hold a huge group size
         return Encoded(codes, self.scale, torch.Size(self.shape)).decode()
 
     @property

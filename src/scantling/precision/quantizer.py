@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError, hinted
+from scantling.numerics.block_quantizer import join_blocks, split_blocks
 from scantling.numerics.formats import FloatFormat, Format, parse_format
 from scantling.numerics.literals import Clip, Granularity, Rounding
 
@@ -62,9 +63,7 @@ class Encoded(NamedTuple):
     def decode(self) -> Tensor:
         """Return the dequantized values in the original shape."""
         values = self.codes * self.scale
-        if values.shape == self.shape:
-            return values
-        return values.flatten(-2)[..., : self.shape[-1]]
+        return values if values.shape == self.shape else join_blocks(values, self.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -220,10 +219,7 @@ class Quantizer:
             if not hasattr(axis, "__index__") or not -x.ndim <= axis < x.ndim:
                 raise UserError(f"axis must be one of the {x.ndim} dims of the tensor; given {axis!r}")
             return x, tuple(dim for dim in range(x.ndim) if dim != axis % x.ndim)
-        size = self.group_size or 1
-        tail = -x.shape[-1] % size
-        padded = torch.nn.functional.pad(x, (0, tail)).contiguous()
-        return padded.view(*x.shape[:-1], padded.shape[-1] // size, size), (-1,)
+        return split_blocks(x, self.group_size or 1), (-1,)
 
     def _scale(self, blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
         if not blocks.numel():

@@ -69,7 +69,7 @@ def test_run_starts_at_the_planned_size_and_ends_at_the_target(tmp_path: Path) -
     assert len(ranks) > 2
     assert sum(map(sum, ranks[-1].values())) < sum(map(sum, ranks[0].values()))
     page = (result.run_dir / "report.html").read_text()
-    assert "Size of the cores" in page
+    assert "TT parameters" in page
     assert "Mean rank of each layer at the end" in page
 
     run = load_run(result.run_dir)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 ROWS = 1000
 """Rows of Parquet and Arrow read at a time."""
-UNLABELLED = -1
+UNLABELED = -1
 """Label of a row without one, by the convention of `datasets`."""
 
 
@@ -74,7 +74,7 @@ class JsonlSource(TableFiles):
                     problem = f"{error.msg}, column {error.colno}"
                 raise UserError(f"{where}: not valid JSON: {problem}") from None
             if not isinstance(row, dict):
-                raise UserError(f"{where}: a line must be a JSON object; given {shown_kind(row)}")
+                raise UserError(f"{where}: a line must be a JSON object; given {describe_type(row)}")
             yield where, row
 
 
@@ -164,18 +164,18 @@ class HubSource(Source):
         names = columns(self.fields)
         label = self.fields.label
         classes = class_names(self._data, label)
-        number = unlabelled = 0
+        number = unlabeled = 0
         for batch in self._data.select_columns(names).iter(batch_size=ROWS):
             for values in zip(*(batch[name] for name in names), strict=True):
                 number += 1
                 row = dict(zip(names, values, strict=True))
                 if classes is not None and label is not None and isinstance(row[label], int):
-                    if row[label] == UNLABELLED:
-                        unlabelled += 1
+                    if row[label] == UNLABELED:
+                        unlabeled += 1
                         continue
                     row[label] = classes[row[label]]
                 yield to_piece(row, self.fields, f"{self.name}, row {number}")
-        warn_of_unlabelled(self.name, unlabelled)
+        warn_about_unlabeled(self.name, unlabeled)
 
 
 def class_names(data: Any, label: str | int | None) -> list[str] | None:
@@ -184,7 +184,7 @@ def class_names(data: Any, label: str | int | None) -> list[str] | None:
     return names
 
 
-def warn_of_unlabelled(name: str, count: int) -> None:
+def warn_about_unlabeled(name: str, count: int) -> None:
     """Warn of the number of rows that were skipped because they have no label, if any."""
     if count:
         logger.warning("%s: left out %d rows without a label", name, count)
@@ -288,7 +288,7 @@ def to_piece(row: Mapping[str, Any], fields: Fields, where: str) -> Piece:
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row[name]
     if not isinstance(value, str):
-        raise UserError(f"{where}: column '{name}' must hold text; given {shown_kind(value)}")
+        raise UserError(f"{where}: column '{name}' must hold text; given {describe_type(value)}")
     return value
 
 
@@ -298,10 +298,12 @@ def label_text(value: Any, name: str, where: str) -> str:
         return str(value).lower()
     if isinstance(value, str | int) and value != "":
         return str(value)
-    raise UserError(f"{where}: column '{name}' must hold a label (text or a whole number); given {shown_kind(value)}")
+    raise UserError(
+        f"{where}: column '{name}' must hold a label (text or a whole number); given {describe_type(value)}"
+    )
 
 
-def shown_kind(value: Any) -> str:
+def describe_type(value: Any) -> str:
     if value is None:
         return "null"
     kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}

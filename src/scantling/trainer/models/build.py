@@ -335,7 +335,7 @@ def _sees_ahead(model: Any) -> bool:
     ids = _probe_ids(model)
     other = ids.clone()
     other[:, -1] = ids[:, 0]
-    return _differ(model, {"input_ids": ids}, {"input_ids": other}, slice(0, -1))
+    return _outputs_differ(model, {"input_ids": ids}, {"input_ids": other}, slice(0, -1))
 
 
 def mixes_documents(model: Any) -> bool:
@@ -345,7 +345,7 @@ def mixes_documents(model: Any) -> bool:
     half = ids.shape[1] // 2
     other[:, :half] = ids[:, :half].flip(1)
     positions = torch.arange(half).repeat(2)[None]
-    return _differ(
+    return _outputs_differ(
         model,
         {"input_ids": ids, "position_ids": positions},
         {"input_ids": other, "position_ids": positions},
@@ -362,7 +362,7 @@ def _probe_ids(model: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _differ(model: Any, one: dict[str, Any], other: dict[str, Any], places: slice) -> bool:
+def _outputs_differ(model: Any, one: dict[str, Any], other: dict[str, Any], places: slice) -> bool:
     """Return True if logits at some positions differ between two inputs by more than rounding error."""
     try:
         with eval_mode(model):

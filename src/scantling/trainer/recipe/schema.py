@@ -103,7 +103,7 @@ class Clicks(Section):
     """For categories with their own ids: categories rarer than this in the training rows share the id of unknown
     ones."""
 
-    def rows_of(self, column: str) -> int | None:
+    def num_rows(self, column: str) -> int | None:
         """Return the number of ids that a column's categories are hashed to; None if each category has its own id."""
         return self.table_size.get(column) if isinstance(self.table_size, dict) else self.table_size
 

@@ -14,8 +14,7 @@ from scantling.errors import UserError
 from scantling.eval_mode import eval_mode
 from scantling.numerics.device import autocast
 from scantling.tensor.layer import keep_merged
-from scantling.trainer.data.batch import Batch
-from scantling.trainer.data.loader import eval_batches
+from scantling.trainer.data.loader import Batch, eval_batches
 from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.tasks.base import Task, TaskData
 

@@ -11,7 +11,7 @@ from scantling.distributed.context import DistContext
 from scantling.errors import UserError
 from scantling.trainer.recipe import Recipe, differences
 from scantling.trainer.recipe.schema import TrainSection, adapt_steps
-from scantling.trainer.reporting.runs import read_metrics
+from scantling.trainer.reporting.metrics import read_metrics
 from scantling.trainer.training.checkpoint import Checkpoint, Checkpointer
 from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.schedule import Schedule, warmup_steps, wsd_decay_start

@@ -25,7 +25,8 @@ from scantling.trainer.planning.resolve import ResolvedRun, resolve_run
 from scantling.trainer.recipe import Recipe, load_recipe
 from scantling.trainer.recipe.loading import RecipeLike
 from scantling.trainer.reporting.html import write_report
-from scantling.trainer.reporting.runs import read_metrics, read_run
+from scantling.trainer.reporting.metrics import read_metrics
+from scantling.trainer.reporting.runs import read_run
 from scantling.trainer.rss import rss_bytes
 from scantling.trainer.training.build import build_loop
 from scantling.trainer.training.checkpoint import Checkpointer

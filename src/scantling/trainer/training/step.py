@@ -20,7 +20,7 @@ from scantling.errors import NonFiniteError
 from scantling.numerics.device import autocast
 from scantling.numerics.torch_private import found_inf
 from scantling.optim import CAME, ReleaseHandle, release_gradients
-from scantling.trainer.data.batch import Batch
+from scantling.trainer.data.loader import Batch
 from scantling.trainer.tasks.base import Task
 from scantling.trainer.training.cuda_graphs import CudaGraphs, StepGraphs
 from scantling.trainer.training.meters import Stopwatch
