@@ -14,7 +14,7 @@ from rich.text import Text
 
 from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, busy, make_console
 from scantling.cli.options import pairs
-from scantling.errors import STOPPED, UserError
+from scantling.errors import EXIT_STOPPED, UserError
 from scantling.torchrun_env import require_single_process
 from scantling.trainer.models.build import recipe_task
 from scantling.trainer.planning.fit import Fit, check_fit, silent_plan
@@ -68,7 +68,7 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         console.print("failed runs stay so; try them again with --retry", markup=False)
     if outcome.stopped or states.get("stopped") or outcome.busy:
         console.print("go on with the same command", markup=False)
-        return STOPPED
+        return EXIT_STOPPED
     return 1 if any(outcome.rows.get(case.key, {}).get("error") for case in chosen) else 0
 
 

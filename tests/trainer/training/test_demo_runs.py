@@ -93,10 +93,10 @@ def test_rank_with_nan_is_skipped_in_one_step(tmp_path: Path, delay: int) -> Non
     path = write_recipe(tmp_path / "recipe.yaml", demo_recipe(tmp_path, comm={"delay": delay}))
     done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2, before=poisoned.patch)
     assert done.returncode == 0, done.stderr
-    assert "step 3: ranks [1] have NaN or Inf gradients and are left out" in done.stderr
+    assert "step 3: ranks [1] have NaN or Inf gradients; left out" in done.stderr
     lines = records(tmp_path / "run")
     expected = {3 + delay: [1]}
-    assert [line.get("left_out") for line in lines] == [expected.get(step) for step in range(1, 9)]
+    assert [line.get("nonfinite_ranks") for line in lines] == [expected.get(step) for step in range(1, 9)]
     assert all(line["loss"] > 0 for line in lines)
 
 

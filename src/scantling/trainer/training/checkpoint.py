@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from scantling.distributed.context import DistContext
 from scantling.errors import RunError, UserError, first_line
-from scantling.files import sync
+from scantling.files import fsync
 from scantling.trainer.training.checkpoint_files import checkpoint_steps, publish, remove_checkpoint, remove_torn
 from scantling.trainer.training.checkpoint_index import (
     INDEX,
@@ -208,7 +208,7 @@ class Checkpointer:
 
     def _publish(self, aside: Path, target: Path) -> None:
         publish(aside, target)
-        sync(self.folder)
+        fsync(self.folder)
 
     def _fail(self, step: int, aside: Path, problem: str) -> None:
         """Remove the unfinished checkpoint and raise a RunError."""
@@ -390,4 +390,4 @@ def _seal(folder: Path, entries: dict[str, Any], header: dict[str, Any], values:
         "files": {name: file_digest(folder / name) for name in sorted(names)},
     }
     write_manifest(folder, manifest)
-    sync(folder)
+    fsync(folder)

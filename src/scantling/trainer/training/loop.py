@@ -184,8 +184,8 @@ class Loop:
         }
         if result.skipped:
             record["skipped"] = True
-        if exchange.left_out:
-            record["left_out"] = list(exchange.left_out)
+        if exchange.nonfinite_ranks:
+            record["nonfinite_ranks"] = list(exchange.nonfinite_ranks)
         return record | exchange.metrics() | self.stepper.tensor.metrics()
 
     def _evaluate(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:

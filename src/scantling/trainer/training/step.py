@@ -100,11 +100,11 @@ class Stepper:
         # check on all ranks: no NaN or Inf reaches an update
         own_loss = loss_sum.clone()
         checks = self._reduce_checks(loss_sum, norm, stop(), batches)
-        total, bad_losses, bad_norms, stops, targets_withheld = checks
+        total, bad_losses, bad_norms, stops, skipped_targets = checks
         self.watch.lap("exchange")
         targets, tokens = counts.tolist()
         overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
-        if bad_losses or (bad_norms and not overflow) or targets_withheld == targets:
+        if bad_losses or (bad_norms and not overflow) or skipped_targets == targets:
             self._raise_nonfinite(step, own_loss)  # before clipping, which would spread a NaN to every gradient
         # clip and update
         if self.graphs is not None and replayed is not None:
@@ -117,7 +117,7 @@ class Stepper:
         if self.tensor.end_step(step, self.optimizer, self.exchange):
             self.reshape(batches[-1])
         self.watch.lap("optimizer")
-        return StepResult(total / (targets - targets_withheld), float(norm), int(tokens), overflow, stops > 0)
+        return StepResult(total / (targets - skipped_targets), float(norm), int(tokens), overflow, stops > 0)
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """Return the targets and tokens of all processes, (2,), on the device."""
@@ -127,13 +127,13 @@ class Stepper:
         return self.context.all_reduce(torch.tensor(own, dtype=torch.float64).to(device, dtype))
 
     def _reduce_checks(self, loss_sum: Tensor, norm: Tensor, stop: bool, batches: Sequence[Batch]) -> list[float]:
-        """Sum over processes: loss, non-finite losses, non-finite norms, stop requests, withheld targets."""
+        """Sum over processes: loss, non-finite losses, non-finite norms, stop requests, skipped targets."""
         own = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
-        withheld = 0.0
-        if self.exchange.withheld:  # this process's gradient was NaN or Inf and went into no exchange
+        own_skipped = 0.0
+        if self.exchange.local_nonfinite:  # this process's gradient was NaN or Inf and went into no exchange
             own.zero_()
-            withheld = float(sum(b.num_targets for b in batches))
-        rest = torch.tensor([float(stop), withheld], dtype=torch.float64, device=own.device)
+            own_skipped = float(sum(b.num_targets for b in batches))
+        rest = torch.tensor([float(stop), own_skipped], dtype=torch.float64, device=own.device)
         totals: list[float] = self.context.all_reduce(torch.cat([own, rest])).tolist()
         return totals
 
@@ -211,7 +211,7 @@ class Stepper:
         bucket decides the order of its summation. A resumed run rehearses before it loads its state, so that its first
         step sums in the same order as in a run without interruption. No-op for an exchange without such buckets.
         """
-        if not self.exchange.learns_from_a_pass:
+        if not self.exchange.needs_warm_up_pass:
             return
         with self.exchange.accumulate(last=True), autocast(self.compute, self.context.device):
             loss = self.task.loss(self.forward_model, batch.to(self.context.device)).loss

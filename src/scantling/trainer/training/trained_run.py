@@ -14,7 +14,7 @@ from scantling.checksums import write_checksums
 from scantling.distributed.context import SINGLE_PROCESS, DistContext, init_distributed
 from scantling.distributed.peers import report_errors_to_peers
 from scantling.errors import RunError, UserError
-from scantling.files import check_is_free, written_aside
+from scantling.files import atomic_folder, check_new_folder
 from scantling.precision.training import restore
 from scantling.tensor.convert import densify
 from scantling.tensor.report import without_warnings
@@ -159,13 +159,13 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
         RunError: the reloaded model differs, or the folder could not be written.
     """
     folder = Path(folder)
-    check_is_free(folder)
+    check_new_folder(folder)
     run = load_run(run_dir)
     task, model = run.task, run.model
     restore(model, weights="rounded")
     if dense:
         densify(model)
-    with written_aside(folder) as aside:
+    with atomic_folder(folder) as aside:
         with quiet():
             model.save_pretrained(aside)
         task.save_inputs(aside, run.data, model.config)
