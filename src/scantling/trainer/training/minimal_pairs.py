@@ -155,24 +155,13 @@ def _accuracy_by(names: Sequence[str], right: npt.NDArray[np.bool_]) -> dict[str
 
 
 def _accuracy(right: npt.NDArray[np.bool_]) -> Metrics:
+    from scipy.stats import binomtest
+
     correct, count = int(right.sum()), len(right)
+    interval = binomtest(correct, count).proportion_ci(method="wilson")
     return {
         "accuracy": correct / count,
-        "interval": list(wilson(correct, count)),
+        "interval": [float(interval.low), float(interval.high)],
         "correct": correct,
         "count": count,
     }
-
-
-def wilson(correct: int, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson, 1927); it lies within 0 and 1.
-
-    Raises:
-        UserError: a count of 0.
-    """
-    from scipy.stats import binomtest
-
-    if count < 1:
-        raise UserError("the interval of a share needs at least one observation; given 0")
-    low, high = binomtest(correct, count).proportion_ci(method="wilson")
-    return float(low), float(high)
