@@ -1,7 +1,7 @@
 """Codec of blocks: select the k largest coefficients of each block, and pack their indices and quantized values.
 
-A packed message has the indices of all blocks first (see numerics/elias_fano.py), then the values. A block of which
-everything is sent needs no indices. The length is known beforehand, so that sizes are never exchanged.
+A packed message has the indices of all blocks first (see numerics/elias_fano.py), then the values. A dense block
+needs no indices. The length is known beforehand, so that sizes are never exchanged.
 """
 
 from __future__ import annotations
