@@ -69,7 +69,7 @@ class OpenStep:
         missing: for each bucket, indices of the parameters without a gradient so far in the backward pass.
         is_due: True if messages are sent: not between exchanges, nor after a broken exchange.
         previous: result of the exchange of the previous step, with `delay`.
-        failure: error of that exchange, to be raised after this step's messages are sent.
+        failure: error of the same exchange, to be raised after this step's messages are sent.
         next_bucket: index of the next bucket to send.
     """
 
@@ -92,9 +92,9 @@ class MomentumExchange:
     `scaler.step`.
 
     Args:
-        groups: of `scantling.param_groups`, whose `role` selects the encoding; or parameters, of which those with at
-            least two dims and 4,096 elements are matrices. A group may override the options that concern parameters:
-            decay, topk, chunk, values, dense, residual.
+        groups: of `scantling.param_groups`, whose `role` selects the encoding; or parameters, which are matrices if
+            they have at least two dims and 4,096 elements. A group may override the options that concern parameters: decay,
+            topk, chunk, values, dense, residual.
         process_group: group of the replicas, a mesh of one dim, or a `TorchFTGroup`; default all processes.
         {options}
 

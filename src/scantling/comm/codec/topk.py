@@ -95,7 +95,7 @@ class TopKCodec:
 def topk_indices(blocks: Tensor, k: int) -> Tensor:
     """Return the indices of the k elements of largest magnitude: (count, k) int64, unordered.
 
-    On a CPU, the time of `topk` grows with the elements it reads. Only the k groups of `GROUP` elements with the
+    On a CPU, the time of `topk` grows with its input. Only the k groups of `GROUP` elements with the
     largest maxima are searched: these contain the k largest elements.
 
     Args:
