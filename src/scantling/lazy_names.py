@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used (PEP 562)."""
+"""Lazy imports of the names of a package, on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -7,27 +7,41 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+EXTRAS = {"scantling.trainer": "train", "scantling.hf": "hf"}
+"""Extra of the distribution that installs the requirements of a package."""
+
 
 def lazy_names(
     package: str, homes: Mapping[str, str], modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package.
+    """Return the `__getattr__` and `__dir__` of a package.
 
     Args:
-        package: its `__name__`.
-        homes: the module of each name.
-        modules: names that stand for a whole module.
+        package: `__name__` of the package.
+        homes: module of each name.
+        modules: names that are whole modules.
     """
     modules = modules or {}
 
     def get(name: str) -> Any:
         if name in homes:
-            return getattr(importlib.import_module(homes[name]), name)
+            return getattr(_import(homes[name]), name)
         if name in modules:
-            return importlib.import_module(modules[name])
+            return _import(modules[name])
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes, *modules})
 
     return get, names
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get(".".join(module.split(".")[:2]))
+        if extra is None:
+            raise
+        text = f'{module} needs {error.name}, which is not installed; run: pip install "scantling[{extra}]"'
+        raise ModuleNotFoundError(text, name=error.name) from error

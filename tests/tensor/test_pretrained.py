@@ -246,7 +246,7 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
     layers["model.layers.0.mlp.up_proj"]["in_modes"] = [2, 2]
     refused({**config, "quantization_config": {**quantization, "layers": layers}}, r"up_proj: in_modes=\(2, 2\) hold 4")
     path.write_text("{")
-    with pytest.raises(UserError, match="no JSON"):
+    with pytest.raises(UserError, match="not valid JSON"):
         sc.load(tmp_path)
 
     from safetensors.torch import save_file

@@ -93,8 +93,8 @@ class MomentumExchange:
 
     Args:
         groups: of `scantling.param_groups`, whose `role` selects the encoding; or parameters, which are matrices if
-            they have at least two dims and 4,096 elements. A group may override the options that concern parameters: decay,
-            topk, chunk, values, dense, residual.
+            they have at least two dims and 4,096 elements. A group may override the options that concern parameters:
+            decay, topk, chunk, values, dense, residual.
         process_group: group of the replicas, a mesh of one dim, or a `TorchFTGroup`; default all processes.
         {options}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.laws.fitting import Problem, solve
 from scantling.laws.inputs import FULL_PRECISION
 from scantling.laws.result import Fit
@@ -127,6 +127,7 @@ def _problem(
         for name, exponents in law_class.AMPLITUDES.items()
         if name in held and not held.keys() >= {*exponents}
     }
+    # geometric means as units, so that the problem is well-conditioned
     size, tokens = (float(np.exp(np.log(table[x]).mean())) for x in ("N", "D"))
     law = law_class.with_ones().with_constants({**dict.fromkeys([*names, *tie], 1.0), **held}).in_units(size, tokens)
     runs = replace(table, columns={**table.columns, "N": table["N"] / size, "D": table["D"] / tokens})
@@ -154,7 +155,7 @@ def _check_constant_names(law_class: type[Law], table: Runs, option: str, given:
     for name in given:
         if name not in names:
             text = f"{option} names '{name}'; the {law_class.name} law of these runs has {', '.join(names)}"
-            raise UserError(hinted(text, name, names))
+            raise UserError(with_hint(text, name, names))
 
 
 def _checked_fixed(law_class: type[Law], table: Runs, fixed: Mapping[str, float]) -> dict[str, float]:
@@ -210,6 +211,7 @@ def _check_identifiable(table: Runs, names: Sequence[str]) -> None:
                 f"another {name}, or give base= or fixed={{'{exponent}': …}}"
             )
     if {"alpha", "beta"} <= set(names):
+        # spread of log D that a line through log N does not explain
         slope = (logs["N"] @ logs["D"]) / (logs["N"] @ logs["N"])
         if (logs["D"] - slope * logs["N"]).std() < _MIN_SPREAD * logs["D"].std():
             ratio = float(np.median(table["D"] / table["N"]))

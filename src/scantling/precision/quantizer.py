@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.numerics.block_quantizer import join_blocks, split_blocks
 from scantling.numerics.formats import FloatFormat, Format, parse_format
 from scantling.numerics.literals import Clip, Granularity, Rounding
@@ -73,8 +73,8 @@ class Quantizer:
     Args:
         format: number format.
         granularity: part of a tensor that shares a scale: the whole `tensor`; a `channel`, all values with one index
-            of an axis; a `token`, one vector along the last dim; a `group` of neighbors along the last dim, of which
-            the last may be shorter.
+            of an axis; a `token`, one vector along the last dim; a `group` of neighbors along the last dim, the last
+            of them possibly shorter.
         group_size: size of a group, for granularity `group` only.
         rounding: `nearest` rounds to the nearest value. `stochastic` rounds up or down at random so that the mean is
             preserved; it draws from the global generator.
@@ -158,7 +158,7 @@ class Quantizer:
                 return cls(parse_format(name.removeprefix("mx")), "group", MX_GROUP, scales="power2")
             except UserError:
                 text = f"a block format must be nvfp4 or mx with a format, such as {_BLOCK_FORMATS[0]}; given {name!r}"
-                raise UserError(hinted(text, name.lower(), _BLOCK_FORMATS)) from None
+                raise UserError(with_hint(text, name.lower(), _BLOCK_FORMATS)) from None
         return cls(parse_format(name), granularity)
 
     def with_granularity(self, granularity: Granularity) -> Quantizer:
@@ -198,9 +198,9 @@ class Quantizer:
         Raises:
             UserError: if x has no such axis.
         """
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        blocks, shared = self._blocks(wide, axis)
-        scale = self._scale(blocks, shared)
+        x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        blocks, shared = self._blocks(x_wide, axis)  # x, or (..., groups, group) for granularity `group`
+        scale = self._scale(blocks, shared)  # broadcasts over blocks
         scaled = blocks / scale
         noise = torch.rand_like(scaled) if self.rounding == "stochastic" else None
         return Encoded(self.format.round(scaled, noise), scale, x.shape)
@@ -351,4 +351,4 @@ def _fp8_scale(largest: Tensor, format: Format, *, by_token: bool) -> Tensor:
 
 def _check_choice(what: str, given: Any, allowed: Sequence[str]) -> None:
     if given not in allowed:
-        raise UserError(hinted(f"{what} must be one of {', '.join(allowed)}; given {given!r}", given, allowed))
+        raise UserError(with_hint(f"{what} must be one of {', '.join(allowed)}; given {given!r}", given, allowed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, get_args
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 
 Format: TypeAlias = Literal["tt", "tt-silu", "low-rank", "cola"]
 
@@ -25,7 +25,7 @@ def linear_options(format: str, num_modes: int | None) -> dict[str, Any]:
     """
     if format not in FORMATS:
         names = get_args(Format)
-        raise UserError(hinted(f"format must be one of {', '.join(names)}; given {format!r}", str(format), names))
+        raise UserError(with_hint(f"format must be one of {', '.join(names)}; given {format!r}", str(format), names))
     options = FORMATS[format]
     if num_modes is None:
         return options

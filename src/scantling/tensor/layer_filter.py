@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.tensor.modes import positive_ints
 
 Rank: TypeAlias = int | Sequence[int]
@@ -64,7 +64,7 @@ def check_layer_options(options: Mapping[str, Any], allowed: Sequence[str]) -> N
     """
     for key in options:
         if key not in allowed:
-            raise UserError(hinted(f"{key!r} must be one of {', '.join(allowed)}", key, allowed))
+            raise UserError(with_hint(f"{key!r} must be one of {', '.join(allowed)}", key, allowed))
 
 
 def _parse_options(pattern: Any, value: Any) -> dict[str, Any]:

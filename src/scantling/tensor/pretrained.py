@@ -32,12 +32,12 @@ from scantling.saved_models import (
     CONFIG,
     GENERATION,
     Weights,
-    blaming,
-    check_counts,
-    check_size,
+    blame,
+    check_layer_counts,
+    check_model_size,
     check_weights,
-    read_settings,
-    without_marks,
+    read_model_config,
+    without_byte_order_marks,
 )
 from scantling.tensor.convert import densify
 from scantling.tensor.head import TTMHead
@@ -165,9 +165,9 @@ def load(
     folder = Path(folder)
     if not (folder / CONFIG).exists() and not (folder / CONFIG).is_symlink():
         raise UserError(f"cannot load {folder}: there is no {folder / CONFIG}; give a folder of save_pretrained")
-    content = read_settings(folder / CONFIG)
+    content = read_model_config(folder / CONFIG)
     name = next(iter(content.get("architectures") or ()), None)
-    with blaming(folder / CONFIG):
+    with blame(folder / CONFIG):
         made_by = _find_model_class(name, content)
         if made_by is None:
             raise UserError(f"transformers {transformers.__version__} has no model class {name!r}")
@@ -177,20 +177,20 @@ def load(
         elements = sum(tensor.numel() for tensor in state.values())
         weights = Weights("quantized.safetensors, unpacked with quantized.json,", len(state), elements)
     options = {"dtype": "auto" if dtype is None else dtype, "device_map": device_map, "local_files_only": True}
-    with without_marks(folder) as readable:
-        with blaming(folder / CONFIG):
+    with without_byte_order_marks(folder) as readable:
+        with blame(folder / CONFIG):
             config = made_by.config_class.from_pretrained(readable, local_files_only=True)
             if not isinstance(config.dtype, torch.dtype | dict | None):
                 raise UserError(f"dtype is the name of one; given {config.dtype!r}")
             if weights is not None:
-                check_counts(content, weights)
-                check_size(_meta_model(made_by, config), weights)
+                check_layer_counts(content, weights)
+                check_model_size(_meta_model(made_by, config), weights)
         generation = None
         if (folder / GENERATION).is_file():
-            with blaming(folder / GENERATION):
+            with blame(folder / GENERATION):
                 generation = transformers.GenerationConfig.from_pretrained(readable, local_files_only=True)
         files = weights.files if weights is not None else "the weights"
-        with blaming(f"{folder}, whose {CONFIG} and {files} do not fit each other"):
+        with blame(f"{folder}, whose {CONFIG} and {files} do not fit each other"):
             model, report = made_by.from_pretrained(
                 None if state is not None else readable,
                 config=config,

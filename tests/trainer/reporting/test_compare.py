@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from scantling.errors import RunError
-from scantling.files import write_whole
+from scantling.files import write_atomic
 from scantling.trainer.reporting.compare import compare_rows, compare_table, write_compare
 from scantling.trainer.reporting.runs import Run, distinct_names, read_run, rename_duplicates
 from tests.trainer.reporting.fake import PARAMETERS, make_run
@@ -114,8 +114,8 @@ def test_write_compare_keeps_old_file_on_error(
 def test_read_run_refuses_unusable_paths(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot write"):
-        write_whole(tmp_path / "file" / "x.html", "text")
-    write_whole(tmp_path / f"{'x' * 250}.txt", "a run in \udcff")
+        write_atomic(tmp_path / "file" / "x.html", "text")
+    write_atomic(tmp_path / f"{'x' * 250}.txt", "a run in \udcff")
     assert (tmp_path / f"{'x' * 250}.txt").read_text() == "a run in \\udcff"
 
 

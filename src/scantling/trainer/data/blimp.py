@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scantling.errors import UserError
-from scantling.files import local
+from scantling.files import expand_path
 from scantling.trainer.data.files import PACKED, expand
 from scantling.trainer.data.tables import CsvSource, JsonlSource, TableFiles, check_columns, describe_type
 from scantling.trainer.recipe.schema import Fields
@@ -26,7 +26,7 @@ class MinimalPair:
     Attributes:
         good: the acceptable sentence.
         bad: the unacceptable sentence.
-        phenomenon: what the pair tests: the column `linguistics_term`, or the name of the file.
+        phenomenon: the grammatical point that differs: column `linguistics_term`, or the name of the file.
         paradigm: the column `UID`, or the name of the file.
     """
 
@@ -57,7 +57,7 @@ def read_pairs(given: Sequence[str]) -> list[MinimalPair]:
 def _files(given: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for each in given:
-        folder = local(each)
+        folder = expand_path(each)
         if not folder.is_dir():
             found += expand(each, "minimal pairs")
             continue

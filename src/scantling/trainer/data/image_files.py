@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.trainer.data.files import file_stamp
 from scantling.trainer.data.tables import (
     UNLABELED,
@@ -88,7 +88,7 @@ def image_source(section: DataSection, *, validation: bool = False) -> ImageSour
     siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     found = "is neither a folder nor an .npz file" if path.exists() else "is not there"
     text = f"{key}: {given} {found}; give a folder of images by class, an .npz file or '{DIGITS}'"
-    raise UserError(hinted(text, path.name, [DIGITS, *siblings]))
+    raise UserError(with_hint(text, path.name, [DIGITS, *siblings]))
 
 
 def check_images(section: DataSection, *, validation: bool = False) -> None:

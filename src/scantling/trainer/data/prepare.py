@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.trainer.data.bpe import train_bpe
 from scantling.trainer.data.cache import FORMAT, Cache
 from scantling.trainer.data.documents import Piece, Scan, Source, scan
@@ -114,8 +114,8 @@ def prepare(
             )
     info = {
         "source": source.name,
-        "train": train.facts(),
-        "heldout": None if heldout is None else heldout.facts(),
+        "train": train.counts(),
+        "heldout": None if heldout is None else heldout.counts(),
         "heldout_by": None if heldout is None else held_by if held_source is not None else "document",
         "heldout_seen": seen,
         "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint},
@@ -175,7 +175,7 @@ def check_labels(
         if label not in labels:
             allowed = ", ".join(labels[:20]) + (", ..." if len(labels) > 20 else "")
             text = f"{found.label_places[index] or name}: the label '{label}' {problem}; allowed: {allowed}"
-            told = hinted(text, label, labels)
+            told = with_hint(text, label, labels)
             raise UserError(f"{text}; list all labels in data.labels" if told == text and which is not None else told)
 
 

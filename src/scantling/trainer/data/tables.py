@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scantling.errors import UserError, first_line, hinted
-from scantling.files import local, read_json_object
+from scantling.errors import UserError, first_line, with_hint
+from scantling.files import expand_path, read_json_object
 from scantling.trainer.data.documents import Piece, Source
 from scantling.trainer.data.files import PACKED, file_stamp, read_lines
 from scantling.trainer.recipe.schema import Fields
@@ -202,7 +202,7 @@ def load_hub(path: str, config: str | None, split: str, *, prepare: bool = True)
     """
     import datasets
 
-    folder = local(path)
+    folder = expand_path(path)
     try:
         if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
             data = _saved(folder)
@@ -274,7 +274,7 @@ def check_columns(names: Iterable[str], there: Sequence[str], where: str) -> Non
     for name in names:
         if name not in there:
             known = ", ".join(there) or "none"
-            raise UserError(hinted(f"{where}: no column '{name}'; columns: {known}", name, there))
+            raise UserError(with_hint(f"{where}: no column '{name}'; columns: {known}", name, there))
 
 
 def to_piece(row: Mapping[str, Any], fields: Fields, where: str) -> Piece:

@@ -23,13 +23,13 @@ from scantling.precision.packed_files import is_quantized_folder
 from scantling.precision.training import quantize_training
 from scantling.saved_models import (
     CONFIG,
-    MOST_IDS,
-    blaming,
-    check_counts,
-    check_size,
+    MAX_TOKEN_ID,
+    blame,
+    check_layer_counts,
+    check_model_size,
     check_weights,
-    read_settings,
-    without_marks,
+    read_model_config,
+    without_byte_order_marks,
 )
 from scantling.tensor import pretrained
 from scantling.tensor.convert import tensorize
@@ -117,7 +117,7 @@ def default_task(section: ModelSection) -> str:
     if not architectures and _is_decoder(content, multimodal=True):
         return "causal-lm"
     raise UserError(
-        f"model.task: {_config_path(section)} does not say what it is trained to do (its architectures: "
+        f"model.task: {_config_path(section)} names no training task (its architectures: "
         f"{architectures}); give one of {', '.join(TASKS)}"
     )
 
@@ -424,13 +424,13 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     weights = check_weights(folder)
     files = "the folder" if weights is None else weights.files
     if weights is not None:
-        with blaming(folder / CONFIG):
-            check_counts(config.to_dict(), weights)
+        with blame(folder / CONFIG):
+            check_layer_counts(config.to_dict(), weights)
             with torch.device("meta"):
                 skeleton = auto_class.from_config(copy.deepcopy(config))
             _rebuild_cores(skeleton, section, "meta")
-            check_size(skeleton, weights)
-    with without_marks(folder) as readable:
+            check_model_size(skeleton, weights)
+    with without_byte_order_marks(folder) as readable:
         model, report = auto_class.from_pretrained(
             readable,
             config=config,
@@ -467,7 +467,7 @@ def _rebuild_cores(model: Any, section: ModelSection, device: str) -> None:
     if not isinstance(cores, dict) or cores.get("quant_method") != pretrained.METHOD:
         return
     if device == "cpu":
-        raise UserError(f"model.hf: {section.hf} describes layers of cores, which come with their weights only")
+        raise UserError(f"model.hf: {section.hf} describes TT layers; give a folder that has their weights")
     rebuild(model, cores["layers"])
 
 
@@ -494,23 +494,23 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
             f"model.hf: there is no {path}; give a local folder with config.json, such a file, or a name on the Hub"
         )
     try:
-        content = read_settings(path)
+        content = read_model_config(path)
     except UserError as error:
         raise UserError(f"model.hf: {error}") from None
     if content.get("auto_map"):
-        logger.warning("%s names code of its own (auto_map), which is not run", path)
+        logger.warning("%s names custom code (auto_map), which Scantling does not run", path)
         content.pop("auto_map")
     content.pop("transformers_version", None)
     return content
 
 
 def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
-    with blaming("this model"):
-        check_counts(config.to_dict())
+    with blame("this model"):
+        check_layer_counts(config.to_dict())
     text = config.get_text_config()
     where = "model.overrides" if text is config else "model.overrides.text_config"
     known = getattr(text, "vocab_size", None)
-    if known is not None and vocab_size and known > max(MOST_IDS, 4 * vocab_size):
+    if known is not None and vocab_size and known > max(MAX_TOKEN_ID, 4 * vocab_size):
         raise UserError(
             f"the model's vocabulary has {known} ids, and the tokenizer only {vocab_size}; "
             f"set {where}.vocab_size to {vocab_size} or a little more"

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from scantling.errors import Fault, RecipeError, UserError, did_you_mean, shorten
-from scantling.files import local
+from scantling.files import expand_path
 from scantling.trainer.hub import is_hub_name
 from scantling.trainer.recipe.checks import MOST_FAULTS, semantic_faults
 from scantling.trainer.recipe.parsing import dump_yaml, flatten, parse_yaml, read_text, value_faults
@@ -258,7 +258,7 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
             return [expand(inner, must_exist=must_exist) for inner in value]
         if not isinstance(value, str):
             return value
-        path = local(value)
+        path = expand_path(value)
         if must_exist and not os.path.exists(path):  # unlike Path.exists, also accepts names that are too long
             return value
         # escape the working directory: in a pattern, only the given part may match as a glob

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scantling.files import strict, write_whole
+from scantling.files import replace_nonfinite, write_atomic
 from scantling.trainer.reporting.format import (
     MISSING,
     SAME,
@@ -161,7 +161,7 @@ def write_compare(runs: Sequence[Run], out_dir: str | Path) -> Path:
     """
     path = Path(out_dir) / "compare.json"
     content = {"runs": [_entry(run) for run in runs]}
-    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_atomic(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
     return path
 
 
@@ -171,7 +171,7 @@ def _entry(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "run_dir": str(run.path),
-        **{key: strict(value) for key, value in run.result.items() if key != "name"},
+        **{key: replace_nonfinite(value) for key, value in run.result.items() if key != "name"},
         **metrics,
         **{key: value for key, value in whole.items() if key.endswith("_bytes") or key in ("num_parameters", "tokens")},
     }

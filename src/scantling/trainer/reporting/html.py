@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 import scantling
 from scantling.errors import UserError
-from scantling.files import write_whole
+from scantling.files import write_atomic
 from scantling.trainer.recipe.parsing import flatten, get_section
 from scantling.trainer.reporting import charts, svg
 from scantling.trainer.reporting.compare import compare_rows
@@ -81,7 +81,7 @@ def write_report(runs: Sequence[Run], path: str | Path) -> Path:
     if not runs:
         raise UserError("a report needs at least one run")
     target = Path(path)
-    write_whole(target, render(runs))
+    write_atomic(target, render(runs))
     return target
 
 

@@ -12,18 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scantling.errors import Fault, RecipeError, UserError, hinted
+from scantling.errors import Fault, RecipeError, UserError, with_hint
 from scantling.trainer.planning.plan import planned_size
 from scantling.trainer.recipe import Recipe, check_recipe
 from scantling.trainer.recipe.loading import set_key
 from scantling.trainer.sweeping.schema import Sweep
-from scantling.trainer.training.rundir import MAY_DIFFER
+from scantling.trainer.training.resume import FREE_KEYS
 
 logger = logging.getLogger(__name__)
 
 MAX_COMBINATIONS = 10_000
 """Most combinations in one sweep, including those in `leave_out`."""
-_IRRELEVANT_KEYS = MAY_DIFFER - {"train.eval_samples"}
+_IRRELEVANT_KEYS = FREE_KEYS - {"train.eval_samples"}
 """Keys that do not affect a run's row in the table."""
 
 
@@ -106,7 +106,7 @@ def select_cases(chosen: Sequence[Case], where: Mapping[str, str]) -> list[Case]
     for key, value in where.items():
         known = list(chosen[0].values) if chosen else []
         if key not in known:
-            raise UserError(hinted(f"--only: '{key}' is not swept; the sweep sets {', '.join(known)}", key, known))
+            raise UserError(with_hint(f"--only: '{key}' is not swept; the sweep sets {', '.join(known)}", key, known))
         left = [case for case in chosen if format_cell(case.values[key]) == value]
         if not left:
             values = ", ".join(dict.fromkeys(format_cell(case.values[key]) for case in chosen))

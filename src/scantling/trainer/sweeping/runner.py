@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from scantling.distributed.context import SINGLE_PROCESS
-from scantling.errors import STOPPED, UserError
-from scantling.files import no_follow, write_whole
+from scantling.errors import EXIT_STOPPED, UserError
+from scantling.files import no_follow, write_atomic
 from scantling.trainer.recipe import dump_recipe
 from scantling.trainer.sweeping import evaluations
 from scantling.trainer.sweeping.grid import Case
@@ -42,7 +42,7 @@ from scantling.trainer.sweeping.table import (
     write_table,
 )
 from scantling.trainer.training.checkpoint import Checkpointer
-from scantling.trainer.training.rundir import InUseError, RunDir
+from scantling.trainer.training.run_dir import InUseError, RunDir
 from scantling.trainer.training.signals import StopSignal, interrupt
 
 POLL_S = 0.2
@@ -238,7 +238,7 @@ class SweepRunner:
         if row is not None and row["state"] == "done":
             return self._evaluate(case, row, slot)
         recipe = self.sweep.folder / "recipes" / f"{case.key}.yaml"
-        write_whole(recipe, dump_recipe(case.recipe))
+        write_atomic(recipe, dump_recipe(case.recipe))
         # if all checkpoints are damaged, the run refuses to start and changes nothing: the user has to decide
         resumes = bool(Checkpointer(run_dir.checkpoints, SINGLE_PROCESS).steps())
         mode = "--resume" if resumes else "--force"
@@ -286,7 +286,7 @@ class SweepRunner:
             row = add_metrics({**job.row, "error": problem}, evaluations.stored_metrics(folder, self._settings))
         elif code == 0:
             row = done_row(case, folder) or make_row(case, folder, "failed", f"ended early, see {job.log}")
-        elif code == STOPPED or (stopping and code < 0):
+        elif code == EXIT_STOPPED or (stopping and code < 0):
             row = make_row(case, folder, "stopped")
         else:
             row = make_row(case, folder, "failed", _failure_cause(job, code))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from scantling.errors import Fault, RecipeError, UserError, did_you_mean
-from scantling.files import local
+from scantling.files import expand_path
 from scantling.trainer.recipe.loading import apply_override, is_sweep, read_yaml, recipe_file, schema_faults
 from scantling.trainer.recipe.schema import Paths, Section, Text
 
@@ -78,12 +78,12 @@ class Sweep(Section):
     @property
     def folder(self) -> Path:
         """Folder of the sweep's runs."""
-        return local(self.out or f"runs/{self.name or 'sweep'}")
+        return expand_path(self.out or f"runs/{self.name or 'sweep'}")
 
     @property
     def table_path(self) -> Path:
         """Path of the table."""
-        return local(self.table) if self.table else self.folder / "runs.csv"
+        return expand_path(self.table) if self.table else self.folder / "runs.csv"
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, dict[str, Any]]:
@@ -112,7 +112,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, 
     if faults := list(_faults(sweep)):
         raise RecipeError(faults, str(path))
     if isinstance(sweep.base, str):
-        base = read_yaml(recipe_file(local(sweep.base)))
+        base = read_yaml(recipe_file(expand_path(sweep.base)))
     else:
         base = dict(sweep.base)
     for override in overrides:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from scantling.errors import UserError
-from scantling.files import write_whole
+from scantling.files import write_atomic
 from scantling.trainer.reporting.runs import read_run
 from scantling.trainer.sweeping.grid import Case, format_cell
 
@@ -70,7 +70,7 @@ def write_table(path: Path, keys: Sequence[str], metric_columns: Sequence[str], 
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_whole(path, text.getvalue())
+    write_atomic(path, text.getvalue())
 
 
 def done_row(case: Case, run_dir: Path) -> Row | None:

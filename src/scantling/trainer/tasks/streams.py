@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scantling.errors import UserError
-from scantling.saved_models import MOST_IDS
+from scantling.saved_models import MAX_TOKEN_ID
 from scantling.trainer.data.bins import open_bins, read_through
 from scantling.trainer.data.hashing import fingerprint
 from scantling.trainer.data.loader import Collate
@@ -90,7 +90,7 @@ def bin_data(
         )
     streams, held_streams, held_by = open_bins(data, seq_len=data.seq_len)
     largest, content = read_through([*streams, *held_streams], progress=progress)
-    if tokenizer is None and largest >= MOST_IDS:
+    if tokenizer is None and largest >= MAX_TOKEN_ID:
         raise UserError(
             f"data.bin: the files hold the id {largest}, for which the model would need as many embeddings. Is "
             "data.bin_dtype right? If it is, name the tokenizer that made the files in data.tokenizer"
