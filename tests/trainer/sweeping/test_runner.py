@@ -23,7 +23,7 @@ from scantling.trainer.sweeping.grid import Case, expand_sweep
 from scantling.trainer.sweeping.runner import SweepCallback, SweepResult, SweepRunner
 from scantling.trainer.sweeping.schema import load_sweep
 from scantling.trainer.sweeping.table import make_row, read_table, write_table
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.run_dir import RunDir
 from tests.runs import command, popen, start, tiny_recipe, wait_for_step, write_corpus, write_recipe
 
 ROOT = Path(__file__).parents[3]
@@ -108,7 +108,7 @@ def test_shipped_sweep_table_can_be_fitted(
     found = read_runs(path, ChinchillaLaw, columns={"loss": "loss"}, where={"train.steps": "20"})
     assert found["N"].tolist() == [int(row["N"]) for row in rows[2:]]
     assert run(command) == 0
-    assert "4 of 4 runs are settled already" in capsys.readouterr().out
+    assert "4 of 4 runs are finished" in capsys.readouterr().out
     path.write_text("\ufeff" + path.read_text())  # as spreadsheets save it
     assert list(read_table(path).values()) == rows
 
@@ -223,7 +223,7 @@ def test_run_stops_at_ctrl_c_and_resumes(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
     assert "stopping: each run saves" in output
-    assert "go on with the same command" in output
+    assert "continue with the same command" in output
     (row,) = table(tmp_path)
     assert (row["state"], row["loss"]) == ("stopped", "")
     stopped_at = json.loads((folder / "result.json").read_text())["step"]
@@ -241,7 +241,7 @@ def test_run_stops_at_ctrl_c_and_resumes(tmp_path: Path) -> None:
     assert actions == ["steps=3000 resumes"]
     (row,) = table(tmp_path)
     assert row["state"] == "failed"
-    assert "has no whole checkpoint to resume from" in row["error"]
+    assert "has no complete checkpoint to resume from" in row["error"]
     assert sorted((folder / "checkpoints").iterdir()) == steps
 
 
