@@ -50,6 +50,7 @@ def load_library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     compiler = compiler and os.path.abspath(compiler)
     if compiler is None:
         raise CompileError("there is no C compiler (cc, or what CC names)")
+    # Look in the cache without the lock first: that is the common case.
     folder = cache_root() / "native"
     try:
         key = f"{source.stem}-{_key(source, compiler, flags)}"
@@ -108,6 +109,7 @@ def _private_folder(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+    # Check the folder through a handle, so that it cannot be replaced between the check and the use.
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(handle)
@@ -124,6 +126,7 @@ def _private_folder(folder: Path) -> Iterator[Path]:
 
 def _load_cached(folder: Path, key: str) -> ctypes.CDLL | None:
     """Load the library of this key, or return None; a damaged library is removed."""
+    # The name ends with the SHA-256 of the file: a library that was changed or cut off is removed.
     for path in folder.glob(f"{key}.*.so"):
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -143,6 +146,7 @@ def _compile_into(folder: Path, key: str, source: Path, compiler: str, flags: Se
     """Compile and publish the library; the caller holds the lock, so every temporary folder is of a dead process."""
     for stale in folder.glob("tmp-*"):
         shutil.rmtree(stale, ignore_errors=True)
+    # Compile aside, sync and rename: a reader never sees half a library.
     temporary = Path(tempfile.mkdtemp(prefix="tmp-", dir=folder))
     try:
         library = _compile(temporary, source, compiler, flags)

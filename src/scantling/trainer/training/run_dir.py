@@ -69,6 +69,7 @@ class RunDir:
             InUseError: another process has locked it.
             UserError: the folder cannot be written.
         """
+        # 1. open the lock file, 2. lock it without waiting, 3. write our process id for messages
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
