@@ -157,12 +157,12 @@ def test_adapter_resumes_exactly_with_every_schedule(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_adapter_saves_a_released_step_that_is_not_counted(accumulation: int) -> None:
+def test_adapter_saves_uncounted_released_step(accumulation: int) -> None:
     check_exact(by_name("came"), accumulation=accumulation, release=True)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_no_gradient_is_left_for_the_next_step(name: str) -> None:
+def test_adapter_keeps_no_gradient_for_next_step(name: str) -> None:
     loop = Loop(OPTIMIZERS[name])
     importance = loop.adapter._schedule.importance
     assert importance is not None
@@ -174,7 +174,7 @@ def test_no_gradient_is_left_for_the_next_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "combined", "rank gates first", "parted", "wrapped", "super"])
-def test_importance_is_that_of_the_gradients_of_its_step(name: str) -> None:
+def test_importance_uses_gradients_of_its_step(name: str) -> None:
     loop = Loop(OPTIMIZERS[name], steps=1000, begin=900, memory=0.75)
     _, rank_gates = split(loop.model)
     expected: Tensor | float = 0.0
@@ -187,8 +187,8 @@ def test_importance_is_that_of_the_gradients_of_its_step(name: str) -> None:
         expected = 0.75 * expected + 0.25 * gradients.square()
     importance = loop.adapter._schedule.importance
     assert importance is not None
-    values = loop.adapter._budget.values()
-    torch.testing.assert_close(importance.of(values), expected * values.square())
+    values = loop.adapter._budget.gate_values()
+    torch.testing.assert_close(importance.scores(values), expected * values.square())
 
 
 def hooked(model: nn.Module) -> dict[Tensor, torch.optim.Optimizer]:
@@ -205,7 +205,7 @@ def hooked(model: nn.Module) -> dict[Tensor, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("unused", [False, True])
-def test_optimizers_within_the_backward_pass_resume_exactly(unused: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_adapter_resumes_exactly_with_optimizers_in_backward(unused: bool, caplog: pytest.LogCaptureFixture) -> None:
     """With an unused layer, the step is counted at the next check; the state is saved before that."""
 
     def made() -> tuple[nn.Module, nn.Module, RankAdapter, dict[Tensor, torch.optim.Optimizer]]:
@@ -238,7 +238,7 @@ def test_optimizers_within_the_backward_pass_resume_exactly(unused: bool, caplog
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_a_scaler_skips_is_not_counted(fused: bool) -> None:
+def test_adapter_ignores_step_skipped_by_grad_scaler(fused: bool) -> None:
     found = []
     for scale in (1.0, 1024.0):
         loop = Loop(by_name("adamw", fused=fused), steps=1000, begin=900)
@@ -253,11 +253,11 @@ def test_a_step_that_a_scaler_skips_is_not_counted(fused: bool) -> None:
         assert loop.adapter.step == 3
         importance = loop.adapter._schedule.importance
         assert importance is not None
-        found.append(importance.of(loop.adapter._budget.values()))
+        found.append(importance.scores(loop.adapter._budget.gate_values()))
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_losses_of_skipped_steps_are_saved() -> None:
+def test_adapter_saves_losses_of_skipped_steps() -> None:
     """The paper's schedule uses the mean loss of all passes since the last step, including passes without a step."""
     loop = Loop(by_name("adamw"), schedule="paper", early_steps=4, gamma=1.0)
     loop.run(range(2))
@@ -271,7 +271,7 @@ def test_losses_of_skipped_steps_are_saved() -> None:
     assert loop.adapter.state_dict() == other.adapter.state_dict()
 
 
-def test_a_resumed_run_records_no_ranks_that_have_not_changed() -> None:
+def test_resumed_run_records_only_changed_ranks() -> None:
     """Ranks pruned before the checkpoint but not yet removed are visible only through the model's gates."""
 
     def made() -> tuple[nn.Module, TensorMethod]:

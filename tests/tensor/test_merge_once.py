@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import scantling as sc
 from scantling.errors import UserError
 from scantling.tensor import layer as layer_module
-from scantling.tensor.head import TTMHead
+from scantling.tensor.embedding import TTMHead
 from scantling.tensor.layer import TTLayer, keep_merged, merge_once
 
 
@@ -62,7 +62,7 @@ def after_step(core: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("change", [written, swapped, by_vector, by_numpy, after_step])
-def test_evaluation_sees_every_change_of_a_core(change: Callable[[nn.Parameter], None]) -> None:
+def test_evaluation_sees_changed_cores(change: Callable[[nn.Parameter], None]) -> None:
     model = net().eval()
     ids = torch.randint(60, (5, 7))
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_evaluation_sees_every_change_of_a_core(change: Callable[[nn.Parameter],
 
 
 @pytest.mark.parametrize("with_controls", [False, True])
-def test_gradients_are_those_of_every_pass_by_itself(with_controls: bool) -> None:
+def test_merge_once_gradients_match_separate_passes(with_controls: bool) -> None:
     model = net()
     if with_controls:
         sc.RankAdapter(model)
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_every_pass_by_itself(with_controls: bool) -> Non
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("with_controls", [False, True])
-def test_passes_may_be_checkpointed(use_reentrant: bool, with_controls: bool) -> None:
+def test_merge_once_with_checkpointing(use_reentrant: bool, with_controls: bool) -> None:
     layers: list[tuple[nn.Module, Tensor]] = [
         (sc.TTLinear(48, 48, 9).double(), torch.randn(40, 48, dtype=torch.float64, requires_grad=True)),
         (sc.TTMEmbedding(60, 48, 6, num_modes=3).double(), torch.arange(50)),
@@ -112,7 +112,7 @@ def test_passes_may_be_checkpointed(use_reentrant: bool, with_controls: bool) ->
             torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_it_merges_once() -> None:
+def test_merge_once_merges_once() -> None:
     model = net()
     merges: list[int] = []
 
@@ -130,7 +130,7 @@ def test_it_merges_once() -> None:
         assert len(merges) <= 3 + 1  # with more ids, another order may be the best
 
 
-def test_nothing_is_left_of_it() -> None:
+def test_merge_once_leaves_no_state() -> None:
     model = net()
 
     def broken_off() -> None:
@@ -141,7 +141,7 @@ def test_nothing_is_left_of_it() -> None:
     with pytest.raises(ZeroDivisionError):
         broken_off()
     assert model.linear.cores[0].grad is None
-    with merge_once(model, 1), pytest.raises(RuntimeError, match="in force"), merge_once(model, 1):
+    with merge_once(model, 1), pytest.raises(RuntimeError, match="already active"), merge_once(model, 1):
         pass
     with pytest.raises(UserError, match="passes must be at least 1; given 0"), merge_once(model, 0):
         pass
@@ -151,7 +151,7 @@ def test_nothing_is_left_of_it() -> None:
     assert model.linear.cores[0].grad is not None
 
 
-def test_what_is_kept_serves_all_passes_without_gradients() -> None:
+def test_keep_merged_serves_all_passes_without_gradients() -> None:
     model = net()
     ids = torch.arange(40).view(4, 10)
     merges: list[int] = []
@@ -176,7 +176,7 @@ def test_what_is_kept_serves_all_passes_without_gradients() -> None:
     assert model.linear._merged_kept is None
 
 
-def test_passes_with_gradients_do_not_take_what_is_kept() -> None:
+def test_keep_merged_does_not_serve_passes_with_gradients() -> None:
     model = net()
     ids = torch.arange(40).view(4, 10)
     twin = copy.deepcopy(model)
@@ -205,7 +205,7 @@ SIZES: dict[str, tuple[Callable[[], TTLayer], Callable[[int], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_what_is_kept_is_a_small_multiple_of_the_cores(name: str) -> None:
+def test_keep_merged_memory_is_bounded(name: str) -> None:
     made, input_of = SIZES[name]
     layer = made()
     with keep_merged(layer), torch.no_grad():
@@ -217,14 +217,14 @@ def test_what_is_kept_is_a_small_multiple_of_the_cores(name: str) -> None:
             assert kept <= 8 * sum(core.numel() for core in layer.cores)
 
 
-def test_a_linear_layer_keeps_its_two_halves() -> None:
+def test_keep_merged_keeps_two_blocks_of_linear_layer() -> None:
     layer = sc.TTLinear(768, 3072, 30)
     with keep_merged(layer), torch.no_grad():
         layer(torch.randn(64, 768))
         assert sorted(block.numel() for block in (layer._merged_kept or {}).values()) == [768 * 30, 3072 * 30]
 
 
-def test_the_passes_of_a_step_hold_no_dense_table() -> None:
+def test_merge_once_holds_no_dense_table() -> None:
     table = sc.TTMEmbedding(4096, 64, 8)
     with merge_once(table, 64):
         for _ in range(2):

@@ -35,7 +35,7 @@ def converted(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loaded_models_are_equal_to_the_bit(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pretrained_round_trip_is_bitwise(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = converted(family)
     wanted = logits(model)
     model.save_pretrained(tmp_path / "one")
@@ -60,7 +60,7 @@ def started(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_new_process_and_one_that_does_not_know_cores(tmp_path: Path) -> None:
+def test_pretrained_in_new_process_and_without_scantling(tmp_path: Path) -> None:
     """A state dict loads into a freshly converted model, and a folder into any Auto class, with the same bits.
 
     If TT classes are not registered, transformers must raise instead of starting with new weights.
@@ -109,7 +109,9 @@ assert "scantling" not in sys.modules
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
-def test_experts_alone_are_refused_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_checkpoint_is_refused_without_scantling(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.quantizers import auto
 
     model = sc.tensorize(made(family), {"*experts": RANK})
@@ -120,7 +122,7 @@ def test_experts_alone_are_refused_too(family: str, tmp_path: Path, monkeypatch:
         type(model).from_pretrained(tmp_path)
 
 
-def test_a_base_model_and_models_built_on_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pretrained_base_model_and_heads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = converted("bert")
     model.save_pretrained(tmp_path / "lm")
     base = transformers.AutoModel.from_pretrained(tmp_path / "lm", add_pooling_layer=False)
@@ -142,7 +144,7 @@ def test_a_base_model_and_models_built_on_it(tmp_path: Path, caplog: pytest.LogC
         assert not on_top.cls.predictions.decoder.bias.any()
 
 
-def test_ranks_that_have_changed_since(tmp_path: Path) -> None:
+def test_pretrained_saves_changed_ranks(tmp_path: Path) -> None:
     """The folder holds the current ranks, even if a neighbor could hold only fewer, or a bond has rank 0."""
     model = converted("llama-tied")
     model.save_pretrained(tmp_path)
@@ -163,7 +165,7 @@ def test_ranks_that_have_changed_since(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_ranks_that_are_being_adapted(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_pretrained_saves_rank_gates(tmp_path: Path, dtype: torch.dtype) -> None:
     model = made("mixtral").to(dtype)
     sc.tensorize(model, RANK)
     adapter = sc.RankAdapter(model, size_target=0.7)
@@ -186,7 +188,7 @@ def test_ranks_that_are_being_adapted(tmp_path: Path, dtype: torch.dtype) -> Non
     assert (logits(loaded) - logits(model)).abs().max() <= (1e-5 if dtype == torch.float32 else 3e-2) * scale
 
 
-def test_what_is_in_the_folder(tmp_path: Path) -> None:
+def test_pretrained_folder_contents(tmp_path: Path) -> None:
     model = converted("llama-tied")
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -202,7 +204,7 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
         stranger.load_state_dict(state, strict=False)
 
 
-def test_dtype_and_shards(tmp_path: Path) -> None:
+def test_pretrained_dtype_and_shards(tmp_path: Path) -> None:
     model = converted("llama")
     for param in model.parameters():  # not buffers, because the rotary ones are recomputed in fp32
         param.data = param.data.to(torch.bfloat16)
@@ -214,13 +216,13 @@ def test_dtype_and_shards(tmp_path: Path) -> None:
     assert sc.load(tmp_path, dtype=torch.float32).lm_head.cores[0].dtype == torch.float32
 
 
-def test_dense_models_are_loaded_as_they_are(tmp_path: Path) -> None:
+def test_load_dense_models(tmp_path: Path) -> None:
     model = made("bert")
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(sc.load(tmp_path)), logits(model))
 
 
-def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
+def test_load_refuses_invalid_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no .*config\.json; give a folder of save_pretrained"):
         sc.load(tmp_path / "nothing")
     model = converted("llama-tied")
@@ -266,7 +268,7 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
         sc.load(tmp_path / "bert")
 
 
-def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
+def test_load_refuses_offloaded_layers(tmp_path: Path) -> None:
     from accelerate import cpu_offload
 
     model = sc.tensorize(made("llama"), {"*layers*": RANK})
@@ -279,7 +281,7 @@ def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
         logits(model)
 
 
-def test_a_head_that_is_untied_since_its_base_alone_was_converted_is_not_tied_again(tmp_path: Path) -> None:
+def test_load_refuses_untied_head_of_converted_base(tmp_path: Path) -> None:
     model = made("llama-tied")
     sc.tensorize(model.model, RANK)
     model.model.save_pretrained(tmp_path / "base")  # shares its configuration with the whole model
@@ -314,7 +316,7 @@ def trainer(model: Any, folder: Path, steps: int) -> transformers.Trainer:
     )
 
 
-def test_in_the_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pretrained_in_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Trainer checkpoints are normal folders, a model loaded from one can be trained, and a run resumes."""
     straight = trainer(converted("llama-tied"), tmp_path / "straight", 4)
     straight.train()

@@ -9,12 +9,11 @@ from typing import TypeAlias
 from torch import nn
 
 from scantling.errors import UserError
-from scantling.tensor.contraction import Head, Lookup
-from scantling.tensor.embedding import TTMEmbedding
+from scantling.tensor.contraction import Head, Lookup, Network, best_plan, rank_factors
+from scantling.tensor.embedding import TTMEmbedding, TTMHead
 from scantling.tensor.experts import TTExperts
-from scantling.tensor.head import TTMHead
 from scantling.tensor.layer import TTLayer
-from scantling.tensor.sizes import Term, flop_terms
+from scantling.tensor.sizes import Term
 
 LayerUses: TypeAlias = Mapping[TTLayer, "LayerUse"]
 
@@ -52,23 +51,39 @@ def count_uses(model: nn.Module, num_tokens: int) -> LayerUses:
     Raises:
         UserError: if the number of experts per token is unknown.
     """
-    found: dict[TTLayer, LayerUse] = {}
+    uses: dict[TTLayer, LayerUse] = {}
     modules = list(model.modules())
     for layer in modules:
         if isinstance(layer, TTMEmbedding):
             heads = sum(isinstance(head, TTMHead) and head.table is layer for head in modules)
-            found[layer] = LayerUse(num_tokens, min(num_tokens, layer.num_embeddings), heads)
+            uses[layer] = LayerUse(num_tokens, min(num_tokens, layer.num_embeddings), heads)
         elif isinstance(layer, TTLayer):
-            found[layer] = LayerUse(num_tokens, num_tokens)
+            uses[layer] = LayerUse(num_tokens, num_tokens)
     for name, experts in model.named_modules():
         if isinstance(experts, TTExperts):
-            chosen = experts.experts_per_token
-            if chosen is None:
+            per_token = experts.experts_per_token
+            if per_token is None:
                 raise UserError(
-                    f"unit='flops': nothing says how many of the {experts.num_experts} experts of '{name}' a token "
-                    "chooses, for want of a config.num_experts_per_tok; take unit='parameters' or 'bytes'"
+                    f"unit='flops' needs the number of experts per token, but the configuration of '{name}' has no "
+                    "num_experts_per_tok; use unit='parameters' or 'bytes'"
                 )
-            rows = max(1, round(num_tokens * min(1.0, chosen / experts.num_experts)))
+            rows = max(1, round(num_tokens * min(1.0, per_token / experts.num_experts)))
             for layer in (*experts.up, *experts.down):
-                found[layer] = LayerUse(num_tokens, rows)
-    return found
+                uses[layer] = LayerUse(num_tokens, rows)
+    return uses
+
+
+def flop_terms(network: Network, num_tokens: int, first_bond: int) -> list[Term]:
+    """Return the terms of the FLOPs per token, forward and backward, in the best order at these ranks.
+
+    Args:
+        network: modes and ranks.
+        num_tokens: tokens per step; the cost of merging is divided by it.
+        first_bond: index of the chain's first inner bond among all bonds.
+    """
+    last = len(network.sizes)
+    plan = best_plan(network, num_tokens)
+    return [
+        (6.0 * macs / num_tokens, [first_bond + bond - 1 for bond in bonds if 0 < bond < last])
+        for macs, bonds in rank_factors(network, plan)
+    ]

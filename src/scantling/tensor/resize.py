@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scantling.errors import UserError
-from scantling.tensor.embedding import TTMEmbedding
-from scantling.tensor.head import TTMHead
+from scantling.tensor.embedding import TTMEmbedding, TTMHead
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
 from scantling.tensor.modes import check_size
@@ -68,15 +67,15 @@ def resize_outputs(layer: TTLinear, out_features: int, *, mean: bool = True) -> 
 def _check_no_adapter(layer: TTLayer) -> None:
     if adapter_of(layer) is not None:
         raise UserError(
-            "a RankAdapter is attached to the layer that is resized, and its size target counts on the sizes it found; "
-            "resize before you attach it, or call its finish() or detach() first"
+            "a RankAdapter is attached to the layer that is resized, and its size target depends on the size of the "
+            "layer; resize before attaching it, or call its finish() or detach() first"
         )
 
 
 @torch.no_grad()
-def _resize_core(layer: TTLayer, place: int, dim: int, size: int, mean: bool) -> None:
-    core = layer.chain[place]
-    layer.cores[place] = nn.Parameter(_resized(core.detach(), dim, size, mean), requires_grad=core.requires_grad)
+def _resize_core(layer: TTLayer, index: int, dim: int, size: int, mean: bool) -> None:
+    core = layer.chain[index]
+    layer.cores[index] = nn.Parameter(_resized(core.detach(), dim, size, mean), requires_grad=core.requires_grad)
 
 
 def _resized(values: Tensor, dim: int, size: int, mean: bool) -> Tensor:

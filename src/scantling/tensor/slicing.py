@@ -73,16 +73,16 @@ def _slice_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, dim: int
     state = owner.state.get(param)
     if not state:
         return
-    cut = {key: _slice_entry(value, param, dim, index) for key, value in state.items()}
-    if any(value is None and state[key] is not None for key, value in cut.items()):
+    sliced = {key: _slice_entry(value, param, dim, index) for key, value in state.items()}
+    if any(value is None and state[key] is not None for key, value in sliced.items()):
         logger.warning(
-            "%s keeps state that cannot be cut along a dim of its parameter %s; what it kept of it is dropped",
+            "%s keeps state that cannot be sliced along a dim of its parameter of shape %s; this state is dropped",
             type(owner).__name__,
             tuple(param.shape),
         )
         owner.state.pop(param)
         return
-    state.update(cut)
+    state.update(sliced)
 
 
 def _slice_entry(value: Any, param: Tensor, dim: int, index: Tensor) -> Any:
@@ -100,13 +100,13 @@ def _find_owner(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.
     neither.
     """
     for member in getattr(optimizer, "members", ()):
-        found = _find_owner(member, param)
-        if found is not None:
-            return found
+        owner = _find_owner(member, param)
+        if owner is not None:
+            return owner
     if hasattr(optimizer, "members"):
         return None
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):  # wrapped, such as accelerate's
         return _find_owner(inner, param)
-    held = any(other is param for group in optimizer.param_groups for other in group["params"])
-    return optimizer if held else None
+    has_param = any(other is param for group in optimizer.param_groups for other in group["params"])
+    return optimizer if has_param else None

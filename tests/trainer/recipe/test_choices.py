@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from scantling.comm import config, residuals
 from scantling.comm.codec import quantize
 from scantling.distributed.context import DEVICES
-from scantling.tensor import formats, replace
 from scantling.tensor import options as tensor_options
+from scantling.tensor import replace
 from scantling.trainer.recipe import schema
 from scantling.trainer.tasks import TASKS
 
@@ -23,7 +23,7 @@ from scantling.trainer.tasks import TASKS
         (schema.CommSection, "dense", quantize.Values),
         (schema.CommSection, "exchange", config.Exchange),
         (schema.CommSection, "residual", residuals.Format),
-        (schema.TensorSection, "format", formats.Format),
+        (schema.TensorSection, "format", tensor_options.Format),
         (schema.TensorSection, "init", replace.Init),
         (schema.TensorSection, "unit", tensor_options.Unit),
     ],
